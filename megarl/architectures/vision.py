@@ -48,22 +48,22 @@ class TowerShape:
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors, by name."""
-        width, found = self.width, dict[str, tuple[int, ...]]()
+        width, shapes = self.width, dict[str, tuple[int, ...]]()
         if self.class_token:
-            found["cls_token"] = (1, 1, width)
+            shapes["cls_token"] = (1, 1, width)
         if self.registers:
-            found["reg_token"] = (1, self.registers, width)
-        found["pos_embed"] = (1, self.patches, width)
-        found |= {"patch_embed.proj.weight": (width, 3, self.patch, self.patch), "patch_embed.proj.bias": (width,)}
+            shapes["reg_token"] = (1, self.registers, width)
+        shapes["pos_embed"] = (1, self.patches, width)
+        shapes |= {"patch_embed.proj.weight": (width, 3, self.patch, self.patch), "patch_embed.proj.bias": (width,)}
         for block in range(self.blocks):
             branches = {"norm1": (), "attn.qkv": (3 * width, width), "attn.proj": (width, width)}
             branches |= {"norm2": (), "mlp.fc1": (self.mlp, width), "mlp.fc2": (width, self.mlp)}
             for name, shape in branches.items():
-                found[f"blocks.{block}.{name}.weight"] = shape or (width,)
-                found[f"blocks.{block}.{name}.bias"] = (shape or (width,))[:1]
+                shapes[f"blocks.{block}.{name}.weight"] = shape or (width,)
+                shapes[f"blocks.{block}.{name}.bias"] = (shape or (width,))[:1]
             if self.layer_scale:
-                found |= {f"blocks.{block}.{name}.scale_factor": (width,) for name in ("ls1", "ls2")}
-        return found
+                shapes |= {f"blocks.{block}.{name}.scale_factor": (width,) for name in ("ls1", "ls2")}
+        return shapes
 
 
 #: Towers of published checkpoints, by timm's names, for pictures of 224 pixels.
@@ -92,7 +92,7 @@ class VisionShape:
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Tensors by name of the parameter: name and shape in a checkpoint."""
-        found = {
+        shapes = {
             f"towers.{number}.{name}": (f"vision_backbone.{_TOWER_NAMES[number]}.{name}", shape)
             for number, tower in enumerate(self.towers)
             for name, shape in tower.tensors.items()
@@ -106,9 +106,9 @@ class VisionShape:
             parts["proprio_projector"] = {"fc1": (hidden, self.state), "fc2": (hidden, hidden)}
         for part, layers in parts.items():
             for layer, shape in layers.items():
-                found[f"{part}.{layer}.weight"] = (f"{part}.{layer}.weight", shape)
-                found[f"{part}.{layer}.bias"] = (f"{part}.{layer}.bias", shape[:1])
-        return found
+                shapes[f"{part}.{layer}.weight"] = (f"{part}.{layer}.weight", shape)
+                shapes[f"{part}.{layer}.bias"] = (f"{part}.{layer}.bias", shape[:1])
+        return shapes
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], hidden: int, where: str) -> VisionShape:
@@ -118,7 +118,7 @@ class VisionShape:
         """
         spelt, names = config.get("vision_towers"), config.get("timm_model_ids")
         if spelt is not None:
-            towers = tuple(_tower(one, f"{where}.vision_towers[{n}]") for n, one in enumerate(spelt))
+            towers = tuple(_tower(tower, f"{where}.vision_towers[{n}]") for n, tower in enumerate(spelt))
         else:
             unknown = [name for name in names or [None] if name not in KNOWN_TOWERS]
             if unknown:
@@ -130,10 +130,10 @@ class VisionShape:
                     fix="or give their sizes as vision_towers",
                 )
             towers = tuple(KNOWN_TOWERS[name] for name in names or [])
-        if not 1 <= len(towers) <= len(_TOWER_NAMES) or len({(one.patches, one.image) for one in towers}) > 1:
-            found = [(one.image, one.patches) for one in towers]
+        if not 1 <= len(towers) <= len(_TOWER_NAMES) or len({(tower.patches, tower.image) for tower in towers}) > 1:
+            sizes = [(tower.image, tower.patches) for tower in towers]
             allowed = "one or two towers that take pictures of one size and make equally many patches of them"
-            raise ConfigError("the vision towers do not fit together", where=where, found=found, allowed=allowed)
+            raise ConfigError("the vision towers do not fit together", where=where, found=sizes, allowed=allowed)
         return cls(towers, hidden, state_size(config, where))
 
     def passed_over(self, name: str) -> bool:

@@ -60,7 +60,7 @@ class Hardware:
         return (self.fp32_tflops if dtype == "fp32" else self.bf16_tflops) * 1e12
 
     def while_others_wait(self, stages: int) -> Hardware:
-        """Return the hardware as a stage sees it while it works alone among `stages`: it then has more shared cores."""
+        """Return the hardware as a stage sees it while the other `stages` wait: it then has more shared cores."""
         more = min(1.0, self.cores * stages) / self.pace
         if more == 1.0:
             return self

@@ -13,8 +13,7 @@ from megarl.architectures.vision_language import VisionEncoder
 from megarl.data.batch import Batch
 from megarl.data.fields import DIGESTS, GRIDS
 from megarl.data.image_set import image_sets
-from megarl.models.vlm.model import gather_images
-from megarl.models.vlm.positions import positions_of
+from megarl.models.vlm.model import gather_images, positions_of
 from megarl.training.sequence_layout import PackedRows, TextLayout
 
 

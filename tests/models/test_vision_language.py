@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.models.hf import encoder_of, image_settings, load_hf_config
-from megarl.models.vlm.positions import next_position, positions_of
+from megarl.models.vlm.model import next_position, positions_of
 from megarl.training.microbatch import build, plan
 from megarl.training.vlm_sequences import ImageLayout
 from tests.dist import layout_for, single_process

@@ -143,8 +143,8 @@ def data_url(image: Any) -> str:
 
 def as_schema(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
     """Return the schema in the form that chat templates take."""
-    kept = {key: value for key, value in _untitled(parameters).items() if key != "additionalProperties"}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": kept}}
+    shown = {key: value for key, value in _untitled(parameters).items() if key != "additionalProperties"}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": shown}}
 
 
 def _untitled(schema: Any) -> Any:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +30,9 @@ from megarl.system.errors import ConfigError
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from transformers import PretrainedConfig, PreTrainedModel
+
+#: (index of the first feature in the sequence, rows, columns) of an image, in features.
+Place = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ class _Add(torch.autograd.Function):
 class VisionLanguageModel(PolicyModel):
     """A `PolicyModel` whose streams may have images, an `Images` in `packed_seq_params.seen`.
 
-    `position_ids` are [3, t] (`megarl.models.vlm.positions`), or [1, t] for text.
+    `position_ids` are [3, t] (`positions_of`), or [1, t] for text.
 
     Args:
         settings: see `PolicyModel`.
@@ -218,3 +223,25 @@ def build_encoder(hf: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     config = AutoConfig.for_model(**hf.vision_language).vision_config
     with no_init_weights():
         return AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa")
+
+
+def positions_of(tokens: int, images: Sequence[Place]) -> npt.NDArray[np.int64]:
+    """Return the positions [3, tokens] of a sequence of `tokens` tokens with `images`: for time, height and width.
+
+    A text token has three equal numbers, one more than the token before it. The features of an image that begins at p
+    have (p, p + row, p + column), and text continues at p + max(rows, columns) (Qwen2-VL, Wang et al. 2024, 3.1).
+    """
+    steps = np.ones(tokens, dtype=np.int64)
+    offsets = np.zeros((3, tokens), dtype=np.int64)
+    for start, rows, columns in images:
+        span = slice(start, start + rows * columns)
+        steps[span] = 0
+        steps[span.stop - 1] = max(rows, columns)
+        inside = np.arange(rows * columns)
+        offsets[1, span], offsets[2, span] = inside // columns, inside % columns
+    return offsets + np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(steps)[:-1]])
+
+
+def next_position(tokens: int, images: Sequence[Place]) -> int:
+    """Return the position of the token after a sequence of `tokens` tokens with `images`."""
+    return tokens - sum(rows * columns - max(rows, columns) for _, rows, columns in images)

@@ -90,13 +90,13 @@ def _check_settings(config: RunConfig, checks: Checklist) -> None:
     if not robot.cameras:
         fix = "list the cameras that the policy was trained with, in their order"
         checks.fail("robot.cameras", "the policy has no camera", found=[], allowed="names of cameras", fix=fix)
-    for where, own, model in (
+    for where, keys, model in (
         ("robot.simulator", robot.simulator, SimulatorSettings),
         ("robot.reward.srpo", robot.reward.srpo, ProgressSettings),
         ("robot.reward.embedding", robot.reward.embedding, EmbeddingSettings),
     ):
         with checks.recorded():
-            settings = settings_at(where, own, model)
+            settings = settings_at(where, keys, model)
             if isinstance(settings, SimulatorSettings | EmbeddingSettings):
                 settings.check(where)
             if isinstance(settings, SimulatorSettings):
@@ -117,10 +117,10 @@ def _check_interpreter(config: RunConfig, checks: Checklist, starts: bool) -> No
     python, key = robot_of(config).simulator.get("python"), "robot.simulator.python"
     if not isinstance(python, str) or shutil.which(os.path.expanduser(python)):
         return
-    what = "interpreter not found on this machine"
+    problem = "interpreter not found on this machine"
     fix = "make the simulator's environment (docs/embodied.md), and name its bin/python"
     if starts:
-        checks.fail(key, what, found=python, allowed="a program that may be run", fix=fix)
+        checks.fail(key, problem, found=python, allowed="a program that may be run", fix=fix)
     else:
         checks.skip(f"{key}: {python} is not here; it is looked for where the run starts")
 
@@ -145,8 +145,8 @@ def _check_surroundings(config: RunConfig, placement: Placement | None, checks: 
 
     def refuse(wrong: bool, key: str, value: object, allowed: object, why: str) -> None:
         if wrong:
-            what = f"a recipe with the section `robot` cannot have this: {why}"
-            checks.fail(key, what, found=value, allowed=allowed, fix=f"set {key}={str(allowed).partition(',')[0]}")
+            problem = f"a recipe with the section `robot` cannot have this: {why}"
+            checks.fail(key, problem, found=value, allowed=allowed, fix=f"set {key}={str(allowed).partition(',')[0]}")
 
     rollout, pipeline = config.rollout, config.algorithm.pipeline
     refuse(pipeline in ("grpo", "ppo", "dapo"), "algorithm.pipeline", pipeline, "srpo", "it scores texts, not episodes")

@@ -63,12 +63,12 @@ def _opened(
 def _no_source(source: str, where: str) -> ConfigError:
     path = Path(source.rpartition("=")[2]).expanduser()
     fix = f"write TASK={source}: the file has no task name" if path.suffix in HDF5 and "=" not in source else None
-    what = "this file or folder has no demonstrations" if path.exists() else "demonstrations not found"
+    problem = "this file or folder has no demonstrations" if path.exists() else "demonstrations not found"
     near = close_matches(source, [EXPERTS])
     if near:
         fix = f"did you mean {near[0]!r}?"
     allowed = f"{EXPERTS}, a folder of demonstrations (also LeRobot's), or TASK=FILE{HDF5[0]} (LIBERO)"
-    return ConfigError(what, where=where, found=source, allowed=allowed, fix=fix)
+    return ConfigError(problem, where=where, found=source, allowed=allowed, fix=fix)
 
 
 def _fitting(shown: OpenDemonstration, spec: TaskSpec) -> OpenDemonstration:
@@ -76,10 +76,10 @@ def _fitting(shown: OpenDemonstration, spec: TaskSpec) -> OpenDemonstration:
     sizes = {"numbers of an action": shown.actions.shape[1], "numbers of a state": shown.states.shape[1]}
     expected = {"numbers of an action": spec.action_dim, "numbers of a state": spec.state_dim}
     if sizes != expected:
-        what = f"this demonstration does not fit {spec.name}"
-        raise DataError(what, where=shown.where, found=sizes, allowed=str(expected))
+        problem = f"this demonstration does not fit {spec.name}"
+        raise DataError(problem, where=shown.where, found=sizes, allowed=str(expected))
     missing = [camera for camera in spec.cameras if camera not in shown.cameras]
     if missing:
-        what = f"this demonstration has no pictures of the camera {missing[0]!r} of {spec.name}"
-        raise DataError(what, where=shown.where, found=list(shown.cameras), allowed=spec.cameras)
+        problem = f"this demonstration has no pictures of the camera {missing[0]!r} of {spec.name}"
+        raise DataError(problem, where=shown.where, found=list(shown.cameras), allowed=spec.cameras)
     return shown

@@ -96,8 +96,8 @@ class LeRobotFolder:
     def instruction(self, task: int) -> str:
         """Return the instruction of a task by its number."""
         if task not in self.instructions:
-            what = "an episode's task is not in meta/tasks"
-            raise DataError(what, where=str(self.folder / "meta"), found=task, allowed=sorted(self.instructions))
+            problem = "an episode's task is not in meta/tasks"
+            raise DataError(problem, where=str(self.folder / "meta"), found=task, allowed=sorted(self.instructions))
         return self.instructions[task]
 
     def episodes(self) -> list[_Episode]:
@@ -222,8 +222,8 @@ def _frame(frames: Mapping[str, Callable[[int], NDArray[np.uint8]]], camera: str
 def _feature(data: LeRobotFolder, name: str, camera: str) -> str:
     if PICTURES + name in data.cameras:
         return PICTURES + name
-    what = f"the data set {data.folder} has no such camera"
-    choose(dict.fromkeys(data.cameras), name, what, where=f"robot.recorded_cameras.{camera}")
+    problem = f"the data set {data.folder} has no such camera"
+    choose(dict.fromkeys(data.cameras), name, problem, where=f"robot.recorded_cameras.{camera}")
     return name
 
 

@@ -95,8 +95,8 @@ class SimulatorPool:
             for _ in range(settings.workers):
                 self._slots.append(_Slot(self._start()))
             known = {spec.name: spec for spec in self._first_answer()}
-            what, key = f"unknown task of simulator {settings.name!r}", f"{where}.tasks"
-            self.tasks = {name: choose(known, name, what, where=key) for name in settings.tasks or known}
+            problem, key = f"unknown task of simulator {settings.name!r}", f"{where}.tasks"
+            self.tasks = {name: choose(known, name, problem, where=key) for name in settings.tasks or known}
         except BaseException:
             self.close()
             raise
@@ -349,8 +349,8 @@ class SimulatorPool:
         key, allowed = header["key"], header.get("allowed")
         near = close_matches(key, allowed) if isinstance(allowed, list) else []
         fix = f"did you mean {near[0]!r}?" if near else None
-        what = f"simulator {self.settings.name!r}: {header['text']}"
-        return ConfigError(what, where=f"{self._where}.{key}", found=header["found"], allowed=allowed, fix=fix)
+        problem = f"simulator {self.settings.name!r}: {header['text']}"
+        return ConfigError(problem, where=f"{self._where}.{key}", found=header["found"], allowed=allowed, fix=fix)
 
 
 def _readable(sockets: Sequence[socket.socket], wait_s: float) -> list[socket.socket]:

@@ -66,8 +66,8 @@ class SimulatorProcess:
                 ours.close()
                 os.close(self._memory)
                 fix = "name the interpreter of the simulator's environment, .../bin/python"
-                what = f"the simulator's interpreter does not start: {error.strerror}"
-                raise ConfigError(what, where=f"{where}.python", found=python, fix=fix) from error
+                problem = f"the simulator's interpreter does not start: {error.strerror}"
+                raise ConfigError(problem, where=f"{where}.python", found=python, fix=fix) from error
         self.socket = ours
         self.socket.setblocking(False)
         self._inbox, self._output = Inbox(), _Tail(self.process)

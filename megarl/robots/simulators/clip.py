@@ -45,7 +45,9 @@ class ClipRecorder:
         if self._count <= self._frames:
             return list(range(self._count))
         wanted = np.linspace(0, self._count - 1, self._frames, dtype=np.int64).tolist()
-        return [*(self._nearest(place) for place in wanted[:-1]), self._count - 1]
+        last = max(self._held) // self._stride
+        nearest = [min(round(place / self._stride), last) * self._stride for place in wanted[:-1]]
+        return [*nearest, self._count - 1]
 
     def clip(self) -> dict[str, Frames]:
         """Return frames uint8 [n, H, W, 3] by camera: all of a short episode, else `frames` evenly spaced with both
@@ -56,6 +58,3 @@ class ClipRecorder:
         """
         chosen = [self._held.get(place, self._last) for place in self.places()]
         return {camera: np.stack([frames[camera] for frames in chosen]) for camera in self._cameras}
-
-    def _nearest(self, place: int) -> int:
-        return min(round(place / self._stride), max(self._held) // self._stride) * self._stride

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megarl.config.rollout import SamplingConfig
-from megarl.models.vlm.positions import next_position, positions_of
+from megarl.models.vlm.model import next_position, positions_of
 from megarl.rollout.embedded.attention import Attend, DecodeAttention, KernelAttention, PromptAttention
 from megarl.rollout.embedded.cache import KVCache, free_bytes
 from megarl.rollout.embedded.graphs import DecodeGraphs, cache_length, length_bucket, row_bucket, slots_below

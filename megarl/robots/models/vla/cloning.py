@@ -163,16 +163,16 @@ class CloningExamples:
             raise DataError("no examples to clone: no demonstration has an environment step", where="demonstrations")
         wide = self._shown[0].states.shape[1]
         for shown in self._shown:
-            what = "the policy has no prompt for the task of this demonstration"
-            choose(prompts, shown.task, what, where=shown.where)
+            problem = "the policy has no prompt for the task of this demonstration"
+            choose(prompts, shown.task, problem, where=shown.where)
             sizes = (shown.actions.shape[1], shown.states.shape[1])
             if sizes != (self._dim, wide):
-                what = "the sizes of this demonstration's actions and states differ from the others'"
-                raise DataError(what, where=shown.where, found=sizes, allowed=f"{(self._dim, wide)}")
+                problem = "the sizes of this demonstration's actions and states differ from the others'"
+                raise DataError(problem, where=shown.where, found=sizes, allowed=f"{(self._dim, wide)}")
             for camera in self._cameras:
                 if camera not in shown.cameras:
-                    what = "this demonstration has no pictures of a camera of the policy"
-                    raise DataError(what, where=shown.where, found=camera, allowed=shown.cameras)
+                    problem = "this demonstration has no pictures of a camera of the policy"
+                    raise DataError(problem, where=shown.where, found=camera, allowed=shown.cameras)
 
     def _digest(self, codec: ActionCodec) -> str:
         settings = [self._prompts, self._cameras, self._chunk, repr(self._pictures), repr(codec.tokens)]
