@@ -8,11 +8,10 @@ sequence depend only on its own tokens and seed, as in `Session`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from megarl.config.rollout import SamplingConfig
 from megarl.rollout.embedded.attention import ExtendAttention
@@ -26,7 +25,6 @@ from megarl.system.tracing import beat
 
 if TYPE_CHECKING:
     from megarl.data.image_set import ImageSet
-    from megarl.models.vlm.model import Images
 
 _LOOK_EVERY = 8  # decode steps between two calls of `enough`, which may be collective
 _TOGETHER = 8  # `wait` collects an eighth of the running turns: prefilling several costs little more than one
@@ -202,19 +200,13 @@ class TurnSession(Session):
             lengths = [len(new[row]) for row in rows]
             attend = ExtendAttention(self._cache, lengths, [starts[row] for row in rows], rows, self._scale)
             tokens = torch.tensor([token for row in rows for token in new[row]], device=device)
-            images, positions = self._seen_from(starts, rows)
+            sequences = [self._rows.holders[row] for row in rows]
+            ranges = [range(starts[row], starts[row] + len(new[row])) for row in rows]
+            sets = [self._images[sequence] for sequence in sequences]
+            images, positions = None, torch.cat([torch.arange(part.start, part.stop) for part in ranges])
+            if any(image_set is not None for image_set in sets):
+                images, positions = seen(list(zip(ranges, sets, strict=True)), self._stage)
             self._stage.forward(tokens, positions.to(device), attend, want_logits=False, images=images)
-
-    def _seen_from(self, starts: Mapping[int, int], rows: Sequence[int]) -> tuple[Images | None, Tensor]:
-        """Return the images and positions of the tokens of `rows` after the first `starts` tokens."""
-        sequences = [self._rows.holders[row] for row in rows]
-        first, ends = [starts[row] for row in rows], [len(self._contexts[sequence]) - 1 for sequence in sequences]
-        sets = [self._images[sequence] for sequence in sequences]
-        if all(images is None for images in sets):
-            return None, torch.cat([torch.arange(start, end) for start, end in zip(first, ends, strict=True)])
-        return seen(
-            [(range(start, end), images) for start, end, images in zip(first, ends, sets, strict=True)], self._stage
-        )
 
     def _retire_turns(self, rows: int) -> dict[int, Sampled]:
         """Retire the finished turns of the running rows, keep their rows, and return the turns by sequence."""

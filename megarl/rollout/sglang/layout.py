@@ -62,55 +62,49 @@ class ServerLayout:
         return int(match[1]) // (self.facts.experts // self.ep) == rank // (self.tp // self.ep)
 
     def parts(self, rank: int, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor, int]]:
-        """Implement `ReceiverLayout.parts`."""
-        return _parts(name, tensor, self.facts, self.tp, self.ep, rank)
+        """Yield (name of a server parameter, the part of `tensor` that `rank` stores next in this parameter, number of
+        elements of the whole parameter)."""
+        facts, tp, ep = self.facts, self.tp, self.ep
+        if "visual." in name:
+            yield _visual_part(name, tensor, tp, rank)
+            return
+        name = name.replace("model.language_model.", "model.")
+        if match := _EXPERT.fullmatch(name):
+            experts, number, kind = match.groups()
+            ways, local = tp // ep, facts.experts // ep
+            if int(number) // local == rank // ways:
+                size = local * facts.hidden * facts.ffn // ways
+                if kind in ("down_proj", "w2"):
+                    yield f"{experts}.w2_weight", tensor.chunk(ways, 1)[rank % ways], size
+                else:
+                    yield f"{experts}.w13_weight", tensor.chunk(ways)[rank % ways], 2 * size
+            return
+        module = name.rsplit(".", 2)[-2]
+        param = name.replace(module, _FUSED.get(module, module))
+        if module in ("k_proj", "v_proj") and facts.kv_heads < tp:  # each group is on several ranks
+            part = tensor.chunk(facts.kv_heads)[rank * facts.kv_heads // tp]
+        elif module in _FUSED:
+            part = tensor.chunk(tp)[rank]
+        elif module in ("o_proj", "down_proj"):
+            part = tensor.chunk(tp, 1)[rank]
+        elif module in ("embed_tokens", "lm_head"):
+            part = _padded_rows(tensor, tp, rank)
+        else:
+            part = tensor
+        total = part.numel()
+        if param != name:
+            kv = max(facts.kv_heads // tp, 1)
+            rows = (facts.heads // tp + 2 * kv) * facts.head_dim if "qkv" in param else 2 * part.shape[0]
+            total = rows * math.prod(part.shape[1:])
+        yield param, part, total
 
     def make_checksum(self, nbytes: int) -> Checksum:
         """Return an empty checksum over `nbytes` bytes, of the kind that the servers' device computes."""
         return make_checksum(nbytes, on_gpu=self.on_gpu)
 
 
-def _parts(
-    name: str, tensor: Tensor, facts: ModelFacts, tp: int, ep: int, rank: int
-) -> Iterator[tuple[str, Tensor, int]]:
-    """Yield (name of a server parameter, the part of `tensor` that server rank `rank` stores next in this parameter,
-    number of elements of the whole parameter)."""
-    if "visual." in name:
-        yield _visual_part(name, tensor, tp, rank)
-        return
-    name = name.replace("model.language_model.", "model.")
-    if match := _EXPERT.fullmatch(name):
-        experts, number, kind = match.groups()
-        ways, local = tp // ep, facts.experts // ep
-        if int(number) // local == rank // ways:
-            size = local * facts.hidden * facts.ffn // ways
-            if kind in ("down_proj", "w2"):
-                yield f"{experts}.w2_weight", tensor.chunk(ways, 1)[rank % ways], size
-            else:
-                yield f"{experts}.w13_weight", tensor.chunk(ways)[rank % ways], 2 * size
-        return
-    module = name.rsplit(".", 2)[-2]
-    param = name.replace(module, _FUSED.get(module, module))
-    if module in ("k_proj", "v_proj") and facts.kv_heads < tp:  # each group is on several ranks
-        part = tensor.chunk(facts.kv_heads)[rank * facts.kv_heads // tp]
-    elif module in _FUSED:
-        part = tensor.chunk(tp)[rank]
-    elif module in ("o_proj", "down_proj"):
-        part = tensor.chunk(tp, 1)[rank]
-    elif module in ("embed_tokens", "lm_head"):
-        part = _padded_rows(tensor, tp, rank)
-    else:
-        part = tensor
-    total = part.numel()
-    if param != name:
-        kv = max(facts.kv_heads // tp, 1)
-        rows = (facts.heads // tp + 2 * kv) * facts.head_dim if "qkv" in param else 2 * part.shape[0]
-        total = rows * math.prod(part.shape[1:])
-    yield param, part, total
-
-
 def _visual_part(name: str, tensor: Tensor, tp: int, rank: int) -> tuple[str, Tensor, int]:
-    """Return what `_parts` yields for a tensor of the vision encoder of Qwen2.5-VL or Qwen3-VL.
+    """Return what `ServerLayout.parts` yields for a tensor of the vision encoder of Qwen2.5-VL or Qwen3-VL.
 
     Each linear layer is split by rows or by columns; each rank has the whole bias of a layer that is split by columns.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,49 +49,39 @@ def start_servers(host: EngineHost, key: str | None = None, address: str | None 
             f" at {', '.join(servers.urls)}" if servers.urls else f": about 17 s on two free cores; their logs: {logs}"
         )
         print(f"waiting for SGLang servers{where}", flush=True)
-    with (
-        on_shared_devices(host, "start_servers"),  # a starting server allocates a share of the free memory
-        phase("start_servers"),
-        keep_beating(),
-        _addresses_are_the_users(servers.urls),
-    ):
-        return open_fleet(
-            servers,
-            WorkerPlace.from_environment(config.cluster),
-            host.run_dir,
-            _write_model_config(host),
-            str(DTYPES[config.rollout_dtype]).removeprefix("torch."),
-            cuda=has_cuda(),
-            random_weights=True,
-            longest=config.longest_sequence(),
-            images=config.data.image_key is not None,
-            fp8=config.sync.fp8,
-            key=key,
-            host=address,
-            world=layout.world,
-        )
+    # A starting server allocates a share of the free memory.
+    with on_shared_devices(host, "start_servers"), phase("start_servers"), keep_beating():
+        try:
+            return open_fleet(
+                servers,
+                WorkerPlace.from_environment(config.cluster),
+                host.run_dir,
+                _write_model_config(host),
+                str(DTYPES[config.rollout_dtype]).removeprefix("torch."),
+                cuda=has_cuda(),
+                random_weights=True,
+                longest=config.longest_sequence(),
+                images=config.data.image_key is not None,
+                fp8=config.sync.fp8,
+                key=key,
+                host=address,
+                world=layout.world,
+            )
+        except ServerError as error:
+            if not servers.urls:
+                raise
+            raise ConfigError(
+                f"none of these servers can be used: {error.reason}",
+                where="rollout.sglang.urls",
+                found=servers.urls,
+                allowed="addresses of SGLang servers that run",
+                fix="start the servers or correct the addresses; rollout.sglang.urls=[] lets the run start its own",
+            ) from error
 
 
 def on_shared_devices(host: EngineHost, name: str) -> contextlib.AbstractContextManager[None]:
     """Enter phase `name` of the offload schedule if the servers share the trainer's devices; else do nothing."""
     return host.offload.phase(name) if host.config.rollout.colocated else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _addresses_are_the_users(urls: list[str]) -> Iterator[None]:
-    """Turn a ServerError into a ConfigError if the user gave the addresses in `urls`, which are probably wrong."""
-    try:
-        yield
-    except ServerError as error:
-        if not urls:
-            raise
-        raise ConfigError(
-            f"none of these servers can be used: {error.reason}",
-            where="rollout.sglang.urls",
-            found=urls,
-            allowed="addresses of SGLang servers that run",
-            fix="start the servers or correct the addresses; rollout.sglang.urls=[] lets the run start its own",
-        ) from error
 
 
 def _write_model_config(host: EngineHost) -> Path:
