@@ -361,7 +361,7 @@ def _check_arguments(config: RunConfig, checks: Checklist) -> None:
         if name.startswith("--") and any(ours.startswith(name) for ours in _OURS):
             checks.fail(
                 "rollout.sglang.extra_args",
-                "megarl sets this argument itself, some of these from other keys of the recipe",
+                "megarl sets this argument, by itself or from another key of the recipe",
                 found=argument,
                 allowed="arguments of sglang.launch_server other than " + ", ".join(sorted(_OURS)),
                 fix=f"leave {name} out",
@@ -457,7 +457,7 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
     if sync.address in EVERY_INTERFACE:
         checks.fail(
             "sync.address",
-            "weights must not be sent from an address of every interface",
+            "this address stands for every interface, and weights must be sent from one",
             found=sync.address,
             allowed="the address of one interface, or null",
             fix="set sync.address=null",
