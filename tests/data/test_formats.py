@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -61,8 +60,7 @@ def recipe(tmp_path, monkeypatch):
 def prompts(config: RunConfig, tokenizer) -> PromptDataset:
     """As a run reads them, after the checks before it."""
     check_rows(config, "train")
-    hf_config = SimpleNamespace(model_type="qwen3")
-    return _prompts(config, hf_config, tokenizer, NO_TOOLS, "train", scored=True)
+    return _prompts(config, tokenizer, NO_TOOLS, None, "train", scored=True)
 
 
 def examples(config: RunConfig, tokenizer) -> SFTDataset:
