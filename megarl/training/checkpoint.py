@@ -5,9 +5,8 @@
         rng_K.safetensors       every worker's random states
         ...                     files that a worker adds (samples for the next step)
         state.json              the trainer's state (loader, controllers), plain JSON
-            meta.json               written last, by rank 0: step, layout, version, configuration, checksums; with
-            several
-                                    teams also which workers wrote which engines
+        meta.json               written last, by rank 0: step, layout, version, configuration, checksums, and with
+                                several teams which workers wrote which engines
     ROOT/step_120/              the same folder after fsync and rename
     ROOT/best.json              the step that is kept as the best
     ROOT.old-K/                 checkpoints of steps that a run trains again, see `set_aside`
@@ -129,9 +128,8 @@ def _commit(folder: Path, meta: dict[str, Any], keep_last: int, best: bool, chec
     root, step = folder.parent, meta["step"]
     for name, (size, _) in checksums.items():  # other machines wrote some: check what this one sees
         if size_at(folder / name) != size:
-            raise OSError(
-                errno.EIO, f"the file's size differs from the {size:,} bytes that were written", str(folder / name)
-            )
+            problem = f"the file's size differs from the {size:,} bytes that were written"
+            raise OSError(errno.EIO, problem, str(folder / name))
     refuse_if_taken(root.parent)
     whole = {**meta, "files": checksums}
     (folder / _META).write_text(json.dumps({**whole, "checksum": _meta_checksum(whole)}, indent=1))
@@ -168,10 +166,8 @@ def _make_folder(folder: Path, nbytes: int) -> str | None:
         if free >= nbytes + _SPARE:
             return None
         folder.rmdir()
-        size, spare = f"{nbytes / 1e9:.3g}", f"{_SPARE / 1e9:.3g}"
-        return (
-            f"the checkpoint needs {size} GB and {spare} GB must stay free for logs, but {free / 1e9:.3g} GB are free"
-        )
+        size, spare, room = (f"{count / 1e9:.3g} GB" for count in (nbytes, _SPARE, free))
+        return f"the checkpoint needs {size} and {spare} must stay free for logs, but {room} are free"
     except OSError as error:
         return f"{error.strerror or error} ({error.filename})"
 
@@ -180,9 +176,8 @@ def _make_room(root: Path, step: int) -> str:
     steps = [saved for saved in steps_in(root) if saved != step]
     start = f"the checkpoint of step {steps[-1]}" if steps else "the beginning: there is no checkpoint yet"
     return (
-        f"free space there (trainer.keep_last sets how many checkpoints are kept, tracking.dir where runs are), then "
-        f"run the "
-        f"same command with --run-dir {root.parent}: it continues from {start}"
+        "free space there (trainer.keep_last sets how many checkpoints are kept, tracking.dir where runs are), then "
+        f"run the same command with --run-dir {root.parent}: it continues from {start}"
     )
 
 
@@ -212,9 +207,7 @@ def load(
 
 
 def load_random_states(folder: Path, layout: Layout) -> None:
-    """Load the random states of a team without engines, if a team without engines and with this layout wrote random
-    states. Collective.
-
+    """Load the random states of a team without engines, if such a team with this layout wrote some. Collective.
 
     Raises:
         CheckpointError: the files are damaged.
@@ -231,7 +224,7 @@ def _load_random_states(folder: Path, meta: dict[str, Any], layout: Layout, engi
 
 
 def _teams_in(meta: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return meta.json's entries on the teams that wrote a part, each a `Part.describe`."""
+    """Return the workers, layout and engines of each team that wrote a part, from meta.json."""
     if "teams" in meta:
         return list(meta["teams"].values())
     size = sum(name.startswith("rank_") for name in meta["files"])
@@ -273,9 +266,7 @@ def check_model(folder: Path, meta: dict[str, Any], engines: dict[str, MegatronE
         )
     index, wrong = world.broadcast_json(_index_or_fault(folder, meta, engines) if world.rank == 0 else None)
     if wrong:
-        raise CheckpointError(
-            "this checkpoint is damaged or incomplete", where=str(folder), found=wrong, fix=_way_out(folder)
-        )
+        raise _damaged(folder, wrong)
     slices = [part for name, engine in engines.items() for part in weight_slices(name, engine)]
     more = _surplus(meta, engines, index, {part.key for part in slices}, world)
     refuse_foreign(slices, index, folder, world, more)
@@ -283,8 +274,7 @@ def check_model(folder: Path, meta: dict[str, Any], engines: dict[str, MegatronE
 
 
 def stored_names(folder: Path, meta: dict[str, Any]) -> frozenset[str]:
-    """Return the tensor names in a checkpoint, with the engine in front (`actor.decoder...`); `meta` is from
-    `verify`."""
+    """Return the names of a checkpoint's tensors, such as `actor.decoder...`; `meta` is the result of `verify`."""
     return frozenset(_index(folder, meta, meta["optimizer_steps"]))
 
 
@@ -326,15 +316,19 @@ def verify(folder: Path, world: WorkerGroup, engines: Collection[str] | None = N
     meta, wrong, other = world.broadcast_json(_meta_or_fault(folder) if world.rank == 0 else None)
     if other is not None:
         raise FormatError(**other)
-    found = [wrong]
+    lines = [wrong]
     if not wrong:
         checksums = meta["files"] if engines is None else _files_for(meta, engines)
-        found = faults(folder, checksums, world, stranger=lambda path: _stranger(path, meta["tag"]))
-    if found:
-        raise CheckpointError(
-            "this checkpoint is damaged or incomplete", where=str(folder), found=few(found), fix=_way_out(folder)
-        )
+        lines = faults(folder, checksums, world, stranger=lambda path: _stranger(path, meta["tag"]))
+    if lines:
+        raise _damaged(folder, few(lines))
     return meta
+
+
+def _damaged(folder: Path, fault: str) -> CheckpointError:
+    return CheckpointError(
+        "this checkpoint is damaged or incomplete", where=str(folder), found=fault, fix=_way_out(folder)
+    )
 
 
 def _stranger(path: Path, tag: str) -> str | None:
@@ -353,8 +347,7 @@ def _meta_or_fault(folder: Path) -> tuple[dict[str, Any] | None, str | None, dic
     try:
         return read_meta(folder), None, None
     except FormatError as error:
-        arguments = {"what": error.what, "where": error.where, "found": error.found}
-        return None, None, arguments | {"allowed": error.allowed, "fix": error.fix}
+        return None, None, {name: getattr(error, name) for name in ("what", "where", "found", "allowed", "fix")}
     except CheckpointError as error:
         return None, error.what, None
 
@@ -421,16 +414,13 @@ def keep_best(root: Path, step: int) -> bool:
 
 
 def set_aside(root: Path, after: int | None) -> Path | None:
-    """Move checkpoints of later steps than `after` (None: all) to another folder, before a run trains those steps
-    again.
+    """Move checkpoints of later steps than `after` (None: all) to another folder, as a run trains these steps again.
 
     Otherwise they would count as the run's newest checkpoints: its own would be pruned, and the next resume would use
     the old ones. One rank calls this.
 
     Returns:
-        The new folder ROOT.old-K, in which they keep their names, with best.json if it names one of them; None if
-        there was
-            nothing to move.
+        The new folder ROOT.old-K, with best.json if it names one of them; None: there was nothing to move.
     """
     steps = [step for step in named_steps(root) if after is None or step > after]
     if not steps:
@@ -466,7 +456,11 @@ def _publish(folder: Path, final: Path, tag: str) -> None:
 def _note_best(root: Path, step: int) -> None:
     path = root / _BEST
     try:
-        _replace(path, {"step": step})
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"step": step}))
+        _sync(temporary)
+        temporary.rename(path)
+        _sync(root)
     except OSError as error:  # the checkpoint is complete anyway
         log.warning("%s cannot be written, so the checkpoint of step %d is not kept as the best: %s", path, step, error)
 
@@ -489,14 +483,6 @@ def _is_kept(folder: Path) -> bool:
         return bool(json.loads((folder / _META).read_text()).get("kept", True))
     except (OSError, ValueError, AttributeError):
         return True
-
-
-def _replace(path: Path, value: Any) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value))
-    _sync(temporary)
-    temporary.rename(path)
-    _sync(path.parent)
 
 
 def _sync(path: Path) -> None:

@@ -62,8 +62,7 @@ def faults(
     """List the files of `folder` that differ from their checksums, one line each; equal on all ranks.
 
     Collective over `world`: all ranks together read every byte once; with `per_machine` the ranks of each machine do,
-    for a
-    folder that is local to each machine. `stranger(path)` may return a more precise message for a file that differs.
+    as each machine may have its own folder. `stranger(path)` may return a more precise message for a changed file.
     """
     names = _share(sorted(checksums), world, per_machine)
     lines = [line for name in names if (line := _fault(folder / name, checksums[name], stranger))]

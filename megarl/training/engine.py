@@ -137,7 +137,7 @@ class MegatronEngine:
             self.wrapped: list[Any] = list(self.chunks)
             for chunk in self.chunks:
                 chunk.requires_grad_(False).eval()
-            self.optimizer = None
+            self.optimizer: Any = None
             return
         self.wrapped = optimizer.wrap_chunks(self.chunks, self.model_config, engine)
         if self.model_config.layers == "te":
@@ -151,13 +151,15 @@ class MegatronEngine:
             self.model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
     def reset_optimizer(self, optim: OptimConfig, total_steps: int) -> None:
-        """Start a new phase of training from the current parameters: Adam's moments, the schedule and the step count
-        start from zero."""
-        if self.optimizer is None:
-            raise RuntimeError(f"the {self.name} engine is frozen: it was built without optimizer settings")
+        """Start a new phase of training from the current parameters, with new moments, schedule and step count."""
+        if self.optim is None:
+            raise self._frozen()
         self.require(*PARTS)
         self.optim, self.total_steps, self.step = optim, total_steps, 0
         self.optimizer = optimizer.build_optimizer(self.wrapped, optim, self.config, self.dtype, self._where)
+
+    def _frozen(self) -> RuntimeError:
+        return RuntimeError(f"the {self.name} engine is frozen: it was built without optimizer settings")
 
     # -- inference -----------------------------------------------------------------------------------------------
 
@@ -177,8 +179,7 @@ class MegatronEngine:
 
         Returns:
             float32 [tokens, K + 1, 2] over response tokens: ids and log-probs, on every rank of the replica; K is the
-            smaller
-                of `k` and `limit`. The last entry, with id -1, is all other tokens together.
+            smaller of `k` and `limit`. The last entry, with id -1, is all other tokens together.
         """
         k = min(k, limit)
         outputs = self._of_samples(batch, TopTokens(k, limit, self._log_probs(temperature, entropy=False)))
@@ -213,8 +214,7 @@ class MegatronEngine:
         return outputs.like(tokens.long()), outputs.like(logp.contiguous())
 
     def values(self, batch: Batch) -> Jagged:
-        """Return the critic's value at every response token, from the state before it, as `logprobs` returns
-        log-probs."""
+        """Return the critic's value at every response token, float32, computed from the tokens before it."""
         outputs = self._of_samples(batch, Values())
         return outputs.like(outputs.values[:, 0].contiguous())
 
@@ -240,14 +240,10 @@ class MegatronEngine:
         for at, micro in enumerate(micros):
             if micro.samples:
                 part = outputs[at] if self.layout.is_last_stage else parts[0].new_empty(micro.tokens, head.outputs)
-                parts.append(self._of_last_stage(part))
+                if self.layout.pp_size > 1:  # the other stages get the outputs of the last one
+                    part = self.layout.pp_group.broadcast(part.to(self.device), src=self.layout.pp_size - 1).to(where)
+                parts.append(part)
         return self._in_batch_order(torch.cat(parts), batch, groups)
-
-    def _of_last_stage(self, part: Tensor) -> Tensor:
-        """Broadcast the last pipeline stage's `part` to every stage; it stays on its device."""
-        if self.layout.pp_size == 1:
-            return part
-        return self.layout.pp_group.broadcast(part.to(self.device), src=self.layout.pp_size - 1).to(part.device)
 
     def _collect(self, head: Head, where: torch.device, dtype: torch.dtype, micro: MicroBatch, chunk: Any) -> Any:
         """Return a function from final hidden states to the head's outputs, moved to the device `where`.
@@ -296,11 +292,10 @@ class MegatronEngine:
         """Make one optimizer step on this data-parallel rank's part of one mini-batch; a rank's part may be empty.
 
         `loss_fn(logp [N], entropy [N], micro)` gets the response tokens of a micro-batch in order and their samples,
-        and returns
-        a scalar, already a sum with global weights, and metrics. If a count is known only after the last forward pass,
-        `divisor` computes it from the merged metrics, and the summed gradient is divided by it. With `taught` the call
-        is `loss_fn(logp, entropy, policy, micro)`, see `SoftTargets` and `WholeVocabulary`. Every `unit` consecutive
-        samples are in the same micro-batch.
+        and returns a scalar, already a sum with global weights, and metrics. If a count is known only after the last
+        forward pass, `divisor` computes it from the merged metrics, and the summed gradient is divided by it. With
+        `taught` the call is `loss_fn(logp, entropy, policy, micro)`, see `SoftTargets` and `WholeVocabulary`. Every
+        `unit` consecutive samples are in the same micro-batch.
 
         Returns:
             The metrics of all ranks merged, and `<name>/grad_norm` (before clipping) and `<name>/lr`; equal on all
@@ -316,8 +311,7 @@ class MegatronEngine:
         return self._step(batch, loss_fn, Values(), unit=unit)
 
     def sft_step(self, batch: Batch) -> Metrics:
-        """Make one optimizer step on -sum(loss_weights * logp); `loss_weights` is a Jagged field over response
-        tokens."""
+        """Make one optimizer step on -sum(loss_weights * logp); `loss_weights` is a field over response tokens."""
 
         def loss(logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
             weights = micro["loss_weights"].values.to(logp.device)
@@ -337,8 +331,8 @@ class MegatronEngine:
         taught: TeacherTargets | None = None,
         unit: int = 1,
     ) -> Metrics:
-        if self.optimizer is None:
-            raise RuntimeError(f"the {self.name} engine is frozen: it was built without optimizer settings")
+        if self.optim is None:
+            raise self._frozen()
         self.require(*PARTS)
         batch = self.sequences.rows(batch)
         if taught is not None:
@@ -357,7 +351,7 @@ class MegatronEngine:
             for chunk in self.wrapped:
                 chunk.scale_gradients(1.0 / divisor(metrics))
         with phase("optimizer"):
-            norm, rate = self._update(batch, groups, [loss for loss, _ in results])
+            norm, rate = self._update(self.optim, batch, groups, [loss for loss, _ in results])
         metrics.mean(f"{self.name}/grad_norm", norm, 1)
         metrics.mean(f"{self.name}/lr", rate, 1)
         return metrics
@@ -380,17 +374,17 @@ class MegatronEngine:
 
         return loss
 
-    def _update(self, batch: Batch, groups: list[list[int]], losses: list[Tensor]) -> tuple[float, float]:
+    def _update(
+        self, optim: OptimConfig, batch: Batch, groups: list[list[int]], losses: list[Tensor]
+    ) -> tuple[float, float]:
         """Check, clip and apply the gradients; return the gradient norm and the learning rate."""
-        assert self.optimizer is not None
-        assert self.optim is not None
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         ids = batch["sample_id"] if "sample_id" in batch else list(map(str, range(len(batch))))
         names = [[str(ids[sample]) for sample in group] for group in groups][: len(losses)]
         check_finite(losses, names, norm, self.chunks, self.step, self.layout.world)
-        optimizer.clip(self.optimizer, norm, self.optim.clip_grad)
-        rate = optimizer.learning_rate(self.optim, self.step, self.total_steps)
+        optimizer.clip(self.optimizer, norm, optim.clip_grad)
+        rate = optimizer.learning_rate(optim, self.step, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step_with_ready_grads()
@@ -413,10 +407,10 @@ class MegatronEngine:
     def _schedule(
         self, micros: list[MicroBatch], length: int, last: Callable[[MicroBatch, Any], Any], forward_only: bool = False
     ) -> list[Any]:
-        """Run all micro-batches through the pipeline; `last(micro, chunk)` returns the function of the final hidden
-        states.
+        """Run all micro-batches through the pipeline, and return a result for each on the last stage, none elsewhere.
 
-        Returns this function's results on the last stage, an empty list elsewhere."""
+        `last(micro, chunk)` returns the function from final hidden states to the result.
+        """
 
         def forward(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Any]:
             beat()

@@ -75,8 +75,7 @@ class LogProbs:
 def head_rows(
     hidden: Tensor, model: PolicyModel, micro: MicroBatch, columns: tuple[int, int] | None
 ) -> tuple[Tensor, Tensor, int]:
-    """Return the rows' hidden states [n, h], this rank's rows of the output embedding, and the token id of its first
-    row.
+    """Return the rows' hidden states [n, h], this rank's rows of the output embedding, and the first row's token id.
 
     `columns`: first and one past the last token of the softmax; None: all.
     """

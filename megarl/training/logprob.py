@@ -5,9 +5,8 @@ Shape legend: N tokens, H hidden size, V columns of this rank's vocabulary shard
 For logits l = hidden @ weight.T / T over the whole vocabulary: logp = l[target] - logZ and entropy = logZ - sum(p l).
 Only one chunk of logits [C, V] exists at a time. The backward pass computes the logits again, unless there is a single
 chunk, which is kept. On a GPU with fewer tokens than columns, the backward pass goes by blocks of columns: it writes
-each
-row of the weight's gradient once, and the gradient to which all blocks add is the smaller one, [N, H]. Otherwise, and
-always on a CPU, whose bf16 products are rounded before they can be added, it goes by chunks of tokens. With a
+each row of the weight's gradient once, and the gradient to which all blocks add is the smaller one, [N, H]. Otherwise,
+and always on a CPU, whose bf16 products are rounded before they can be added, it goes by chunks of tokens. With a
 tensor-parallel group each rank reduces its columns to four numbers per token, and one all-gather of [4, N] combines
 them; the backward pass needs no communication. On a GPU, Triton kernels reduce the logits in one pass and compute their
 gradient (megarl/kernels/logits_gpu.py); on a CPU, and in float64, torch operations do.
@@ -36,14 +35,14 @@ if TYPE_CHECKING:
 _ALIGNED = 16  # columns of a block are a multiple of this, so that rows begin at multiples of 32 bytes
 
 
-class _Shard(NamedTuple):
-    """The non-tensor arguments of a `linear_logprob` call."""
+class Shard(NamedTuple):
+    """The arguments of `linear_logprob` or `token_logprobs` that are no tensors."""
 
     start: int  # vocabulary index of this rank's first column
     inverse_temperature: float
     chunk: int
-    entropy: bool
     group: WorkerGroup | None
+    entropy: bool = False
 
 
 def linear_logprob(
@@ -82,13 +81,13 @@ def linear_logprob(
     if temperature <= 0 or chunk_tokens <= 0:
         raise ValueError(f"temperature {temperature} and chunk_tokens {chunk_tokens} must be positive")
     group = None if group is None or group.size == 1 else group
-    shard = _Shard(vocab_start, 1.0 / temperature, chunk_tokens, entropy, group)
+    shard = Shard(vocab_start, 1.0 / temperature, chunk_tokens, group, entropy)
     return _LinearLogprob.apply(hidden, weight, targets, shard)
 
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         count = hidden.shape[0]
         keep = count <= shard.chunk and any(ctx.needs_input_grad)
@@ -108,13 +107,13 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_z, entropy, kept_logits = ctx.saved_tensors
-        shard: _Shard = ctx.shard
+        shard: Shard = ctx.shard
         if grad_logp is None and grad_entropy is None:
             return None, None, None, None
         rows = _Rows(hidden, targets, log_z, entropy if shard.entropy else None, grad_logp, grad_entropy)
-        by_columns = (
-            _adds_wide(hidden) and kept_logits is None and ctx.needs_input_grad[1] and 0 < len(hidden) < len(weight)
-        )
+        # On a GPU `wide_product` is not rounded, so that a sum of products is as exact as one product.
+        sums = _adds_wide(hidden) and kept_logits is None
+        by_columns = sums and ctx.needs_input_grad[1] and 0 < len(hidden) < len(weight)
         backward = _by_columns if by_columns else _by_tokens
         return *backward(rows, weight, shard, kept_logits, ctx.needs_input_grad), None, None
 
@@ -137,7 +136,7 @@ class _Rows:
 
 
 def _by_tokens(
-    rows: _Rows, weight: Tensor, shard: _Shard, kept_logits: Tensor | None, wants: tuple[bool, ...]
+    rows: _Rows, weight: Tensor, shard: Shard, kept_logits: Tensor | None, wants: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of hidden states and weight, computed by chunks of tokens."""
     hidden = rows.hidden
@@ -156,7 +155,7 @@ def _by_tokens(
 
 
 def _by_columns(
-    rows: _Rows, weight: Tensor, shard: _Shard, kept_logits: Tensor | None, wants: tuple[bool, ...]
+    rows: _Rows, weight: Tensor, shard: Shard, kept_logits: Tensor | None, wants: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of hidden states and weight, computed by blocks of columns.
 
@@ -192,7 +191,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _scaled(logits: Tensor, shard: _Shard, keep: bool) -> Tensor:
+def _scaled(logits: Tensor, shard: Shard, keep: bool) -> Tensor:
     """Return `logits` in at least float32, divided by the temperature; with `keep` always a copy."""
     scaled = logits.to(_wide(logits.dtype), copy=keep)
     return scaled if shard.inverse_temperature == 1.0 else scaled.mul_(shard.inverse_temperature)
@@ -205,7 +204,7 @@ def local_columns(ids: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor
     return column.masked_fill(~here, 0), here
 
 
-def _reduce(logits: Tensor, targets: Tensor, shard: _Shard, out: Tensor, keep: bool) -> None:
+def _reduce(logits: Tensor, targets: Tensor, shard: Shard, out: Tensor, keep: bool) -> None:
     """Write max, sum of exp, sum of exp times shifted logit, and target logit (or 0) of this shard to out [4, C]."""
     if logits.shape[1] == 0:  # no column on this rank: a contribution of zero that stays finite
         out.zero_()
@@ -229,7 +228,7 @@ def _reduce(logits: Tensor, targets: Tensor, shard: _Shard, out: Tensor, keep: b
         torch.sum(logits.exp_(), 1, out=out[1])
 
 
-def _combine(stats: Tensor, shard: _Shard) -> tuple[Tensor, Tensor, Tensor]:
+def _combine(stats: Tensor, shard: Shard) -> tuple[Tensor, Tensor, Tensor]:
     """Combine the statistics [4, N] of all ranks to logp, logZ and entropy [N]."""
     parts = stats[None]
     if shard.group is not None and stats.shape[1]:
@@ -247,7 +246,7 @@ def _combine(stats: Tensor, shard: _Shard) -> tuple[Tensor, Tensor, Tensor]:
     return target.sum(0) - log_z, log_z, entropy
 
 
-def _grad_logits(logits: Tensor, rows: _Rows, shard: _Shard, keep: bool, dtype: torch.dtype) -> Tensor:
+def _grad_logits(logits: Tensor, rows: _Rows, shard: Shard, keep: bool, dtype: torch.dtype) -> Tensor:
     """Return the gradient [C, V] of the unscaled logits in `dtype`.
 
     With gradients g of the log-prob and e of the entropy: (g (onehot - p) - e p (log p + entropy)) / temperature."""

@@ -46,13 +46,11 @@ def plan(
     unit: int = 1,
     patch_tokens: float = 0.0,
 ) -> list[list[int]]:
-    """Return the rows of each micro-batch; all data-parallel ranks get the same number of micro-batches, if needed
-    empty.
+    """Return the rows of each micro-batch; all data-parallel ranks get equally many micro-batches, some maybe empty.
 
     With `together=False` only this replica has rows. Every `unit` consecutive rows are in one micro-batch, in order. A
-    patch
-    of an image counts as `patch_tokens` tokens; rows with the same images are put together if possible, so that these
-    count once. With interleaved pipelining the number is a multiple of the pipeline size.
+    patch of an image counts as `patch_tokens` tokens; rows with the same images are put together if possible, so that
+    these count once. With interleaved pipelining the number is a multiple of the pipeline size.
     """
     rows = sequences.lengths(batch).view(-1, unit)
     patches = sequences.patches(batch)
@@ -94,7 +92,11 @@ def build(
     tokens, predicts, lengths, opens = packed.tokens, packed.predicts, list(packed.lengths), list(packed.open_from)
     positions = packed.positions
     if total is not None:
-        extra = _fill_up(lengths, total, layout)
+        # Padding sequences fill the stream up to `total`; none is longer than the longest real one.
+        unit = _unit(layout)
+        padded = [-(-length // unit) * unit for length in lengths]
+        missing, piece = total - sum(padded), max(padded)
+        extra = [piece] * (missing // piece) + ([missing % piece] if missing % piece else [])
         tokens = torch.cat([tokens, tokens.new_zeros(sum(extra))])
         predicts = torch.cat([predicts, predicts.new_full((sum(extra),), -1)])
         positions = None if positions is None else torch.cat([positions, positions.new_zeros(3, sum(extra))], 1)
@@ -153,11 +155,3 @@ def build_all(
 def _unit(layout: Layout) -> int:
     """Return the unit of padding: every sequence's length is padded to a multiple of it."""
     return 2 * layout.cp_size if layout.cp_size > 1 else 1
-
-
-def _fill_up(lengths: list[int], total: int, layout: Layout) -> list[int]:
-    """Return lengths of padding sequences that fill the stream up to `total`, none longer than the longest real one."""
-    unit = _unit(layout)
-    padded = [-(-length // unit) * unit for length in lengths]
-    missing, piece = total - sum(padded), max(padded)
-    return [piece] * (missing // piece) + ([missing % piece] if missing % piece else [])

@@ -95,8 +95,7 @@ def folder_of(root: Path, step: int, tag: str) -> Path:
 def own_files(
     engines: Mapping[str, MegatronEngine], tag: str, step: int, number: int
 ) -> tuple[Snapshot, dict[str, bytes]]:
-    """Return a snapshot of this worker's part of the engines, and its file of random states; `number` is the
-    worker's."""
+    """Return a snapshot of worker `number`'s part of the engines, and its file of random states by name."""
     return snapshot(engines, {"tag": tag, "step": step}), {rng_name(number): rng_bytes()}
 
 

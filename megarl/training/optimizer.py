@@ -35,9 +35,8 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine.
 
     The peak is reached at step `warmup_steps`, or at the share `warmup_ratio` of `total_steps`. `min_lr` is reached at
-    step
-    `decay_steps`, by default `total_steps`, which is one past the last step. A decaying schedule reaches its peak at
-    the last step at the latest: a shorter run cuts the warm-up.
+    step `decay_steps`, by default `total_steps`, which is one past the last step. A decaying schedule reaches its peak
+    at the last step at the latest: a shorter run cuts the warm-up.
     """
     end, warmup = config.decay_steps or total_steps, config.warmup(total_steps)
     if config.schedule != "constant":

@@ -116,8 +116,7 @@ class Layout:
         return {"world_size": self.world_size, "dp": self.dp_size, "etp": p.expert_tp, **sizes}
 
     def close(self) -> None:
-        """Destroy the layout's groups, with their threads, so that `init_parallel` can create another layout.
-        Collective.
+        """Destroy the layout's groups and their threads, so that `init_parallel` can create another one. Collective.
 
         Its engines can no longer be used. The world stays.
         """

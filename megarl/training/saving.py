@@ -155,8 +155,7 @@ class Saving:
         self._written += count
 
     def _all_checksums(self) -> dict[str, FileChecksum]:
-        """Wait for the checksum files of all ranks of this team and then of other teams' workers; return their
-        contents."""
+        """Wait for the checksum files of this team's ranks, then of other teams' workers; return their contents."""
         ranks = range(self._first, self._first + self._world.size)
         for number in ranks:
             while not _checksums_path(self._folder, number).exists():
@@ -168,10 +167,6 @@ class Saving:
         for number in chain(ranks, *self._others.values()):
             checksums |= json.loads(_checksums_path(self._folder, number).read_text())
         return checksums
-
-    def _bytes_of_others(self) -> int:
-        """Return the bytes that workers of other teams have written so far, including samples for the next step."""
-        return self._bytes_except({shard_name(self._first + rank) for rank in range(self._world.size)})
 
     def _bytes_except(self, names: set[str]) -> int:
         size = 0
@@ -188,13 +183,14 @@ class Saving:
             WorkerError: the team's files did not grow within the deadline.
         """
         grown, looked, size = time.monotonic(), 0.0, -1
+        local = {shard_name(self._first + rank) for rank in range(self._world.size)}
         for number in workers:
             path = _checksums_path(self._folder, number)
             while not path.exists():
                 self._progress(0)
                 now = time.monotonic()
                 if now - looked > _LOOK_S:
-                    looked, before, size = now, size, self._bytes_of_others()
+                    looked, before, size = now, size, self._bytes_except(local)
                     if size != before:
                         grown = now
                         self._progress(max(0, size - before))  # growth counts as a beat

@@ -41,8 +41,7 @@ class SequenceLayout(Protocol):
         """First and one past the last token over which log-probs are computed; None: the whole vocabulary."""
 
     def rows(self, samples: Batch) -> Batch:
-        """Return one row per sequence of the model, of which a sample may have several; response tokens stay in
-        order."""
+        """Return one row per sequence of the model, several for some samples; response tokens stay in order."""
 
     def sample_columns(self, samples: Batch) -> list[list[int]]:
         """Return the number of columns of every sequence of each sample, prompt and response, to count work."""
@@ -51,8 +50,7 @@ class SequenceLayout(Protocol):
         """Return the number of columns of each row, int64 [B]."""
 
     def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
-        """Return, for each row, the number of patches of each image by digest, unless they are columns; empty: no
-        images."""
+        """Return for each row the patches of each image by digest, unless they are columns; empty: no images."""
 
     def pack(self, rows: Batch) -> PackedRows:
         """Pack these rows, at least one, end to end."""

@@ -1,9 +1,8 @@
 """An engine's parameters and optimizer state as slices of named whole tensors, for checkpoints.
 
 A checkpoint stores every tensor under the name of its parameter with its place in the whole model, so a run can
-continue
-under another layout. This includes optimizer state, because only its tensors are stored, one set per parameter, and not
-how a rank's optimizers are composed (Megatron's own form differs between one optimizer and a chain of two).
+continue under another layout. This includes optimizer state, because only its tensors are stored, one set per
+parameter, and not how a rank's optimizers are composed (Megatron's own form differs between one and a chain of two).
 
 No tensor is gathered: with Megatron's distributed optimizer, a data-parallel rank writes the elements of parameters and
 state that it owns, and reads the state that it owns and the parameters that it needs directly into their tensors.
@@ -51,9 +50,7 @@ def snapshot(engines: Mapping[str, MegatronEngine], label: dict[str, Any]) -> Sn
 
 
 def load_engines(engines: Mapping[str, MegatronEngine], folder: Path, index: Index, steps: Mapping[str, int]) -> None:
-    """Read all engines from the files of `index`, whatever layout wrote them, and set their optimizer steps.
-    Collective.
-
+    """Read all engines from the files of `index`, of any layout, and set their optimizer steps. Collective.
 
     Raises:
         CheckpointError: the files hold another model; nothing has been loaded.
@@ -82,9 +79,7 @@ def world_of(engines: Mapping[str, MegatronEngine]) -> WorkerGroup:
 def refuse_foreign(
     slices: Iterable[TensorSlice], index: Index, folder: Path, world: WorkerGroup, more: Sequence[str] = ()
 ) -> None:
-    """Check that an index has all ranks' slices, from tensors of equal shape; `more` lists further differences.
-    Collective.
-
+    """Check that an index has all ranks' slices, of equal shapes; `more` lists further differences. Collective.
 
     Raises:
         CheckpointError: on every rank; it lists the differences.
@@ -112,8 +107,7 @@ def weight_slices(name: str, engine: MegatronEngine) -> Iterator[TensorSlice]:
 
 
 class _Copy(NamedTuple):
-    """This rank's copy of a tensor: its places, and whether it is the first copy among model- and data-parallel
-    ranks."""
+    """This rank's copy of a tensor: its places, and whether it is the first of model- and data-parallel ranks."""
 
     places: list[SlicePlace]
     first_in_model: bool
@@ -177,16 +171,8 @@ def _adapters(name: str, engine: MegatronEngine, lora: LoraConfig) -> Iterator[t
         for piece in shard.pieces:
             (top, bottom), (left, right) = piece.source_region
             start = piece.target_region[0][0] * shard.shape[1]
-            places.append(
-                SlicePlace(
-                    f"{name}.{piece.source}",
-                    wholes[piece.source],
-                    (top, left),
-                    (bottom - top, right - left),
-                    start,
-                    False,
-                )
-            )
+            key, shape = f"{name}.{piece.source}", (bottom - top, right - left)
+            places.append(SlicePlace(key, wholes[piece.source], (top, left), shape, start, False))
         split = getattr(parameter, "tensor_model_parallel", False)
         first = first_of_experts if ".experts." in shard.param else first_in_data
         yield _Copy(places, split or layout.tp_rank == 0, first), parameter
@@ -222,8 +208,7 @@ def _whole_tensors(part: Any) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
 
 
 def _owned_pieces(part: DistributedOptimizer) -> Iterable[tuple[Tensor, slice, dict[str, Tensor]]]:
-    """Yield the parameters of which this data-parallel rank owns a piece, the piece of the flat parameter, and its
-    state."""
+    """Yield each parameter of which this data-parallel rank owns a piece, the piece's elements, and its state."""
     for parameter, (group, place) in part.model_param_group_index_map.items():
         shard = part.optimizer.param_groups[group]["params"][place]
         main = part.optimizer.state[shard]["master_param"] if holds_masters(part) else shard.data

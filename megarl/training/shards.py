@@ -23,7 +23,7 @@ from megarl.system.errors import UserError
 from megarl.system.tracing import beat
 from megarl.training.checksums import FileChecksum, opened_size, size_at
 from megarl.training.host_memory import HostArena
-from megarl.training.tensor_slices import Shape, TensorSlice, overlap
+from megarl.training.tensor_slices import TensorSlice, overlap
 
 #: Names of dtypes in safetensors files.
 NAMES = {
@@ -192,17 +192,14 @@ def fill(slices: Sequence[TensorSlice], index: Index, folder: Path) -> None:
                 files[name] = torch.from_file(str(path), size=size_at(path), dtype=torch.uint8)
             inside, stored = common
             target = part.data[inside]
-            target.copy_(_tensor(files[name], begin, _DTYPES[dtype], tuple(shape))[stored])
+            end = begin + math.prod(shape) * _DTYPES[dtype].itemsize
+            target.copy_(files[name][begin:end].view(_DTYPES[dtype]).view(shape)[stored])
             filled += target.numel()
-        if filled != part.data.numel() and not part.padded:
+        missing = part.data.numel() - filled
+        if missing and not part.padded:
             raise CheckpointError(
-                f"{part.data.numel() - filled} of {part.data.numel()} elements of {part.key} are missing from the "
-                f"files",
+                f"{missing} of {part.data.numel()} elements of {part.key} are missing from the files",
                 where=str(folder),
                 fix="use another checkpoint",
             )
         beat()
-
-
-def _tensor(raw: Tensor, begin: int, dtype: torch.dtype, shape: Shape) -> Tensor:
-    return raw[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)

@@ -58,7 +58,7 @@ class SlicePlace(NamedTuple):
 
 def places_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[SlicePlace]:
     """Return the contiguous parts of a local tensor: usually one, two if it holds a gate and an up projection."""
-    # On the meta device: a factory returns views, whose offsets tell which elements they cover.
+    # On the meta device: a factory returns views, whose offsets show which elements they cover.
     blank = torch.empty(sharded.data.shape, dtype=sharded.data.dtype, device="meta")
     moved = dataclasses.replace(sharded, data=blank)
     pieces = list(nested_values(moved.build())) if isinstance(moved, ShardedTensorFactory) else [moved]

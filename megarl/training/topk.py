@@ -7,7 +7,7 @@ reduces its own columns, and all ranks get equal results.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +18,13 @@ from megarl.models.head import head_logits
 from megarl.models.policy import PolicyModel
 from megarl.system.comm import WorkerGroup
 from megarl.training.heads import LogProbs, head_rows
-from megarl.training.logprob import local_columns
+from megarl.training.logprob import Shard, local_columns
 from megarl.training.microbatch import MicroBatch
 
 
 @dataclass(frozen=True)
 class TopTokens:
-    """The head for the `k` most likely tokens of each row, most likely first, and all others together: ids and
-    log-probs.
-    """
+    """The head for ids and log-probs of each row's `k` most likely tokens, and of all others together."""
 
     k: int  # number of tokens per row
     limit: int  # token ids from `limit` on are never in the top k; they count in the one entry for all others
@@ -93,15 +91,6 @@ class SoftTargets:
         return (*self.base(hidden, model, micro), of_tokens)
 
 
-class _Shard(NamedTuple):
-    """The non-tensor arguments of a `token_logprobs` call."""
-
-    start: int
-    inverse_temperature: float
-    chunk: int
-    group: WorkerGroup | None
-
-
 def token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -126,12 +115,12 @@ def token_logprobs(
             column is `EMPTY`.
     """
     group = None if group is None or group.size == 1 else group
-    return _TokenLogprobs.apply(hidden, weight, ids, _Shard(vocab_start, 1.0 / temperature, chunk_tokens, group))
+    return _TokenLogprobs.apply(hidden, weight, ids, Shard(vocab_start, 1.0 / temperature, chunk_tokens, group))
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, shard: _Shard) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, shard: Shard) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         picked, stats = hidden.new_zeros(ids.shape, dtype=wide), hidden.new_empty((4, len(hidden)), dtype=wide)
         for part in chunks(len(hidden), shard.chunk):
@@ -151,7 +140,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, ids, log_z, log_rest = ctx.saved_tensors
-        shard: _Shard = ctx.shard
+        shard: Shard = ctx.shard
         empty = log_rest.isinf()
         log_rest = log_rest.masked_fill(empty, 0)
         grad = torch.cat([grad[:, :-1], grad[:, -1:].masked_fill(empty[:, None], 0)], 1)
@@ -174,8 +163,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def of_rows(values: Jagged, micro: MicroBatch, count: int) -> Tensor:
-    """Return the values of a micro-batch's `count` response tokens in its order, out of all tokens' values; zeros for a
-    filler micro-batch without samples."""
+    """Return the values of a micro-batch's `count` response tokens, in its order; zeros if it has no samples."""
     if micro.samples:
         return values.select(list(micro.samples)).values[micro.order.cpu()]
     return values.values.new_zeros(count, *values.values.shape[1:])

@@ -39,17 +39,17 @@ class ImageLayout(TextLayout):
         ]
 
     def pack(self, rows: Batch) -> PackedRows:
-        """Implement `SequenceLayout.pack`; rows without images may be among them, or be all.
+        """Implement `SequenceLayout.pack` for rows of which some or all may lack images.
 
-        A token of a response is text, whichever it is, but for the images of an environment's answers.
+        Each token of a response is text, except for images that an environment shows.
         """
         packed = super().pack(rows)
         if not self.reads_images or not len(rows):
             return packed
         sets = image_sets(rows)
         positions = [
-            positions_of(length, () if own is None else own.places)
-            for length, own in zip(packed.lengths, sets, strict=True)
+            positions_of(length, () if images is None else images.places)
+            for length, images in zip(packed.lengths, sets, strict=True)
         ]
         seen = gather_images(packed.lengths, sets, self.encoder)
         return dataclasses.replace(packed, positions=torch.from_numpy(np.concatenate(positions, 1)), seen=seen)

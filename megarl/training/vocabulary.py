@@ -37,8 +37,7 @@ class HiddenStates:
 
 
 class TeacherHead(NamedTuple):
-    """A teacher's output embedding [v, its width], of the tokens whose logits this rank computes, and the terms of a
-    divergence."""
+    """A teacher's output embedding [v, its width] of this rank's part of the vocabulary, and a divergence's terms."""
 
     weight: Tensor
     terms: Terms
@@ -61,7 +60,7 @@ class WholeVocabulary:
         """Return (log-probs [n], entropies [n], divergences [n])."""
         rows, weight, _ = head_rows(hidden, model, micro, self.base.columns)
         states = of_rows(self.teacher, micro, len(rows)).to(rows.device)
-        found = vocabulary_divergence(
+        divergences = vocabulary_divergence(
             rows,
             weight,
             states.to(self.head.weight.dtype),
@@ -71,11 +70,11 @@ class WholeVocabulary:
             chunk_tokens=self.base.chunk_tokens,
             group=self.base.group,
         )
-        return (*self.base(hidden, model, micro), found)
+        return (*self.base(hidden, model, micro), divergences)
 
 
 class _Shard(NamedTuple):
-    """The non-tensor arguments of a `linear_logprob` call."""
+    """The arguments of `vocabulary_divergence` that are no tensors."""
 
     inverse_temperature: float
     chunk: int
@@ -122,13 +121,13 @@ class _Divergence(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, states: Tensor, teacher_weight: Tensor, shard: _Shard
     ) -> Tensor:
-        found = hidden.new_zeros(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        sums = hidden.new_zeros(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for part in chunks(len(hidden), shard.chunk):
             teacher = _log_softmax(states[part], teacher_weight, shard)
-            found[part] = shard.terms(teacher, _log_softmax(hidden[part], weight, shard)).sum(1)
+            sums[part] = shard.terms(teacher, _log_softmax(hidden[part], weight, shard)).sum(1)
         ctx.shard = shard
         ctx.save_for_backward(hidden, weight, states, teacher_weight)
-        return shard.group.all_reduce(found)
+        return shard.group.all_reduce(sums)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
