@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
-from megarl.data.groups import ORDINAL
 from megarl.runtime.stages.needs import call_fields
-from megarl.runtime.stages.preference import PAIR_FIELDS, count_tokens, dtype_of, responses_of
-from megarl.runtime.stages.resampling import COPIES
+from megarl.runtime.stages.preference import PAIR_FIELDS, count_tokens, dtype_of, responses_of, settings_of, trains
 from megarl.runtime.stages.update import train_actor
 from megarl.system.metrics import Metrics
 
@@ -40,16 +38,12 @@ def mismatched_ref_logp(c: StepContext, samples: Batch, *, reference: ReferenceR
     return samples
 
 
-@stage(
+@trains(
     reads=[
         *("prompt_ids", "response_ids", "response_mask", "ref_logp", "uid", "sample_id"),
         *("label", *_MISMATCHED, "mismatched_ref_logp"),
     ],
-    optional=[ORDINAL, COPIES],  # of the mini-batches
     needs=call_fields,
-    writes=[],
-    kind=Kind.MODEL_TRAIN,
-    role=Role.ACTOR,
 )
 def kto_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     """Train the policy with KTO: `ppo_epochs` passes over the examples, one optimizer step per mini-batch."""
@@ -59,12 +53,10 @@ def kto_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
 
 
 def example_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
-    """Take one optimizer step on this rank's examples of a mini-batch; the KL baseline is that of the policy before
-    it."""
+    """Take one optimizer step on this rank's examples of a mini-batch, with the KL baseline of the policy before it."""
     from megarl.algorithms.kto import kto_loss
 
-    settings = c.config.preference
-    assert settings is not None, "the pipeline requires the section preference"
+    settings = settings_of(c)
     z, counts = _baseline(c, _sums(mini, actor.log_probs(mismatched(mini)), mini["mismatched_ref_logp"]))
 
     def loss(logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
@@ -86,8 +78,7 @@ def measure_examples(c: StepContext, rounds: Iterable[Batch], actor: ActorRole, 
 
     from megarl.algorithms.kto import kto_loss
 
-    settings = c.config.preference
-    assert settings is not None, "there are examples"
+    settings = settings_of(c)
     sums, parts = torch.zeros(3, dtype=torch.float64), []
     for examples in rounds:
         other = mismatched(examples)
@@ -112,12 +103,9 @@ def mismatched(samples: Batch) -> Batch:
 
 
 def _sums(samples: Batch, logp: Jagged, ref_logp: Jagged) -> Tensor:
-    """Return float64 [3]: the sum of the log-ratios of mismatched responses, and the numbers of desirable and
-    undesirable examples.
+    """Return float64 [3]: the log-ratios' sum, and the numbers of desirable and undesirable examples.
 
-    Args:
-        logp: log-probs of the mismatched responses under the policy.
-        ref_logp: their log-probs under the reference.
+    `logp` and `ref_logp` are log-probs of mismatched responses under policy and reference.
     """
     import torch
 
@@ -127,11 +115,7 @@ def _sums(samples: Batch, logp: Jagged, ref_logp: Jagged) -> Tensor:
 
 
 def _baseline(c: StepContext, sums: Tensor) -> tuple[float, Counts]:
-    """Return the KL baseline over all ranks, and the numbers of desirable and undesirable examples. Collective.
-
-    Args:
-        sums: the result of `_sums` for this rank's examples.
-    """
+    """Return the KL baseline and the counts of examples over all ranks, from each rank's `_sums`. Collective."""
     from megarl.algorithms.kto import Counts, baseline
 
     total, desirable, undesirable = c.all_sum(sums).tolist()

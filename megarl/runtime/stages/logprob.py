@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from megarl.runtime.roles import ActorRole, ReferenceRole, TeacherRole
 
 
-#: Values under the policy of its own step, for a surplus sample of an earlier step (dynamic sampling); NaN: a new
-# sample.
+#: Values of a surplus sample (dynamic sampling) under the policy of the step that generated it; NaN: a new sample.
 DRAWN_LOGP, DRAWN_SUM = "drawn_logp", "drawn_sum_pi_squared"
 
 
@@ -30,19 +29,13 @@ _scores = partial(stage, reads=["prompt_ids", "response_ids"], needs=call_fields
 
 @_scores(optional=[DRAWN_LOGP], writes=["old_logp"], role=Role.ACTOR)
 def old_logp(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
-    """Score the responses with the policy before the update; surplus samples keep log-probs of their own step's
-    policy."""
+    """Score the responses with the policy before the update; surplus samples keep the log-probs that they have."""
     samples.set("old_logp", _scored_once(samples, DRAWN_LOGP, actor.log_probs))
     return samples
 
 
-@stage(
-    reads=["prompt_ids", "response_ids", "old_logp"],
-    optional=[DRAWN_SUM],
-    needs=call_fields,
-    writes=["sum_pi_squared"],
-    kind=Kind.MODEL_INFERENCE,
-    role=Role.ACTOR,
+@_scores(
+    reads=["prompt_ids", "response_ids", "old_logp"], optional=[DRAWN_SUM], writes=["sum_pi_squared"], role=Role.ACTOR
 )
 def sum_pi_squared(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     """Compute the sum over the vocabulary of pi(v)^2 at every response token, for the optimal token baselines.
@@ -71,8 +64,7 @@ def score_waiting(c: StepContext, samples: Batch, actor: ActorRole) -> Batch:
 
 
 def like_waiting(c: StepContext, fresh: Batch) -> Batch:
-    """Return new samples with the additional fields of surplus samples, filled with NaN, so that both form one
-    batch."""
+    """Return new samples with the additional fields of surplus samples, NaN, so that both form one batch."""
     if c.surplus is None:
         return fresh
     import torch

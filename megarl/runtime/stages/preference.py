@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
@@ -40,14 +41,13 @@ PAIR_FIELDS = (
 )
 _PAIR = 2  # samples that are never in different micro-batches
 
+#: A stage that trains the policy on mini-batches of preference data, and their fields.
+trains = partial(stage, optional=[ORDINAL, COPIES], writes=[], kind=Kind.MODEL_TRAIN, role=Role.ACTOR)
 
-@stage(
+
+@trains(
     reads=["prompt_ids", "response_ids", "response_mask", "ref_logp", "uid", "sample_id"],
-    optional=[ORDINAL, COPIES],  # of the mini-batches
     needs=call_fields,
-    writes=[],
-    kind=Kind.MODEL_TRAIN,
-    role=Role.ACTOR,
 )
 def dpo_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     """Train the policy on pairs: `ppo_epochs` passes over the pairs, one optimizer step per mini-batch."""
@@ -60,8 +60,7 @@ def pair_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
     """Take one optimizer step on this rank's pairs of a mini-batch."""
     from megarl.algorithms.preference import local_pair_counts, preference_loss
 
-    settings, mask = c.config.preference, mini["response_mask"]
-    assert settings is not None, "the pipeline asks for it"
+    settings, mask = settings_of(c), mini["response_mask"]
     counts = c.all_sum(local_pair_counts(mask.values, mask.offsets))
 
     def loss(logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
@@ -81,14 +80,7 @@ def margin_fields(config: RunConfig) -> list[str]:
     return [] if config.preference is None or config.preference.margin_key is None else ["margin"]
 
 
-@stage(
-    reads=["prompt_ids", "response_ids", "uid", "sample_id"],
-    optional=[ORDINAL, COPIES],  # of the mini-batches
-    needs=margin_fields,
-    writes=[],
-    kind=Kind.MODEL_TRAIN,
-    role=Role.ACTOR,
-)
+@trains(reads=["prompt_ids", "response_ids", "uid", "sample_id"], needs=margin_fields)
 def reward_model_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     """Train a reward model: `ppo_epochs` passes over the pairs, one optimizer step per mini-batch."""
     train_actor(c, samples, lambda mini: score_step(c, mini, actor), head=False)
@@ -102,8 +94,7 @@ def score_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
 
     from megarl.algorithms.preference import score_loss
 
-    settings = c.config.preference
-    assert settings is not None, "the pipeline asks for it"
+    settings = settings_of(c)
     pairs = float(c.all_sum(torch.tensor([len(mini) / _PAIR], dtype=torch.float64)))
 
     def loss(scores: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
@@ -113,8 +104,7 @@ def score_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
 
 
 def sequences_of(samples: Batch) -> Batch:
-    """Return samples whose prompt is the whole sequence and whose response is one dummy token, so that each gets one
-    score.
+    """Return samples with the whole sequence as prompt and one dummy token as response, so that each gets one score.
 
     The score is computed at the last token of the sequence, as transformers' classifiers do.
     """
@@ -127,9 +117,8 @@ def sequences_of(samples: Batch) -> Batch:
     if both:
         values = Jagged.from_list(both).values
         sequences.set("prompt_ids", Jagged.from_lengths(values, prompts.lengths + responses.lengths))
-        sequences.set(
-            "response_ids", Jagged.from_lengths(responses.values[ends], responses.lengths.new_ones(len(ends)))
-        )
+        dummies = Jagged.from_lengths(responses.values[ends], responses.lengths.new_ones(len(ends)))
+        sequences.set("response_ids", dummies)
     return sequences
 
 
@@ -147,8 +136,7 @@ def measure_pairs(c: StepContext, pairs: Batch, actor: ActorRole, reference: Ref
 
     from megarl.algorithms.preference import preference_loss, score_loss
 
-    settings = c.config.preference
-    assert settings is not None, "there are pairs"
+    settings = settings_of(c)
     if reference is None:
         scores = actor.scores(sequences_of(pairs)).values
         margins = _margins(pairs, settings, "cpu")
@@ -158,6 +146,12 @@ def measure_pairs(c: StepContext, pairs: Batch, actor: ActorRole, reference: Ref
     if not len(pairs):
         return Metrics()
     return preference_loss(logp.values, responses_of(pairs, "cpu"), settings, torch.ones(2), dtype_of(c))[1]
+
+
+def settings_of(c: StepContext) -> PreferenceConfig:
+    """Return the section `preference` of a recipe that trains on preference data."""
+    assert c.config.preference is not None, "the pipeline requires the section preference"
+    return c.config.preference
 
 
 def dtype_of(c: StepContext) -> torch.dtype:

@@ -29,13 +29,13 @@ def resample(c: StepContext, samples: Batch) -> Batch:
     mask = samples["response_mask"]
     live = live_rows(mask.values, mask.offsets)
     names, scores = samples["sample_id"], samples["score"].double().tolist()
-    mine = [[names[place], scores[place]] for place in live.nonzero()[:, 0].tolist()]
-    everyone = sorted(pair for share in c.layout.dp_group.all_gather_json(mine) for pair in share)
+    pairs = [[names[place], scores[place]] for place in live.nonzero()[:, 0].tolist()]
+    everyone = sorted(pair for share in c.layout.dp_group.all_gather_json(pairs) for pair in share)
     of_all = torch.tensor([score for _, score in everyone], dtype=torch.float64)
     copies = resampled(c.config.algorithm.resampling, of_all, c.seeds.resampling(c.step))
     drawn = dict(zip([name for name, _ in everyone], copies.tolist(), strict=True))
     samples.set(COPIES, torch.tensor([drawn.get(name, 0) for name in names], dtype=torch.int64))
-    c.metrics.mean("resampling/used", float((samples[COPIES] > 0).sum()), len(mine))
+    c.metrics.mean("resampling/used", float((samples[COPIES] > 0).sum()), len(pairs))
     c.metrics.max("resampling/copies_max", float(max(copies.tolist(), default=0)))
     c.metrics.mean(
         "resampling/score/mean", float((samples[COPIES] * samples["score"]).sum()), float(samples[COPIES].sum())

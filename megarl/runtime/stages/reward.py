@@ -56,8 +56,7 @@ def reward_submit(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batc
     role=Role.REWARD,
 )
 def reward(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batch:
-    """Wait for the scores and broadcast them to the replica's ranks; each score becomes the reward of the last
-    token."""
+    """Wait for the scores, on all ranks of a replica; each score becomes the reward of the sample's last token."""
     results = collect(c, scorer, samples[PENDING], samples)
     take_up(c, samples, results, by_turn=scorer.by_environment)
     return samples
@@ -139,7 +138,7 @@ def _images(runner: Rewards, samples: Batch) -> list[list[str]] | None:
     from megarl.data.image_set import image_sets, pixels_of
     from megarl.rewards.images import encoded
 
-    return encoded([[] if one is None else pixels_of(one) for one in image_sets(samples)])
+    return encoded([[] if images is None else pixels_of(images) for images in image_sets(samples)])
 
 
 def collect(c: StepContext, scorer: ScorerRole, pending: list[Pending | None], samples: Batch) -> list[dict[str, Any]]:
@@ -153,7 +152,7 @@ def collect(c: StepContext, scorer: ScorerRole, pending: list[Pending | None], s
     if scorer.by_environment:
         results = [{"overall": float(row.double().sum())} for row in samples["turn_rewards"].unbind()]
     else:
-        results = c.layout.mp_group.broadcast_json(_own_results(scorer.runner, pending))
+        results = c.layout.mp_group.broadcast_json(_results(scorer.runner, pending))
     if "env_error" not in samples:
         return results
     failed = {"overall": 0.0, ERROR_KEY: 1.0}
@@ -164,16 +163,16 @@ def is_scored(samples: Batch) -> bool:
     """Return whether all results of `submit` for `samples` are ready; call it on the rank with the reward functions."""
     if PENDING not in samples:
         return True
-    return all(one is None or one.handle.done() for one in samples[PENDING])
+    return all(score is None or score.handle.done() for score in samples[PENDING])
 
 
-def _own_results(runner: Rewards | None, pending: list[Pending | None]) -> list[dict[str, Any]] | None:
+def _results(runner: Rewards | None, pending: list[Pending | None]) -> list[dict[str, Any]] | None:
     """Wait for the results of this rank's reward functions; None on a rank without them."""
     if runner is None:
         return None
-    mine = [one for one in pending if one is not None]
-    done = {handle: runner.result(handle) for handle in dict.fromkeys(one.handle for one in mine)}
-    return [done[one.handle][one.place] for one in mine]
+    scores = [score for score in pending if score is not None]
+    results = {handle: runner.result(handle) for handle in dict.fromkeys(score.handle for score in scores)}
+    return [results[score.handle][score.place] for score in scores]
 
 
 def reward_inputs(samples: Batch, prompts: PromptColumn) -> list[dict[str, Any]]:

@@ -69,10 +69,6 @@ def _of_greedy(config: RunConfig) -> list[str]:
     return ["prompt_ids", "prompt_text", *call_fields(config)]
 
 
-def _masked(config: RunConfig) -> list[str]:
-    return ["response_mask"] if config.has_turns else []
-
-
 def generated_fields(config: RunConfig) -> list[str]:
     """List the fields that generation writes for every sample."""
     if not config.task.writes_text:
@@ -99,9 +95,9 @@ def rollout(c: StepContext, prompts: Batch, *, rollout: RolloutRole) -> Batch:
     """Generate `rollout.sampling.n` responses for every prompt of this rank."""
     with nullcontext() if rollout.stale is None else rollout.stale.installed():
         samples = generate(c, rollout, prompts, c.config.rollout.sampling, scored=True)
-    if kept := _data_prompt(c.config):
-        given = prompts.repeat(c.config.rollout.sampling.n)
-        samples = samples.with_values({name: given[name.removeprefix("data_")] for name in kept})
+    if names := _data_prompt(c.config):
+        repeated = prompts.repeat(c.config.rollout.sampling.n)
+        samples = samples.with_values({name: repeated[name.removeprefix("data_")] for name in names})
     record_samples(c, samples)
     if rollout.player is not None:
         rollout.player.record(c, samples)
@@ -112,7 +108,7 @@ def rollout(c: StepContext, prompts: Batch, *, rollout: RolloutRole) -> Batch:
     reads=_OF_ROWS,
     needs=_of_greedy,
     writes=["greedy_score"],
-    gives=_masked,
+    gives=lambda config: ["response_mask"] if config.has_turns else [],
     kind=Kind.MODEL_INFERENCE,
     role=Role.ROLLOUT,
 )
@@ -151,8 +147,7 @@ def greedy_rollout(c: StepContext, samples: Batch, *, rollout: RolloutRole, scor
 
 
 def _given_prompts(samples: Batch, prefix: str, images: Sequence[str]) -> Batch:
-    """Return the original prompts of samples; `prefix`: prefix of the fields that hold them; `images`: their image
-    fields."""
+    """Return the original prompts of samples, from fields whose names begin with `prefix`; `images`: image fields."""
     from megarl.data.batch import Batch
 
     columns = {"prompt_text": samples[f"{prefix}prompt_text"], **{name: samples[name] for name in _OF_ROWS}}

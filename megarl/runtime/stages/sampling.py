@@ -73,11 +73,11 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
         pool.add(samples, keep)
         if len(pool) >= wanted:
             break
-    kept = len(pool)
-    if kept < wanted and settings.short == "fill":
-        # a round generates as many groups as a step trains on, so the last one dropped enough of them
-        pool.add(samples, [not kept_one for kept_one in keep])
-    elif kept < wanted:
+    informative = len(pool)
+    if informative < wanted and settings.short == "fill":
+        # a round generates as many groups as a step trains on, so the last round dropped enough of them
+        pool.add(samples, [not is_kept for is_kept in keep])
+    elif informative < wanted:
         every = [scores for share in c.layout.dp_group.all_gather_json(seen) for scores in share]
         problem = (
             f"step {c.step}: after {settings.max_rounds} rounds of generation {len(pool)} of {wanted} groups have "
@@ -85,12 +85,12 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
         )
         raise no_signal(problem, "groups generated in this step", every)
     batch, rest = pool.split(wanted)
-    left = max(0, kept - wanted)
+    left = max(0, informative - wanted)
     c.surplus = logprob.score_waiting(c, rest, actor) if left and settings.surplus == "keep" else None
     c.metrics.max("sampling/rounds", round_)
     c.metrics.max("sampling/surplus", left)
     if settings.short == "fill":
-        c.metrics.max("sampling/filled", max(0, wanted - kept))
+        c.metrics.max("sampling/filled", max(0, wanted - informative))
     return batch
 
 
@@ -98,14 +98,14 @@ def signal(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bool
     """Return, for each group, whether `algorithm.dynamic_sampling` keeps it; append the groups' scores to `seen`."""
     live = None
     if c.config.has_episodes:
-        mask = samples["response_mask"]
-        live = live_rows(mask.values, mask.offsets)
+        response_mask = samples["response_mask"]
+        live = live_rows(response_mask.values, response_mask.offsets)
     settings, uid = c.config.algorithm.dynamic_sampling, samples["uid"]
     metric = samples[settings.metric].float() if settings.metric == "success" else samples["score"]
-    kept = informative_groups(metric, uid, low=settings.low, high=settings.high, live=live)
+    mask = informative_groups(metric, uid, low=settings.low, high=settings.high, live=live)
     if settings.drop_cut:
-        kept &= uncut_groups(samples["finish_step"], samples["max_steps"], uid, live=live)
-    keep = [of_samples[0] for of_samples in by_group(uid, kept.tolist())]
+        mask &= uncut_groups(samples["finish_step"], samples["max_steps"], uid, live=live)
+    keep = [of_samples[0] for of_samples in by_group(uid, mask.tolist())]
     c.metrics.mean("sampling/kept", sum(keep), len(keep))
     seen += by_group(uid, metric.tolist())
     return keep
@@ -135,9 +135,9 @@ def admitted(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bo
 def asked_of_groups(config: RunConfig) -> str | None:
     """Return the condition of `admitted` for a group, as text for messages; None: every group is admitted."""
     sampling, chosen = config.algorithm.dynamic_sampling, config.algorithm.filter
-    asked = [sampling.kept_groups] if sampling.enabled else []
-    asked += [f"a sample that the filter {chosen.name} keeps"] if config.filter_admits else []
-    return " and ".join(asked) or None
+    conditions = [sampling.kept_groups] if sampling.enabled else []
+    conditions += [f"a sample that the filter {chosen.name} keeps"] if config.filter_admits else []
+    return " and ".join(conditions) or None
 
 
 def no_signal(what: str, groups: str, seen: list[list[float]], others: str = "") -> NoSignalError:

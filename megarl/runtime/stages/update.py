@@ -121,8 +121,8 @@ def _shuffled(c: StepContext, samples: Batch, size: int, seed: int) -> Iterator[
     places = [order[number] if number < len(order) else number for number in numbers]
     ranked = sorted(zip(places, groups, strict=True))
     for mini in range(count):
-        mine = [group for place, group in ranked if min(place // size, count - 1) == mini]
-        yield samples.select([place for group in mine for place in group])
+        members = [group for place, group in ranked if min(place // size, count - 1) == mini]
+        yield samples.select([place for group in members for place in group])
 
 
 def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
@@ -138,16 +138,16 @@ def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
     tokens, weights = objective.weigh(inputs, c.all_sum)
     if weights is not None:
         mini.set("loss_weights", mask.like(weights))
-    own = {name: name for name in objective.reads}
+    fields = {name: name for name in objective.reads}
     if objective.prepares:
         for name, values in objective.prepare(inputs, _keys(c, mini, actor.step), c.all_sum).items():
-            own[name] = f"prepared_{name}"
-            mini.set(own[name], mask.like(values))
+            fields[name] = f"prepared_{name}"
+            mini.set(fields[name], mask.like(values))
 
     def loss(logp: Tensor, entropy: Tensor, *more: Any) -> tuple[Tensor, Metrics]:
         *policy, micro = more
         with naming_samples(micro["sample_id"]):
-            return objective.loss(logp, entropy, token_inputs(micro, own, logp.device), tokens, *policy)
+            return objective.loss(logp, entropy, token_inputs(micro, fields, logp.device), tokens, *policy)
 
     divisor = objective.divisor if objective.divides_late(inputs) else None
     metrics = actor.train_step(mini, loss, divisor, _taught(objective))
@@ -182,8 +182,6 @@ def token_inputs(
     from megarl.algorithms.objective import TokenInputs
     from megarl.data.batch import Jagged
 
-    there = samples.names()
-
     def flat(name: str) -> Any:
         value = samples[name]
         value = value.values if isinstance(value, Jagged) else value
@@ -191,14 +189,16 @@ def token_inputs(
 
     return TokenInputs(
         offsets=samples["response_mask"].offsets.to(device),
-        **{argument: flat(name) for argument, name in _INPUTS.items() if name in there},
+        **{argument: flat(name) for argument, name in _INPUTS.items() if name in samples.names()},
         own={argument: flat(name) for argument, name in (own or {}).items()},
     )
 
 
 def _keys(c: StepContext, mini: Batch, update: int) -> Tensor:
-    """Return a random key for each token, int64 [N], for losses with randomness; it depends on the sample's name and
-    the optimizer step, not on the rank or the position in the batch."""
+    """Return a random key per token, int64 [N], for losses with randomness.
+
+    It depends on the sample's name and the optimizer step, not on the rank or the position in the batch.
+    """
     import torch
 
     mask = mini["loss_mask"]
