@@ -29,8 +29,10 @@ class Alarms:
         """
         warnings = {
             "rewards": self._rewards(numbers),
-            **{f"norm {role}": self._norm(role, numbers) for role in ("actor", "critic")},
-            "loss": self._loss(numbers),
+            **{
+                f"norm {role}": self._growth(f"{role}/grad_norm", numbers, _NORM_FACTOR) for role in ("actor", "critic")
+            },
+            "loss": self._growth("sft/loss", numbers, _LOSS_FACTOR, _LOSS_FLOOR),
         }
         new = [text for name, text in warnings.items() if text is not None and name not in self._given]
         self._given = {name for name, text in warnings.items() if text is not None}
@@ -55,19 +57,14 @@ class Alarms:
             )
         return None
 
-    def _norm(self, role: str, numbers: Mapping[str, float]) -> str | None:
-        before, now = self._compare(f"{role}/grad_norm", numbers)
-        if now is None or before is None or now <= _NORM_FACTOR * before:
+    def _growth(self, name: str, numbers: Mapping[str, float], factor: float, floor: float = 0.0) -> str | None:
+        """Return a warning if a metric is above `floor` and `factor` times its median over earlier steps."""
+        before, now = self._compare(name, numbers)
+        if now is None or before is None or now <= max(factor * before, floor):
             return None
-        rate = numbers.get(f"{role}/lr")
+        rate = numbers.get(name.replace("/grad_norm", "/lr")) if name.endswith("/grad_norm") else None
         at = "" if rate is None else f" at a learning rate of {rate:g}"
-        return f"{role}/grad_norm is {now:.3g}{at}, the median of the steps before is {before:.3g}; {_FIX}"
-
-    def _loss(self, numbers: Mapping[str, float]) -> str | None:
-        before, now = self._compare("sft/loss", numbers)
-        if now is None or before is None or now <= max(_LOSS_FACTOR * before, _LOSS_FLOOR):
-            return None
-        return f"sft/loss is {now:.3g}, the median of the steps before is {before:.3g}; {_FIX}"
+        return f"{name} is {now:.3g}{at}, the median of the steps before is {before:.3g}; {_FIX}"
 
     def _compare(self, name: str, numbers: Mapping[str, float]) -> tuple[float | None, float | None]:
         """Return the median of metric `name` over earlier steps (None: fewer than 5) and its value now (None: 0 or

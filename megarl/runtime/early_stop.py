@@ -75,12 +75,7 @@ class EarlyStop:
         return f"{name} {course}, and {self._without} measurements in a row did not improve it{more}"
 
     def refuse_unknown(self, numbers: Mapping[str, float]) -> None:
-        """Reject a metric that neither this step nor an earlier one has had; called after a step that should measure
-        it.
-
-        Raises:
-            ConfigError: names the metrics that exist.
-        """
+        """Raise ConfigError if no step so far has measured the metric; called after a step that should measure it."""
         settings = self._settings
         if settings is None or settings.metric in numbers or self._best is not None or self._without:
             return
@@ -97,8 +92,8 @@ class EarlyStop:
         """Return the state for a checkpoint; None: there is no early stopping."""
         if self._settings is None:
             return None
-        kept = {"best": self._best, "best_step": self._best_step, "without": self._without}
-        return {"metric": self._settings.metric, "mode": self._settings.mode, **kept}
+        watched = {"metric": self._settings.metric, "mode": self._settings.mode}
+        return {**watched, "best": self._best, "best_step": self._best_step, "without": self._without}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Restore a checkpoint's `state`; the state of another metric is ignored."""

@@ -53,8 +53,7 @@ class TokenExchange:
         self.makers = frozenset(id for id in nodes if id in trained - repeated)
 
     def share(self, context: StepContext, node: Node, batch: Batch) -> Batch:
-        """Return this replica's samples after the exchange; `batch` as it is after a node that does not exchange
-        samples.
+        """Return this replica's samples after the exchange; after a node without an exchange `batch` as it is.
 
         Raises:
             ConfigError: a column cannot be sent.
@@ -77,16 +76,15 @@ class TokenExchange:
 
 
 def record_tokens(c: StepContext, samples: Batch) -> None:
-    """Record the balance of tokens over replicas per mini-batch (max over mean), and the balance round-robin would
-    have had.
+    """Record each mini-batch's balance of tokens over replicas (max over mean), and that of sharing round-robin.
 
     Collective over the replicas if groups are shared by tokens; otherwise nothing is recorded.
     """
     if c.cuts is None or ORDINAL not in samples:
         return
     tokens, numbers, parts = tokens_of(samples), samples[ORDINAL], c.layout.dp_size
-    mine = [[numbers[places[0]], sum(tokens[i] for i in places)] for places in group_places(samples["uid"])]
-    shares: list[list[list[int]]] = c.layout.dp_group.all_gather_json(mine)
+    local = [[numbers[places[0]], sum(tokens[i] for i in places)] for places in group_places(samples["uid"])]
+    shares: list[list[list[int]]] = c.layout.dp_group.all_gather_json(local)
     groups = sorted((number, count, part) for part, share in enumerate(shares) for number, count in share)
     counts = [count for _, count, _ in groups]
     even = max_over_mean(counts, [part for _, _, part in groups], parts, c.cuts)
@@ -106,7 +104,7 @@ class GroupPool:
 
     def __init__(self, group: WorkerGroup, cuts: Sequence[int] | None = None) -> None:
         self._group, self._rank, self._size, self._cuts = group, group.rank, group.size, cuts
-        self._mine: list[Batch] = []
+        self._samples: list[Batch] = []
         self._owners: list[int] = []
         self._counts: list[int] = []
         self._tokens: list[int] = []
@@ -119,9 +117,9 @@ class GroupPool:
         """Add those groups of this replica's new `samples` whose entry in `keep` (one per group) is True."""
         groups = [group if kept else [] for group, kept in zip(group_places(samples["uid"]), keep, strict=True)]
         tokens = [0] * len(samples) if self._cuts is None else tokens_of(samples)
-        self._mine.append(samples.select([place for group in groups for place in group]))
-        mine = [[len(group), sum(tokens[place] for place in group)] for group in groups]
-        shares: list[list[list[int]]] = self._group.all_gather_json(mine)
+        self._samples.append(samples.select([place for group in groups for place in group]))
+        sizes = [[len(group), sum(tokens[place] for place in group)] for group in groups]
+        shares: list[list[list[int]]] = self._group.all_gather_json(sizes)
         for place in range(max(map(len, shares))):
             for replica, share in enumerate(shares):
                 if place < len(share) and share[place][0]:
@@ -130,8 +128,7 @@ class GroupPool:
                     self._tokens.append(share[place][1])
 
     def split(self, wanted: int) -> tuple[Batch, Batch]:
-        """Return this replica's share of the first `wanted` groups, and of the remaining groups; each group is
-        contiguous.
+        """Return this replica's share of the first `wanted` groups, and of the rest; each group is contiguous.
 
         With sharing by tokens the column ORDINAL holds the numbers of the groups. The remaining groups are always
         shared round-robin, because `read_surplus` expects this order in a checkpoint.
@@ -144,31 +141,30 @@ class GroupPool:
             for replica, share in enumerate(share_groups(self._tokens[:wanted], self._size, self._cuts)):
                 for k in share:
                     taker[k] = replica
-        mine, held = self._moved(taker)
-        ordered = sorted(held)
+        samples, numbers = self._moved(taker)
+        ordered = sorted(numbers)
         first = [k for k in ordered if k < wanted]
-        batch = mine.select(self._places(held, first))
+        batch = samples.select(self._places(numbers, first))
         if self._cuts is not None:
             batch.set(ORDINAL, [k for k in first for _ in range(self._counts[k])])
-        return batch, mine.select(self._places(held, [k for k in ordered if k >= wanted]))
+        return batch, samples.select(self._places(numbers, [k for k in ordered if k >= wanted]))
 
     def _moved(self, taker: list[int]) -> tuple[Batch, list[int]]:
-        """Send each group to its replica in `taker`; return the samples this replica has then, and their groups'
-        numbers."""
-        mine = Batch.concat(self._mine)
-        held = [k for k, owner in enumerate(self._owners) if owner == self._rank]
+        """Send each group to its replica in `taker`; return this replica's samples then, and their groups' numbers."""
+        samples = Batch.concat(self._samples)
+        numbers = [k for k, owner in enumerate(self._owners) if owner == self._rank]
         if self._size == 1:
-            return mine, held
-        leaving = [[k for k in held if taker[k] == r and r != self._rank] for r in range(self._size)]
-        spans = mine.to_blocks([self._places(held, groups) for groups in leaving])
+            return samples, numbers
+        leaving = [[k for k in numbers if taker[k] == r and r != self._rank] for r in range(self._size)]
+        spans = samples.to_blocks([self._places(numbers, groups) for groups in leaving])
         blocks = [span.block.tobytes() if groups else b"" for span, groups in zip(spans, leaving, strict=True)]
         arrived = [Batch.from_bytes(data) for data in self._group.all_to_all_bytes(blocks) if data]
-        kept = [k for k in held if taker[k] == self._rank]
+        staying = [k for k in numbers if taker[k] == self._rank]
         came = [k for k, to in enumerate(taker) if to == self._rank and self._owners[k] != self._rank]
         came.sort(key=self._owners.__getitem__)  # received groups are in the order of their senders
-        return Batch.concat([mine.select(self._places(held, kept)), *arrived]), kept + came
+        return Batch.concat([samples.select(self._places(numbers, staying)), *arrived]), staying + came
 
-    def _places(self, held: list[int], groups: list[int]) -> list[int]:
-        """Return the rows of the samples of `groups` in a batch that holds the groups `held` one after the other."""
-        ends = dict(zip(held, accumulate(self._counts[k] for k in held), strict=True))
+    def _places(self, numbers: list[int], groups: list[int]) -> list[int]:
+        """Return the rows of the samples of `groups` in a batch of the groups `numbers`, one after the other."""
+        ends = dict(zip(numbers, accumulate(self._counts[k] for k in numbers), strict=True))
         return [place for k in groups for place in range(ends[k] - self._counts[k], ends[k])]

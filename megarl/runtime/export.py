@@ -17,7 +17,6 @@ from megarl.training import checkpoint
 from megarl.training.shards import CheckpointError
 
 if TYPE_CHECKING:
-    from megarl.config.model import LoraConfig
     from megarl.config.run import RunConfig
     from megarl.runtime.rank_state import RankState
     from megarl.runtime.roles import ModelRole
@@ -42,8 +41,10 @@ def export(c: RankState, checkpoints: Path) -> None:
         if "critic" in c.models:
             _write(c, c.models["critic"], CRITIC)
         if c.team.leads:
-            if c.config.model.lora is not None and not c.actor.chunks[0].has_value_head:
-                _write_adapter(c, c.config.model.lora)
+            chunks, model = c.actor.chunks, c.config.model
+            if model.lora is not None and not chunks[0].has_value_head:
+                with c.offload.phase("export", ACTOR):
+                    export_adapter(chunks, c.run_dir / ADAPTER, model.lora, base=model.path, world=c.layout.world)
             _write_best(c, checkpoints)
 
 
@@ -91,12 +92,6 @@ def trial_command(config: RunConfig, run_dir: Path) -> str:
     if not config.task.writes_text:
         return shlex.join(["megarl", "eval", str(run_dir)])
     return f"{shlex.join(['megarl', 'generate', str(run_dir)])} --prompt TEXT"
-
-
-def _write_adapter(c: RankState, lora: LoraConfig) -> None:
-    with c.offload.phase("export", ACTOR):
-        chunks, base = c.actor.chunks, c.config.model.path
-        export_adapter(chunks, c.run_dir / ADAPTER, lora, base=base, world=c.layout.world)
 
 
 def _write(c: RankState, model: ModelRole, name: str) -> None:

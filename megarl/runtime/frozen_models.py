@@ -48,8 +48,7 @@ SHARED_BASE = "model.lora"  # the reference is the actor without its adapters
 
 
 class ReferencePlace(NamedTuple):
-    """The folder or hub name of the reference's weights, and the recipe key that names it (empty: the run folder has
-    them)."""
+    """The folder or hub name of the reference's weights, and the recipe key that names it; empty: the run made it."""
 
     path: str
     key: str
@@ -92,8 +91,7 @@ def _is_base(c: RankState, resumed_from: Path | None) -> bool:
     It is if RL starts with adapters that change nothing, and one team holds both. A resumed run keeps its choice.
 
     Raises:
-        ConfigError: the checkpoint's reference is the actor with adapters off, but another team holds the reference
-        now.
+        ConfigError: the checkpoint's reference is the actor with adapters off, but now another team holds it.
     """
     if c.config.model.lora is None:  # a resumed run cannot change it
         return False
@@ -113,8 +111,7 @@ def _is_base(c: RankState, resumed_from: Path | None) -> bool:
         )
     if not together:
         return False
-    largest = max(c.layout.world.all_gather_json(largest_up(c.actor.chunks)))
-    return not largest
+    return not max(c.layout.world.all_gather_json(largest_up(c.actor.chunks)))
 
 
 def _note_origin(c: RankState, origin: str) -> None:
@@ -125,8 +122,7 @@ def _note_origin(c: RankState, origin: str) -> None:
 
 
 def _kept(c: RankState, checkpoint: Path) -> ReferencePlace:
-    """Use the reference of the run that wrote `checkpoint`, copied if that is another run; errors as in
-    `keep_reference`."""
+    """Return the reference of the run that wrote `checkpoint`, copied from another run; errors as `keep_reference`."""
     recorded = frozen_in(checkpoint).get("reference")
     if recorded is not None and recorded.key == _INITIAL:  # the checkpoint records the path, too
         _note_origin(c, recorded.path)
@@ -140,13 +136,14 @@ def _kept(c: RankState, checkpoint: Path) -> ReferencePlace:
         c.frozen["reference"] = asdict(recorded)
         if lines:
             return _made_again(c, checkpoint, folder, recorded, lines)
-    kept = kept_reference(checkpoint)
+    folder = kept_reference(checkpoint)
     # Only a checkpoint of another run needs a copy of its reference.
     if checkpoint.resolve().parent != (c.run_dir / "checkpoints").resolve() and c.layout.rank == 0:
         with phase("keep_reference"), keep_beating():
-            shutil.copytree(kept, c.run_dir / NEXT_REFERENCE)
-    origin = _origin(kept)
-    return ReferencePlace(str(kept), "") if origin is None else ReferencePlace(origin, _INITIAL)
+            shutil.copytree(folder, c.run_dir / NEXT_REFERENCE)
+    if not (folder / _ORIGIN).is_file():
+        return ReferencePlace(str(folder), "")
+    return ReferencePlace(str(json.loads((folder / _ORIGIN).read_text())["path"]), _INITIAL)
 
 
 def _made_again(c: RankState, checkpoint: Path, folder: Path, recorded: Frozen, lines: list[str]) -> ReferencePlace:
@@ -183,8 +180,7 @@ def _made_again(c: RankState, checkpoint: Path, folder: Path, recorded: Frozen, 
 
 
 def keep_start(c: RankState) -> str:
-    """Write the actor at the start of RL for another team's critic, and return the folder. Collective over the actor's
-    team."""
+    """Write the actor at the start of RL for another team's critic, and return the folder. Collective over the team."""
     folder = c.run_dir / NEXT_REFERENCE
     # Only rank 0 looks: on a shared file system two ranks may see different folders.
     exists = (folder / "config.json").is_file() if c.layout.rank == 0 else None
@@ -201,8 +197,7 @@ def _export_actor(c: RankState, folder: Path) -> None:
 
 
 def now_at(run_dir: Path, source: str) -> str:
-    """Return where the weights that `keep_reference` left at `source` are now: `take_up_reference` may have moved
-    them."""
+    """Return where weights that `keep_reference` left at `source` are now, after `take_up_reference`."""
     taken_up = Path(source) == run_dir / NEXT_REFERENCE and not _is_model(Path(source))
     return str(run_dir / FOLDER) if taken_up else source
 
@@ -235,17 +230,16 @@ def unchanged_model(config: RunConfig) -> str | None:
     return str(Path(model.path).resolve()) if Path(model.path).is_dir() else model.path
 
 
-def _origin(folder: Path) -> str | None:
-    """Return the path of the model that a reference folder points to; None: the folder holds the model itself."""
-    file = folder / _ORIGIN
-    return str(json.loads(file.read_text())["path"]) if file.is_file() else None
-
-
 def find_kept(checkpoint: Path) -> Path | None:
-    """Return the reference folder of the run that wrote a checkpoint (RUN_DIR/checkpoints/step_N); None: it has
-    none."""
+    """Return the reference folder of the run that wrote a checkpoint (RUN_DIR/checkpoints/step_N); None: it has none.
+
+    A run that only goes back to an earlier step keeps its reference. So the reference of checkpoints in NAME.old-K may
+    be in a folder that was moved aside later, .old-(K+1), ...
+    """
     checkpoints = checkpoint.resolve().parent
-    places = [*_set_aside_since(checkpoints), checkpoints.parent]
+    name, _, number = checkpoints.name.rpartition(".old-")
+    later = range(int(number) + 1, len(list(checkpoints.parent.glob(f"{name}.old-*"))) + 1) if name else ()
+    places = [checkpoints, *(checkpoints.with_name(f"{name}.old-{k}") for k in later), checkpoints.parent]
     return next((f for place in places if _is_model(f := place / FOLDER)), None)
 
 
@@ -273,24 +267,12 @@ def put_aside(run_dir: Path, aside: Path) -> None:
         (run_dir / FOLDER).rename(aside / FOLDER)
 
 
-def _set_aside_since(checkpoints: Path) -> list[Path]:
-    """Return `checkpoints` and, if it is a folder NAME.old-K, the folders .old-(K+1), ... that were moved aside after
-    it.
-
-    A run that only goes back to an earlier step keeps its reference, and moves it to a later one of these folders.
-    """
-    name, _, number = checkpoints.name.rpartition(".old-")
-    later = range(int(number) + 1, len(list(checkpoints.parent.glob(f"{name}.old-*"))) + 1) if name else ()
-    return [checkpoints, *(checkpoints.with_name(f"{name}.old-{k}") for k in later)]
-
-
 def _is_model(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("config.json", _ORIGIN))
 
 
 def keep_run_start(c: RankState, resumed_at: int | None, source: Path | None) -> RunStart:
-    """Keep the weights that the reference and a critic start from, and return where they are. Collective over the
-    actor's team.
+    """Keep the weights that reference and critic start from, and return where they are. Collective over the team.
 
     Args:
         c: this rank's state; without `resumed_at` its actor is where RL starts.
@@ -395,10 +377,10 @@ def _refuse_other_base(before: Frozen, path: str, key: str, world: WorkerGroup) 
 
 
 def changed_files(folder: Path, files: Mapping[str, FileChecksum], world: WorkerGroup) -> list[str]:
-    """Return how the model in `folder` differs from the recorded checksums `files`, one line per file; empty: it does
-    not.
+    """List how the model in `folder` differs from the recorded checksums `files`, one line per file, on all ranks.
 
-    The result is equal on all ranks. Collective over `world`."""
+    Collective over `world`.
+    """
     lines = faults(folder, files, world, per_machine=True)
     if lines:
         return lines

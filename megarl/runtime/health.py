@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from megarl.artifacts import records
@@ -118,8 +118,7 @@ class Heartbeat:
         _HEADER.pack_into(self._map, 0, 2 * self._changes, *head)
 
     def finish(self) -> None:
-        """Record that this process has finished its work; without this record it counts as failed, whatever its exit
-        code."""
+        """Record that this process has finished its work; without the record it counts as failed."""
         self._over, self._looked = True, -math.inf
         self.beat(tracing.current())
 
@@ -187,20 +186,16 @@ def failure_of(error: BaseException, rank: int) -> RankFailure:
         exit_code=error.exit_code if isinstance(error, MegarlError) else 1,
         user_error=isinstance(error, UserError),
         explained=isinstance(error, MegarlError) and error.__cause__ is None,
-        repeats=any(_repeats(part) for part in _chain(error)),
+        repeats=_repeats(error),
     )
 
 
-def _repeats(error: BaseException) -> bool:
-    return error.repeats if isinstance(error, MegarlError) else is_of_user(error)
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and the errors that caused it."""
-    part: BaseException | None = error
-    while part is not None:
-        yield part
-        part = part.__cause__
+def _repeats(error: BaseException | None) -> bool:
+    """Return whether an error, or one that caused it, would come again."""
+    if error is None:
+        return False
+    repeats = error.repeats if isinstance(error, MegarlError) else is_of_user(error)
+    return repeats or _repeats(error.__cause__)
 
 
 def write_error(run_dir: Path, failure: RankFailure) -> None:

@@ -70,9 +70,8 @@ def _write_responses(c: RankState) -> None:
     with output.open("w", encoding="utf-8", errors="backslashreplace") as file, phase("generate"):
         for prompts in rounds(c.val_data, size, c.layout.dp_rank, c.layout.dp_size):
             samples = rollout.generate(c.context, c.rollout, prompts, config.validation_sampling)
-            mine = [dict(zip(columns, row, strict=True)) for row in zip(*(samples[n] for n in columns), strict=True)]
-            parts = c.layout.dp_group.all_gather_json(mine)
-            lines = [line for part in parts for line in part]
+            rows = [dict(zip(columns, row, strict=True)) for row in zip(*(samples[n] for n in columns), strict=True)]
+            lines = [line for part in c.layout.dp_group.all_gather_json(rows) for line in part]
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             if c.layout.rank == 0:
                 _show([line for line in lines if line["data_source"] == "text"], config.data.val_files)
@@ -81,8 +80,7 @@ def _write_responses(c: RankState) -> None:
 
 
 def _restore(c: RankState) -> None:
-    """Load weights and step from `trainer.resume` if it names a checkpoint (else `model.path`, step 0); open the
-    engine."""
+    """Load weights and step of the checkpoint that `trainer.resume` names, if it names one, and open the engine."""
     resume = c.config.trainer.resume
     if resume not in ("auto", "never"):
         with phase("resume"), c.offload.phase("restore", ACTOR):

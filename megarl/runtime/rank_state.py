@@ -99,8 +99,7 @@ class TeamContext:
         return self.placement.of_role(Role.ROLLOUT) not in (None, self.plan)
 
     def queues(self) -> dict[str, int]:
-        """Return how many prompt groups wait in each queue of the buffer (`buffer.core.Core.queues`); one rank calls
-        this."""
+        """Return how many prompt groups wait in each queue of the buffer; one rank calls this."""
         return {} if self.buffer is None else self.buffer.queues()
 
 

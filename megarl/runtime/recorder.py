@@ -47,18 +47,17 @@ _AFTER_FAILURE_S = 5.0  # other ranks hang until this failed one ends; the launc
 
 
 class Recorder:
-    """Reduces the metrics of a team's ranks after each step and logs them. Only rank 0 of the actor's team has a
-    tracker.
+    """Reduces the metrics of a team's ranks after each step and logs them; rank 0 of the actor's team has the tracker.
 
     Args:
         stage: `train` or `sft`, see `megarl.tracking.tracker.Tracker`.
         resume_step: the step that a resumed run continues after.
         part: which part of the run this is, see there.
 
-        Attributes:
-            status: status to record at the end of a stage without an error.
-            channel: counts the tokens that this replica has processed.
-            segments: with async.order=as_ready, in the actor's team: returns the rollout team's metrics of a step.
+    Attributes:
+        status: status to record at the end of a stage without an error.
+        channel: counts the tokens that this replica has processed.
+        segments: with async.order=as_ready, in the actor's team: returns the rollout team's metrics of a step.
     """
 
     def __init__(
@@ -150,8 +149,7 @@ class Recorder:
         """Reduce this step's metrics over the team's ranks, add timings and throughput, and log them.
 
         Returns:
-            The step's metrics, equal on every rank of the team: of all teams in the actor's team, elsewhere of this
-            team.
+            The step's metrics, equal on every rank of the team; in the actor's team those of all teams.
 
         Raises:
             FolderTaken: another attempt has the run folder.
@@ -211,8 +209,7 @@ class Recorder:
             self._tracker.samples(step, rows)
 
     def groups(self, step: int, samples: Batch, *, early: bool = False) -> None:
-        """Write some groups of a training step for the report; `early`: `trainer.early_stop` ends the run after this
-        step."""
+        """Write some groups of a training step for the report; `early`: the run ends early after this step."""
         if self._tracker is not None and shows_groups(self._c.config, step, early=early):
             self._tracker.groups(step, group_rows(self._c, samples))
 
@@ -221,14 +218,14 @@ class Recorder:
             self._peak = peak_flops(self._c.config.model.dtype, self._c.config.tracking.peak_tflops)
         memory = numbers["perf/max_memory_gb"]  # peak of the rank with the highest peak, not of this rank
         validation = VALIDATE if self._c.team.holds(Role.ROLLOUT) else "await_validation"
-        made = perf_metrics(
+        metrics = perf_metrics(
             tokens=numbers["perf/total_tokens"],
             seconds=numbers["timing_s/step"] - numbers.get(f"timing_s/{validation}", 0.0),
             devices=sum(team.devices for team in self._c.team.placement.teams),
             flops=numbers.get("perf/flops"),
             peak=self._peak,
         )
-        return made | {"perf/max_memory_gb": memory}
+        return metrics | {"perf/max_memory_gb": memory}
 
 
 def _stage_seconds(events: list[tracing.PhaseEvent]) -> dict[str, float]:

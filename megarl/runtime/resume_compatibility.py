@@ -126,16 +126,14 @@ def effect_of(key: str, before: Plain, now: Plain, command: Command) -> Effect:
     entry = key
     while entry not in EFFECTS and "." in entry:
         entry = entry.rpartition(".")[0]
-    if (entry not in EFFECTS and _is_own(key)) or (command == "sft" and entry == "sft"):
+    if command == "sft" and entry == "sft":
         return None
+    if entry not in EFFECTS:
+        above = find_key(tuple(key.split(".")))
+        if above is not None and above.path != key and names_component(above.section):
+            return None  # a component's own key, such as `reward.X` of a reward function with an argument X
     effect = EFFECTS[entry]
     return effect(before, now) if callable(effect) else effect
-
-
-def _is_own(key: str) -> bool:
-    """Return whether `key` is a component's own key, such as `reward.X` of a reward function with an argument X."""
-    above = find_key(tuple(key.split(".")))
-    return above is not None and above.path != key and names_component(above.section)
 
 
 def changed_keys(before: Plain, now: Plain) -> Iterator[tuple[str, Any, Any]]:
@@ -197,7 +195,7 @@ def announcements(
                 fix=f"set {key}={old}; trainer.resume=never starts from the beginning",
             )
         notes = [effect] if effect else []
-        if generated is not None and _is_of_sampling(key, now) and not (effect or "").startswith("not used"):
+        if generated is not None and not (effect or "").startswith("not used"):
             notes += _late(key, now, generated)
         lines.append(f"{key}: {old} -> {new}" + (f" ({'; '.join(notes)})" if notes else ""))
     return lines
@@ -233,18 +231,18 @@ def refuse_other_batches(step: int, loader: Plain, before: Plain, now: Plain, co
 
 
 def _late(key: str, now: Plain, generated: int) -> list[str]:
-    """Return from when on a changed generation setting is used, if the checkpoint holds samples up to step
-    `generated`."""
+    """Return from when on a changed setting of generation is used, as the checkpoint has samples up to `generated`.
+
+    Empty: the key does not concern generation, or its new value is used at once for all groups.
+    """
+    entries = SAMPLING if _is_in_order(now) else (*SAMPLING, *CHOOSING)
+    if key in HELD_OUT or not any(key == entry or key.startswith(f"{entry}.") for entry in entries):
+        return []
     if _is_in_order(now):
         return [f"from step {generated + 1} on: samples until step {generated} are generated and scored already"]
     if key.startswith("async."):
-        return []  # used at once, for all groups
+        return []
     return ["not used for finished groups in the checkpoint, which are generated and scored already"]
-
-
-def _is_of_sampling(key: str, now: Plain) -> bool:
-    entries = SAMPLING if _is_in_order(now) else (*SAMPLING, *CHOOSING)
-    return key not in HELD_OUT and any(key == entry or key.startswith(f"{entry}.") for entry in entries)
 
 
 def _is_in_order(config: Plain) -> bool:
@@ -394,8 +392,7 @@ def _refuse_other_fields(step: int, held: int, kept: Mapping[str, Sequence[str]]
 
 
 def _way_out(step: int, held: int, before: str) -> str:
-    """Return the fix: first train `held` more steps with the setting `before`, which use up the checkpoint's
-    samples."""
+    """Return the fix: use up the checkpoint's samples in `held` more steps with the setting `before`."""
     last = step + held
     steps = f"step {last}" if held == 1 else f"steps {step + 1} to {last}"
     return (

@@ -11,6 +11,7 @@ megarl/runtime/frozen_models.py records and checks the files that they read.
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,12 +26,10 @@ from megarl.models.weights import init_random, load_weights
 from megarl.models.weights.files import CheckpointReader
 from megarl.runtime.frozen_models import SHARED_BASE, Frozen, now_at, record_base, record_frozen
 from megarl.runtime.roles import BaseReferenceRole, CriticRole, ReferenceRole, RewardModelRole, TeacherRole
-from megarl.runtime.setup import build_frozen, check_embeddings, read_other_config, sequence_layout_of
-from megarl.system import offload_schedule
-from megarl.system.device import DTYPES
+from megarl.runtime.setup import build_engine, build_frozen, check_embeddings, read_other_config
 from megarl.system.errors import ConfigError
+from megarl.system.offload_schedule import CRITIC, REWARD_MODEL
 from megarl.system.tracing import phase
-from megarl.training.engine import MegatronEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,16 +71,12 @@ def make_teacher(c: RankState, start: RunStart) -> TeacherRole:
     for name, (key, path) in zip(settings.models or [""], settings.paths.items(), strict=True):
         record_frozen(c, f"teacher_{name}" if name else "teacher", key, path, start.source)
         with phase("load_teacher"), c.offload.phase("load"):
-            engines[name] = _load_teacher(c, key, path)
+            hf_config = read_other_config(c, path, key)
+            check_same_tokens(c.tokenizer, load_tokenizer_of(c.config.model, path, key), path, key)
+            engines[name] = build_frozen(c, hf_config, path, "teacher")
             if offloads and len(engines) < len(settings.paths):
                 engines[name].hold()  # offload it to make room for the next teacher
     return TeacherRole(engines, c.context, offloads=offloads)
-
-
-def _load_teacher(c: RankState, key: str, path: str) -> MegatronEngine:
-    hf_config = read_other_config(c, path, key)
-    check_same_tokens(c.tokenizer, load_tokenizer_of(c.config.model, path, key), path, key)
-    return build_frozen(c, hf_config, path, "teacher")
 
 
 def read_teacher_head(c: RankState) -> Tensor | None:
@@ -103,38 +98,25 @@ def make_critic(c: RankState, start: str | None, checkpoint: str | None) -> Crit
     It starts from `critic.path`, else from the actor at the start of RL: from the actor itself in the actor's team, in
     another team from the model at `start`. A resumed run then loads it from its `checkpoint`.
     """
-    config, source = c.config.critic, c.config.critic.path
+    source = c.config.critic.path
     with phase("load_critic"), c.offload.phase("load"):
         hf_config = c.hf_config
         if source is not None:
             hf_config = read_other_config(c, source, "critic.path")
             check_trainable(hf_config, source)
-        engine = MegatronEngine(
-            hf_config,
-            c.config.parallel_of("critic"),
-            config.engine,
-            config.optim,
-            dtype=DTYPES[c.config.model.dtype],
-            layout=c.layout,
-            total_steps=c.config.updates(config),
-            weights=lambda chunks: _begin(c, chunks, source or start),
-            name="critic",
-            seed=c.config.trainer.seed,
-            value_head=True,
-            sequences=sequence_layout_of(c.config, hf_config),
-            lora=c.config.model.lora,
-            freeze=c.config.model.freeze,
-        )
-        record_base(c, "critic", checkpoint)
-        return CriticRole(engine, c.context, offloads=config.engine.offload)
+        weights = partial(_begin, c, source or start)
+        engine = build_engine(c.config, hf_config, c.layout, weights, trainable=True, name=CRITIC)
+        record_base(c, CRITIC, checkpoint)
+        return CriticRole(engine, c.context, offloads=c.config.critic.engine.offload)
 
 
-def _begin(c: RankState, chunks: list[PolicyModel], source: str | None) -> None:
+def _begin(c: RankState, source: str | None, chunks: list[PolicyModel]) -> None:
+    """Fill a critic from the model at `source`, else from the actor; at random if a checkpoint replaces all weights."""
     if source is not None:
         load_weights(chunks, source)
     elif c.team.leads:
         copy_trunk(c.actor.chunks, chunks)
-    else:  # the checkpoint replaces all weights
+    else:
         init_random(chunks, chunks[0].hf_config, c.config.model.init_seed)
 
 
@@ -158,8 +140,7 @@ def make_reward_model(c: RankState, checkpoint: str | None) -> RewardModelRole:
 
     Raises:
         ConfigError: the model does not have exactly one score, its vocabulary is not the policy's (form `tokens`), it
-        has
-            no chat template (form `chat`), or as `record_frozen`.
+            has no chat template (form `chat`), or as `record_frozen`.
     """
     settings = c.config.reward_model
     path = settings.path
@@ -180,7 +161,7 @@ def make_reward_model(c: RankState, checkpoint: str | None) -> RewardModelRole:
                 found="chat",
                 fix="set it to text",
             )
-        engine = build_frozen(c, hf_config, path, offload_schedule.REWARD_MODEL)
+        engine = build_frozen(c, hf_config, path, REWARD_MODEL)
         return RewardModelRole(engine, c.context, tokenizer, offloads=c.config.actor.engine.offload)
 
 
@@ -235,8 +216,7 @@ def check_same_tokens(
 
 
 def differing_tokens(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str:
-    """Return a text with the policy's tokens that have another id, or none, in the tokenizer `other`; empty: no token
-    has."""
+    """Return a text on the policy's tokens that have another id, or none, in the tokenizer `other`; empty: none has."""
     theirs = other.get_vocab()
     moved = {token: number for token, number in policy.get_vocab().items() if theirs.get(token) != number}
     if not moved:

@@ -67,8 +67,10 @@ class ModelRole:
     def score(self, samples: Batch, temperature: float | None = None) -> Jagged:
         """Return log-probs as `log_probs` does, without adding the work to `perf/flops`."""
         with self._c.offload.phase("score", self.name):
-            wanted = self._c.temperature if temperature is None else temperature
-            return self.engine.logprobs(samples, wanted, entropy=False)[0]
+            return self._logprobs(self.engine, samples, temperature)
+
+    def _logprobs(self, engine: MegatronEngine, samples: Batch, temperature: float | None) -> Jagged:
+        return engine.logprobs(samples, self._c.temperature if temperature is None else temperature, entropy=False)[0]
 
 
 class ActorRole(ModelRole):
@@ -99,8 +101,7 @@ class ActorRole(ModelRole):
             return self.engine.train_step(mini, loss, self._c.temperature, divisor, taught, unit)
 
     def scores(self, sequences: Batch) -> Jagged:
-        """Return the score of every sequence if the actor is a reward model in training; see
-        `MegatronEngine.values`."""
+        """Return the score of every sequence, float32, if the actor is a reward model in training."""
         with self._c.offload.phase("score", self.name):
             return self.engine.values(sequences)
 
@@ -159,8 +160,7 @@ class BaseReferenceRole(ReferenceRole):
     def score(self, samples: Batch, temperature: float | None = None) -> Jagged:
         """Return log-probs as `ModelRole.score` does."""
         with self._c.offload.phase("score", offload_schedule.ACTOR), adapters_off(self.engine.chunks):
-            wanted = self._c.temperature if temperature is None else temperature
-            return self.engine.logprobs(samples, wanted, entropy=False)[0]
+            return self._logprobs(self.engine, samples, temperature)
 
 
 class TeacherRole(ModelRole):
@@ -175,16 +175,17 @@ class TeacherRole(ModelRole):
 
     def score(self, samples: Batch, temperature: float | None = None) -> Jagged:
         """Return log-probs as `ModelRole.score` does, each sample scored by its prompt's teacher."""
-        wanted = self._c.temperature if temperature is None else temperature
-        return self._of_each(samples, lambda engine, some: engine.logprobs(some, wanted, entropy=False)[0])
+        return self._of_each(samples, lambda engine, some: self._logprobs(engine, some, temperature))
 
     def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
         """Return log-probs as `ActorRole.log_probs` does, each sample scored by its prompt's teacher."""
         return self.score(samples, temperature)
 
     def top_tokens(self, samples: Batch, k: int) -> Jagged:
-        """Return the k tokens of the policy's vocabulary that each prompt's teacher finds likeliest, at every response
-        token; see `MegatronEngine.top_tokens`."""
+        """Return ids and log-probs of the k tokens that each prompt's teacher finds likeliest at every response token.
+
+        All are tokens of the policy's vocabulary; see `MegatronEngine.top_tokens`.
+        """
         limit, temperature = self._c.hf_config.vocab_size, self._c.temperature
         return self._of_each(samples, lambda engine, some: engine.top_tokens(some, k, limit, temperature))
 
@@ -193,8 +194,7 @@ class TeacherRole(ModelRole):
         return self._of_each(samples, lambda engine, some: engine.hidden_states(some))
 
     def _of_each(self, samples: Batch, compute: Callable[[MegatronEngine, Batch], Jagged]) -> Jagged:
-        """Run `compute` on each teacher's samples, one teacher on the device at a time; return results in sample
-        order."""
+        """Return the results of `compute` on each teacher's samples, one teacher on the device at a time."""
         engines = self._turns.engines
         if len(engines) == 1:
             with self._c.offload.phase("score", self.name):
@@ -244,8 +244,7 @@ class _InTurn:
 
 
 class RewardModelRole(ModelRole):
-    """The frozen reward model, a sequence classifier. Its size differs from the policy's, so `perf/flops` leaves it
-    out.
+    """The frozen reward model, a sequence classifier; `perf/flops` leaves it out, as its size is not the policy's.
 
     The score is computed at the last token that is not the padding token, as transformers' classifiers do.
     """
@@ -345,8 +344,7 @@ class RolloutRole:
 
     @contextmanager
     def generating(self, c: StepContext, count: int) -> Iterator[Callable[[int], None]]:
-        """Prepare device memory and a progress bar for generating `count` samples; yield the function that advances
-        the bar."""
+        """Prepare memory and a progress bar to generate `count` samples; yield the function that advances the bar."""
         name = tracing.current().rpartition("/")[2]
         with c.offload.phase("generate"), self.link.held(), c.progress(name, count) as advance:
             yield advance

@@ -42,7 +42,7 @@ from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole, 
 from megarl.system.comm import team_world
 from megarl.system.device import DTYPES, ProcessState, device, dist_backend, gpu_id, has_cuda, refuse_shared_gpu
 from megarl.system.errors import ConfigError
-from megarl.system.offload_schedule import ACTOR, REWARD_MODEL, OffloadSchedule
+from megarl.system.offload_schedule import ACTOR, CRITIC, REWARD_MODEL, OffloadSchedule
 from megarl.system.rendezvous import join
 from megarl.system.tracing import keep_beating, phase
 from megarl.training.engine import MegatronEngine, Weights
@@ -121,7 +121,9 @@ def build_rank_state(
             if source is not None and source.player is not None:
                 source.player.take_policy(engine, config, layout)
         elif source is not None and config.rollout.holds_model:
-            chunks = build_engine(config, hf_config, layout, _to_be_pushed, trainable=False, name="rollout").chunks
+            # The actor's team publishes all weights before the first sample.
+            no_weights: Weights = lambda chunks: None  # noqa: E731
+            chunks = build_engine(config, hf_config, layout, no_weights, trainable=False, name="rollout").chunks
         else:
             chunks = []
         if source is not None:
@@ -141,8 +143,7 @@ def build_rank_state(
 def _load_data(
     c: StepContext, team: TeamContext, tokenizer: PreTrainedTokenizerBase, *, trainable: bool, scored: Scored
 ) -> tuple[_Source | None, _Pairs]:
-    """Load prompts and environment of a team that generates (None: it does not), and the preference pairs of a run that
-    trains on pairs."""
+    """Load prompts and environment of a team that generates (else None), and preference pairs of a run on pairs."""
     source, pairs = None, _Pairs()
     generates = team.holds(Role.ROLLOUT)
     learns_pairs = c.config.preference is not None and not generates
@@ -226,8 +227,7 @@ class _Source:
     def roles(
         self, c: StepContext, tokenizer: PreTrainedTokenizerBase, chunks: Sequence[PolicyModel]
     ) -> dict[str, ModelRole | RolloutRole | ScorerRole]:
-        """Return the roles `rollout` and `scorer`; the rollout decodes with `chunks` (empty: servers are opened
-        later)."""
+        """Return the roles `rollout` and `scorer`; the rollout decodes with `chunks` (empty: servers start later)."""
         config, episodes = c.config, self.episodes
         engine: RolloutEngine = UnopenedEngine()
         stale = None
@@ -272,16 +272,8 @@ def _end_tokens(c: StepContext, tokenizer: PreTrainedTokenizerBase) -> list[int]
     return list(c.layout.world.broadcast_json(ids))
 
 
-def _to_be_pushed(chunks: list[PolicyModel]) -> None:
-    """Load no weights: the actor's team publishes all of them before the first sample."""
-
-
 def check_vocabulary(config: RunConfig, tokens: int, vocabulary: int) -> None:
-    """Reject a tokenizer with more tokens than the model has embeddings.
-
-    Raises:
-        ConfigError: names both sizes.
-    """
+    """Raise ConfigError if the tokenizer has more tokens than the model has embeddings."""
     if tokens > vocabulary:
         raise ConfigError(
             f"the tokenizer has {tokens} tokens, but the model's vocab_size is {vocabulary}",
@@ -293,12 +285,7 @@ def check_vocabulary(config: RunConfig, tokens: int, vocabulary: int) -> None:
 
 
 def check_embeddings(model: PretrainedConfig, policy: PretrainedConfig, key: str) -> None:
-    """Reject another model (named by recipe key `key`) with a smaller vocab_size than the policy's, or without images
-    if the policy sees images.
-
-    Raises:
-        ConfigError: names both sizes, or kinds.
-    """
+    """Raise ConfigError if the model that `key` names has a smaller vocab_size than the policy, or lacks its images."""
     if encoder_of(policy) is not None and encoder_of(model) is None:
         raise ConfigError(
             "this model cannot see images, but the policy does",
@@ -347,22 +334,22 @@ def build_engine(
     trainable: bool,
     name: str = ACTOR,
 ) -> MegatronEngine:
-    """Build the Megatron engine of a role; frozen unless `trainable`. Only the actor gets the adapters of
-    `model.lora`."""
+    """Build the Megatron engine of a role; frozen unless `trainable`. Only actor and critic get adapters."""
+    settings = config.critic if name == CRITIC else config.actor
     return MegatronEngine(
         hf_config,
         config.parallel_of(name),
-        config.actor.engine,
-        config.actor.optim if trainable else None,
+        settings.engine,
+        settings.optim if trainable else None,
         dtype=DTYPES[config.model.dtype],
         layout=layout,
-        total_steps=config.updates(config.actor),
+        total_steps=config.updates(settings),
         weights=weights,
         name=name,
         seed=config.trainer.seed,
         sequences=sequence_layout_of(config, hf_config),
-        lora=config.model.lora if name == ACTOR else None,
-        value_head=name == REWARD_MODEL or (name == ACTOR and config.trains_reward_model),
+        lora=config.model.lora if name in (ACTOR, CRITIC) else None,
+        value_head=name in (CRITIC, REWARD_MODEL) or (name == ACTOR and config.trains_reward_model),
         freeze=config.model.freeze if trainable else (),
     )
 

@@ -103,10 +103,11 @@ def load_held_out(c: RankState) -> SFTDataset | None:
         return None
     if c.config.sft.train_files:
         if c.layout.rank == 0:
-            reason = (
-                "sft.train_files is set, and data.val_files may have another format; use data.train_files to measure it"
+            print(
+                "val/loss is not measured: sft.train_files is set, and data.val_files may have another format; use "
+                "data.train_files to measure it",
+                flush=True,
             )
-            print(f"val/loss is not measured: {reason}", flush=True)
         return None
     try:
         return _examples(c, "val")

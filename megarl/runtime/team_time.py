@@ -49,17 +49,18 @@ class TeamTime:
         self._since = now
         seconds, waited = max(now - since, 1) / 1e9, 0.0
         whom = dict.fromkeys((team.name for team in self._team.others), 0.0)
-        what = dict.fromkeys(self._kinds, 0.0)
+        kinds = dict.fromkeys(self._kinds, 0.0)
         for event in events:
             if event.waits_for and event.start_ns >= since:
-                kind = _kind(event)
+                name = event.path.rpartition("/")[2]
+                kind = name.removeprefix(_AWAIT) if name.startswith(_AWAIT) else SAMPLES
                 whom[event.waits_for] += event.seconds
-                what[kind] = what.get(kind, 0.0) + event.seconds
+                kinds[kind] = kinds.get(kind, 0.0) + event.seconds
                 waited += event.seconds
-        self._kinds.update(what)
+        self._kinds.update(kinds)
         spent = {"wait_s": waited, "busy_s": max(0.0, seconds - waited)}
         spent |= {f"wait_for/{name}_s": s for name, s in whom.items()}
-        spent |= {f"wait/{name}_s": s for name, s in what.items()}
+        spent |= {f"wait/{name}_s": s for name, s in kinds.items()}
         for name, s in spent.items():  # the mean over ranks; more than one end in a step adds up
             metrics.sum(f"{self._name}/{name}", s / self._team.plan.devices)
         metrics.mean(f"{self._name}/busy", max(0.0, seconds - waited), seconds)
@@ -68,12 +69,6 @@ class TeamTime:
         if tokens is not None:  # of all replicas, in the mean of their seconds
             metrics.mean(f"{self._name}/tokens_per_s", tokens - self._tokens, seconds / self._team.plan.replicas)
             self._tokens = tokens
-
-
-def _kind(event: PhaseEvent) -> str:
-    """Return what the phase `event` waited for: `samples`, or its name without `await_`."""
-    name = event.path.rsplit("/", 1)[-1]
-    return name.removeprefix(_AWAIT) if name.startswith(_AWAIT) else SAMPLES
 
 
 class AllTeams:

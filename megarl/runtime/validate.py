@@ -14,7 +14,7 @@ from megarl.rewards.scoring import ERROR_KEY
 from megarl.runtime.recorder import VALIDATE, Recorder
 from megarl.runtime.roles import RewardModelRole
 from megarl.runtime.stages.kto import measure_examples
-from megarl.runtime.stages.preference import measure_pairs
+from megarl.runtime.stages.preference import measure_pairs, settings_of
 from megarl.runtime.stages.reward import collect, submit
 from megarl.runtime.stages.rollout import generate
 from megarl.system.errors import MegarlError
@@ -64,9 +64,9 @@ def validate(c: RankState, films_of: int | None = None) -> Validation | None:
             parts = nothing if player is None else samples["set"]
             why = why or next(filter(None, unplayed), "")
             columns = (samples["uid"], results, samples["response_text"], samples["data_source"], parts)
-            for one, error in zip(zip(*columns, strict=True), unplayed, strict=True):
+            for sample, error in zip(zip(*columns, strict=True), unplayed, strict=True):
                 if not error:  # a failed simulator is not the policy's fault
-                    scored.append(from_reward(*one, select_by=settings.select_by))
+                    scored.append(from_reward(*sample, select_by=settings.select_by))
             wanted = settings.log_samples - len(rows)
             if films_of is not None and player is not None:
                 rows += player.report_rows(c.run_dir, films_of, samples, wanted) if c.layout.rank == 0 else []
@@ -112,9 +112,8 @@ def evaluate(c: RankState, recorder: Recorder, step: int, *, films: bool = False
     held-out pairs that are ranked correctly; a cold start before it evaluates nothing.
     """
     if c.val_pairs is not None:
-        settings = c.config.preference
-        assert settings is not None, "there are pairs"
-        return _evaluate_pairs(c, c.val_pairs) if settings.scores or "reference" in c.models else None
+        measures = settings_of(c.context).scores or "reference" in c.models
+        return _evaluate_pairs(c, c.val_pairs) if measures else None
     result = validate(c, step if films else None)
     if result is None:
         return None
@@ -124,20 +123,18 @@ def evaluate(c: RankState, recorder: Recorder, step: int, *, films: bool = False
 
 def _evaluate_pairs(c: RankState, data: PairDataset | LabelledDataset) -> float:
     """Add the metrics of held-out pairs to the step's; return the share of correctly ranked pairs over all ranks."""
-    settings = c.config.preference
-    assert settings is not None, "there are pairs"
-    found = Metrics()
+    measured = Metrics()
     parts = rounds(data, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size)
     with phase(VALIDATE):
-        if settings.labelled:
-            found = measure_examples(c.context, parts, c.actor, c.reference)
+        if settings_of(c.context).labelled:
+            measured = measure_examples(c.context, parts, c.actor, c.reference)
         else:
             reference = c.reference if "reference" in c.models else None
             for pairs in parts:
-                found.merge(measure_pairs(c.context, pairs, c.actor, reference))
+                measured.merge(measure_pairs(c.context, pairs, c.actor, reference))
     metrics = Metrics()
-    for name in list(found):
-        _, total, pairs_measured = found.pop(name)
+    for name in list(measured):
+        _, total, pairs_measured = measured.pop(name)
         metrics.mean(f"val/{name}", total, pairs_measured)
         if name == "rewards/accuracies":
             metrics.mean("val/acc", total, pairs_measured)

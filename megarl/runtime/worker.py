@@ -133,8 +133,8 @@ def tell_waits(silent_s: float = 4.0, every_s: float = 5.0) -> Iterator[None]:
             seconds = now - since
             again = now - told >= (every_s if seconds < 6 * every_s else 6 * every_s)
             if seconds >= silent_s and again and not (trained and path.startswith((*_TRAINING, "idle"))):
-                told = now
-                print(f"... {_wait_text(path)}, {seconds:.0f} s", flush=True)
+                told, name = now, path.rpartition("/")[2]
+                print(f"... {_WAITS.get(name, name.replace('_', ' '))}, {seconds:.0f} s", flush=True)
 
     threading.Thread(target=run, name="tell-waits", daemon=True).start()
     try:
@@ -143,15 +143,9 @@ def tell_waits(silent_s: float = 4.0, every_s: float = 5.0) -> Iterator[None]:
         done.set()
 
 
-def _wait_text(path: str) -> str:
-    name = path.rpartition("/")[2]
-    return _WAITS.get(name, name.replace("_", " "))
-
-
 class _Beats(MetaPathFinder):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Find no module; send a heartbeat if the main thread imports, as other threads' imports must not hide its
-        hang."""
+        """Find no module; send a heartbeat if the main thread imports (other threads must not hide that it hangs)."""
         if threading.current_thread() is threading.main_thread():
             beat()
 
