@@ -440,7 +440,7 @@ def test_a_checkpoint_whose_neighbours_cannot_be_changed_is_complete(alone, tmp_
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(checkpoint, "_prune", refuse)
-    monkeypatch.setattr(checkpoint, "_replace", refuse)
+    (tmp_path / "best.tmp").mkdir()  # best.json is written under this name first
     folder = checkpoint.save(tmp_path, 1, {"actor": _engine("dense", {})}, {}, best=True)
     assert checkpoint.verify(folder, world())["step"] == 1
     assert "best.json cannot be written" in caplog.text
