@@ -35,7 +35,7 @@ def buckets(device: str) -> dict:
             for where in {"cpu", device}:
                 source = Source(Pieces(chunks), plan, world(), torch.bfloat16, torch.device(where))
                 sums = {}
-                for number, bucket in enumerate(source.buckets()):
+                for number, bucket in enumerate(source.buckets):
                     out = torch.zeros(bucket.nbytes, dtype=torch.uint8, device=where)
                     source.fill(number, [0], out)
                     for entry in bucket.entries:
