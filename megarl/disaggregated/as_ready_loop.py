@@ -61,20 +61,13 @@ def find_buffered_groups(source: Path) -> BufferedGroups | None:
 
 
 @dataclass(frozen=True)
-class PendingGroup:
-    """Generated groups whose rewards are still being computed.
+class PendingGroups:
+    """Generated groups whose rewards are still being computed."""
 
-    Attributes:
-        numbers: the numbers of their prompts.
-        batch: their samples.
-        metrics: metrics of these samples so far.
-        aside: fields for other teams (`GroupChannel.aside`).
-    """
-
-    numbers: list[int]
-    batch: Batch
-    metrics: Metrics
-    aside: dict[str, Batch]
+    numbers: list[int]  # numbers of their prompts
+    batch: Batch  # their samples
+    metrics: Metrics  # metrics of these samples so far
+    aside: dict[str, Batch]  # fields for other teams (`GroupChannel.aside`)
 
 
 @dataclass
@@ -95,20 +88,19 @@ class AsReadyLoop:
     checkpoints: CheckpointPart
     restored: BufferedGroups | None
     _update_number: int = 1  # number of the next weight update; metrics with number 0 are from before the first step
-    _dry: bool = False  # no further group may begin with the current weights
-    _looked: float = 0.0
-    _wanted: bool = False
+    _drained: bool = False  # no further group may begin with the current weights
+    _checked_s: float = 0.0  # time of the last check whether a weight update is requested
+    _wanted: bool = False  # a weight update is requested
     _prompts: dict[int, Batch] = field(default_factory=dict)  # prompts of groups in flight, by number
     # weight version that generated the first tokens of each unfinished group, by the number of its prompt
     _versions: dict[int, int] = field(default_factory=dict)
     _waiting: list[int] = field(default_factory=list)  # numbers of prompts to begin as soon as there is room
     _partials: dict[int, list[Trajectory]] = field(default_factory=dict)  # partial trajectories of waiting prompts
-    _scoring: deque[PendingGroup] = field(default_factory=deque)  # oldest first; rewards arrive in this order
+    _scoring: deque[PendingGroups] = field(default_factory=deque)  # oldest first; rewards arrive in this order
     _carried: Metrics = field(default_factory=Metrics)  # metrics of rejected samples, added to the next accepted group
-    # scores of groups rejected since the last accepted group
-    _rejected: list[list[float]] = field(default_factory=list)
+    _rejected: list[list[float]] = field(default_factory=list)  # scores of groups rejected since the last accepted one
     _batcher: CallBatcher = field(init=False)
-    _over: int = 0  # number of finished groups that were not reported to the buffer yet
+    _unreported: int = 0  # number of finished groups that were not reported to the buffer yet
     _unsent: list[FinishedGroups] = field(default_factory=list)  # accepted groups to report, if this rank sends them
     _refused: list[int] = field(default_factory=list)  # numbers of rejected groups to report
 
@@ -116,22 +108,22 @@ class AsReadyLoop:
         """Generate until the weights of the last step have arrived."""
         c = self.c
         version = c.context.step
-        producer = self._make_groups()
+        generator = self._make_groups()
         try:
             self._open()
             self.recorder.start_step()
             while version < c.config.trainer.steps:
                 set_step(version + 1)
                 with phase("step"):
-                    self._generate(producer, version)
+                    self._generate(generator, version)
                     version = self._update_weights()
                     if validates(c.config, version):
                         evaluate_step(c, self.recorder, version)
                     else:
                         evaluate_last(c, self.recorder, version)
-                self._save(version, producer)
+                self._save(version, generator)
         finally:
-            producer.close()
+            generator.close()
 
     # -- begin -------------------------------------------------------------------------------------------------------
 
@@ -173,59 +165,59 @@ class AsReadyLoop:
 
     # -- one segment -------------------------------------------------------------------------------------------------
 
-    def _generate(self, producer: GroupGenerator, version: int) -> None:
+    def _generate(self, generator: GroupGenerator, version: int) -> None:
         """Generate with `version` until a weight update is due."""
         c, interrupts = self.c, self.c.config.async_.partial
         together = family_of(c.config).meeting(c.layout)
         self._batcher.begin(time.monotonic())
         with c.rollout.generating(c.context, 0):
-            producer.open()
+            generator.open()
             while True:
-                self._admit(producer, version)
-                states = together.all_gather_json([self._look(), producer.busy, bool(self._scoring)])
+                self._admit(generator, version)
+                states = together.all_gather_json([self._check_wanted(), generator.busy, bool(self._scoring)])
                 wanted, generating, scoring = (any(flags) for flags in zip(*states, strict=True))
                 self._wanted = self._wanted or wanted
                 if not (generating or scoring) or (interrupts and self._wanted):
                     break
                 if generating:
                     with phase("rollout"):
-                        groups = producer.wait(self._is_called)
+                        groups = generator.wait(self._is_called)
                     if groups:
                         self._score(groups)
                 self._finish_scored(least=0 if generating else 1)
-            producer.interrupt()
+            generator.interrupt()
         self._swap(version, 0)
 
-    def _admit(self, producer: GroupGenerator, version: int) -> None:
+    def _admit(self, generator: GroupGenerator, version: int) -> None:
         """Begin groups while there is room; call the buffer when a call is due."""
         room, most = 0, 0
         if not self._wanted:
-            self._begin_waiting(producer)
-            room = producer.free // self.c.config.rollout.sampling.n
+            self._begin_waiting(generator)
+            room = generator.free // self.c.config.rollout.sampling.n
             most = self._batcher.missing(room, len(self._waiting))
-        if self._dry:  # new groups may only replace rejected groups
+        if self._drained:  # new groups may only replace rejected groups
             most = min(most, len(self._refused))
-        idle = not producer.busy and not self._next_is_scored()
+        idle = not generator.busy and not self._next_is_scored()
         if self._is_due(most, empty=idle or min(room, most) > 0):
             self._swap(version, most)
             if not self._wanted:
-                self._begin_waiting(producer)
+                self._begin_waiting(generator)
 
-    def _begin_waiting(self, producer: GroupGenerator) -> None:
-        while self._waiting and producer.free >= self.c.config.rollout.sampling.n:
-            self._begin(producer, self._waiting.pop(0))
+    def _begin_waiting(self, generator: GroupGenerator) -> None:
+        while self._waiting and generator.free >= self.c.config.rollout.sampling.n:
+            self._begin(generator, self._waiting.pop(0))
 
     def _is_due(self, most: int, *, empty: bool = False) -> bool:
         """Return whether to call the buffer now, to request `most` prompts. Collective over the replica."""
-        if not (most or self._over):
+        if not (most or self._unreported):
             return False
-        lead, finished = self.c.layout.is_lead, self._over > 0
+        lead, finished = self.c.layout.is_lead, self._unreported > 0
         due = self._batcher.is_due(time.monotonic(), most, finished=finished, empty=empty) if lead else None
         return bool(self.c.layout.mp_group.broadcast_json(due))
 
     def _swap(self, version: int, most: int) -> None:
         """Hand over finished groups to the buffer, and request up to `most` prompts. Collective over the replica."""
-        if not (most or self._over):
+        if not (most or self._unreported):
             return
         c, numbers = self.c, None
         with phase("give"):
@@ -233,17 +225,17 @@ class AsReadyLoop:
                 numbers = self.channel.swap(c.context, self._unsent, self._refused, version, most)
             numbers = c.layout.mp_group.broadcast_json(numbers)
         self._batcher.called()
-        self._dry = len(numbers) < most or (self._dry and len(self._refused) == most)
-        self._over, self._unsent, self._refused = 0, [], []
+        self._drained = len(numbers) < most or (self._drained and len(self._refused) == most)
+        self._unreported, self._unsent, self._refused = 0, [], []
         self._versions |= dict.fromkeys(numbers, version)
         self._waiting += numbers
 
-    def _begin(self, producer: GroupGenerator, number: int) -> None:
+    def _begin(self, generator: GroupGenerator, number: int) -> None:
         c = self.c
         assert c.loader is not None, "the buffer returned numbers of prompts"
         self._prompts[number] = prompt = c.loader.at([number])
         [group] = groups_of_prompts(c.context, prompt, c.config.rollout.sampling.n, [number])
-        again = producer.add(group, self._partials.pop(number, None))
+        again = generator.add(group, self._partials.pop(number, None))
         if again and c.layout.is_lead:
             why = "exceed the current limits or come from another environment"
             print(f"group {group.uid}: restarting {again} of its samples, which {why}")
@@ -256,15 +248,15 @@ class AsReadyLoop:
         if not self.c.config.async_.partial:
             return False
         if not self._wanted:
-            self._wanted = group.broadcast_json(self._look() if group.rank == 0 else None)
+            self._wanted = group.broadcast_json(self._check_wanted() if group.rank == 0 else None)
         return self._wanted
 
-    def _look(self) -> bool:
+    def _check_wanted(self) -> bool:
         """Return whether the actor's team has requested a weight update; only a replica's first rank checks."""
         now = time.monotonic()
-        if self._wanted or not self.c.layout.is_lead or now - self._looked < _LOOK_S:
+        if self._wanted or not self.c.layout.is_lead or now - self._checked_s < _LOOK_S:
             return self._wanted
-        self._looked = now
+        self._checked_s = now
         return self.c.buffer.has_come(UpdateWanted.name_of(self._update_number))
 
     def _score(self, groups: Sequence[tuple[int, list[Trajectory]]]) -> None:
@@ -279,7 +271,7 @@ class AsReadyLoop:
             record_samples(c.context, batch)
             self.channel.give(c.context, self.executor.graph[c.team.plan.nodes[0]], batch)
             batch = self.executor.run(c.context, batch)
-        self._scoring.append(PendingGroup(numbers, batch, metrics, self.channel.aside))
+        self._scoring.append(PendingGroups(numbers, batch, metrics, self.channel.aside))
         self.channel.aside = {}
 
     @contextmanager
@@ -305,7 +297,7 @@ class AsReadyLoop:
             self._finish(self._scoring.popleft())
             least -= 1
 
-    def _finish(self, groups: PendingGroup) -> None:
+    def _finish(self, groups: PendingGroups) -> None:
         """Run the remaining nodes on scored groups, and queue the accepted groups for handover with their metrics."""
         c, numbers = self.c, groups.numbers
         self.channel.aside = groups.aside
@@ -316,7 +308,7 @@ class AsReadyLoop:
         wanted = [number for number in numbers if number not in useless]
         for number in numbers:
             del self._versions[number]
-        self._over += len(numbers)
+        self._unreported += len(numbers)
         self._refused += sorted(useless)  # other groups may begin in their place
         if not wanted:
             return  # `_carried` keeps the metrics for the next accepted group
@@ -358,10 +350,10 @@ class AsReadyLoop:
         c.context.step = version
         self.recorder.end_step(number)  # metrics of the segment that ends here
         self.recorder.start_step()
-        self._update_number, self._dry, self._wanted = number + 1, False, False
+        self._update_number, self._drained, self._wanted = number + 1, False, False
         return version
 
-    def _save(self, version: int, producer: GroupGenerator) -> None:
+    def _save(self, version: int, generator: GroupGenerator) -> None:
         """Write this team's part of the checkpoint of step `version`, if there is one."""
         c = self.c
         if not SavesStep.read(c.mail, version).saves:
@@ -372,7 +364,7 @@ class AsReadyLoop:
         assert c.loader is not None, "checks refuse a training run without data"
         c.loader.go_to(c.buffer.flow_state()["next"])  # no group begins before the next segment
         post_loader_place(c)
-        partials = producer.partial() | self._partials
+        partials = generator.partial() | self._partials
 
         def files() -> dict[str, bytes]:
             c.layout.world.barrier()  # wait until every replica has handed over its finished groups

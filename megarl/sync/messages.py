@@ -105,9 +105,9 @@ class MessageClient:
         """Send a message and return the answer.
 
         Raises:
-            Refused: the other side cannot do it.
+            Refused: the other side refused the request.
             FailedError: the other side failed.
-            OSError: it is gone or did not answer in time; the connection can no longer be used.
+            OSError: the other side is gone or did not answer in time; the connection can no longer be used.
         """
         with self._lock:
             end = time.monotonic() + (deadline_s or self._deadline_s)
@@ -137,7 +137,7 @@ def answer(listener: socket.socket, opened: Opened, key: str, name: str) -> None
     """Serve trainers until the process ends or the listener is closed, with a thread per connection.
 
     Args:
-        opened: called for each connection; returns a handler that gets a message and returns the answer or raises
+        opened: called for each connection; returns a handler, which gets a message, and returns the answer or raises
             Refused.
         name: name of this side, for its proof.
     """
