@@ -1,4 +1,4 @@
-"""The edges of the task graph, derived from what a pipeline's nodes declare, in reading order.
+"""The edges of the task graph, derived from the declarations of a pipeline's nodes, in reading order.
 
 The order in which a recipe lists its nodes gives every field a history, like a sequence of assignments. Edges keep the
 parts of this order that matter:

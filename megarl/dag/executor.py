@@ -106,7 +106,7 @@ class Executor:
         return batch
 
     def _call(self, node: Node, context: Any, batch: Batch, more: Iterator[Batch] | None) -> Batch:
-        """Run the node, check what it did, and return the samples after it."""
+        """Run the node, check that it kept to its contract, and return the samples after it."""
         from megarl.dag.guard import GuardedBatch, settle, writes_in_place
         from megarl.system.device import ProcessState
 

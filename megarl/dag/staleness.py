@@ -74,7 +74,7 @@ class StalenessPolicy(ABC):
     steps: int  # steps of the run; no group begins that no step needs
     partial: bool = False  # new weights interrupt samples, which continue with them
 
-    # -- what k means ------------------------------------------------------------------------------------------------
+    # -- the meaning of k --------------------------------------------------------------------------------------------
 
     def oldest(self, step: int) -> int:
         """Return the oldest weight version with which a group of `step` may have begun."""
@@ -107,7 +107,7 @@ class StalenessPolicy(ABC):
         """Largest number of groups that have begun and that no step has trained on."""
         return (1 + self.max_staleness) * self.groups
 
-    # -- what a policy decides ---------------------------------------------------------------------------------------
+    # -- decisions of a policy ---------------------------------------------------------------------------------------
 
     def may_begin(self, version: int) -> int:
         """Return how many groups of the run, including trained ones, may have begun while samples use `version`.
@@ -155,7 +155,7 @@ class StalenessPolicy(ABC):
         """
         return self.may_begin(version) < step * self.groups
 
-    # -- what others need to know of it ------------------------------------------------------------------------------
+    # -- for planning and messages -----------------------------------------------------------------------------------
 
     @property
     def copies(self) -> int:

@@ -52,7 +52,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def make_delta(base: Sequence[Tensor], new: Sequence[Tensor], itemsizes: Sequence[int], limit: int) -> Delta | None:
-    """Update `base` to `new` in place and return what changed.
+    """Update `base` to `new` in place and return the changes.
 
     Args:
         base, new: uint8, the bytes of each tensor of a bucket, on the CPU.

@@ -27,11 +27,11 @@ Opened = Callable[[], contextlib.AbstractContextManager[Handler]]
 
 
 class Refused(Exception):
-    """The other side answered that it cannot do what was requested."""
+    """The other side refused a request."""
 
 
 class FailedError(ConnectionError):
-    """The other side failed to do what was requested, sent the reason, and closed the connection."""
+    """The other side failed at a request, sent the reason, and closed the connection."""
 
 
 def send_message(sock: socket.socket, header: dict[str, Any], *bodies: memoryview, end: float | None = None) -> None:

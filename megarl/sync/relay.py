@@ -8,7 +8,7 @@
     handles                      ---------------------- its own call ----------->  maps it, writes them, or copies
 
 A bucket moves from version to version as a whole: a message is read completely before anything changes. If the relay
-does not have the version that a delta starts from, its answer says so, and the trainer sends the whole bucket.
+does not have the version that a delta starts from, it refuses the delta, and the trainer sends the whole bucket.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class BufferClient:
         self._change(f"hand over {handed}", "give", self.team, self.rank, step, key, list(groups), refs)
         return size
 
-    def _put_all(self, what: str, payloads: Iterable[Span]) -> tuple[list[Piece], int]:
+    def _put_all(self, samples: str, payloads: Iterable[Span]) -> tuple[list[Piece], int]:
         """Put the blocks of payloads into this machine's object store; return the pieces and the number of bytes."""
         import ray
 
@@ -145,7 +145,7 @@ class BufferClient:
                 except ray.exceptions.RayError as error:
                     full = "it is full, and may not use the disk (set placement.spill=true), or the disk is full, too"
                     cause = full if isinstance(error, ray.exceptions.OutOfDiskError) else error
-                    problem = f"{len(block)} bytes of {what} do not fit into this machine's object store: {cause}"
+                    problem = f"{len(block)} bytes of {samples} do not fit into this machine's object store: {cause}"
                     raise HandoverError(f"{self._who()}: {problem}") from error
                 size += len(block)
             pieces.append((objects[block], start, stop))
@@ -243,28 +243,28 @@ class BufferClient:
 
     # -- calls and waits ---------------------------------------------------------------------------------------------
 
-    def _change(self, what: str, method: str, *arguments: Any) -> Any:
+    def _change(self, action: str, method: str, *arguments: Any) -> Any:
         """Make a call that changes the buffer, one at a time; it takes effect once, even if it is repeated."""
         with self._changing:
             self._serial += 1
             call = (self.team, self.rank, self._start, self._serial, method, list(arguments))
-            return self._call(f"the buffer to {what}", "change", *call)
+            return self._call(f"the buffer to {action}", "change", *call)
 
-    def _query(self, what: str, method: str, *arguments: Any) -> Any:
+    def _query(self, action: str, method: str, *arguments: Any) -> Any:
         """Make a call that changes nothing and waits for no other team."""
-        return self._call(f"the buffer to {what}", "query", method, list(arguments))
+        return self._call(f"the buffer to {action}", "query", method, list(arguments))
 
     def _ping(self) -> None:
         ping = Ping(self._changes, tracing.current(), tracing.step_now, self._waits_for)
         self._call("the buffer to answer", "ping", self.team, self.rank, ping)
 
-    def _call(self, what: str, method: str, *arguments: Any, waits_s: float = 0.0) -> Any:
+    def _call(self, awaited: str, method: str, *arguments: Any, waits_s: float = 0.0) -> Any:
         """Return the buffer's answer, which may take `waits_s`; repeat the call if its connection breaks."""
         import ray
 
         limit_s = waits_s + self._deadline_s
         end = time.monotonic() + limit_s
-        with self._located(what, limit_s):
+        with self._located(awaited, limit_s):
             while True:
                 try:
                     answer = getattr(self._actor, method).remote(*arguments)
@@ -274,7 +274,7 @@ class BufferClient:
                         raise
                 time.sleep(_AGAIN_S)
 
-    def _wait(self, what: str, topic: Topic, method: str, *arguments: Any) -> Any:
+    def _wait(self, awaited: str, topic: Topic, method: str, *arguments: Any) -> Any:
         """Repeat a call until it has a result, or until no other team has made progress for the deadline.
 
         The wait is two slices longer than the deadline, so that the launcher detects a hanging team first and can
@@ -282,22 +282,22 @@ class BufferClient:
         """
         start = time.monotonic()
         call = (self.team, topic, method, list(arguments), self._slice_s)
-        with self._waiting(what):
+        with self._waiting(awaited):
             while True:
-                answer, others = self._call(what, "wait", *call, waits_s=self._slice_s)
+                answer, others = self._call(awaited, "wait", *call, waits_s=self._slice_s)
                 if answer is not None:
                     return answer
                 waited = time.monotonic() - start
                 if min([waited, *(other.silent_s for other in others)]) > self._deadline_s + 2 * self._slice_s:
                     raise HandoverError(
-                        f"{self._who()} timed out waiting for {what} after {waited:.0f} s: no other team has made "
+                        f"{self._who()} timed out waiting for {awaited} after {waited:.0f} s: no other team has made "
                         f"progress for {self._deadline_s:g} s (cluster.timeout_s)"
                         + "".join(f"\n  {other}" for other in others)
                     )
 
     @contextmanager
-    def _located(self, what: str, limit_s: float) -> Iterator[None]:
-        """Name this worker, and `what` it waits for, in errors raised in the block."""
+    def _located(self, awaited: str, limit_s: float) -> Iterator[None]:
+        """Name this worker, and the `awaited` reply or data, in errors raised in the block."""
         import ray
 
         whom = f"the buffer {self.name!r}"
@@ -309,13 +309,13 @@ class BufferClient:
             raise
         except ray.exceptions.GetTimeoutError as error:
             raise HandoverError(
-                f"{self._who()} timed out waiting for {what}: {whom} did not reply for {limit_s:g} s "
+                f"{self._who()} timed out waiting for {awaited}: {whom} did not reply for {limit_s:g} s "
                 "(cluster.timeout_s)"
             ) from error
         except ray.exceptions.RayActorError as error:
-            raise HandoverError(f"{self._who()}, waiting for {what}: {whom} is gone: {error}") from error
+            raise HandoverError(f"{self._who()}, waiting for {awaited}: {whom} is gone: {error}") from error
         except ray.exceptions.RayError as error:
-            raise HandoverError(f"{self._who()}: {what} is not available: {error}") from error
+            raise HandoverError(f"{self._who()}: {awaited} is not available: {error}") from error
 
     def _who(self) -> str:
         return f"team {self.team!r} rank {self.rank} in phase {tracing.current()}"
@@ -323,9 +323,9 @@ class BufferClient:
     # -- progress ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
+    def _waiting(self, awaited: str) -> Iterator[None]:
         """Keep the heartbeat going, since this wait has its own deadline; other teams do not see it as progress."""
-        before, self._waits_for = self._waits_for, what
+        before, self._waits_for = self._waits_for, awaited
         try:
             with tracing.keep_beating(limit_s=math.inf, every_s=self._slice_s):
                 yield

@@ -38,16 +38,14 @@ class Transport:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def broken(self) -> str | None:
-        """Return why no update can succeed any more, as far as this rank can detect, or None. Every rank calls this
-        before an update.
-        """
+        """Return why no update can succeed any more, or None. Every rank calls this method before an update."""
         return None
 
     def start(self, version: int, receivers: Sequence[Receiver]) -> None:
         """Begin an update of `receivers`, which are already open for tensors."""
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
-        """Do the part of sending bucket `number` that is done once for all receivers.
+        """Prepare bucket `number` for all receivers, before it is delivered to each.
 
         Args:
             parts: uint8, bytes of each entry: parts of the buffer, or parameters if the transport is `live`.

@@ -3,7 +3,7 @@
 A receiver that can (`takes_changes`) writes them into its parameters itself; any other gets the changed tensors whole.
 The relay (megarl/sync/relay.py) keeps the base to which deltas are applied: one copy of the weights per host, for any
 number of receivers. A receiver that restarts is filled from the relay, not over the network. The sender keeps a copy of
-what it sent last, for comparison.
+the weights that it sent last, for comparison.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class DeltaTransport(Transport):
     """
 
     live = True
-    one_replica = True  # a relay holds what one sender of each tensor gave it
+    one_replica = True  # a relay holds each tensor once, from one sender
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class DeltaTransport(Transport):
             self._current = {receiver.number for receiver, current in zip(receivers, holds, strict=True) if current}
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
-        """Compare the bucket with what was sent last, and keep it for the next comparison."""
+        """Compare the bucket with the version that was sent last, and keep it for the next comparison."""
         self._put.pop(number - _BUFFERS, None)  # its buffer is being filled again, so all receivers have it
         known = self._bases.get(number)
         if known is None:

@@ -110,7 +110,7 @@ class DistributedTransport(Transport):
 
     def _connect(self, receiver: Receiver) -> _Link:
         """Create the group of this sender (rank 0) and the receiver's ranks (1 and higher)."""
-        # A random name: a receiver keeps groups of dead trainers, and refuses a name that it knows.
+        # A random name: a receiver keeps groups of dead trainers, and refuses a second group of the same name.
         name = f"megarl-{secrets.token_hex(8)}"
         size = 1 + receiver.layout.ranks
         timeout = datetime.timedelta(seconds=self.deadline_s)
