@@ -175,11 +175,10 @@ def test_weights_go_as_soon_as_the_step_before_them_is_drawn_and_those_of_the_en
     config = RunConfig.model_validate({"name": "x", **sections, "data": {"val_files": val_files}})
     told: set[str] = set()
     buffer = SimpleNamespace(is_posted=lambda name: name in told)
-    placement = SimpleNamespace(of_role=lambda role: SimpleNamespace(name="draw"))
     world = SimpleNamespace(broadcast_json=lambda value: value)
     c: Any = SimpleNamespace(
         config=config,
-        team=SimpleNamespace(placement=placement),
+        team=SimpleNamespace(of=lambda role: "draw"),
         buffer=buffer,
         mail=SimpleNamespace(read=lambda name: said.append(name) or StepGenerated(int(name[-1])).encode()),
         layout=SimpleNamespace(rank=0, world=world),
