@@ -77,7 +77,9 @@ def reserve(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mappin
     used = [most] if cluster.nnodes == 1 else nodes
     gpus, cpus = (sum(node.get(name, 0.0) for node in used) for name in ("GPU", "CPU"))
     on_gpus = bool(gpus) or has_nvidia_device()
-    extra = _servers_here(config, teams) if on_gpus else 0
+    rollout = next((team for team in teams if Role.ROLLOUT in team.roles), None)
+    lent = rollout.devices if rollout is not None and lends(config, rollout) else 0
+    extra = server_gpus(config, lent) if on_gpus and rollout is not None else 0
     workers = cluster.nproc // cluster.nnodes
     here = workers + extra
     fitting = [node for node in used if node.get("GPU", 0.0) >= here]
@@ -132,12 +134,6 @@ def gpus_of_a_node(config: RunConfig, job: str) -> int:
     named = None if config.rollout.servers is None else config.rollout.servers.gpus
     lent = config.placement.asking if job == "train" else 0
     return max(workers + server_gpus(config, lent), 1 + max(named or [-1]))
-
-
-def _servers_here(config: RunConfig, teams: Sequence[TeamPlan]) -> int:
-    """Return the GPUs of one machine's servers in addition to those that workers lend them."""
-    team = next((team for team in teams if Role.ROLLOUT in team.roles), None)
-    return 0 if team is None else server_gpus(config, team.devices if lends(config, team) else 0)
 
 
 def _too_few(

@@ -344,7 +344,10 @@ class RayWorkers:
                 self._ended[rank] = ray.get(result)
             except ray.exceptions.RayError as error:
                 self._ended[rank] = -signal.SIGKILL
-                self._causes[rank] = _why(error)
+                text = " ".join(str(error).split())
+                killed = "SIGKILL" in text or "OOM" in text or "connection error" in text.lower()
+                by = "killed by a signal, by the out-of-memory killer, or crashed"
+                self._causes[rank] = f"died ({by})" if killed else f"died: {text[:300]}"
         return dict(self._ended)
 
     def cause(self, rank: int) -> str | None:
@@ -440,10 +443,3 @@ def _keep_strangers_out() -> None:
 def _own_token() -> str:
     """Return the token for every Ray that this process starts. Ray reads it only once."""
     return secrets.token_hex(32)
-
-
-def _why(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    if "SIGKILL" in text or "OOM" in text or "connection error" in text.lower():
-        return "died (killed by a signal, by the out-of-memory killer, or crashed)"
-    return f"died: {text[:300]}"

@@ -86,7 +86,9 @@ def _until_the_end(workers: Workers, job: Job, watch: Watch, restarts: Restarts)
             return end
         trouble = watch.check(rank for rank in ranks if rank not in ended)
         if trouble is not None:
-            _show_stacks(workers, job)
+            for rank in ranks:
+                signal_rank(job, rank, signal.SIGUSR1)  # faulthandler writes the Python stacks to the log
+            time.sleep(STACKS_S)
             if restarts.after_hang(watch.stuck, trouble):
                 continue
             lines = [*restarts.spent(*watch.stuck[:1]), *_others(workers, job, ended, skip=None)]
@@ -220,13 +222,6 @@ def _one_line(message: str) -> str:
     if len(line) <= _LINE:
         return line
     return f"{line[: _LINE // 2].rstrip()} ... {line[-_LINE // 2 :].lstrip()}"
-
-
-def _show_stacks(workers: Workers, job: Job) -> None:
-    """Make all ranks write their Python stacks to the log, through faulthandler."""
-    for rank in workers.ranks():
-        signal_rank(job, rank, signal.SIGUSR1)
-    time.sleep(STACKS_S)
 
 
 def signal_rank(job: Job, rank: int, number: int) -> None:

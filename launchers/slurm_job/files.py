@@ -88,14 +88,8 @@ class Folder:
 
     def state(self) -> dict[str, Any]:
         """Read the state that the jobs of a run share; if the file is missing or damaged, that of a first job."""
-        return {
-            "process": None,
-            "failures": 0,
-            "newest": -1,
-            "on": [],
-            "job": "",
-            **read_object(self.path / "state.json"),
-        }
+        first = {"process": None, "failures": 0, "newest": -1, "on": [], "job": ""}
+        return {**first, **read_object(self.path / "state.json")}
 
     def set_state(self, **values: Any) -> None:
         """Change parts of the state. A full disk is reported on the console, and the next job does not see the
@@ -164,15 +158,15 @@ def read_object(file: Path) -> dict[str, Any]:
 def _parsed(text: str) -> dict[str, Any]:
     """Return the JSON object in a text; empty if it is something else."""
     try:
-        found = json.loads(text.strip("\0 \n"))
+        value = json.loads(text.strip("\0 \n"))
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def excluded_by(options: Iterable[str]) -> list[str]:
     """Return the nodes that options of sbatch exclude: `--exclude=NODES`, `--exclude NODES` or `-x NODES`."""
-    return [found[1] for option in options if (found := _EXCLUDE.fullmatch(option.strip()))]
+    return [match[1] for option in options if (match := _EXCLUDE.fullmatch(option.strip()))]
 
 
 def with_exclusion(script: str, nodes: Iterable[str]) -> str:
@@ -186,8 +180,8 @@ def with_exclusion(script: str, nodes: Iterable[str]) -> str:
     option = f"#SBATCH --exclude={value}"
     lines = script.splitlines()
     last = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH "))
-    found = list[str]()
+    changed = list[str]()
     for number, line in enumerate(lines):
-        found += [option] if line == "#SBATCH hetjob" else []
-        found += [line, option] if number == last else [line]
-    return "\n".join(found) + "\n"
+        changed += [option] if line == "#SBATCH hetjob" else []
+        changed += [line, option] if number == last else [line]
+    return "\n".join(changed) + "\n"

@@ -75,7 +75,7 @@ def find_python(configured: str | None, *, cuda: bool | None) -> Path:
                 f"{_KINDS[kinds[0]]}",
                 where=_KEY,
                 found=configured,
-                fix="leave the key out to use an environment of the right kind, or" + install_fix(cuda),
+                fix=f"leave the key out to use an environment of the right kind, or {install_fix(cuda)}",
             )
         return python
     stamps = sorted(environments_folder().glob(f"*/{COMPLETE}"), key=lambda stamp: stamp.stat().st_mtime)
@@ -96,25 +96,18 @@ def sglang_version(python: Path, *, cuda: bool | None = None) -> str:
     """
     code = "import importlib.metadata as m; print(m.version('sglang'))"
     try:
-        done = subprocess.run(
-            [python, "-I", "-c", code], capture_output=True, text=True, check=False, timeout=_ANSWER_S
-        )
-        found = done.stdout.strip()
+        command = [python, "-I", "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ANSWER_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        what = f"it did not reply within {_ANSWER_S} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
-        raise ConfigError(
-            f"this interpreter does not run: {what}", where=_KEY, found=str(python), fix=install_fix(cuda)
-        ) from error
-    if not found.startswith(SERIES):
-        what = f"sglang {found}" if found else "no sglang"
-        raise ConfigError(
-            f"there is {what} in this interpreter",
-            where=_KEY,
-            found=str(python),
-            allowed=f"{SERIES}x",
-            fix=install_fix(cuda),
-        )
-    return found
+        why = f"it did not reply within {_ANSWER_S} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
+        problem, fix = f"this interpreter does not run: {why}", install_fix(cuda)
+        raise ConfigError(problem, where=_KEY, found=str(python), fix=fix) from error
+    version = done.stdout.strip()
+    if not version.startswith(SERIES):
+        problem = f"there is {f'sglang {version}' if version else 'no sglang'} in this interpreter"
+        fix, allowed = install_fix(cuda), f"{SERIES}x"
+        raise ConfigError(problem, where=_KEY, found=str(python), allowed=allowed, fix=fix)
+    return version
 
 
 def server_command(python: Path, arguments: Sequence[str]) -> list[str]:
@@ -177,8 +170,10 @@ def server_environment(
         env[_VISIBLE] = ",".join(gpus)
     if colocated:
         env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
-    if cuda:
-        env |= _cuda_paths(env, python)
+    if cuda:  # the CUDA runtime of the servers' wheels, and their compiler if no other exists
+        home, libraries = toolkit_home(env, python), runtime_libraries(python)
+        env |= {"CUDA_HOME": str(home)} if home == own_toolkit(python) else {}
+        env |= {"LD_LIBRARY_PATH": _in_front(libraries, env.get("LD_LIBRARY_PATH"))} if libraries else {}
     else:
         env |= {
             "SGLANG_USE_CPU_ENGINE": "1",
@@ -207,13 +202,6 @@ def numbered(env: Mapping[str, str]) -> dict[str, str]:
         return {}
     # The driver numbers GPUs in bus order, and CUDA does so with this variable.
     return {_VISIBLE: ",".join(str(number) for (number,) in numbers), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-
-
-def _cuda_paths(env: Mapping[str, str], python: Path) -> dict[str, str]:
-    """Return the variables by which servers find their wheels' CUDA runtime, and their compiler if no other exists."""
-    home, libraries = toolkit_home(env, python), runtime_libraries(python)
-    found = {"CUDA_HOME": str(home)} if home == own_toolkit(python) else {}
-    return found | ({"LD_LIBRARY_PATH": _in_front(libraries, env.get("LD_LIBRARY_PATH"))} if libraries else {})
 
 
 def _in_front(folders: Sequence[Path], path: str | None) -> str:

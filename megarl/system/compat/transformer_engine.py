@@ -36,22 +36,13 @@ _PACKED = (
 CALLS: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
     ("", "Linear"): (0, ("in_features", "out_features", *_LINEAR, "rng_tracker_name")),
     ("", "Linear.forward"): (2, ("is_first_microbatch",)),
-    ("", "LayerNormLinear"): (
-        0,
-        ("in_features", "out_features", "eps", *_LINEAR, "normalization", *_LAYERNORM),
-    ),
+    ("", "LayerNormLinear"): (0, ("in_features", "out_features", "eps", *_LINEAR, "normalization", *_LAYERNORM)),
     ("", "LayerNormLinear.forward"): (2, ("is_first_microbatch",)),
     ("", "RMSNorm"): (0, ("hidden_size", *_NORM)),
     (".ops", "SwiGLU"): (0, ()),
-    ("", "DotProductAttention"): (
-        0,
-        _ATTENTION,
-    ),
+    ("", "DotProductAttention"): (0, _ATTENTION),
     ("", "DotProductAttention.forward"): (5, _PACKED),
-    (".attention.rope", "apply_rotary_pos_emb"): (
-        2,
-        ("tensor_format", "fused", "cu_seqlens", "cp_size", "cp_rank"),
-    ),
+    (".attention.rope", "apply_rotary_pos_emb"): (2, ("tensor_format", "fused", "cu_seqlens", "cp_size", "cp_rank")),
     (".optimizers", "FusedAdam"): (1, ("lr", "betas", "eps", "weight_decay")),
     (".distributed", "CudaRNGStatesTracker"): (0, ()),
 }

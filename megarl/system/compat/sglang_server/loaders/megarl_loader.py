@@ -11,7 +11,6 @@ the trainer sends them whole.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,8 +97,8 @@ class ProbeTensor(Tensor):
             raise CannotPatch(
                 f"the model's load_weights calls {func} on this tensor, which is neither a slice nor a copy"
             )
-        found = func(*tree_map_only(cls, lambda arg: arg.meta, args), **(kwargs or {}))
-        return tree_map_only(Tensor, lambda meta: cls(meta, probe.device, probe.places), found)
+        views = func(*tree_map_only(cls, lambda arg: arg.meta, args), **(kwargs or {}))
+        return tree_map_only(Tensor, lambda meta: cls(meta, probe.device, probe.places), views)
 
 
 class _Map:
@@ -116,21 +115,17 @@ class _Map:
         new = [tensor for tensor in tensors if tensor[0] not in self.places]
         if new:
             device = next(model.parameters()).device
-            found: dict[str, list[CopyTarget]] = {name: [] for name, _, _ in new}
-            model.load_weights(list(_probes(new, device, found)))
-            self.places |= found
+            places: dict[str, list[CopyTarget]] = {name: [] for name, _, _ in new}
+            empty = (
+                (name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta")) for name, shape, dtype in new
+            )
+            model.load_weights([(name, ProbeTensor(meta, device, places[name])) for name, meta in empty])
+            self.places |= places
         return self.places
 
 
 _MAP = _Map()
 _MAPPED: dict[tuple[str, str], dict[int, Tensor]] = {}  # mapped buffers by address, for each (update, sender)
-
-
-def _probes(
-    tensors: list[tuple[str, list[int], str]], device: torch.device, found: dict[str, list[CopyTarget]]
-) -> Iterator[tuple[str, ProbeTensor]]:
-    for name, shape, dtype in tensors:
-        yield name, ProbeTensor(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), device, found[name])
 
 
 def _to_own_device(model: Any, flat: Tensor) -> Tensor:
@@ -160,11 +155,11 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     if not flat.is_cuda:  # on GPUs the buffer may be a copy, which is not reused
         _MAPPED.setdefault(key, {})[flat.untyped_storage().data_ptr()] = flat
     flat = _to_own_device(model, flat)
-    found = [
+    tensors = [
         (name, flat[start : start + nbytes].view(getattr(torch, dtype)).view(shape))
         for name, shape, dtype, start, nbytes in header["tensors"]
     ]
-    model.load_weights(found)
+    model.load_weights(tensors)
     if flat.is_cuda:
         torch.cuda.synchronize(flat.device)  # the sender refills its buffer after this call returns
     if header["last"]:
