@@ -119,13 +119,8 @@ def job_script(job: Submission) -> str:
         lines += _modules(slurm)  # modules such as apptainer, which an image does not have
     elif not python.startswith("/"):
         lines += [*_modules(slurm), *_own_lines(slurm)]
-    lines += [
-        "unset PYTHONSAFEPATH",
-        f'cd "$run_dir/{LAUNCH_FOLDER}"',
-        f'exec {shlex.quote(python)} -m {DRIVER} "$run_dir"',
-        "",
-    ]
-    return "\n".join(lines)
+    start = f'exec {shlex.quote(python)} -m {DRIVER} "$run_dir"'
+    return "\n".join([*lines, "unset PYTHONSAFEPATH", f'cd "$run_dir/{LAUNCH_FOLDER}"', start, ""])
 
 
 def plan(job: Submission) -> dict[str, Any]:
@@ -349,7 +344,6 @@ def _minutes(time: str) -> float:
 
 
 def _srun_options(job: Submission, part: Component) -> list[str]:
-    """Return the options of every srun of node.sh."""
     slurm, options = job.slurm, []
     if slurm.image is not None and slurm.container != "apptainer":
         options += [f"--container-image={slurm.image}", f"--container-mounts={_mounts(job)}"]

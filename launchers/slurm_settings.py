@@ -108,16 +108,12 @@ def _check_options(config: RunConfig, parts: list[Component]) -> None:
         if name in _OTHER_JOB:
             (problem, fix), allowed = _OTHER_JOB[name], "options of a single queued job, such as --exclusive"
         elif name == "--export" and "ALL" not in value.upper().split(","):
-            problem, allowed = (
-                "nodes would not get the variables by which the job passes settings",
-                "ALL, or ALL,NAME=VALUE,...",
-            )
+            problem = "nodes would not get the variables by which the job passes settings"
+            allowed = "ALL, or ALL,NAME=VALUE,..."
             fix = "remove it; launch.slurm.environment sets variables, launch.slurm.setup may unset others"
         elif name == "--gres" and gres:
-            problem, fix = (
-                "launch.slurm.gres is also set, but sbatch accepts only one",
-                "put all resources into launch.slurm.gres",
-            )
+            problem = "launch.slurm.gres is also set, but sbatch accepts only one"
+            fix = "put all resources into launch.slurm.gres"
         elif gpus and (name in _FOR_GPUS or (name in ("--gres", "--tres-per-task") and gres_gpus(value) is not None)):
             problem, allowed = "GPUs are requested twice", "options that ask for none, or launch.slurm.gpus_per_node=0"
             fix = "remove it; launch.slurm.gpus_per_node sets the number of GPUs per node, launch.slurm.gres the kind"

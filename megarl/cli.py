@@ -109,7 +109,6 @@ def build_parser() -> Parser:
 
 
 def _add_convert(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add `megarl convert`."""
     convert = commands.add_parser("convert", help="write a model or a checkpoint of a run as a Hugging Face folder")
     convert.add_argument(
         "source", metavar="SOURCE", type=Path, help="folder of a Hugging Face model or of a checkpoint of a run"
@@ -126,7 +125,6 @@ def _add_convert(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_report(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add `megarl report`."""
     report = commands.add_parser("report", help="write report.html of a run again")
     report.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="run folder, RUNS/<name>/<stamp>")
     other = "another run to draw beside it; may be repeated"
@@ -384,17 +382,11 @@ def _limit(error: Exception) -> UserError | None:
         )
     refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
     if isinstance(error, MemoryError) or refused or "failed to map segment" in text_of(error):  # of a library
-        return UserError(
-            "there is not enough memory for this command",
-            found=describe(error),
-            fix="free memory, or raise the limit that `ulimit -v` shows",
-        )
+        fix = "free memory, or raise the limit that `ulimit -v` shows"
+        return UserError("there is not enough memory for this command", found=describe(error), fix=fix)
     if isinstance(error, RecursionError):
-        return UserError(
-            "an input has too many lists or objects inside one another",
-            found=location(error, ""),
-            fix="flatten it",
-        )
+        problem = "an input has too many lists or objects inside one another"
+        return UserError(problem, found=location(error, ""), fix="flatten it")
     return None
 
 

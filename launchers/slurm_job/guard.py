@@ -33,9 +33,7 @@ def guard(run_dir: Path) -> int:
                 answer("scontrol", "requeue", job)
                 return 0
             except CommandFailed as error:
-                print(
-                    f"megarl: the first node sends no heartbeats, and Slurm does not requeue the job: {error}",
-                    flush=True,
-                )
+                text = "the first node sends no heartbeats, and Slurm does not requeue the job"
+                print(f"megarl: {text}: {error}", flush=True)
                 since = time.monotonic()
         time.sleep(LOOK_S)

@@ -163,19 +163,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = "jsonl, json, csv, parquet file, folder, hub name org/name@split or pkg.mod:fn"
     parser.add_argument("--data", help=f"{kinds} (default: invented word problems)")
     parser.add_argument("--val", help="held-out rows, in the same forms")
-    parser.add_argument(
-        "--prompt-key", metavar="COLUMN", help="column of the prompt (default: found by its usual names)"
-    )
-    parser.add_argument(
-        "--answer-key", metavar="COLUMN", help="column of the answer (default: found by its usual names)"
-    )
-    parser.add_argument(
-        "--reward", help="an included reward or file.py:function (default: chosen by the answers in the data)"
-    )
+    for name in ("prompt", "answer"):
+        text = f"column of the {name} (default: found by its usual names)"
+        parser.add_argument(f"--{name}-key", metavar="COLUMN", help=text)
+    text = "an included reward or file.py:function (default: chosen by the answers in the data)"
+    parser.add_argument("--reward", help=text)
     parser.add_argument("--engine", choices=tuple(ENGINES), default=DEFAULT, help="of generation")
-    parser.add_argument(
-        "--gpus", type=int, help="GPUs over all machines; 0: run on the CPU (default: one GPU if there is one)"
-    )
+    text = "GPUs over all machines; 0: run on the CPU (default: one GPU if there is one)"
+    parser.add_argument("--gpus", type=int, help=text)
     parser.set_defaults(run=run)
 
 
@@ -189,9 +184,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     file = arguments.file if arguments.file.suffix in (".yaml", ".yml") else Path(f"{arguments.file}.yaml")
     if file.exists():
-        raise UserError(
-            "file already exists", where="megarl init", found=str(file), fix="name another file, or remove this one"
-        )
+        fix = "name another file, or remove this one"
+        raise UserError("file already exists", where="megarl init", found=str(file), fix=fix)
     if arguments.gpus is not None and arguments.gpus < 0:
         raise ConfigError(
             "the number of GPUs is negative",
@@ -287,10 +281,8 @@ def _print_time(checked: Checked, gpus: int) -> None:
         if check.name == "time" and check.status in ("ok", "warn"):
             print(f"  {'WARNING: ' if check.status == 'warn' else ''}{check.message}")
     if not gpus and checked.step_s is not None and checked.step_s > _SLOW_S:
-        print(
-            "a model for CPUs: make smollm2 (135 million parameters), then the same command with --model "
-            f"{_SMALL_MODEL}"
-        )
+        text = "a model for CPUs: make smollm2 (135 million parameters), then the same command with --model"
+        print(f"{text} {_SMALL_MODEL}")
 
 
 def _uneven(gpus: int) -> UserError:

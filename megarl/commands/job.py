@@ -53,15 +53,11 @@ def add_job(parser: argparse.ArgumentParser, job: str) -> None:
     more = "; a run in it is continued" if job in ("train", "sft") else ""
     text = f"run folder, created when it is missing{more} (default: a new one below tracking.dir)"
     parser.add_argument("--run-dir", type=Path, help=text)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print configuration, graph, layout and checks, and stop"
-    )
+    text = "print configuration, graph, layout and checks, and stop"
+    parser.add_argument("--dry-run", action="store_true", help=text)
     parser.add_argument("--full", action="store_true", help="with --dry-run: also print keys that have their default")
-    parser.add_argument(
-        "--console",
-        choices=("auto", "plain", "quiet", "json"),
-        help="form of the printed output (default: tracking.console)",
-    )
+    text = "form of the printed output (default: tracking.console)"
+    parser.add_argument("--console", choices=("auto", "plain", "quiet", "json"), help=text)
     parser.set_defaults(run=run, results=None)
 
 
@@ -137,9 +133,8 @@ def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
             rows.skip("these sources are read when the run starts")
     except UserError as error:
         rows.from_error(error)
-    plan = make_plan(
-        config, arguments.launcher or config.launch.launcher, arguments.command, rows.items, full=arguments.full
-    )
+    launcher = arguments.launcher or config.launch.launcher
+    plan = make_plan(config, launcher, arguments.command, rows.items, full=arguments.full)
     print(plan.text, flush=True)
     raise_problems(plan.problems)
     check_hub(config, arguments.command, ask=False)

@@ -98,12 +98,8 @@ def choose_hardware(text: str | None, config: RunConfig, graph: TaskGraph, *, se
     if kind == "cpu" or (text is None and cluster.device_memory_gb is None):
         processes, machines = counts.partition("x")[::2] if counts else (str(cluster.nproc), "1")
         if not processes.isdecimal() or not int(processes) or machines != "1":
-            raise ConfigError(
-                "only this machine can be measured",
-                where="--hardware",
-                found=text,
-                allowed="cpu, or cpux4x1 as 4 processes",
-            )
+            allowed = "cpu, or cpux4x1 as 4 processes"
+            raise ConfigError("only this machine can be measured", where="--hardware", found=text, allowed=allowed)
         hardware, counted = this_cpu(int(processes), cluster.threads), bool(counts)
     else:
         hardware, counted = (KINDS["h100"], False) if text is None else read_hardware(text)

@@ -69,9 +69,8 @@ def run(arguments: argparse.Namespace, refuse: Callable[[RunConfig, TaskGraph], 
             console.print(f"{field.name:<18} {field.default:g}")
         return 0
     if arguments.steps < 1:
-        raise UserError(
-            "a simulated run needs at least one step", where="--steps", found=arguments.steps, allowed="1 or more"
-        )
+        problem = "a simulated run needs at least one step"
+        raise UserError(problem, where="--steps", found=arguments.steps, allowed="1 or more")
     study = Study(
         arguments.recipe,
         tuple(arguments.overrides),
@@ -126,12 +125,8 @@ def _settings(text: str) -> tuple[str, ...]:
     if depth or quote:
         raise UserError("a bracket or a quote is not closed", where="--what-if", found=text)
     if wrong := [part for part in split if "=" not in part]:
-        raise UserError(
-            f"{wrong[0]!r} sets nothing",
-            where="--what-if",
-            found=text,
-            allowed="KEY=VALUE, several separated by blanks",
-        )
+        allowed = "KEY=VALUE, several separated by blanks"
+        raise UserError(f"{wrong[0]!r} sets nothing", where="--what-if", found=text, allowed=allowed)
     return split
 
 
@@ -182,10 +177,8 @@ def verdicts(rows: Sequence[StudyRow]) -> list[str]:
                 lost = losses(same[0], row)
                 name = max(lost, key=lost.__getitem__)
                 step = f"{lost[name]:.3g} of the {row.outcome.step_s:.3g} s of a step"
-                devices = (
-                    f"below 90% of the efficiency of {same[0].system.devices} devices from {row.system.devices} "
-                    "devices on"
-                )
+                few, many = same[0].system.devices, row.system.devices
+                devices = f"below 90% of the efficiency of {few} devices from {many} devices on"
                 lines.append(f"{name_of_case}: {devices}, most by {name}: {step}")
                 break
     for row in rows:

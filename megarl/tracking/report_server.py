@@ -110,10 +110,8 @@ def serve(folders: Sequence[Path], port: int) -> None:
     """Serve the report of run folders until Ctrl-C."""
     with ReportServer(folders, port) as server:
         number = server.server_address[1]
-        print(
-            f"{server.address} (Ctrl-C ends it; from elsewhere: ssh -L {number}:{HOST}:{number} THIS_MACHINE)",
-            flush=True,
-        )
+        tunnel = f"ssh -L {number}:{HOST}:{number} THIS_MACHINE"
+        print(f"{server.address} (Ctrl-C ends it; from elsewhere: {tunnel})", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -43,16 +43,8 @@ if TYPE_CHECKING:
 Status = Literal["finished", "failed", "stopped", "killed"]
 Part = Literal["whole", "first", "second"]
 _SHOW_LIMIT_S = 1800.0  # deadline for writing the files that show a finished run
-_ARTIFACTS = (
-    "report.html",
-    "trace.json",
-    "metrics.jsonl",
-    "samples.jsonl",
-    "training_samples.jsonl",
-    "config.yaml",
-    "run.json",
-    "graph.svg",
-)
+_LINES = ("metrics.jsonl", "samples.jsonl", "training_samples.jsonl")
+_ARTIFACTS = ("report.html", "trace.json", *_LINES, "config.yaml", "run.json", "graph.svg")
 log = logging.getLogger(__name__)
 
 
@@ -102,7 +94,7 @@ class Tracker:
         self._restarts = restarts
         refuse_if_taken(self.run_dir)
         accept_config(self.run_dir)
-        for file in ("metrics.jsonl", "samples.jsonl", "training_samples.jsonl"):
+        for file in _LINES:
             self._prepare(self.run_dir / file, resume_step)
         self._metrics = JsonlWriter(self.run_dir / "metrics.jsonl")
         self._samples = JsonlWriter(self.run_dir / "samples.jsonl", durable=False)

@@ -69,14 +69,8 @@ class ProbeTensor(Tensor):
     @staticmethod
     def __new__(cls, meta: Tensor, device: torch.device, places: list[CopyTarget]) -> ProbeTensor:
         """Make a probe of `meta`, a meta tensor whose strides and offset say which part of the whole tensor it is."""
-        made = Tensor._make_wrapper_subclass(
-            cls,
-            meta.shape,
-            strides=meta.stride(),
-            storage_offset=meta.storage_offset(),
-            dtype=meta.dtype,
-            device=device,
-        )
+        layout = {"strides": meta.stride(), "storage_offset": meta.storage_offset(), "dtype": meta.dtype}
+        made = Tensor._make_wrapper_subclass(cls, meta.shape, device=device, **layout)
         made.meta, made.places = meta, places
         return made
 
