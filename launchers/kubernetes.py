@@ -134,12 +134,9 @@ def make_job(config: RunConfig, command: str, launcher: str | None, run_dir: str
     mount = PurePosixPath(settings.mount)
     folder = PurePosixPath(run_dir) if run_dir is not None else mount / config.name / stamp
     if mount not in folder.parents or ".." in folder.parts:
-        raise ConfigError(
-            "the run folder must be on the volume that all pods mount",
-            where="--run-dir",
-            found=str(folder),
-            allowed=f"a folder below launch.kubernetes.mount={mount}",
-        )
+        problem = "the run folder must be on the volume that all pods mount"
+        allowed = f"a folder below launch.kubernetes.mount={mount}"
+        raise ConfigError(problem, where="--run-dir", found=str(folder), allowed=allowed)
     return KubernetesJob(config, name, folder, command, starts)
 
 
@@ -179,12 +176,8 @@ def _check_settings(config: RunConfig, command: str) -> None:
         problem = "Kubernetes replaces pods itself, and has no spare nodes"
         raise ConfigError(problem, where="launch.spares", found=spares, fix="set launch.spares=0")
     if settings.image is not None and not _IMAGE.fullmatch(settings.image):
-        raise ConfigError(
-            "Kubernetes does not accept this name of an image",
-            where="launch.kubernetes.image",
-            found=settings.image,
-            allowed="REGISTRY/NAME:TAG",
-        )
+        problem, allowed = "Kubernetes does not accept this name of an image", "REGISTRY/NAME:TAG"
+        raise ConfigError(problem, where="launch.kubernetes.image", found=settings.image, allowed=allowed)
     if settings.memory is not None and quantity(settings.memory) < _LEAST:
         raise ConfigError(
             "too little memory for a pod",

@@ -29,13 +29,13 @@ def make_ray_folder() -> Path:
     (created if missing), or in the folder of temporary files, or in /tmp if the paths of sockets would be too long
     there.
     """
-    given = os.environ.get("RAY_TMPDIR")
+    where = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
     parents = [parent.resolve() for parent in ray_parents()]
     parent = next((parent for parent in parents if len(os.fsencode(parent)) <= _room()), None)
     if parent is None:
         raise ConfigError(
             "paths of Ray's sockets would be too long in this folder",
-            where="RAY_TMPDIR" if given else "TMPDIR",
+            where=where,
             found=str(parents[0]),
             allowed=f"a path of at most {_room()} bytes",
             fix="set RAY_TMPDIR to a shorter path, such as a folder on a local disk",
@@ -45,12 +45,11 @@ def make_ray_folder() -> Path:
         _refuse_strangers(parent)
         return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # created with mode 0700, and never an existing folder
     except OSError as error:
-        raise UnavailableError(
+        problem, fix = (
             f"Ray's folder cannot be created ({error.strerror})",
-            where="RAY_TMPDIR" if given else "TMPDIR",
-            found=str(parent),
-            fix="set RAY_TMPDIR to a folder that you may write to",
-        ) from error
+            "set RAY_TMPDIR to a folder that you may write to",
+        )
+        raise UnavailableError(problem, where=where, found=str(parent), fix=fix) from error
 
 
 def _refuse_strangers(parent: Path) -> None:

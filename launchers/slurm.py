@@ -386,10 +386,6 @@ def _path(path: Path) -> str:
     """Return a path for a `#SBATCH` line, where `%` begins a replacement."""
     text = str(path)
     if not text.replace("\t", " ").isprintable() or '"' in text or "\\" in text:
-        raise ConfigError(
-            "this path cannot be written in a batch script",
-            where="--run-dir, tracking.dir, or the current folder",
-            found=text,
-            allowed='a path without ", \\ and control characters',
-        )
+        where, allowed = "--run-dir, tracking.dir, or the current folder", 'a path without ", \\ and control characters'
+        raise ConfigError("this path cannot be written in a batch script", where=where, found=text, allowed=allowed)
     return _quoted(text.replace("%", "%%"))

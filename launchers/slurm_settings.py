@@ -184,12 +184,8 @@ def _check_container(job: Submission, image: str) -> None:
     _check_image(image, (job.workdir / image).exists(), apptainer=job.slurm.container == "apptainer")
     file = Path(image)
     if (image.startswith(("/", "./")) or file.suffix in (".sif", ".sqsh")) and not (job.workdir / file).exists():
-        raise ConfigError(
-            "there is no such image",
-            where="launch.slurm.image",
-            found=image,
-            fix="name a file that all nodes see, or an image in a registry",
-        )
+        fix = "name a file that all nodes see, or an image in a registry"
+        raise ConfigError("this image file does not exist", where="launch.slurm.image", found=image, fix=fix)
 
 
 def doubtful(job: Submission) -> list[str]:

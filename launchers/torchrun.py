@@ -61,12 +61,8 @@ def start(job: Job) -> TorchrunWorkers:
             fix="use --launcher ray, or local on one machine; or leave placement out, so that all roles share one team",
         )
     if cluster.nproc % cluster.nnodes:
-        raise ConfigError(
-            "processes do not divide evenly over the machines",
-            where="cluster.nproc",
-            found=cluster.nproc,
-            allowed=f"a multiple of cluster.nnodes = {cluster.nnodes}",
-        )
+        problem, allowed = "processes do not divide evenly over the machines", f"a multiple of {cluster.nnodes}"
+        raise ConfigError(problem, where="cluster.nproc", found=cluster.nproc, allowed=f"{allowed} (cluster.nnodes)")
     here = cluster.nproc // cluster.nnodes
     address, port = _rendezvous(cluster.nnodes)
     # The first machine's agent inherits the socket: a port in use is reported here, and no process takes it in between.

@@ -53,12 +53,8 @@ or only for this shell:
 
 def build_parser() -> Parser:
     """Return the parser with all subcommands and their arguments."""
-    parser = Parser(
-        prog="megarl",
-        description="Large-scale post-training of language models on Megatron-Core.",
-        epilog=START,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    text, form = "Large-scale post-training of language models on Megatron-Core.", argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="megarl", description=text, epilog=START, formatter_class=form)
     parser.add_argument("--version", action="version", version=f"megarl {__version__}")
     parser.set_defaults(run=_start_here)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -77,12 +73,8 @@ def build_parser() -> Parser:
     text = "a key, a section, a part of a name or of a description, or a name in TRL or verl: actor.optim, clip"
     keys.add_argument("pattern", metavar="PATTERN", nargs="?", help=f"{text} (default: the sections)")
     keys.set_defaults(run=_keys)
-    completion = commands.add_parser(
-        "completion",
-        help="print a script for bash or zsh that completes commands, recipes and keys",
-        description=COMPLETION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    text = "print a script for bash or zsh that completes commands, recipes and keys"
+    completion = commands.add_parser("completion", help=text, description=COMPLETION, formatter_class=form)
     completion.add_argument("shell", choices=("bash", "zsh"), help="the shell that reads it")
     completion.set_defaults(run=_completion)
     _add_convert(commands)
@@ -93,7 +85,7 @@ def build_parser() -> Parser:
         description="\n".join(
             str(part.__doc__) for part in (throughput, algorithms, sync_bench, checkpoint, envs, plan_truth)
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=form,
     )
     throughput.add_arguments(bench)
     throughput.add_compare_arguments(bench)

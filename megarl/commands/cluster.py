@@ -100,12 +100,8 @@ def _submit(arguments: argparse.Namespace, config: RunConfig) -> int:
     if not (result := check_run_folder(run_dir)).ok:
         raise UserError("the run folder cannot be used", where="--run-dir", found=result.reason, fix="name another")
     if (active := _active_job(run_dir)) is not None:
-        raise UserError(
-            "this run has a job that is still active",
-            where="--run-dir",
-            found=f"job {active[0]}, {active[1]}",
-            fix=f"wait for the job to end, or run megarl cancel {run_dir}",
-        )
+        state, fix = f"job {active[0]}, {active[1]}", f"wait for the job to end, or run megarl cancel {run_dir}"
+        raise UserError("this run has a job that is still active", where="--run-dir", found=state, fix=fix)
     job = dataclasses.replace(job, run_dir=run_dir)
     write_scripts(job)
     for node, reason in excluded(run_dir).items():

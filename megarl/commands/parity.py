@@ -226,12 +226,8 @@ def _server_logprobs(folder: Path, dtype: str, sequences: Sequence[Tensor]) -> l
         open_fleet(config, WorkerPlace(), Path(logs), folder, name, cuda=has_cuda(), world=alone) as fleet,
     ):
         for ids in sequences:
-            request = {
-                "input_ids": ids.tolist(),
-                "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-                "return_logprob": True,
-                "logprob_start_len": 0,
-            }
+            request = {"input_ids": ids.tolist(), "return_logprob": True, "logprob_start_len": 0}
+            request["sampling_params"] = {"max_new_tokens": 1, "temperature": 1.0}
             api, limit_s = fleet.servers[0].api, config.start_timeout_s
             answer = api.call("/generate", request, deadline_s=limit_s, phase="log-probs of given tokens")
             # entries are [log-prob, token, text]; the first token has no log-prob

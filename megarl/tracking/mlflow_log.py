@@ -187,12 +187,11 @@ class MlflowLog:
     def _check(self) -> None:
         if self._start_error is not None:
             error = self._start_error
-            raise ConfigError(
+            problem, fix = (
                 f"MLflow could not be started: {_text(error)}",
-                where="tracking.mlflow_uri",
-                found=self._uri,
-                fix="correct the URI, or set tracking.mlflow: false",
-            ) from error
+                "correct the URI, or set tracking.mlflow: false",
+            )
+            raise ConfigError(problem, where="tracking.mlflow_uri", found=self._uri, fix=fix) from error
 
     def _serve(self) -> None:
         self._is_ready()  # check now, so that errors are raised early

@@ -88,12 +88,11 @@ def default_store(folder: Path) -> tuple[str, str]:
         text = file.as_posix()
         text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(
-            "the path of the folder is not UTF-8, which MLflow requires",
-            where="tracking.dir",
-            found=os.fsencode(folder.absolute()),
-            fix="name another folder, or set tracking.mlflow=false",
-        ) from error
+        problem, fix = (
+            "the path is not UTF-8, which MLflow requires",
+            "name another folder, or set tracking.mlflow=false",
+        )
+        raise ConfigError(problem, where="tracking.dir", found=os.fsencode(folder.absolute()), fix=fix) from error
     return _sqlite_uri(text), (folder.absolute() / "mlartifacts").as_uri()
 
 
@@ -123,12 +122,8 @@ def check_default_store(folder: Path) -> None:
     file = folder.absolute() / _FILE
     why = _unusable(file) if file.is_file() else None
     if why is not None:
-        raise ConfigError(
-            f"MLflow's store cannot be used: {why}",
-            where="tracking.dir",
-            found=str(file),
-            fix="end the process that uses it, name another folder, or set tracking.mlflow=false",
-        )
+        fix = "end the process that uses it, name another folder, or set tracking.mlflow=false"
+        raise ConfigError(f"MLflow's store cannot be used: {why}", where="tracking.dir", found=str(file), fix=fix)
 
 
 def _unusable(file: Path) -> str | None:

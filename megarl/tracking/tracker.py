@@ -120,12 +120,9 @@ class Tracker:
         """
         reserved = COLUMNS & metrics.keys()
         if reserved:
-            raise ConfigError(
-                f"the metric name {min(reserved)!r} is reserved in metrics.jsonl",
-                where="metrics of a stage",
-                allowed="names with a prefix, such as my_stage/time",
-                fix="rename the metric",
-            )
+            problem = f"the metric name {min(reserved)!r} is reserved in metrics.jsonl"
+            allowed = "names with a prefix, such as my_stage/time"
+            raise ConfigError(problem, where="metrics of a stage", allowed=allowed, fix="rename the metric")
         refuse_if_taken(self.run_dir)
         self._metrics.write({"step": step, "stage": self._stage, "time": time.time(), **metrics})
         self.view.step(step, metrics)
