@@ -45,10 +45,8 @@ def make_ray_folder() -> Path:
         _refuse_strangers(parent)
         return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # created with mode 0700, and never an existing folder
     except OSError as error:
-        problem, fix = (
-            f"Ray's folder cannot be created ({error.strerror})",
-            "set RAY_TMPDIR to a folder that you may write to",
-        )
+        problem = f"Ray's folder cannot be created ({error.strerror})"
+        fix = "set RAY_TMPDIR to a folder that you may write to"
         raise UnavailableError(problem, where=where, found=str(parent), fix=fix) from error
 
 

@@ -187,10 +187,8 @@ class MlflowLog:
     def _check(self) -> None:
         if self._start_error is not None:
             error = self._start_error
-            problem, fix = (
-                f"MLflow could not be started: {_text(error)}",
-                "correct the URI, or set tracking.mlflow: false",
-            )
+            problem = f"MLflow could not be started: {_text(error)}"
+            fix = "correct the URI, or set tracking.mlflow: false"
             raise ConfigError(problem, where="tracking.mlflow_uri", found=self._uri, fix=fix) from error
 
     def _serve(self) -> None:

@@ -88,10 +88,8 @@ def default_store(folder: Path) -> tuple[str, str]:
         text = file.as_posix()
         text.encode()
     except UnicodeEncodeError as error:
-        problem, fix = (
-            "the path is not UTF-8, which MLflow requires",
-            "name another folder, or set tracking.mlflow=false",
-        )
+        problem = "the path of the folder is not UTF-8, which MLflow requires"
+        fix = "name another folder, or set tracking.mlflow=false"
         raise ConfigError(problem, where="tracking.dir", found=os.fsencode(folder.absolute()), fix=fix) from error
     return _sqlite_uri(text), (folder.absolute() / "mlartifacts").as_uri()
 
