@@ -97,13 +97,13 @@ def compare(arguments: argparse.Namespace, measure_round: Measure | None = None)
     with contextlib.closing(JsonlWriter(rounds_file)) as writer:
         measured = _rounds(runnable, rounds, arguments.base, measure_round, writer, keep_going=matrix is not None)
     history = read_jsonl(arguments.history)
-    measured_lines = _found(arguments, runnable, measured, history, matrix)
-    lines = [*history, *(line for line, _ in measured_lines)]
-    _show(console, measured_lines, lines, measured, matrix, judged=arguments.compare)
+    judged_lines = _judged_lines(arguments, runnable, measured, history, matrix)
+    lines = [*history, *(line for line, _ in judged_lines)]
+    _show(console, judged_lines, lines, measured, matrix, judged=arguments.compare)
     target = arguments.page or arguments.history.with_suffix(".html")
-    target.write_text(page(lines, measured_lines, cells, measured.failed))
+    target.write_text(page(lines, judged_lines, cells, measured.failed))
     console.print(f"history: {arguments.history}\npage: {target}")
-    slower = any(verdict.slower for _, judged in measured_lines for verdict in judged.values())
+    slower = any(verdict.slower for _, judged in judged_lines for verdict in judged.values())
     return int(slower or bool(measured.failed))
 
 
@@ -111,7 +111,7 @@ def _limit_s(arguments: argparse.Namespace, matrix: Matrix | None) -> float | No
     return arguments.limit_s or (None if matrix is None else matrix.limit_s)
 
 
-def _found(
+def _judged_lines(
     arguments: argparse.Namespace,
     cells: Sequence[Cell],
     measured: Measured,
@@ -144,20 +144,20 @@ def _found(
 
 def _show(
     console: Console,
-    found: Sequence[tuple[Entry, dict[str, Judged]]],
+    judged_lines: Sequence[tuple[Entry, dict[str, Judged]]],
     lines: Sequence[Entry],
     measured: Measured,
     matrix: Matrix | None,
     *,
     judged: bool,
 ) -> None:
-    if matrix is not None and found:
-        console.print(matrix_view.table(matrix.name, found))
-    for made, verdicts in found if judged else []:
-        console.print(table(made, verdicts))
+    if matrix is not None and judged_lines:
+        console.print(matrix_view.table(matrix.name, judged_lines))
+    for line, verdicts in judged_lines if judged else []:
+        console.print(table(line, verdicts))
     for name, message in measured.failed.items():
         print(f"failed: {name}\n{message}")
-    for shown in matrix_view.published(lines, [made["case"] for made, _ in found]):
+    for shown in matrix_view.published(lines, [line["case"] for line, _ in judged_lines]):
         console.print(shown)
 
 
@@ -284,13 +284,13 @@ def alike(line: Entry, history: Sequence[Entry]) -> list[Entry]:
     return [other for other in whole if all(other.get(name) == line[name] for name in _SAME)]
 
 
-def beside(made: Entry, history: Sequence[Entry]) -> dict[str, Judged]:
+def beside(line: Entry, history: Sequence[Entry]) -> dict[str, Judged]:
     """Compare it with the last line of its kind, and with the newest baseline."""
-    same = alike(made, history)
+    same = alike(line, history)
     marked = [other for other in same if other["baseline"]]
     groups = {"last": same[-1:], "baseline": marked[-1:]}
     return {
-        f"{name} ({other['commit']})": apart(_seconds(made), _seconds(other), _sessions(other, same))
+        f"{name} ({other['commit']})": apart(_seconds(line), _seconds(other), _sessions(other, same))
         for name, lines in groups.items()
         for other in lines
     }
@@ -301,15 +301,15 @@ def _sessions(then: Entry, same: Sequence[Entry]) -> list[list[float]]:
     return [_seconds(line) for line in same if line["commit"] == then["commit"] and not line["changed"]]
 
 
-def table(made: Entry, judged: Mapping[str, Judged]) -> Table:
+def table(line: Entry, judged: Mapping[str, Judged]) -> Table:
     """Return a table of the comparisons: the other line, the ratio, its interval, and the verdict."""
     from rich.table import Table
 
-    seconds = _seconds(made)
-    layout = made["layout"]
+    seconds = _seconds(line)
+    layout = line["layout"]
     made_of = f"{layout['nproc']} processes x {layout['threads']} threads"
-    named = ", ".join(made["cell"].values()) if "cell" in made else f"{made['case']} {made['dtype']}"
-    title = f"{named}, {made_of}: {statistics.median(seconds):.4g} s ({made['metric']})"
+    named = ", ".join(line["cell"].values()) if "cell" in line else f"{line['case']} {line['dtype']}"
+    title = f"{named}, {made_of}: {statistics.median(seconds):.4g} s ({line['metric']})"
     shown = Table(title=title, title_justify="left")
     for column in ("beside", "ratio", "99%", "limit", ""):
         shown.add_column(column, justify="left" if column in ("beside", "") else "right")

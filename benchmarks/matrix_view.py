@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 QUIET = 0.05  # share of the machine that others may take before wall seconds are in doubt
 _NUMBERS = ("s", "least-most", "CPU-s", "x floor", "tokens/s", "per GPU", "others")
-Found = Sequence[tuple[Mapping[str, Any], Mapping[str, Judged]]]
+JudgedLines = Sequence[tuple[Mapping[str, Any], Mapping[str, Judged]]]
 
 
 def refusals(cells: Sequence[Cell]) -> list[str]:
@@ -33,24 +33,24 @@ def listed(cells: Sequence[Cell]) -> str:
     return "\n".join([*lines, f"{len(runnable)} of {len(cells)} combinations; nothing was started"])
 
 
-def table(name: str, found: Found) -> Table:
+def table(name: str, lines: JudgedLines) -> Table:
     """Return a row for each combination that was measured."""
     from rich.table import Table
 
-    doubtful = max(made["others_share"] for made, _ in found) > QUIET
+    doubtful = max(line["others_share"] for line, _ in lines) > QUIET
     note = "other programs took part of the machine: wall seconds are in doubt" if doubtful else ""
-    first = found[0][0]
+    first = lines[0][0]
     title = (
-        f"matrix {name} on {first['host']}, {max(len(made['rounds']) for made, _ in found)} rounds, medians of a step"
+        f"matrix {name} on {first['host']}, {max(len(line['rounds']) for line, _ in lines)} rounds, medians of a step"
     )
     made_of = Table(title=title, caption=note, title_justify="left", caption_justify="left")
     made_of.add_column(", ".join(first["cell"]), overflow="fold")
     shown = [column for column in _NUMBERS if column != "per GPU" or first["gpus"]]
     for column in shown:
         made_of.add_column(column, justify="right", no_wrap=True)
-    for made, _ in found:
-        numbers = _numbers(made)
-        made_of.add_row(", ".join(made["cell"].values()), *(numbers[column] for column in shown))
+    for line, _ in lines:
+        numbers = _numbers(line)
+        made_of.add_row(", ".join(line["cell"].values()), *(numbers[column] for column in shown))
     return made_of
 
 
@@ -74,29 +74,29 @@ def published(history: Sequence[Mapping[str, Any]], cases: Sequence[str]) -> Ite
 
     figures = rows(history, cases)
     if figures:
-        made = Table(title="beside published figures (docs/benchmarks.md)", title_justify="left")
+        shown = Table(title="beside published figures (docs/benchmarks.md)", title_justify="left")
         for column in COLUMNS:
-            made.add_column(column)
+            shown.add_column(column)
         for row in figures:
-            made.add_row(*row)
-        yield made
+            shown.add_row(*row)
+        yield shown
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def matrix_html(found: Found, cells: Sequence[Cell], failed: Mapping[str, str]) -> list[str]:
+def matrix_html(lines: JudgedLines, cells: Sequence[Cell], failed: Mapping[str, str]) -> list[str]:
     """Return the matrix of this session as HTML, with a bar of tokens per second for each cell; [] without one."""
-    measured = [made for made, _ in found if "cell" in made]
+    measured = [line for line, _ in lines if "cell" in line]
     if not measured:
         return []
-    most = max(made["tokens_per_s"] for made in measured)
+    most = max(line["tokens_per_s"] for line in measured)
     head = [*measured[0]["cell"], *_NUMBERS, ""]
     parts = [f"<h2>Matrix {html.escape(measured[0]['matrix'])}</h2>", _row("th", head)]
-    for made in measured:
-        width = 160 * made["tokens_per_s"] / most
+    for line in measured:
+        width = 160 * line["tokens_per_s"] / most
         bar = f'<div style="width:{width:.0f}px;height:9px;background:#2471a3"></div>'
-        parts.append(_row("td", [*made["cell"].values(), *_numbers(made).values()], bar))
+        parts.append(_row("td", [*line["cell"].values(), *_numbers(line).values()], bar))
     left_out = [(cell.name, f"left out: {cell.refused}") for cell in cells if cell.refused is not None]
     left_out += [(name, f"failed: {_last_line(message)}") for name, message in failed.items()]
     return _table(parts[1:], parts[0]) + [f"<p>{html.escape(f'{name}: {why}')}</p>" for name, why in left_out]
@@ -118,5 +118,5 @@ def _table(parts: Sequence[str], head: str) -> list[str]:
 
 
 def _row(kind: str, cells: Sequence[str], more: str = "") -> str:
-    made = "".join(f"<{kind}>{html.escape(str(cell))}</{kind}>" for cell in cells)
-    return f"<tr>{made}{f'<td>{more}</td>' if more else ''}</tr>"
+    text = "".join(f"<{kind}>{html.escape(str(cell))}</{kind}>" for cell in cells)
+    return f"<tr>{text}{f'<td>{more}</td>' if more else ''}</tr>"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.benchmarks.matrix import Cell
-from megarl.benchmarks.matrix_view import Found, matrix_html, published_html
+from megarl.benchmarks.matrix_view import JudgedLines, matrix_html, published_html
 from megarl.benchmarks.noise import Judged
 from megarl.benchmarks.report import median, phase_medians
 
@@ -24,21 +24,21 @@ _KIND = ("case", "dtype", "overrides", "host")
 
 def page(
     history: Sequence[Mapping[str, Any]],
-    found: Found,
+    lines: JudgedLines,
     cells: Sequence[Cell] = (),
     failed: Mapping[str, str] | None = None,
 ) -> str:
     """Return the page.
 
     Args:
-        history: all lines, those of `found` at the end.
-        found: the lines of this session, and how they compare.
+        history: all lines, those of `lines` at the end.
+        lines: the lines of this session, and how they compare.
         cells: cells of a matrix, also those that were left out.
         failed: messages of those that failed, by name.
     """
     parts = ["<!doctype html><meta charset='utf-8'><title>megarl bench</title>", f"<style>{_STYLE}</style>"]
-    parts += ["<h1>megarl bench</h1>", *matrix_html(found, cells, failed or {}), *published_html(history)]
-    for line, judged in found:
+    parts += ["<h1>megarl bench</h1>", *matrix_html(lines, cells, failed or {}), *published_html(history)]
+    for line, judged in lines:
         kind = [other for other in history if all(other[name] == line[name] for name in _KIND)]
         same = [other for other in kind if other["layout"] == line["layout"] and other["metric"] == line["metric"]]
         parts += [_head(line), _verdicts(judged), "<h3>Phases</h3>", _bars(line, same[-2] if len(same) > 1 else None)]
@@ -48,10 +48,10 @@ def page(
     return "\n".join(parts) + "\n"
 
 
-def _head(made: Mapping[str, Any]) -> str:
-    text = f"{made['case']} {made['dtype']} on {made['host']}, commit {made['commit']}{'+' * made['changed']}"
-    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
-    settings = " ".join(made["overrides"])
+def _head(line: Mapping[str, Any]) -> str:
+    text = f"{line['case']} {line['dtype']} on {line['host']}, commit {line['commit']}{'+' * line['changed']}"
+    versions = ", ".join(f"{name} {version}" for name, version in line["versions"].items())
+    settings = " ".join(line["overrides"])
     return f"<h2>{html.escape(text)}</h2><p>{html.escape(settings)}</p><p>{html.escape(versions)}</p>"
 
 
@@ -73,13 +73,13 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
 
 
-def _bars(made: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
+def _bars(line: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
     """Draw a bar per phase, the line before in grey below it, and the floor of the step as a line."""
     now, then = (
-        {} if line is None else phase_medians(line["rounds"]) | {"step": median(line["rounds"], "wall_s")}
-        for line in (made, before)
+        {} if other is None else phase_medians(other["rounds"]) | {"step": median(other["rounds"], "wall_s")}
+        for other in (line, before)
     )
-    most = max([*now.values(), *then.values(), made["floor_s"]])
+    most = max([*now.values(), *then.values(), line["floor_s"]])
     scale = (_WIDTH - _LEFT - _RIGHT) / most
     parts = []
     for number, (name, seconds) in enumerate(now.items()):
@@ -91,9 +91,9 @@ def _bars(made: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
             parts.append(f'<rect x="{_LEFT}" y="{y + 14}" width="{width:.1f}" height="4" fill="{_THEN}"/>')
         parts.append(_text(_LEFT + seconds * scale + 6, y + 14, f"{seconds:.3g} s"))
     height = len(now) * _ROW
-    x = _LEFT + made["floor_s"] * scale
+    x = _LEFT + line["floor_s"] * scale
     parts.append(f'<path d="M{x:.1f} 0 V{height}" stroke="{_FLOOR}" stroke-dasharray="4 3"/>')
-    parts.append(_text(x, height + 14, f"floor of a step, {made['floor_s']:.3g} s", "middle"))
+    parts.append(_text(x, height + 14, f"floor of a step, {line['floor_s']:.3g} s", "middle"))
     return _svg(height + 20, parts)
 
 

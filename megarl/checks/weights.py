@@ -66,8 +66,8 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
     if policy:
         projector = projector_file(folder)
         if projector is not None:  # the robot's state projector is in a torch file of its own
-            tensors = read_projector(projector)
-            place |= {name: (projector, _DTYPES[0], tuple(tensor.shape)) for name, tensor in tensors.items()}
+            projected = read_projector(projector)
+            place |= {name: (projector, _DTYPES[0], tuple(tensor.shape)) for name, tensor in projected.items()}
             files = [*files, projector]
         sight = VisionShape.from_config(complete_config(raw, folder), facts.hidden, where)
     for eyes in (facts.encoder, sight):

@@ -17,6 +17,17 @@ from pydantic import (
 from megarl.config.base import Seconds, Section
 
 
+def _matching(pattern: str, form: str) -> AfterValidator:
+    """Return a validator that refuses text that does not match; `form` describes the pattern in the error."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(form)
+        return text
+
+    return AfterValidator(check)
+
+
 def _one_word(text: str) -> str:
     if not text or not text.isprintable() or text != "".join(text.split()) or any(sign in text for sign in "\"'\\"):
         raise ValueError("one word without quotes")
@@ -56,12 +67,6 @@ def _option(text: str) -> str:
     return text
 
 
-def _memory(text: str) -> str:
-    if not re.fullmatch(r"\d+[KMGT]?B?", text, re.IGNORECASE):
-        raise ValueError("a whole number with K, M, G or T, such as 200G, or 0 for all memory of a node")
-    return text
-
-
 #: Options that the batch script sets itself, and the key that each comes from.
 _WRITTEN = {
     "--nodes": "cluster.nnodes and launch.spares",
@@ -96,12 +101,6 @@ NO_LIMIT = ("unlimited", "infinite", "-1")
 """What sbatch takes as no time limit. 0 also means no limit to sbatch."""
 
 
-def _time(text: str) -> str:
-    if text.lower() not in NO_LIMIT and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
-        raise ValueError("minutes, HH:MM:SS, D-HH:MM:SS or UNLIMITED")
-    return text
-
-
 def _texts(values: object) -> object:
     """Return the values, with numbers as text. Refuse booleans without quotes: programs read them differently."""
     if not isinstance(values, dict):
@@ -111,12 +110,10 @@ def _texts(values: object) -> object:
     return {name: str(value) if isinstance(value, int | float) else value for name, value in values.items()}
 
 
-def _quantity(text: str) -> str:
-    if not re.fullmatch(r"\d+(\.\d+)?([KMGTPE]i?|m|k|[eE]\d+)?", text):
-        raise ValueError("a number with a unit, as 64Gi, 500m or 32")
-    return text
-
-
+_TIME = _matching(rf"(?i)({'|'.join(NO_LIMIT)}|(\d+-)?\d+(:\d+){{0,2}})", "minutes, HH:MM:SS, D-HH:MM:SS or UNLIMITED")
+_MEMORY = _matching(
+    r"(?i)\d+[KMGT]?B?", "a whole number with K, M, G or T, such as 200G, or 0 for all memory of a node"
+)
 #: Text that a `#SBATCH` line may hold without quotes.
 Word = Annotated[str, AfterValidator(_one_word)]
 #: Text that a `#SBATCH` line may hold between quotes.
@@ -146,7 +143,7 @@ class SlurmConfig(Section):
     partition: Word | None = Field(None, description="sbatch --partition")
     account: Word | None = Field(None, description="sbatch --account")
     qos: Word | None = Field(None, description="sbatch --qos")
-    time: Annotated[str, BeforeValidator(_as_text), AfterValidator(_time)] | None = Field(
+    time: Annotated[str, BeforeValidator(_as_text), _TIME] | None = Field(
         None, description="sbatch --time: minutes, HH:MM:SS or D-HH:MM:SS; null: the partition's default"
     )
     constraint: Line | None = Field(None, description="sbatch --constraint")
@@ -161,7 +158,7 @@ class SlurmConfig(Section):
         description="sbatch --cpus-per-task for the one task of a node; null: Slurm's default, which is one core at "
         "many sites",
     )
-    memory: Annotated[str, BeforeValidator(_as_text), AfterValidator(_memory)] | None = Field(
+    memory: Annotated[str, BeforeValidator(_as_text), _MEMORY] | None = Field(
         None,
         description="sbatch --mem, the memory of a node, such as `200G`; 0: all of it; null: the partition's default",
     )
@@ -220,8 +217,9 @@ class SlurmConfig(Section):
     )
 
 
-#: Pattern of a Kubernetes quantity: `64Gi`, `500m`, `32`.
-Quantity = Annotated[str, BeforeValidator(_as_text), AfterValidator(_quantity)]
+_QUANTITY = _matching(r"\d+(\.\d+)?([KMGTPE]i?|m|k|[eE]\d+)?", "a number with a unit, as 64Gi, 500m or 32")
+#: A Kubernetes quantity.
+Quantity = Annotated[str, BeforeValidator(_as_text), _QUANTITY]
 #: Pattern of the name of a Kubernetes object.
 ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", max_length=253)]
 
