@@ -8,10 +8,10 @@ from tools.habits import HABITS, counts, nodes_of
 
 #: The places there are now. Whoever removes some lowers the number.
 ALLOWANCES = {
-    "local variables that name nothing": 121,
+    "local variables that name nothing": 63,
     "functions with more than 7 parameters": 46,
-    "asserts that a value is not None": 139,
-    "private functions under 5 lines with one caller": 179,
+    "asserts that a value is not None": 131,
+    "private functions under 5 lines with one caller": 158,
     "files outside megarl/robots that name robots": 6,
     "comparisons with the name of an engine": 2,  # of a protocol of reward servers
 }
