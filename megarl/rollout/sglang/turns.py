@@ -310,7 +310,9 @@ class ServerTurns:
             return
         groups: dict[tuple[int, ...], list[ServedSample]] = {}
         for sample in self._to_send.values():
-            tokens = () if self._whole else sample.prompt_ids  # later turns of an episode have other tokens
+            tokens: Sequence[int] = (
+                () if self._whole else sample.prompt_ids
+            )  # later turns of an episode have other tokens
             groups.setdefault((sample.prompt, len(sample.token_ids), *tokens), []).append(sample)
         self._to_send = {}
         for group in groups.values():
