@@ -310,9 +310,8 @@ class ServerTurns:
             return
         groups: dict[tuple[int, ...], list[ServedSample]] = {}
         for sample in self._to_send.values():
-            tokens: Sequence[int] = (
-                () if self._whole else sample.prompt_ids
-            )  # later turns of an episode have other tokens
+            # Later turns of an episode have the same prompt number, but more tokens.
+            tokens: Sequence[int] = () if self._whole else sample.prompt_ids
             groups.setdefault((sample.prompt, len(sample.token_ids), *tokens), []).append(sample)
         self._to_send = {}
         for group in groups.values():
