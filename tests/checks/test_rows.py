@@ -203,7 +203,7 @@ def test_held_out_rows_of_supervised_runs_may_be_left_out(check):
     ):
         check(talk, *keys, job="sft")
     check(talk, *keys, "reward.name=format", job="sft")
-    with pytest.raises(DataError, match=r"no column 'answer'(?s:.*)holds it$"):
+    with pytest.raises(DataError, match=r"no column 'answer'(?s:.*)with the value$"):
         check(talk, *keys, job="eval")
 
 
