@@ -42,8 +42,8 @@ def next_start(run_dir: Path, resume: str, *, begun: bool) -> tuple[str, str]:
     else:
         text = f"this run has no checkpoint yet: again from {resume}"
     # Use this run's own checkpoint instead of the one from which it was started.
-    own = begun and (resume == "never" or (resume != "auto" and steps))
-    return text, "auto" if own else resume
+    uses_this_run = begun and (resume == "never" or (resume != "auto" and steps))
+    return text, "auto" if uses_this_run else resume
 
 
 class Attempts:

@@ -147,10 +147,10 @@ def _too_few(
     if extra:
         needed.append(f"SGLang servers {extra * machines}")
     if machines == 1:
-        what, missing, allowed = "no node of the Ray cluster has that many GPUs", here - have[0], f"at most {have[0]}"
+        lack, missing, allowed = "no node of the Ray cluster has that many GPUs", here - have[0], f"at most {have[0]}"
         fix = ["set cluster.nproc, or cluster.nnodes to the number of nodes that should share the work"]
     else:
-        what, missing, allowed = "the Ray cluster has too few GPUs", cluster.nproc - sum(have), f"at most {sum(have)}"
+        lack, missing, allowed = "the Ray cluster has too few GPUs", cluster.nproc - sum(have), f"at most {sum(have)}"
         fix = ["set cluster.nproc, or add nodes to the Ray cluster"]
     if extra:
         fix.append("lower rollout.sglang.servers or tp_size, or share GPUs: rollout.sglang.colocated=true")
@@ -158,7 +158,7 @@ def _too_few(
             most = [*have, *[0] * machines][:machines]
             missing, allowed = sum(max(0, here - gpus) for gpus in most), f"{machines} nodes of {here} GPUs"
     return UnavailableError(
-        f"{what}: {missing} missing",
+        f"{lack}: {missing} missing",
         where="cluster.nproc",
         found=f"{' + '.join(needed)} = {cluster.nproc + extra * machines}; nodes have {', '.join(map(str, have))}",
         allowed=f"{allowed}, one per worker{' and one per rank of a server' if extra else ''}",

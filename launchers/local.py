@@ -53,10 +53,10 @@ def start(job: Job) -> Workers:
         with listen(LOOPBACK[0]) as listener:
             shared["MASTER_PORT"] = str(listener.getsockname()[1])
             for rank in range(cluster.nproc):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 if rank == 0:
-                    own[LISTENER] = str(listener.fileno())
-                workers.add(command, shared | own, [listener.fileno()] if rank == 0 else [])
+                    of_rank[LISTENER] = str(listener.fileno())
+                workers.add(command, shared | of_rank, [listener.fileno()] if rank == 0 else [])
     except BaseException:
         workers.stop()
         raise

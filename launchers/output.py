@@ -120,9 +120,9 @@ def _takes(stream: TextIO) -> bool:
         handle = stream.fileno()
     except (OSError, ValueError):  # a stream without a descriptor is always ready
         return True
-    taken = bool(select.select([], [handle], [], 0 if handle in _silent else CONSOLE_S)[1])
-    (_silent.discard if taken else _silent.add)(handle)
-    return taken
+    is_ready = bool(select.select([], [handle], [], 0 if handle in _silent else CONSOLE_S)[1])
+    (_silent.discard if is_ready else _silent.add)(handle)
+    return is_ready
 
 
 def pump(pipe: IO[bytes], rank: int, log: OutputLog) -> threading.Thread:

@@ -57,14 +57,14 @@ def check_node(run_dir: Path, gpus: int, disk_gb: float) -> dict[str, NodeCheck]
     """Run all checks of a single node; return the results by name. It needs `disk_gb` free in the run folder, which all
     nodes share, and for temporary files.
     """
-    found = {"run folder": check_run_folder(run_dir), "disk": check_disk(run_dir, disk_gb)}
+    results = {"run folder": check_run_folder(run_dir), "disk": check_disk(run_dir, disk_gb)}
     if gpus:
         listed = ask("nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits")
         rows = ask("nvidia-smi", f"--query-remapped-rows={_ROW_FIELDS}", "--format=csv,noheader,nounits")
-        found["gpus"] = check_gpus(listed, gpus)
-        found["memory errors"] = check_ecc(listed, rows)
-        found["xid"] = check_xids(ask("dmesg"), time.clock_gettime(time.CLOCK_BOOTTIME))
-    return found
+        results["gpus"] = check_gpus(listed, gpus)
+        results["memory errors"] = check_ecc(listed, rows)
+        results["xid"] = check_xids(ask("dmesg"), time.clock_gettime(time.CLOCK_BOOTTIME))
+    return results
 
 
 def check_run_folder(run_dir: Path) -> NodeCheck:
@@ -147,11 +147,11 @@ def check_xids(log: CommandOutput, uptime_s: float) -> NodeCheck:
     """
     if log.error:
         return NodeCheck(True, f"not known: {log.error}")
-    found = [(float(at), bus, int(number)) for at, bus, number in _XID.findall(log.text)]
-    bad = [(bus, number) for at, bus, number in found if number in FATAL_XIDS and uptime_s - at < _XID_AGE_S]
+    errors = [(float(at), bus, int(number)) for at, bus, number in _XID.findall(log.text)]
+    bad = [(bus, number) for at, bus, number in errors if number in FATAL_XIDS and uptime_s - at < _XID_AGE_S]
     if bad:
         return NodeCheck(False, ", ".join(dict.fromkeys(f"Xid {number} of {bus}" for bus, number in bad)))
-    return NodeCheck(True, f"none of {len(found)} in the log is the machine's fault" if found else "none")
+    return NodeCheck(True, f"none of {len(errors)} in the log is the machine's fault" if errors else "none")
 
 
 def _rows(text: str, columns: int) -> list[list[str]]:
@@ -165,13 +165,13 @@ def _yes(cell: str) -> bool:
 
 def versions() -> dict[str, str]:
     """Return the versions that must be equal on all nodes."""
-    found = {"python": platform.python_version()}
+    versions_here = {"python": platform.python_version()}
     for name in ("megarl", "torch"):
         try:
-            found[name] = importlib.metadata.version(name)
+            versions_here[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "none"
-    return found
+            versions_here[name] = "none"
+    return versions_here
 
 
 def main(arguments: Sequence[str]) -> int:

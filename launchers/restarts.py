@@ -78,12 +78,12 @@ class Restarts:
         if self._begun[team.name] >= limit:
             return False
         self._begun[team.name] = number = self._begun[team.name] + 1
-        mine, began = range(team.first, team.first + team.devices), time.monotonic()
+        ranks, began = range(team.first, team.first + team.devices), time.monotonic()
         job.log.say(f"megarl: {why}: team {team.name!r} starts again ({number} of {limit})")
         self._workers.end_team(team)
-        for path in set_aside(job.run_dir, mine, number):
+        for path in set_aside(job.run_dir, ranks, number):
             job.log.record("launcher", f"its error is in {path}")
-        self._watch.begin_again(mine)
+        self._watch.begin_again(ranks)
         finished = self._workers.restart_team(team, number)
         start = f"team {team.name!r} goes on " + (
             "with the first step" if finished is None else f"after step {finished}"

@@ -63,9 +63,9 @@ def assign_seats_by_team(
     chosen: dict[str, list[int]] = {}
     shared = [team for team in teams if team.name not in apart]
     for group in [*([team] for team in teams if team.name in apart), shared]:
-        mine = [number for team in group for number in range(team.first, team.first + team.devices)]
-        found = iter(mine[index] for index in seats([places[number] for number in mine], group, units))
-        chosen |= {team.name: [next(found) for _ in range(team.devices)] for team in group}
+        workers = [number for team in group for number in range(team.first, team.first + team.devices)]
+        numbers = iter(workers[index] for index in seats([places[number] for number in workers], group, units))
+        chosen |= {team.name: [next(numbers) for _ in range(team.devices)] for team in group}
     return [index for team in teams for index in chosen[team.name]]
 
 
@@ -79,8 +79,8 @@ def _choose(need: int, unit: int, free: dict[str, list[int]]) -> tuple[list[int]
         size = min(need, len(free[host]))
         if size >= unit and not fits:
             size -= size % unit
-        taken, free[host] = free[host][:size], free[host][size:]
-        (whole if size >= unit else rest).extend(taken)
+        chosen, free[host] = free[host][:size], free[host][size:]
+        (whole if size >= unit else rest).extend(chosen)
         need -= size
     return whole, rest
 
@@ -91,10 +91,10 @@ def ranks_of(
     """Return torchrun's environment variables for each of a team's workers, in the order of their ranks. With `lends`
     they leave their GPUs to their servers, whose places are `servers` (None: unknown).
     """
-    mine = slice(team.first, team.first + team.devices)
+    workers = slice(team.first, team.first + team.devices)
     # The team's own GPUs come first: colocated servers share these, and no server takes any other GPU.
-    taken = [*([] if lends else places[mine]), *places[: mine.start], *places[mine.stop :]]
-    hosts = [host for host, _ in places[mine]]
+    ordered = [*([] if lends else places[workers]), *places[: workers.start], *places[workers.stop :]]
+    hosts = [host for host, _ in places[workers]]
     machines = list(dict.fromkeys(hosts))
     return [
         {
@@ -104,7 +104,7 @@ def ranks_of(
             "LOCAL_WORLD_SIZE": str(hosts.count(host)),
             "GROUP_RANK": str(machines.index(host)),
             "GROUP_WORLD_SIZE": str(len(machines)),
-            TRAINER_GPUS: gpus_of(host, taken),
+            TRAINER_GPUS: gpus_of(host, ordered),
             **({} if servers is None else {SERVER_GPUS: gpus_of(host, servers)}),
         }
         for rank, host in enumerate(hosts)

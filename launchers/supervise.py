@@ -161,8 +161,8 @@ def _end_of(failure: RankFailure, job: Job) -> End:
     if not failure.type:
         return End(failure.exit_code, f"{who} {failure.message} {where}")
     why = f"{who} failed {where}: {failure.type}: {_one_line(failure.message)}"
-    own = not (failure.peer_lost or failure.out_of_memory)
-    place = (failure.type, failure.phase, failure.step) if own else None
+    its_own = not (failure.peer_lost or failure.out_of_memory)
+    place = (failure.type, failure.phase, failure.step) if its_own else None
     return End(failure.exit_code, why, failure.repeats or failure.user_error, place)
 
 

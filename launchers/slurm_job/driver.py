@@ -151,10 +151,10 @@ class SlurmJob:
     def _chosen(self) -> list[str]:
         chosen: list[str] = []
         for number, group in enumerate(self.plan["groups"]):
-            mine = [node for node in self.good if self.nodes.group_of[node] == number]
-            if len(mine) < group["nodes"]:
+            nodes = [node for node in self.good if self.nodes.group_of[node] == number]
+            if len(nodes) < group["nodes"]:
                 return []
-            chosen += mine[: group["nodes"]]
+            chosen += nodes[: group["nodes"]]
         return chosen
 
     def _restart(self, lost: list[str], where: str) -> None:
@@ -248,8 +248,8 @@ class SlurmJob:
         (self.files.path / "save").unlink(missing_ok=True)
         self.files.set_state(on=nodes, job=self.job)
         resume = self.plan["resume"]
-        own = self.files.begun() and (resume == "never" or self.files.newest() >= 0)
-        more = ["trainer.resume=auto"] if resume not in (None, "auto") and own else []
+        uses_this_run = self.files.begun() and (resume == "never" or self.files.newest() >= 0)
+        more = ["trainer.resume=auto"] if resume not in (None, "auto") and uses_this_run else []
         spare = [node for node in self.good if node not in nodes]
         spares = f", spare: {', '.join(spare)}" if spare else ""
         self.say("started", f"attempt {self.attempt} of job {self.job} on {', '.join(nodes)}{spares}")

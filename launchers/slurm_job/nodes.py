@@ -73,12 +73,12 @@ class Nodes:
             environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0")
         command = ["srun"]
         for number, group in enumerate(self._plan["groups"]):
-            mine = [node for node in nodes if self.group_of[node] == number]
-            count = [f"--nodes={len(mine)}", f"--ntasks={len(mine)}", "--ntasks-per-node=1"]
+            members = [node for node in nodes if self.group_of[node] == number]
+            count = [f"--nodes={len(members)}", f"--ntasks={len(members)}", "--ntasks-per-node=1"]
             command += [":"] if number else []
             ends = ["--kill-on-bad-exit=1"] if output else ["--kill-on-bad-exit=0", "--wait=0"]
             command += ["--overlap", *ends, "--no-kill=off", *self._group(number)]
-            command += [*count, f"--nodelist={','.join(mine)}"]
+            command += [*count, f"--nodelist={','.join(members)}"]
             if output:
                 name = output.replace("TEAM", group["team"] or "node")
                 command += [f"--output={str(self._files.path).replace('%', '%%')}/{name}", "--open-mode=append"]
@@ -119,14 +119,14 @@ class Nodes:
         name = self._plan["interface"]
         try:
             if name is None:
-                found = fields_of(answer("scontrol", "show", "node", "--oneliner", node))["NodeAddr"]
+                address = fields_of(answer("scontrol", "show", "node", "--oneliner", node))["NodeAddr"]
             else:
-                asked = ["ip", "-4", "-oneline", "address", "show", "dev", name]
-                words = answer("srun", *ONE_NODE, f"--nodelist={node}", *asked).split()
-                found = words[words.index("inet") + 1].partition("/")[0]
+                command = ["ip", "-4", "-oneline", "address", "show", "dev", name]
+                words = answer("srun", *ONE_NODE, f"--nodelist={node}", *command).split()
+                address = words[words.index("inet") + 1].partition("/")[0]
         except (KeyError, ValueError) as error:
             raise CommandFailed(f"no address of the first node, {node}: {error}") from error
-        return found
+        return address
 
     def lost_state(self, node: str) -> str:
         """Return Slurm's state of a lost node; empty if the node is not lost. Raise CommandFailed if Slurm does not
@@ -170,12 +170,12 @@ class Nodes:
         return bad
 
     def _test_nodes(self, nodes: list[str], folder: Path) -> dict[str, str]:
-        asked = {}
+        commands = {}
         for node in nodes:
             group = self._plan["groups"][self.group_of[node]]
             tests = ["preflight", "node", str(folder), *self._plan["tests"], "--gpus", str(group["gpus"])]
-            asked[node] = [*group["srun"], *group["start"], *tests]
-        bad = self._ask_each(asked)
+            commands[node] = [*group["srun"], *group["start"], *tests]
+        bad = self._ask_each(commands)
         for node in nodes:
             if node not in bad:
                 result = read_object(folder / f"{node}.json")
@@ -187,7 +187,7 @@ class Nodes:
         """Run a command on each node separately; return the nodes where it fails or takes too long, with reasons. Raise
         CommandFailed if it fails everywhere, or Slurm does not reply; no node is blamed.
         """
-        asked = {
+        processes = {
             node: subprocess.Popen(
                 ["srun", *ONE_NODE, *self._group(self.group_of[node]), f"--nodelist={node}", *command],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -196,7 +196,7 @@ class Nodes:
         }  # fmt: skip
         bad, lost, end = dict[str, str](), set[str](), time.monotonic() + self._plan["limit_s"]
         try:
-            for node, process in asked.items():
+            for node, process in processes.items():
                 lines = self._stderr_lines(process, end)
                 if lines is None:
                     bad[node] = f"not finished within {self._plan['limit_s']:g} s"
@@ -205,7 +205,7 @@ class Nodes:
                         lost.add(node)
                     bad[node] = state or " / ".join(lines[:2])[:300] or f"srun ended with {process.returncode}"
         finally:
-            for process in asked.values():
+            for process in processes.values():
                 if process.poll() is None:
                     process.kill()
         self._look()
@@ -239,12 +239,12 @@ class Nodes:
         finally:
             if step.poll() is None:
                 self.stop(step)
-        found = read_object(folder / "links.json")
-        if not found:
+        results = read_object(folder / "links.json")
+        if not results:
             text = "pre-flight: the links between nodes could not be measured; the run starts anyway"
             self._files.say(self._job, "preflight", text)
             return {}
-        return link_faults(found, nodes, self._plan["clock_s"], self._plan["bandwidth"])
+        return link_faults(results, nodes, self._plan["clock_s"], self._plan["bandwidth"])
 
 
 def failed_checks(result: dict[str, Any]) -> str:
@@ -255,11 +255,11 @@ def failed_checks(result: dict[str, Any]) -> str:
 def odd_versions(versions: dict[str, dict[str, str]]) -> dict[str, str]:
     """Return the nodes with other package versions than most nodes."""
     bad = {}
-    for package in sorted({name for own in versions.values() for name in own}):
-        most = Counter(own.get(package, "none") for own in versions.values()).most_common(1)[0][0]
-        for node, own in versions.items():
-            if own.get(package, "none") != most:
-                bad[node] = f"versions: {package} {own.get(package, 'none')}, and {most} on other nodes"
+    for package in sorted({name for installed in versions.values() for name in installed}):
+        most = Counter(installed.get(package, "none") for installed in versions.values()).most_common(1)[0][0]
+        for node, installed in versions.items():
+            if installed.get(package, "none") != most:
+                bad[node] = f"versions: {package} {installed.get(package, 'none')}, and {most} on other nodes"
     return bad
 
 

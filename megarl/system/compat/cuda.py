@@ -127,16 +127,16 @@ def toolkit_problem(environment: Mapping[str, str] = os.environ, python: Path | 
         "folder, or let `make sglang-env` make an interpreter for the servers that includes a compiler"
     )
 
-    def problem(what: str, found: object, allowed: str, fix: str) -> ConfigError:
-        what = f"servers compile kernels when they start, and {what}"
-        return ConfigError(what, where="CUDA_HOME", found=str(found), allowed=allowed, fix=fix)
+    def problem(reason: str, compiler: object, allowed: str, fix: str) -> ConfigError:
+        reason = f"servers compile kernels when they start, and {reason}"
+        return ConfigError(reason, where="CUDA_HOME", found=str(compiler), allowed=allowed, fix=fix)
 
     if version is None:
         return problem("there is no CUDA compiler", home / "bin/nvcc", f"nvcc of CUDA {MAJOR}", install)
     if version[0] != MAJOR:
-        found = f"{home / 'bin/nvcc'} of CUDA {version[0]}.{version[1]}"
+        compiler = f"{home / 'bin/nvcc'} of CUDA {version[0]}.{version[1]}"
         return problem(
-            "the CUDA compiler has another CUDA version than the servers' torch", found, f"CUDA {MAJOR}", install
+            "the CUDA compiler has another CUDA version than the servers' torch", compiler, f"CUDA {MAJOR}", install
         )
     if not (home / "lib64/libcudart.so").exists():
         fix = "set CUDA_HOME to the toolkit's own folder, not to that of a script or link called nvcc"

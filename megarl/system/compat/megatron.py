@@ -271,12 +271,12 @@ def _uneven_splits(module: types.ModuleType) -> None:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(whole, group, input_split_sizes, use_global_buffer)
         for rank, part in enumerate(whole.split(input_split_sizes)):
-            mine = part.clone()
+            reduced = part.clone()
             if len(part):
-                torch.distributed.reduce(mine, group=group, group_dst=rank)
+                torch.distributed.reduce(reduced, group=group, group_dst=rank)
             if rank == group.rank():
-                kept = mine
-        return kept
+                part_here = reduced
+        return part_here
 
     module._gather_along_first_dim = gather_parts  # type: ignore[attr-defined]
     module._reduce_scatter_along_first_dim = reduce_scatter_parts  # type: ignore[attr-defined]

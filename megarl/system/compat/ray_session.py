@@ -40,12 +40,12 @@ def only_what_runs_ask() -> Iterator[None]:
 
 @contextmanager
 def _replaced(attributes: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in attributes]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in attributes]
     _set(attributes)
     try:
         yield
     finally:
-        _set(kept)
+        _set(originals)
 
 
 def _set(attributes: list[tuple[Any, str, Any]]) -> None:

@@ -214,8 +214,8 @@ def sample_by_token() -> None:
         *_, seed, positions = filters  # arguments after top_ks, top_ps, min_ps and the flag for min_ps
         if seed is None or options.get("return_filtered_probs"):
             return call(probs, *filters, **options)
-        _, kept, tokens, _ = call(probs, *filters, **options | {"return_filtered_probs": True})
-        filtered = torch.zeros_like(probs).scatter_(1, tokens.long(), kept)
+        _, probabilities, tokens, _ = call(probs, *filters, **options | {"return_filtered_probs": True})
+        filtered = torch.zeros_like(probs).scatter_(1, tokens.long(), probabilities)
         return sampling_from_probs_torch(filtered, seed, positions)
 
     target = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"

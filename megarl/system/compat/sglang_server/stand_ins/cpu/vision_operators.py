@@ -14,11 +14,11 @@ _LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
 
 def declare() -> None:
     """Declare the operators, unless torchvision has declared them."""
-    found = importlib.util.find_spec("torchvision")
-    if found is None or found.origin is None:
+    package = importlib.util.find_spec("torchvision")
+    if package is None or package.origin is None:
         return
     try:
-        torch.ops.load_library(str(Path(found.origin).with_name("_C.so")))
+        torch.ops.load_library(str(Path(package.origin).with_name("_C.so")))
     except OSError:
         for name in ("nms", "qnms"):
             _LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
