@@ -8,7 +8,7 @@ from tools.habits import HABITS, counts, nodes_of
 
 #: The places there are now. Whoever removes some lowers the number.
 ALLOWANCES = {
-    "local variables that name nothing": 63,
+    "local variables that name nothing": 29,
     "functions with more than 7 parameters": 46,
     "asserts that a value is not None": 131,
     "private functions under 5 lines with one caller": 158,
