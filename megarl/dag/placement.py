@@ -103,6 +103,12 @@ class Placement:
         """Return the team that holds this model; None if the graph does not use it."""
         return next((team for team in self.teams if role in team.roles), None)
 
+    def home(self, role: Role) -> TeamPlan:
+        """Return the team that holds a role which the graph uses."""
+        team = self.of_role(role)
+        assert team is not None, f"no team holds the {role.value}"
+        return team
+
     @property
     def asking(self) -> int:
         """Number of workers in teams with only the rollout; with servers they hold no model and send requests."""

@@ -23,6 +23,7 @@ from megarl.planning.shards import (
     MASTER_BYTES,
     Sizes,
     key_value_bytes,
+    known_sizes,
     layout_key,
     parameter_bytes,
     state_bytes,
@@ -162,7 +163,7 @@ def teacher_states(config: RunConfig, sizes: Sizes, team: TeamPlan) -> list[Term
     """
     if "teacher_hidden" not in distillation_fields(config.algorithm) or not {Role.TEACHER, Role.ACTOR} & {*team.roles}:
         return []
-    sampling, hidden = config.rollout.sampling, _known(sizes, Role.TEACHER).hidden
+    sampling, hidden = config.rollout.sampling, known_sizes(sizes, Role.TEACHER).hidden
     tokens = -(-config.data.batch_size * sampling.n // team.replicas) * config.response_tokens(sampling)
     size = (2 if Role.TEACHER in team.roles else 1) * tokens * hidden * BYTES[config.model.dtype]
     keys = "algorithm.distillation.topk, rollout.sampling.max_new_tokens, data.batch_size"
@@ -234,7 +235,7 @@ def _server_weights(config: RunConfig, sizes: Sizes) -> list[Term]:
     servers = config.rollout.servers
     if servers is None or servers.urls:
         return []
-    size = server_bytes(config, _known(sizes, Role.ROLLOUT))
+    size = server_bytes(config, known_sizes(sizes, Role.ROLLOUT))
     # Extra arguments may quantise the weights, or place them elsewhere.
     least = 0.0 if servers.extra_args else size / BYTES[config.rollout_dtype] if config.sync.fp8 else size
     keys = "rollout.sglang.tp_size, rollout.sglang.ep_size"
@@ -243,7 +244,7 @@ def _server_weights(config: RunConfig, sizes: Sizes) -> list[Term]:
 
 def _server_cache(config: RunConfig, sizes: Sizes, share: float, free: float) -> Term:
     """Return the keys and values of a server that takes its share of the memory that is free at its start."""
-    servers, facts = config.rollout.sglang, _known(sizes, Role.ROLLOUT)
+    servers, facts = config.rollout.sglang, known_sizes(sizes, Role.ROLLOUT)
     size = max(0.0, (servers.memory_fraction or share) * free - server_bytes(config, facts))
     if servers.max_total_tokens is not None:
         size = min(size, servers.max_total_tokens * key_value_bytes(facts, servers.tp_size, config.rollout_dtype))
@@ -325,8 +326,8 @@ def _generation(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str, *, gp
     responses = response_terms(config, team.replicas, job)
     if not config.rollout.holds_model:
         return responses
-    copies = _decoding_weights(config, _known(sizes, Role.ROLLOUT), team, job, gpu=gpu)
-    row, rows = cache_bytes(config, _known(sizes, Role.ROLLOUT), team.parallel, team.replicas, job)
+    copies = _decoding_weights(config, known_sizes(sizes, Role.ROLLOUT), team, job, gpu=gpu)
+    row, rows = cache_bytes(config, known_sizes(sizes, Role.ROLLOUT), team.parallel, team.replicas, job)
     # If the cache does not fit, fewer sequences run, so only the cache of one sequence is certain.
     keys = f"{'rollout' if job == 'train' else 'validation'}.sampling.max_new_tokens, rollout.max_running"
     return [Term("key/value cache (generation)", rows, keys, row, shrinks=True), *copies, *responses]
@@ -343,13 +344,6 @@ def _decoding_weights(config: RunConfig, facts: ModelFacts, team: TeamPlan, job:
     return [term("weights as generation reads them", size - embedding, "rollout.dtype, the model's size", rough=True)]
 
 
-def _known(sizes: Sizes, role: Role) -> ModelFacts:
-    """Return the sizes of a role's model, or the policy's if they are not known."""
-    facts = sizes.get(role) or sizes[Role.ACTOR]
-    assert facts is not None, "the policy's sizes must be known"
-    return facts
-
-
 class _Models:
     """The parts of a team's models, by role, and of servers on their devices."""
 
@@ -357,7 +351,7 @@ class _Models:
         self._gpu, dtype, dp = gpu, config.model.dtype, team.replicas
         engines = {ACTOR: config.actor.engine, CRITIC: config.critic.engine}
         self._moments = {role: 1 - MASTER_BYTES[dtype] / step_bytes(engine, dtype) for role, engine in engines.items()}
-        self.facts = {role.value: _known(sizes, role) for role in team.roles}
+        self.facts = {role.value: known_sizes(sizes, role) for role in team.roles}
         self.state: dict[str, dict[str, Term]] = {}
         self._always: list[Term] = []
         for role in team.roles:
@@ -365,7 +359,7 @@ class _Models:
             if role in (Role.ACTOR, Role.CRITIC):
                 self.state[name] = learned_parts(config, name, facts, team.parallel, dp, layout)
                 if role is Role.ACTOR and "teacher_hidden" in distillation_fields(config.algorithm):
-                    size = BYTES[dtype] * facts.vocab * _known(sizes, Role.TEACHER).hidden / team.parallel.tp
+                    size = BYTES[dtype] * facts.vocab * known_sizes(sizes, Role.TEACHER).hidden / team.parallel.tp
                     self._always.append(term("the teacher's output embedding (last stage)", size, layout))
             elif role is Role.REFERENCE and config.reference_is_base and Role.ACTOR in team.roles:
                 continue  # the reference uses the actor's parameters

@@ -24,9 +24,7 @@ class Schedule:
     def of(cls, config: RunConfig, graph: TaskGraph, placement: Placement) -> Schedule:
         """Return the schedule of a recipe."""
         home = {id: team.name for team in placement.teams for id in team.nodes}
-        actor, rollout = placement.of_role(Role.ACTOR), placement.of_role(Role.ROLLOUT)
-        assert actor is not None, "every run trains an actor"
-        assert rollout is not None, "every run generates samples"
+        actor, rollout = placement.home(Role.ACTOR), placement.home(Role.ROLLOUT)
         nodes = tuple((id, home[id], tuple(graph.parents(id))) for id in graph.order())
         return cls(nodes, actor.name, rollout.name, config.async_.max_staleness > 0)
 

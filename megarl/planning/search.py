@@ -26,7 +26,7 @@ from megarl.planning.hardware import Hardware
 from megarl.planning.memory import beside_servers
 from megarl.planning.outcome import ROOM_KEYS, Filled, StepPlan
 from megarl.planning.passes import Cost, total
-from megarl.planning.shards import Sizes, state_bytes
+from megarl.planning.shards import Sizes, known_sizes, state_bytes
 from megarl.planning.step import StepFormulas
 from megarl.planning.workload import Workload
 from megarl.system.errors import ConfigError
@@ -72,11 +72,9 @@ class Search:
     def __init__(
         self, config: RunConfig, graph: TaskGraph, sizes: Sizes, hardware: Hardware, given: PlanAssumptions
     ) -> None:
-        facts = sizes[Role.ACTOR]
-        assert facts is not None, "the policy's sizes must be known"
         self._config, self._graph, self._sizes, self._hardware, self._given = config, graph, sizes, hardware, given
-        self._facts = facts
-        self.space = Space(config, roles_of(graph), facts, hardware)
+        self._facts = known_sizes(sizes, Role.ACTOR)
+        self.space = Space(config, roles_of(graph), self._facts, hardware)
         self.limit = given.usable_memory * hardware.memory_gb * 1e9
         self._memo: dict[tuple[object, ...], list[Cost]] = {}
         self._caches: dict[tuple[object, ...], float] = {}

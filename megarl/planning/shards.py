@@ -28,6 +28,13 @@ MASTER_BYTES = {"fp32": 0, "bf16": 4}
 Sizes = Mapping[Role, ModelFacts | None]
 
 
+def known_sizes(sizes: Sizes, role: Role) -> ModelFacts:
+    """Return the sizes of a role's model, or the policy's if they are not known."""
+    facts = sizes.get(role) or sizes[Role.ACTOR]
+    assert facts is not None, "the policy's sizes must be known"
+    return facts
+
+
 def layout_key(config: RunConfig, role: Role, team: TeamPlan) -> str:
     """Return the recipe key of a role's layout; in a job without a task graph all roles have the actor's layout."""
     has_layout = bool(team.nodes) and getattr(config, role.value).parallel is not None

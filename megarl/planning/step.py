@@ -28,7 +28,7 @@ from megarl.planning.memory import SERVER_CACHE, GpuRoom, Memory, device_memory,
 from megarl.planning.outcome import Filled, PlannedPhase, ServerRoom, StepPlan
 from megarl.planning.passes import Cost, ModelPass, total
 from megarl.planning.schedule import Schedule
-from megarl.planning.shards import BYTES, Sizes, checkpoint_bytes, parameter_bytes, state_bytes
+from megarl.planning.shards import BYTES, Sizes, checkpoint_bytes, known_sizes, parameter_bytes, state_bytes
 from megarl.planning.terms import held
 from megarl.planning.vision import image_flops
 from megarl.planning.workload import Share, Workload, token_bytes
@@ -100,9 +100,7 @@ class StepFormulas:
     @cached_property
     def policy(self) -> ModelFacts:
         """The sizes of the policy."""
-        facts = self.sizes[Role.ACTOR]
-        assert facts is not None, "the policy's sizes must be known"
-        return facts
+        return known_sizes(self.sizes, Role.ACTOR)
 
     @cached_property
     def _links(self) -> Links:
@@ -117,15 +115,10 @@ class StepFormulas:
     def _home(self) -> dict[str, TeamPlan]:
         return {id: team for team in self.placement.teams for id in team.nodes}
 
-    def _team(self, role: Role) -> TeamPlan:
-        team = self.placement.of_role(role)
-        assert team is not None, "the graph works with this role"
-        return team
-
     def model(self, role: Role) -> ModelPass:
         """Return a `ModelPass` for the seconds of a role's passes."""
-        team, engine = self._team(role), self._section(role).engine
-        facts = self.sizes.get(role) or self.policy
+        team, engine = self.placement.home(role), self._section(role).engine
+        facts = known_sizes(self.sizes, role)
         return ModelPass(
             facts,
             team.parallel,
@@ -147,7 +140,7 @@ class StepFormulas:
         servers = config.rollout.servers
         if servers is not None:
             return Decoder(facts, config.rollout_dtype, servers.tp_size, 1, servers.ep_size, self.hardware, self.given)
-        parallel = self._team(Role.ROLLOUT).parallel
+        parallel = self.placement.home(Role.ROLLOUT).parallel
         tp, pp, ep, etp = parallel.tp, parallel.pp, parallel.ep, parallel.expert_tp
         hardware = self.hardware.while_others_wait(pp)
         return Decoder(facts, config.rollout_dtype, tp, pp, ep, hardware, self.given, etp, parallel.vpp or 1)
@@ -199,7 +192,7 @@ class StepFormulas:
 
     def _embedded_room(self, token: float) -> ServerRoom:
         """Return the room of embedded engines, whose rows have the maximum length; `token`: bytes of one on a rank."""
-        config, decoder, team = self.config, self.decoder, self._team(Role.ROLLOUT)
+        config, decoder, team = self.config, self.decoder, self.placement.home(Role.ROLLOUT)
         engines = team.replicas * team.parallel.cp
         row = self._longest * token
         slots = min(config.rollout.max_running, math.ceil(self.work.number / engines))
@@ -239,7 +232,7 @@ class StepFormulas:
         for node in self.graph:
             kind = node.declared.kind
             if kind is Kind.MODEL_TRAIN or (kind is Kind.MODEL_INFERENCE and node.role is not Role.ROLLOUT):
-                team = self._team(node.role)
+                team = self.placement.home(node.role)
                 keys[node.id] = (kind, node.role, repr(team.parallel), team.devices)
         return keys
 
@@ -271,7 +264,7 @@ class StepFormulas:
     def weights(self) -> list[Cost]:
         """Return the costs of publishing weights to other processes that generate (formula W1 of docs/planning.md)."""
         config, given, room = self.config, self.given, self.room
-        actor, team = self._team(Role.ACTOR), self._team(Role.ROLLOUT)
+        actor, team = self.placement.home(Role.ACTOR), self.placement.home(Role.ROLLOUT)
         servers = config.rollout.servers
         if servers is None and team.name == actor.name:
             return []
@@ -301,7 +294,7 @@ class StepFormulas:
         dtype = self.config.model.dtype
         for team in self.placement.teams:
             for role in team.roles:
-                facts = self.sizes.get(role) or self.policy
+                facts = known_sizes(self.sizes, role)
                 if role in (Role.ACTOR, Role.CRITIC):
                     engine = self._section(role).engine
                     lora = self.config.model.lora
@@ -396,7 +389,7 @@ class StepFormulas:
             if (team := self.placement.of_role(role)) is None:
                 continue
             writers[team.name] = team.devices
-            of_role = checkpoint_bytes(self.sizes.get(role) or self.policy, config.model.dtype, config.model.lora)
+            of_role = checkpoint_bytes(known_sizes(self.sizes, role), config.model.dtype, config.model.lora)
             size += of_role
             still += of_role / team.devices / (self.hardware.host_gb_s * 1e9 * self.given.host_share)
         machines = min(self.hardware.nodes, config.cluster.nnodes, -(-sum(writers.values()) // self.hardware.per_node))
@@ -446,8 +439,7 @@ def supervised_costs(config: RunConfig, model: ModelPass, work: Workload) -> lis
 
 def plan_supervised_step(config: RunConfig, placement: Placement, facts: ModelFacts, hardware: Hardware) -> float:
     """Return the seconds of one step of `megarl sft`."""
-    team, given = placement.of_role(Role.ACTOR), PlanAssumptions.of(gpu=hardware.gpu)
-    assert team is not None, "it trains the policy"
+    team, given = placement.home(Role.ACTOR), PlanAssumptions.of(gpu=hardware.gpu)
     refuse_uneven(team.devices, team.parallel, team.name)
     engine, model = config.actor.engine, config.model
     pass_ = ModelPass(facts, team.parallel, team.devices, engine, model.dtype, hardware, given, lora=model.lora)

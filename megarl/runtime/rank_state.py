@@ -84,9 +84,7 @@ class TeamContext:
 
     def of(self, role: Role) -> str:
         """Return the name of the team that holds `role`; some team must."""
-        team = self.placement.of_role(role)
-        assert team is not None, f"no team holds the {role.value}"
-        return team.name
+        return self.placement.home(role).name
 
     @property
     def generates_apart(self) -> bool:

@@ -362,8 +362,7 @@ def refuse_left_out(step: int, prompts: int, config: RunConfig) -> None:
 
 
 def _refuse_other_fields(step: int, held: int, kept: Mapping[str, Sequence[str]], placement: Placement) -> None:
-    team = placement.of_role(Role.ROLLOUT)
-    assert team is not None, "every run generates samples"
+    team = placement.home(Role.ROLLOUT)
     if team == placement.of_role(Role.ACTOR):
         raise ConfigError(
             f"the checkpoint holds samples of step {step + 1}, generated ahead of training by a rollout in a team of "

@@ -115,9 +115,7 @@ def read_system(config: RunConfig, graph: TaskGraph) -> System:
         )
         for team in placement.teams
     }
-    actor, rollout = placement.of_role(Role.ACTOR), placement.of_role(Role.ROLLOUT)
-    assert actor is not None, "every run trains an actor"
-    assert rollout is not None, "every run generates samples"
+    actor, rollout = placement.home(Role.ACTOR), placement.home(Role.ROLLOUT)
     apart = rollout.name != actor.name
     servers = config.rollout.servers
     at_once = config.data.batch_size * config.rollout.sampling.n * (1 + config.async_.max_staleness)
