@@ -16,7 +16,7 @@ from functools import cached_property
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
-from megarl.dag.placement import place, roles_of
+from megarl.dag.placement import Placement, place, roles_of
 from megarl.dag.stage import Role
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.candidates import RECOMPUTE, Choice, Space, Spread
@@ -181,16 +181,7 @@ class Search:
             choice = Choice(spread, parallel, tokens, RECOMPUTE[0], offload)
             if first is None:
                 config = choice.apply(self._config, self._hardware, self.space.trains)
-                first = StepFormulas(
-                    config,
-                    self._graph,
-                    place(self._graph, config),
-                    self._sizes,
-                    self._hardware,
-                    self._given,
-                    memo=self._memo,
-                    caches=self._caches,
-                )
+                first = self._formulas(config, place(self._graph, config))
                 first.step_seconds()  # compute what all choices share once
             if offload not in fractions:
                 again = first.again(choice.apply_engine(first.config, self.space.trains))
@@ -199,6 +190,11 @@ class Search:
                     self._note(choice, again)
             if fractions[offload] != 0:
                 yield self._retimed(replace(choice, memory_fraction=fractions[offload]), first)
+
+    def _formulas(self, config: RunConfig, placement: Placement) -> StepFormulas:
+        """Return the formulas of a variant of the recipe, with the results of earlier ones that it can use again."""
+        results = (self._memo, self._caches)
+        return StepFormulas(config, self._graph, placement, self._sizes, self._hardware, self._given, *results)
 
     def _fraction(self, formulas: StepFormulas) -> float | None:
         """Return `memory_fraction` for servers on the trainer's devices, from the memory that generation leaves them.
