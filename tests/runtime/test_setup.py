@@ -69,7 +69,7 @@ def test_a_critic_sees_the_images_that_the_policy_sees(monkeypatch):
     def build(*arguments, sequences, freeze, **settings):
         raise Built(sequences, freeze)
 
-    monkeypatch.setattr("megarl.runtime.role_models.MegatronEngine", build)
+    monkeypatch.setattr("megarl.runtime.setup.MegatronEngine", build)
     config = load_config("grpo_shapes_quickstart", ["model.freeze=[tower]"])
     c = SimpleNamespace(config=config, hf_config=load_hf_config(config.model), offload=OffloadSchedule(), layout=None)
     with pytest.raises(Built) as found:
