@@ -1,6 +1,5 @@
 """The supported architectures, one file each: the config keys that an architecture reads, its tensors, its refusals.
 
-
 A key that transformers' model class does not read has no effect here either. This is plain data without torch or
 transformers, so that a dry run and the workers decide by the same functions. To add an architecture, write its file and
 list it below. Source: the configuration and modelling files of these models in transformers 5.23.

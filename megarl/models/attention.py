@@ -125,8 +125,7 @@ class VarlenPlan:
     """The kernel calls for a stream.
 
     `q_index` [t] reorders the queries so that each call takes an equal share (None: no reordering); `restore` [t] is
-    its
-    inverse, for the outputs."""
+    its inverse, for the outputs."""
 
     calls: tuple[VarlenCall, ...]
     q_index: Tensor | None = None

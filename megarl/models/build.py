@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head: bool = False) -> list[PolicyModel]:
     """Return this process's chunks, one per virtual pipeline stage, on its device, with uninitialised parameters.
 
-
     Megatron's parallel state must be initialised. Then call `load_weights` or `init_random` from models.weights.
     """
     vpp = tconf.virtual_pipeline_model_parallel_size
@@ -80,8 +79,7 @@ def _mark_split(chunk: PolicyModel) -> None:
     """Mark each weight that tensor parallelism splits, with the dimension of the split.
 
     Megatron sets these marks only if it initialises the weight itself. Without them the gradient norm would take the
-    other
-    ranks' shards for copies and leave them out."""
+    other ranks' shards for copies and leave them out."""
     kinds = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
     for module in chunk.modules():
         dim = next((dim for kind, dim in kinds.items() if isinstance(module, kind)), None)

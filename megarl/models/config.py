@@ -85,9 +85,8 @@ def transformer_config(
     config = PolicyConfig(**fields)
     config.dispatch = dispatch_of(facts_of(hf), parallel, dtype, world)
     if num_experts(hf) is not None:
-        # Top-k before the softmax equals renormalised probabilities. Set after Megatron's checks, which refuse this
-        # for one
-        # expert per token: its renormalised probability is 1 and the router gets no gradient, as in transformers.
+        # Top-k before the softmax equals renormalised probabilities. Set after Megatron's checks, which refuse this for
+        # one expert per token: its renormalised probability is 1 and the router gets no gradient, as in transformers.
         config.moe_router_pre_softmax = not normalizes_experts(hf)
     return config
 

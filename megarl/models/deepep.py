@@ -4,9 +4,8 @@
            -> added up for each process -> [combine: added up for each token]
 
 An all-to-all sends a token once for each of its experts. DeepEP sends it once to each process, and over the network
-once
-to each machine. Only the package's `Buffer` is used, with the functions that versions 1.2.1 and 2.1.0 share; Megatron's
-dispatcher for DeepEP imports names that 2.1.0 no longer has.
+once to each machine. Only the package's `Buffer` is used, with the functions that versions 1.2.1 and 2.1.0 share;
+Megatron's dispatcher for DeepEP imports names that 2.1.0 no longer has.
 """
 
 from __future__ import annotations

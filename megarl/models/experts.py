@@ -39,9 +39,8 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply each row of `x` by the transposed weight of its group: [n, out], differentiable.
 
     In bf16 on compute capability 9.0 or 10.0 this is one kernel for all groups. Elsewhere torch multiplies group by
-    group,
-    and on a GPU waits for `ends`. Inputs that `grouped_mm` refuses (no rows, float64, rows whose bytes are no multiple
-    of 16) are multiplied group by group here.
+    group, and on a GPU waits for `ends`. Inputs that `grouped_mm` refuses (no rows, float64, rows whose bytes are not a
+    multiple of 16) are multiplied group by group here.
 
     Args:
         x: [n, in], rows in the order of groups.

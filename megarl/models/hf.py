@@ -131,8 +131,8 @@ def _follow_files(config: PretrainedConfig, source: str) -> None:
     """Set in `config` what only the tensor names and values show: an untied head, and the bias of a value head.
 
     transformers, with a warning, keeps a `lm_head.weight` that differs from the embeddings although
-    `tie_word_embeddings`
-    is true. A token classifier has a bias unless its config has `token_classification_bias: false`.
+    `tie_word_embeddings` is true. A token classifier has a bias unless its config has
+    `token_classification_bias: false`.
     """
     from megarl.models.weights.files import CheckpointReader, resolve_folder
 

@@ -115,8 +115,7 @@ def import_te() -> None:
 
 def refuse_device(key: str, found: str, dtype: torch.dtype) -> None:
     """Raise a ConfigError at `key` if Transformer Engine has no kernels: without CUDA, or for float32, where its
-    attention
-    would store all scores."""
+    attention would store all scores."""
     if dtype != torch.bfloat16:
         raise ConfigError(
             "Transformer Engine's attention has no kernel for float32",

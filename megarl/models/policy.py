@@ -41,9 +41,8 @@ class PolicyModel(GPTModel):
     """One pipeline chunk of a policy (or, with a value head, of a critic).
 
     `model(input_ids [1, t], position_ids [1 or 3, t], None, packed_seq_params=...)` returns hidden states [t, 1,
-    hidden]:
-    after the final norm on the last chunk, otherwise for the next chunk. Under sequence parallelism they are this
-    tensor-parallel rank's t / tp tokens. Logits are F.linear(hidden, model.lm_head_weight).
+    hidden]: after the final norm on the last chunk, otherwise for the next chunk. Under sequence parallelism they are
+    this tensor-parallel rank's t / tp tokens. Logits are F.linear(hidden, model.lm_head_weight).
     """
 
     def __init__(

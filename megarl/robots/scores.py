@@ -117,8 +117,7 @@ class EpisodeScores:
         plain: dict[str, Any] = {}
         _flatten(state, "", tensors, plain)
         metadata = {"plain": json.dumps(plain), "compared": self._compared}
-        content = {FILE: save(tensors, metadata)} if tensors or plain else {}
-        return content if self._layout.rank == 0 else {}
+        return {FILE: save(tensors, metadata)} if self._layout.rank == 0 and (tensors or plain) else {}
 
     def load(self, folder: Path) -> None:
         """Restore the state from a checkpoint's folder; without the file there is nothing to restore."""

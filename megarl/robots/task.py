@@ -73,9 +73,8 @@ class RobotTask(Task):
         parameters, passing = encoder_bytes(config, gpu=gpu)
         if not parameters:
             return []
-        keys = "robot.reward.embedding.path"
         return [
-            term("an encoder of videos", parameters, keys, rough=True),
+            term("an encoder of videos", parameters, "robot.reward.embedding.path", rough=True),
             term("clips in the encoder of videos", passing, "robot.reward.embedding.batch_size", rough=True),
         ]
 
