@@ -97,7 +97,15 @@ class _Work:
             if key not in known:
                 raise _Refused("settings", "unknown setting", key=key, found=value, allowed=list(known))
             if not _fits(value, known[key]):
-                raise _Refused("settings", "value of the wrong type", key=key, found=value, allowed=_like(known[key]))
+                names = {
+                    bool: "true or false",
+                    int: "a whole number",
+                    float: "a number",
+                    str: "a text",
+                    dict: "a mapping",
+                }
+                allowed = names.get(type(known[key]), "a list")
+                raise _Refused("settings", "value of the wrong type", key=key, found=value, allowed=allowed)
         self._settings, self._limit = {**known, **given}, header["kept"]
         specs = [plain_spec(spec) for spec in self._kind.tasks(self._settings)]
         self._specs = {spec["name"]: spec for spec in specs}
@@ -245,11 +253,6 @@ def _fits(value: Any, default: Any) -> bool:
     if isinstance(default, (list, tuple)):
         return isinstance(value, (list, tuple))
     return isinstance(value, type(default))
-
-
-def _like(default: Any) -> str:
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-    return names.get(type(default), "a list" if isinstance(default, (list, tuple)) else "a mapping")
 
 
 def serve(connection: int, memory: int) -> None:
