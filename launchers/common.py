@@ -202,15 +202,15 @@ def make_run_dir(
         with tempfile.TemporaryFile(dir=parent) as file:  # to detect full or read-only disks now
             file.write(bytes(_LEAST_ROOM))
     except (FileExistsError, NotADirectoryError) as error:
-        file = next(path for path in (parent, *parent.parents) if path.exists())
+        obstacle = next(path for path in (parent, *parent.parents) if path.exists())
         raise ConfigError(
             "this is a file, but a run needs a folder",
             where="tracking.dir" if run_dir is None else "--run-dir",
-            found=str(file),
+            found=str(obstacle),
             allowed="a folder, or a path that does not exist yet",
             fix="name another folder"
             if run_dir is None
-            else f"name another path, or the folder of the file: {file.parent}",
+            else f"name another path, or the folder of the file: {obstacle.parent}",
         ) from error
     except OSError as error:
         raise ConfigError(

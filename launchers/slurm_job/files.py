@@ -88,7 +88,7 @@ class Folder:
 
     def state(self) -> dict[str, Any]:
         """Read the state that the jobs of a run share; if the file is missing or damaged, that of a first job."""
-        first = {"process": None, "failures": 0, "newest": -1, "on": [], "job": ""}
+        first: dict[str, Any] = {"process": None, "failures": 0, "newest": -1, "on": [], "job": ""}
         return {**first, **read_object(self.path / "state.json")}
 
     def set_state(self, **values: Any) -> None:

@@ -157,18 +157,18 @@ def _events(slices: list[_Slice], labels: dict[int, str], restarts: list[dict[st
     for phase in slices:
         names = {"name": phase.path.rsplit("/", 1)[-1], "cat": phase.path.split("/", 1)[0]}
         times = {"ts": (phase.start_ns - origin) / 1000, "dur": (phase.end_ns - phase.start_ns) / 1000}
-        arguments = {"path": phase.path, "step": phase.step}
+        arguments: dict[str, Any] = {"path": phase.path, "step": phase.step}
         arguments |= {"waits_for": phase.waits_for} if phase.waits_for else {}
         yield {"ph": "X", "pid": phase.rank, "tid": 0, **times, **names, "args": arguments}
         steps[phase.of_step] = min(phase.start_ns, steps.get(phase.of_step, phase.start_ns))
     yield from _arrows(slices, origin)
     first_rank = min(phase.rank for phase in slices)
     marks = [(start, f"{stage} {step}", {"step": step}) for (stage, step), start in steps.items()]
-    times = [(int(restart["time"] * 1e9), restart) for restart in restarts]
-    marks += [(at, f"restart {restart['restart']}", {"why": restart["why"]}) for at, restart in times if at >= origin]
-    for start, name, arguments in sorted(marks, key=lambda mark: mark[0]):
+    moments = [(int(restart["time"] * 1e9), restart) for restart in restarts]
+    marks += [(at, f"restart {restart['restart']}", {"why": restart["why"]}) for at, restart in moments if at >= origin]
+    for start, name, details in sorted(marks, key=lambda mark: mark[0]):
         place = {"ph": "i", "s": "g", "pid": first_rank, "tid": 0, "ts": (start - origin) / 1000}
-        yield place | {"name": name, "args": arguments}
+        yield place | {"name": name, "args": details}
 
 
 def _arrows(slices: list[_Slice], origin: int) -> Iterator[dict[str, Any]]:

@@ -96,7 +96,7 @@ def sglang_version(python: Path, *, cuda: bool | None = None) -> str:
     """
     code = "import importlib.metadata as m; print(m.version('sglang'))"
     try:
-        command = [python, "-I", "-c", code]
+        command = [str(python), "-I", "-c", code]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ANSWER_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         why = f"it did not reply within {_ANSWER_S} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)

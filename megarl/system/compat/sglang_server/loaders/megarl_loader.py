@@ -69,8 +69,10 @@ class ProbeTensor(Tensor):
     @staticmethod
     def __new__(cls, meta: Tensor, device: torch.device, places: list[CopyTarget]) -> ProbeTensor:
         """Make a probe of `meta`, a meta tensor whose strides and offset say which part of the whole tensor it is."""
-        layout = {"strides": meta.stride(), "storage_offset": meta.storage_offset(), "dtype": meta.dtype}
-        made = Tensor._make_wrapper_subclass(cls, meta.shape, device=device, **layout)
+        offset, dtype = meta.storage_offset(), meta.dtype
+        made = Tensor._make_wrapper_subclass(
+            cls, meta.shape, strides=meta.stride(), storage_offset=offset, dtype=dtype, device=device
+        )
         made.meta, made.places = meta, places
         return made
 
