@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _ALIGNED = 16  # columns of a block are a multiple of this, so that rows begin at multiples of 32 bytes
 
 
-class Shard(NamedTuple):
+class VocabularyShard(NamedTuple):
     """The arguments of `linear_logprob` or `token_logprobs` that are no tensors."""
 
     start: int  # vocabulary index of this rank's first column
@@ -81,13 +81,15 @@ def linear_logprob(
     if temperature <= 0 or chunk_tokens <= 0:
         raise ValueError(f"temperature {temperature} and chunk_tokens {chunk_tokens} must be positive")
     group = None if group is None or group.size == 1 else group
-    shard = Shard(vocab_start, 1.0 / temperature, chunk_tokens, group, entropy)
+    shard = VocabularyShard(vocab_start, 1.0 / temperature, chunk_tokens, group, entropy)
     return _LinearLogprob.apply(hidden, weight, targets, shard)
 
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         count = hidden.shape[0]
         keep = count <= shard.chunk and any(ctx.needs_input_grad)
@@ -107,7 +109,7 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_z, entropy, kept_logits = ctx.saved_tensors
-        shard: Shard = ctx.shard
+        shard: VocabularyShard = ctx.shard
         if grad_logp is None and grad_entropy is None:
             return None, None, None, None
         rows = _Rows(hidden, targets, log_z, entropy if shard.entropy else None, grad_logp, grad_entropy)
@@ -136,7 +138,7 @@ class _Rows:
 
 
 def _by_tokens(
-    rows: _Rows, weight: Tensor, shard: Shard, kept_logits: Tensor | None, wants: tuple[bool, ...]
+    rows: _Rows, weight: Tensor, shard: VocabularyShard, kept_logits: Tensor | None, wants: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of hidden states and weight, computed by chunks of tokens."""
     hidden = rows.hidden
@@ -155,7 +157,7 @@ def _by_tokens(
 
 
 def _by_columns(
-    rows: _Rows, weight: Tensor, shard: Shard, kept_logits: Tensor | None, wants: tuple[bool, ...]
+    rows: _Rows, weight: Tensor, shard: VocabularyShard, kept_logits: Tensor | None, wants: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of hidden states and weight, computed by blocks of columns.
 
@@ -191,7 +193,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _scaled(logits: Tensor, shard: Shard, keep: bool) -> Tensor:
+def _scaled(logits: Tensor, shard: VocabularyShard, keep: bool) -> Tensor:
     """Return `logits` in at least float32, divided by the temperature; with `keep` always a copy."""
     scaled = logits.to(_wide(logits.dtype), copy=keep)
     return scaled if shard.inverse_temperature == 1.0 else scaled.mul_(shard.inverse_temperature)
@@ -204,7 +206,7 @@ def local_columns(ids: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor
     return column.masked_fill(~here, 0), here
 
 
-def _reduce(logits: Tensor, targets: Tensor, shard: Shard, out: Tensor, keep: bool) -> None:
+def _reduce(logits: Tensor, targets: Tensor, shard: VocabularyShard, out: Tensor, keep: bool) -> None:
     """Write max, sum of exp, sum of exp times shifted logit, and target logit (or 0) of this shard to out [4, C]."""
     if logits.shape[1] == 0:  # no column on this rank: a contribution of zero that stays finite
         out.zero_()
@@ -228,7 +230,7 @@ def _reduce(logits: Tensor, targets: Tensor, shard: Shard, out: Tensor, keep: bo
         torch.sum(logits.exp_(), 1, out=out[1])
 
 
-def _combine(stats: Tensor, shard: Shard) -> tuple[Tensor, Tensor, Tensor]:
+def _combine(stats: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor, Tensor]:
     """Combine the statistics [4, N] of all ranks to logp, logZ and entropy [N]."""
     parts = stats[None]
     if shard.group is not None and stats.shape[1]:
@@ -246,7 +248,7 @@ def _combine(stats: Tensor, shard: Shard) -> tuple[Tensor, Tensor, Tensor]:
     return target.sum(0) - log_z, log_z, entropy
 
 
-def _grad_logits(logits: Tensor, rows: _Rows, shard: Shard, keep: bool, dtype: torch.dtype) -> Tensor:
+def _grad_logits(logits: Tensor, rows: _Rows, shard: VocabularyShard, keep: bool, dtype: torch.dtype) -> Tensor:
     """Return the gradient [C, V] of the unscaled logits in `dtype`.
 
     With gradients g of the log-prob and e of the entropy: (g (onehot - p) - e p (log p + entropy)) / temperature."""

@@ -135,12 +135,13 @@ def engine_slices(name: str, engine: MegatronEngine, *, writing: bool) -> Iterat
         elif copy.first_in_model and piece is not None:
             yield from slices_of(copy.places, tensor.detach().view(-1)[piece], piece.start)
     for part in optimizers:
-        for parameter, start, tensors in _state(part):
+        pieces = _owned_pieces(part) if isinstance(part, DistributedOptimizer) else _whole_tensors(part)
+        for parameter, elements, tensors in pieces:
             copy = copies[id(parameter)]
             if not writing or (copy.first_in_model and (copy.first_in_data or id(parameter) in owned)):
                 # A float32 model's master weights are its parameters.
                 for key in MOMENTS if engine.dtype == torch.float32 else (*MOMENTS, _MASTER):
-                    yield from slices_of(copy.places, tensors[key], start, f"optimizer.{key}.")
+                    yield from slices_of(copy.places, tensors[key], elements.start, f"optimizer.{key}.")
 
 
 def _copies(name: str, engine: MegatronEngine) -> Iterator[tuple[_Copy, Tensor]]:
@@ -192,8 +193,8 @@ def _optimizers(engine: MegatronEngine) -> list[Any]:
     return parts(engine.optimizer) if engine.optimizer is not None else []
 
 
-def _whole_tensors(part: Any) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
-    """Yield each parameter of an optimizer that is not distributed, with its state."""
+def _whole_tensors(part: Any) -> Iterable[tuple[Tensor, slice, dict[str, Tensor]]]:
+    """Yield each parameter of an optimizer that is not distributed, the slice of all its elements, and its state."""
     if hasattr(part, "float16_groups"):
         pairs = [
             pair
@@ -204,7 +205,7 @@ def _whole_tensors(part: Any) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
     else:
         pairs = [(parameter, parameter) for group in part.param_groups for parameter in group["params"]]
     for parameter, main in pairs:
-        yield parameter, {_MASTER: main.data, **_moments(part, main)}
+        yield parameter, slice(0, parameter.numel()), {_MASTER: main.data, **_moments(part, main)}
 
 
 def _owned_pieces(part: DistributedOptimizer) -> Iterable[tuple[Tensor, slice, dict[str, Tensor]]]:
@@ -218,13 +219,6 @@ def _owned_pieces(part: DistributedOptimizer) -> Iterable[tuple[Tensor, slice, d
 
 def _moments(part: Any, main: Tensor) -> dict[str, Tensor]:
     return {moment: part.optimizer.state[main][moment] for moment in MOMENTS}
-
-
-def _state(part: Any) -> Iterable[tuple[Tensor, int, dict[str, Tensor]]]:
-    """Yield each parameter with state in an optimizer, the index of its first element, and the state tensors."""
-    if isinstance(part, DistributedOptimizer):
-        return ((parameter, piece.start, tensors) for parameter, piece, tensors in _owned_pieces(part))
-    return ((parameter, 0, tensors) for parameter, tensors in _whole_tensors(part))
 
 
 def _create_state(part: Any) -> None:

@@ -18,7 +18,7 @@ from megarl.models.head import head_logits
 from megarl.models.policy import PolicyModel
 from megarl.system.comm import WorkerGroup
 from megarl.training.heads import LogProbs, head_rows
-from megarl.training.logprob import Shard, local_columns
+from megarl.training.logprob import VocabularyShard, local_columns
 from megarl.training.microbatch import MicroBatch
 
 
@@ -115,12 +115,14 @@ def token_logprobs(
             column is `EMPTY`.
     """
     group = None if group is None or group.size == 1 else group
-    return _TokenLogprobs.apply(hidden, weight, ids, Shard(vocab_start, 1.0 / temperature, chunk_tokens, group))
+    return _TokenLogprobs.apply(
+        hidden, weight, ids, VocabularyShard(vocab_start, 1.0 / temperature, chunk_tokens, group)
+    )
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, shard: Shard) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, shard: VocabularyShard) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         picked, stats = hidden.new_zeros(ids.shape, dtype=wide), hidden.new_empty((4, len(hidden)), dtype=wide)
         for part in chunks(len(hidden), shard.chunk):
@@ -140,7 +142,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, ids, log_z, log_rest = ctx.saved_tensors
-        shard: Shard = ctx.shard
+        shard: VocabularyShard = ctx.shard
         empty = log_rest.isinf()
         log_rest = log_rest.masked_fill(empty, 0)
         grad = torch.cat([grad[:, :-1], grad[:, -1:].masked_fill(empty[:, None], 0)], 1)

@@ -128,7 +128,7 @@ def test_logits_of_hundreds_and_blocks_far_below_the_largest():
 def test_the_reference_gives_the_same_statistics_and_gradients():
     logits = torch.randn(5, 100, generator=torch.Generator().manual_seed(0)).to(DEVICE) * 6
     targets = torch.tensor([10, 60, 109, 110, 500], device=DEVICE)  # the shard has 10 to 109
-    shard = logprob.Shard(10, 1 / 0.7, 1024, None, True)
+    shard = logprob.VocabularyShard(10, 1 / 0.7, 1024, None, True)
     out = torch.empty(4, 5, device=DEVICE)
     logprob._reduce(logits, targets, shard, out, True)
     _, log_z, entropy = logprob._combine(out, shard)
@@ -159,7 +159,7 @@ def test_bad_numbers_stay_bad(bad, column):
     out, target = torch.empty(4, 1, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
     given = {"start": 0, "inverse_temperature": 1.0, "entropy": True, "launch": (16, 1)}
     logits_gpu.statistics(logits, target, out, **given)
-    logp, _, entropy = logprob._combine(out, logprob.Shard(0, 1.0, 1024, None, True))
+    logp, _, entropy = logprob._combine(out, logprob.VocabularyShard(0, 1.0, 1024, None, True))
     assert logp.isnan().all()
     assert entropy.isnan().all()
 
