@@ -10,8 +10,6 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from pydantic.dataclasses import dataclass
-
 from megarl.config.engines import EngineFacts
 from megarl.config.rollout import SamplingConfig
 from megarl.dag.messages import Message
@@ -110,12 +108,9 @@ class DiceGeneration:
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class Weighed(Message):
+class Weighed(Message, topic="weighed", keys=1):
     """Actor's team to rollout's team: the sum of a version of the weights, which is all that dice take of them."""
 
-    topic = "weighed"
-    keys = 1
     version: int
     weights: float
 
