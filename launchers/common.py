@@ -366,7 +366,7 @@ def machine_number(launcher: str, machines: int) -> int:
     number = os.environ.get("NODE_RANK", "0")
     if not number.isdecimal() or int(number) >= machines:
         raise ConfigError(
-            "no such machine",
+            "the run has no machine with this number",
             where="NODE_RANK",
             found=number,
             allowed=f"0 to {machines - 1}, with cluster.nnodes = {machines}",

@@ -154,7 +154,7 @@ def _refuse_credentials(settings: KubernetesConfig) -> None:
     for name in settings.environment:
         if CREDENTIAL.search(name):
             raise ConfigError(
-                "manifests are plain text, but this looks like a credential",
+                "manifests are plain text, but this variable looks like a credential",
                 where=f"{key}.{name}",
                 allowed="variables that are not credentials",
                 fix=f"put the value into a secret, and name that: launch.kubernetes.secrets.{name}=SECRET/KEY",
@@ -162,7 +162,7 @@ def _refuse_credentials(settings: KubernetesConfig) -> None:
     for name, place in settings.secrets.items():
         if not _REFERENCE.fullmatch(place):
             raise ConfigError(
-                "this does not name a secret",
+                "this value does not name a secret",
                 where=f"launch.kubernetes.secrets.{name}",
                 allowed="SECRET/KEY: a secret of the namespace, and a key in it; never the value",
                 fix="create one with kubectl create secret generic SECRET --from-file=KEY=FILE",
@@ -180,7 +180,7 @@ def _check_settings(config: RunConfig, command: str) -> None:
         raise ConfigError(problem, where="launch.kubernetes.image", found=settings.image, allowed=allowed)
     if settings.memory is not None and quantity(settings.memory) < _LEAST:
         raise ConfigError(
-            "too little memory for a pod",
+            "a pod needs more memory",
             where="launch.kubernetes.memory",
             found=f"{settings.memory}, in bytes" if settings.memory.isdecimal() else settings.memory,
             allowed="16Mi or more",
@@ -252,7 +252,7 @@ def _entries(place: str, fields: dict[str, Any], key: str) -> list[Any]:
     entries = fields.get(place.rpartition(".")[2]) or []
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         allowed = "a list of mappings, as in Kubernetes"
-        raise ConfigError("invalid list", where=f"{_KEY}.{place}", found=entries, allowed=allowed)
+        raise ConfigError("this key has an invalid list", where=f"{_KEY}.{place}", found=entries, allowed=allowed)
     return [entry.get(key) for entry in entries]
 
 

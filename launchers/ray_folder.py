@@ -57,7 +57,7 @@ def _refuse_strangers(parent: Path) -> None:
         foreign = folder == parent and status.st_uid not in (0, os.getuid(), _UNMAPPED)
         if foreign or (status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX):
             raise ConfigError(
-                "other users can replace what is in this folder, and so take over a run's Ray",
+                "other users can replace files in this folder, and so take over a run's Ray",
                 where="RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR",
                 found=f"{folder}, mode {stat.S_IMODE(status.st_mode):04o}, of user {status.st_uid}",
                 allowed="a folder of yours or of root; without the sticky bit no folder of its path may be writable "

@@ -231,7 +231,7 @@ def components(config: RunConfig, job: str) -> list[Component]:
         devices = named[name].devices
         if devices % settings.nodes:
             raise ConfigError(
-                "its workers do not divide evenly over its nodes",
+                f"the workers of the team {name} do not divide evenly over its nodes",
                 where=f"{where}.nodes",
                 found=settings.nodes,
                 allowed=f"a divisor of placement.teams.{name}.devices = {devices}",

@@ -160,7 +160,7 @@ def _check_environment(slurm: SlurmConfig) -> None:
         where = f"launch.slurm.environment.{name}"
         if CREDENTIAL.search(name):
             raise ConfigError(
-                "the script of the nodes is plain text, but this looks like a credential",
+                "the script of the nodes is plain text, but this variable looks like a credential",
                 where=where,
                 allowed="variables that are not credentials",
                 fix=f"export {name} in the submitting shell: sbatch passes its environment on",
@@ -176,7 +176,7 @@ def _check_container(job: Submission, image: str) -> None:
         part = mount.split(":")
         if not 2 <= len(part) <= 3 or not all(part) or "," in mount or not part[1].startswith("/"):
             raise ConfigError(
-                "invalid mount of a container",
+                "the mount of a container is invalid",
                 where="launch.slurm.mounts",
                 found=mount,
                 allowed="FROM:TO or FROM:TO:ro, where TO begins with /, without a comma",

@@ -223,7 +223,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 def _port(text: str) -> int:
     """Return the number of a port; argparse shows what is wrong with it."""
     if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"a port is 0 (a free one) to 65535, not {text!r}")
+        raise argparse.ArgumentTypeError(f"a port must be 0 (any free port) to 65535, not {text!r}")
     return int(text)
 
 
@@ -236,7 +236,7 @@ def _report(arguments: argparse.Namespace) -> int:
     for folder in [arguments.run_dir, *arguments.compare]:
         if not folder.is_dir():
             fix = run_folder_fix(folder)
-            raise UserError("no such run folder", where="megarl report", found=str(folder), fix=fix)
+            raise UserError("this run folder does not exist", where="megarl report", found=str(folder), fix=fix)
         refuse_pipes(folder)
         close_if_killed(folder)
     if arguments.serve is not None:

@@ -125,7 +125,7 @@ class Nodes:
                 words = answer("srun", *ONE_NODE, f"--nodelist={node}", *command).split()
                 address = words[words.index("inet") + 1].partition("/")[0]
         except (KeyError, ValueError) as error:
-            raise CommandFailed(f"no address of the first node, {node}: {error}") from error
+            raise CommandFailed(f"the address of the first node, {node}, cannot be read: {error}") from error
         return address
 
     def lost_state(self, node: str) -> str:

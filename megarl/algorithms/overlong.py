@@ -27,6 +27,6 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: f
     tensor([-0.5000, -0.7500, -1.0000])
     """
     if not 0 < buffer <= max_length:
-        raise ValueError(f"penalty zone must be in (0, {max_length}], got buffer {buffer} and max_length {max_length}")
+        raise ValueError(f"the penalty zone must have 1 to max_length = {max_length} tokens, not {buffer}")
     exceed = lengths.float() - (max_length - buffer)
     return (-(exceed / buffer) * factor).clamp(max=0)

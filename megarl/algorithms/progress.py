@@ -378,7 +378,7 @@ class SuccessBank:
 
     def __init__(self, size: int) -> None:
         if size < 1:
-            raise ValueError(f"size of a success bank must be at least 1, got {size}")
+            raise ValueError(f"the size of a success bank must be at least 1, got {size}")
         self._size = size
         self._held: dict[Hashable, Tensor] = {}
 
@@ -422,7 +422,7 @@ class SuccessBank:
         for name, rows in self._held.items():
             if rows.shape[1] != dims:
                 raise UserError(
-                    "the embeddings have another size than those of the run's earlier successes",
+                    "the embeddings differ in size from those of the run's earlier successes",
                     where=f"success bank, task {name!r}",
                     found=dims,
                     allowed=str(rows.shape[1]),

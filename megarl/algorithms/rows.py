@@ -33,7 +33,7 @@ class Rows:
     def of(cls, mask: Tensor, offsets: Tensor | None) -> Rows:
         """Return the rows of `mask`: [B, T] without offsets, or [N] with offsets."""
         if mask.dtype != torch.bool:
-            raise ValueError(f"mask must be bool, got {mask.dtype}")
+            raise ValueError(f"the mask must be bool, got {mask.dtype}")
         if offsets is None:
             if mask.ndim != 2:
                 raise ValueError(f"without offsets the mask must be [B, T], got shape {tuple(mask.shape)}")
@@ -41,7 +41,7 @@ class Rows:
             return cls(torch.arange(rows + 1, device=mask.device) * width, width)
         if mask.ndim != 1 or offsets.ndim != 1 or offsets.dtype != torch.int64:
             raise ValueError(
-                f"packed form is mask [N] and int64 offsets [B + 1], got {tuple(mask.shape)} and "
+                f"packed samples need a mask [N] and int64 offsets [B + 1], got {tuple(mask.shape)} and "
                 f"{offsets.dtype} {tuple(offsets.shape)}"
             )
         if not offsets.is_cuda and int(offsets[-1]) != len(mask):

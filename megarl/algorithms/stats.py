@@ -42,7 +42,7 @@ class GroupStats:
     def of(cls, scores: Tensor, live: Tensor, uid: Sequence[Hashable], *, allow_singleton: bool) -> GroupStats:
         """Group `scores` [B] by `uid` (B values). A group must not be split over ranks."""
         if len(uid) != len(scores):
-            raise ValueError(f"number of uids must be that of samples, {len(scores)}, got {len(uid)}")
+            raise ValueError(f"the number of uids must be the number of samples, {len(scores)}, got {len(uid)}")
         index, numbers = group_index(uid)
         sizes = torch.bincount(index, minlength=len(numbers))
         if not allow_singleton and bool((sizes == 1).any()):

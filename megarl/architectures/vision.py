@@ -158,19 +158,21 @@ def state_size(config: Mapping[str, Any], where: str) -> int:
     for key, value in (("state_dim", state), ("proprio_dim", size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise ConfigError(
-                "invalid size of the policy's state",
+                "the size of the policy's state is invalid",
                 where=f"{where}.{key}",
                 found=value,
                 allowed="0 or a larger integer",
             )
     if used not in (None, True, False):
-        raise ConfigError("this must be true or false", where=f"{where}.use_proprio", found=used, allowed=[True, False])
+        raise ConfigError(
+            "use_proprio must be true or false", where=f"{where}.use_proprio", found=used, allowed=[True, False]
+        )
     if used and not size and not state:
         raise ConfigError(
             "use_proprio is true, but the size of the policy's state is missing",
             where=f"{where}.proprio_dim",
             found=size,
-            allowed="numbers of the state, as 8 for LIBERO and 14 for two arms",
+            allowed="the number of values in the state, such as 8 for LIBERO and 14 for two arms",
             fix="set proprio_dim",
         )
     if state is None:

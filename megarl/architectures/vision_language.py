@@ -162,14 +162,14 @@ class VisionEncoder:
         for key in known:
             if isinstance(sizes[key], bool) or not isinstance(sizes[key], int) or sizes[key] < 1:
                 raise ConfigError(
-                    "invalid size of the vision encoder",
+                    "a size of the vision encoder is invalid",
                     where=f"{where}: vision_config.{key}",
                     found=sizes[key],
                     allowed="integer > 0",
                 )
         if sizes["out_hidden_size"] != hidden or sizes["hidden_size"] % sizes["num_heads"]:
             raise ConfigError(
-                "inconsistent sizes of the vision encoder",
+                "the sizes of the vision encoder do not fit together",
                 where=f"{where}: vision_config",
                 found={key: sizes[key] for key in ("out_hidden_size", "hidden_size", "num_heads")},
                 allowed=f"out_hidden_size is the decoder's {hidden}, and num_heads divides hidden_size",

@@ -73,19 +73,24 @@ class ActionStatistics:
         """Read the statistics from a dictionary of lists; without a mask all numbers are normalised."""
         if not isinstance(content, Mapping):
             raise DataError(
-                "not a mapping of statistics", where=where, found=content, allowed=f"lists {', '.join(NAMES)}"
+                "the statistics are not a mapping", where=where, found=content, allowed=f"lists {', '.join(NAMES)}"
             )
         missing = [name for name in NAMES if name not in content]
         if missing:
-            raise DataError(f"statistic {missing[0]!r} is missing", where=where, allowed=NAMES)
+            raise DataError(f"the statistic {missing[0]!r} is missing", where=where, allowed=NAMES)
         try:
             rows = {name: np.asarray(content[name], dtype=np.float64) for name in NAMES}
         except (TypeError, ValueError) as problem:
-            raise DataError(f"statistics must be lists of numbers: {problem}", where=where) from None
+            raise DataError(f"the statistics must be lists of numbers: {problem}", where=where) from None
         mask = np.asarray(content.get("mask", [True] * rows["mean"].size))
         sizes = {name: list(row.shape) for name, row in [*rows.items(), ("mask", mask)]}
         if len({tuple(size) for size in sizes.values()}) != 1 or mask.ndim != 1 or not mask.size:
-            raise DataError("statistics differ in length", where=where, found=sizes, allowed="lists of one length")
+            raise DataError(
+                "the lists of the statistics differ in length",
+                where=where,
+                found=sizes,
+                allowed="lists of equal length",
+            )
         if mask.dtype != np.bool_:
             raise DataError("`mask` must be a list of true and false", where=where, found=mask.tolist())
         for name, row in rows.items():
@@ -223,7 +228,11 @@ def parse_statistics(content: Any, where: str, bounds: Bounds = "q99") -> dict[s
     data_sets = {}
     for name, entry in content.items():
         if not isinstance(entry, dict) or "action" not in entry:
-            raise DataError("the entry has no 'action'", where=f"{where}: {name}", allowed="a dictionary with `action`")
+            raise DataError(
+                "the statistics of this data set have no 'action'",
+                where=f"{where}: {name}",
+                allowed="a dictionary with `action`",
+            )
         data_sets[name] = DatasetStatistics.from_json(entry, f"{where}: {name}", bounds)
     return data_sets
 
@@ -267,4 +276,4 @@ def _finite(table: NDArray[Any], where: str) -> None:
     wrong = np.argwhere(~np.isfinite(table))
     if len(wrong):
         place = tuple(int(number) for number in wrong[0])
-        raise DataError("value is not finite", where=f"{where}{list(place)}", found=table[place].item())
+        raise DataError("a value is not finite", where=f"{where}{list(place)}", found=table[place].item())

@@ -43,7 +43,7 @@ def read_settings(folder: Path, where: str) -> dict[str, Any]:
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
-            raise ValueError("not a mapping")
+            raise ValueError("the file does not hold a mapping")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"this folder has no readable PEFT adapter ({CONFIG}: {error})",

@@ -58,7 +58,7 @@ def weight_files(folder: Path, raw: Mapping[str, Any]) -> list[Path]:
             file.name for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".pt", ".gguf")
         )
         raise ConfigError(
-            f"no {SINGLE} and no {INDEX} in this folder",
+            f"this folder has neither {SINGLE} nor {INDEX}",
             where=str(folder),
             found=others[:5] or None,
             allowed=f"{SINGLE}, or {INDEX} and the files that it names",

@@ -20,7 +20,9 @@ def check_conversion(source: Path, target: Path, max_shard_gb: float) -> None:
     _check_source(source)
     check_target(target)
     if not max_shard_gb > 0:
-        raise ConfigError("file size must be above 0", where="--max-shard-gb", found=max_shard_gb, allowed="number > 0")
+        raise ConfigError(
+            "the size of a file must be above 0", where="--max-shard-gb", found=max_shard_gb, allowed="number > 0"
+        )
     if not any((source / name).is_file() for name in ("meta.json", "adapter_config.json")):
         model_facts(ModelConfig(path=str(source)))
 
@@ -58,7 +60,7 @@ def _check_source(source: Path) -> None:
     if not source.is_dir() and is_hub_name(name):
         if hub_snapshot(name) is None and source.parent.is_dir():  # probably a path, not a hub name
             raise ConfigError(
-                "folder does not exist",
+                "the folder does not exist",
                 where=_WHERE,
                 found=name,
                 allowed=_SOURCES,
@@ -73,7 +75,7 @@ def refuse_without_model(source: Path, where: str, allowed: str) -> NoReturn:
     newest = [root / f"step_{steps[-1]}" for root in (source, source / "checkpoints") if (steps := steps_in(root))]
     inside = [*newest, *(file.parent for file in source.glob("hf/config.json"))]
     raise ConfigError(
-        "this folder has neither a model nor a checkpoint" if source.is_dir() else "folder does not exist",
+        "this folder has neither a model nor a checkpoint" if source.is_dir() else "the folder does not exist",
         where=where,
         found=str(source),
         allowed=allowed,

@@ -51,7 +51,7 @@ def end_token_ids(folder: Path) -> list[int]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if wrong := [token for token in ids if isinstance(token, bool) or not isinstance(token, int) or token < 0]:
         raise ConfigError(
-            "invalid end token",
+            "the end token is invalid",
             where=f"{file}: eos_token_id",
             found=wrong[0],
             allowed="an integer >= 0, or a list of them",

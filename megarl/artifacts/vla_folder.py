@@ -58,7 +58,7 @@ def projector_file(folder: Path) -> Path | None:
     files = sorted(file for file in folder.glob("*proprio_projector*") if file.is_file())
     if len(files) > 1:
         raise ConfigError(
-            "several projectors of the policy's state",
+            "the folder has several projectors of the policy's state",
             where=str(folder),
             found=[file.name for file in files],
             allowed="one file",
@@ -92,7 +92,7 @@ def read_projector(file: Path) -> dict[str, Tensor]:
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     if sorted(named) != sorted(_PROJECTOR_TENSORS) or len(tensors) != len(named) or len(shapes["fc1.weight"]) != 2:
         raise ConfigError(
-            "not the projector of a policy's state",
+            "this file is not the projector of a policy's state",
             where=str(file),
             found=shapes or type(content).__name__,
             allowed=allowed,
@@ -116,7 +116,7 @@ def read_mapping(file: Path) -> dict[str, Any] | None:
             f"cannot read this file: {error}", where=str(file), allowed="JSON", fix="copy or download it again"
         ) from error
     if not isinstance(content, dict):
-        raise ConfigError("this file must have a mapping", where=str(file), found=content, allowed="JSON: a mapping")
+        raise ConfigError("this file must hold a mapping", where=str(file), found=content, allowed="JSON: a mapping")
     return content
 
 
@@ -129,5 +129,5 @@ def _refuse_other_parts(folder: Path) -> None:
                 where=str(folder),
                 found=files,
                 allowed="a policy of discrete actions without FiLM, such as SimpleVLA-RL's",
-                fix="use another checkpoint; removing the file leaves a policy that was not trained to act without it",
+                fix="use another checkpoint; the policy was not trained to act without this file",
             )

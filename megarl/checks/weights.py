@@ -181,7 +181,7 @@ def _check_tensors(folder: Path, forms: list[Shapes], place: dict[str, Stored], 
         file, dtype, stored = place[name]
         if stored != shape:
             raise ConfigError(
-                f"tensor {name!r} has another shape than config.json implies",
+                f"tensor {name!r} has a different shape than config.json implies",
                 where=str(file),
                 found=stored,
                 allowed=[shape],

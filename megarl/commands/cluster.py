@@ -98,7 +98,9 @@ def _submit(arguments: argparse.Namespace, config: RunConfig) -> int:
     check_cluster(job)
     run_dir = make_run_dir(config, arguments.run_dir, arguments.job)
     if not (result := check_run_folder(run_dir)).ok:
-        raise UserError("the run folder cannot be used", where="--run-dir", found=result.reason, fix="name another")
+        raise UserError(
+            "the run folder cannot be used", where="--run-dir", found=result.reason, fix="name another folder"
+        )
     if (active := _active_job(run_dir)) is not None:
         state, fix = f"job {active[0]}, {active[1]}", f"wait for the job to end, or run megarl cancel {run_dir}"
         raise UserError("this run has a job that is still active", where="--run-dir", found=state, fix=fix)

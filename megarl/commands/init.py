@@ -185,7 +185,7 @@ def run(arguments: argparse.Namespace) -> int:
     file = arguments.file if arguments.file.suffix in (".yaml", ".yml") else Path(f"{arguments.file}.yaml")
     if file.exists():
         fix = "name another file, or remove this one"
-        raise UserError("file already exists", where="megarl init", found=str(file), fix=fix)
+        raise UserError("the file already exists", where="megarl init", found=str(file), fix=fix)
     if arguments.gpus is not None and arguments.gpus < 0:
         raise ConfigError(
             "the number of GPUs is negative",
@@ -379,7 +379,7 @@ def reward_for(answers: list[Any], columns: Sequence[str]) -> _Settings:
         algorithm = next((name for name, needed in _LEARNT.items() if set(needed) <= set(columns)), None)
         pairs = f"--algorithm {algorithm}, which learns from {' and '.join(_LEARNT[algorithm])}; " if algorithm else ""
         raise UserError(
-            "no column has a usual name of answers, and no reward is given",
+            "no column has a usual name for answers, and no reward is given",
             where="--data",
             found=f"columns here: {', '.join(columns)}" if columns else None,
             allowed=f"a column {', '.join(_ANSWERS)}; or a reward: {', '.join(REWARDS.names())} or file.py:function",

@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.write is not None and not arguments.search:
         raise UserError("--write needs --search", where="--write", found=str(arguments.write), fix="add --search")
     if arguments.write is not None and arguments.write.exists():
-        raise UserError("file already exists", where="--write", found=str(arguments.write), fix="name another one")
+        raise UserError("the file already exists", where="--write", found=str(arguments.write), fix="name another one")
     config = load_config(arguments.recipe, arguments.overrides, components=COMPONENTS)
     if (problem := config.task.plan_problem()) is not None:
         raise problem

@@ -31,7 +31,7 @@ def check_push(name: str) -> None:
         validate_repo_id(name)
     except HFValidationError as error:
         fix = "name it USER/MODEL or ORGANISATION/MODEL"
-        raise ConfigError(f"invalid repository name: {error}", where=_WHERE, found=name, fix=fix) from error
+        raise ConfigError(f"the repository name is invalid: {error}", where=_WHERE, found=name, fix=fix) from error
     if constants.is_offline_mode():
         problem = "uploads are impossible because the hub is switched off"
         raise ConfigError(problem, where=_WHERE, found="HF_HUB_OFFLINE", fix="unset the variable")
@@ -62,7 +62,7 @@ def push(folder: Path, name: str, *, public: bool = False) -> str:
     if not closed:
         raise MegarlError(
             f"the repository {name} exists and is public, so nothing was uploaded; the export is in {folder}\n  fix:  "
-            f"   name another, or upload it with: hf upload {name} {folder} ."
+            f"   name another repository, or upload it with: hf upload {name} {folder} ."
         )
     return str(made)
 

@@ -172,7 +172,7 @@ def translate(source: OtherSettings, gpus: int | None) -> Translation:
         made = _trl(source, gpus)
     else:
         raise UserError(
-            "these settings are not of TRL, verl or NeMo-RL",
+            "these are not settings of TRL, verl or NeMo-RL",
             where="--from",
             found=", ".join(sorted(heads)[:8]) or "no setting",
             allowed="a YAML or JSON file of one of these trainers, or a text file with its command line",

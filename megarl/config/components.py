@@ -96,7 +96,12 @@ def settings_at(where: str, own: Mapping[str, Any], model: type[Section]) -> Any
     known = {key: value for key, value in own.items() if key in model.model_fields}
     missing = [key for key, field in model.model_fields.items() if field.is_required() and key not in own]
     if missing:
-        raise ConfigError(f"{missing[0]!r} is missing", where=where, found=dict(own), allowed=list(model.model_fields))
+        raise ConfigError(
+            f"the required key {missing[0]!r} is missing",
+            where=where,
+            found=dict(own),
+            allowed=list(model.model_fields),
+        )
     checked = known if model.model_config.get("extra") == "allow" else own
     _, problems = settle(where, where, checked, model, lambda key: {}, name_key=where, shared=[])
     raise_problems(problems)

@@ -30,20 +30,24 @@ def _matching(pattern: str, form: str) -> AfterValidator:
 
 def _one_word(text: str) -> str:
     if not text or not text.isprintable() or text != "".join(text.split()) or any(sign in text for sign in "\"'\\"):
-        raise ValueError("one word without quotes")
+        raise ValueError("the value must be one word without quotes")
     return text
 
 
 def _one_line(text: str) -> str:
     if not text or not text.isprintable() or any(sign in text for sign in '"\\'):
-        raise ValueError('one line without control characters, " and \\')
+        raise ValueError('the value must be one line without control characters, " and \\')
     return text
 
 
 def _named(values: dict[str, str]) -> dict[str, str]:
     wrong = [name for name in values if not (name.isidentifier() and name.isascii())]
     if wrong or any("\0" in value for value in values.values()):
-        raise ValueError(f"names of letters, digits and _, not {wrong[0]!r}" if wrong else "values without NUL")
+        raise ValueError(
+            f"names must have only letters, digits and _, unlike {wrong[0]!r}"
+            if wrong
+            else "values must not contain NUL"
+        )
     return values
 
 
@@ -61,9 +65,9 @@ def option_parts(text: str) -> tuple[str, str]:
 def _option(text: str) -> str:
     name, _ = option_parts(text)
     if not name.startswith("-"):
-        raise ValueError(f"an option of sbatch begins with -, such as --exclusive, unlike {text!r}")
+        raise ValueError(f"an option of sbatch must begin with -, such as --exclusive, not {text!r}")
     if name in _WRITTEN:
-        raise ValueError(f"an option without a key of its own: {name} comes from {_WRITTEN[name]}")
+        raise ValueError(f"the batch script sets the option {name} itself ({_WRITTEN[name]})")
     return text
 
 
@@ -106,7 +110,7 @@ def _texts(values: object) -> object:
     if not isinstance(values, dict):
         return values
     if wrong := [name for name, value in values.items() if isinstance(value, bool) or value is None]:
-        raise ValueError(f"{wrong[0]} needs quotes, as '1' or 'true'")
+        raise ValueError(f"{wrong[0]} needs quotes, such as '1' or 'true'")
     return {name: str(value) if isinstance(value, int | float) else value for name, value in values.items()}
 
 

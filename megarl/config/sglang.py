@@ -146,7 +146,7 @@ class SGLangConfig(Section):
         name = self.api_key_env
         if name is not None and name not in os.environ:
             raise ConfigError(
-                "environment variable not set",
+                "the environment variable is not set",
                 where="rollout.sglang.api_key_env",
                 found=name,
                 allowed="the name of a variable that holds the servers' API key, or null",

@@ -143,7 +143,7 @@ def _load(kind: type[Any], text: str, walk: Callable[[yaml.Node], None]) -> Any:
         walk(node)
         return loader.construct_document(node)
     except RecursionError:
-        problem = f"more than {_DEEPEST} nested mappings and lists"
+        problem = f"the file nests mappings and lists more than {_DEEPEST} levels deep"
         raise _TooLargeError(problem=problem) from None
     finally:
         if loader is not None:
@@ -171,9 +171,9 @@ def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int]], depth: int) -> 
         size, levels = 1 + sum(part[0] for part in parts), 1 + max((part[1] for part in parts), default=0)
         sizes[id(node)] = size, levels
     if not size or depth + levels > _DEEPEST:
-        raise _too_large(f"more than {_DEEPEST} nested mappings and lists", node)
+        raise _too_large(f"the file nests mappings and lists more than {_DEEPEST} levels deep", node)
     if size > _MOST:
-        raise _too_large(f"its aliases stand for more than {_MOST:,} values", node)
+        raise _too_large(f"the aliases of the file stand for more than {_MOST:,} values", node)
     return size, levels
 
 

@@ -159,7 +159,7 @@ class Host:
             else:
                 reply.observation, reply.images = await self.call(taken_apart, reply.observation, self._images)
         except UserError as error:
-            raise _Refused(f"returned an observation that cannot be read: {error}") from error
+            raise _Refused(f"the environment returned an observation that cannot be read: {error}") from error
         return reply
 
     async def _in_time(self, work: Awaitable[_Outcome]) -> Any:
@@ -168,7 +168,7 @@ class Host:
         done, _ = await asyncio.wait({task}, timeout=self._answer_s)
         if not done:
             task.cancel()
-            raise _Late(f"did not reply within {self._answer_s:g} s")
+            raise _Late(f"the environment did not reply within {self._answer_s:g} s")
         result, error = task.result()
         if error is not None:
             raise error
@@ -273,7 +273,7 @@ async def _guarded(what: str, call: Callable[[], Awaitable[Reply]]) -> Reply:
     try:
         return await call()
     except _Refused as error:
-        return Reply(error=f"{what} {error}", repeats=not isinstance(error, _Late))
+        return Reply(error=f"{what}: {error}", repeats=not isinstance(error, _Late))
     except _CONTAINED as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{what} raised {describe(error)}"
@@ -291,18 +291,19 @@ class _Late(_Refused):
 
 def _reply_of(value: Any) -> Reply:
     if not isinstance(value, tuple) or len(value) != len(Step._fields):
-        raise _Refused(f"returned {value!r:.80}; allowed: Step(observation, reward, done, info)")
+        raise _Refused(f"the environment returned {value!r:.80}; allowed: Step(observation, reward, done, info)")
     observation, reward, done, info = value
     if isinstance(reward, str | bytes) or not hasattr(reward, "__float__") or not math.isfinite(float(reward)):
-        raise _Refused(f"returned the reward {reward!r:.80}, which is not a finite number")
+        raise _Refused(f"the environment returned the reward {reward!r:.80}, which is not a finite number")
     numbers = {str(name): float(number) for name, number in dict(info).items()}
     if reserved := sorted(set(numbers) & set(_TAKEN)):
-        raise _Refused(f"returned the info {reserved[0]!r}; allowed: names other than {', '.join(_TAKEN)}")
+        names = ", ".join(_TAKEN)
+        raise _Refused(f"the environment returned the info {reserved[0]!r}; allowed: names other than {names}")
     if not all(map(math.isfinite, numbers.values())):
-        raise _Refused(f"returned the info {numbers}; allowed: finite numbers")
+        raise _Refused(f"the environment returned the info {numbers}; allowed: finite numbers")
     observation = None if done else _plain_observation(observation)
     if not done and not observation:
-        raise _Refused("returned no observation, and the episode is not done")
+        raise _Refused("the environment returned no observation, and the episode is not done")
     return Reply(observation, float(reward), bool(done), numbers)
 
 
@@ -318,5 +319,6 @@ def _plain_observation(value: Any) -> Any:
         if are_parts(value) or all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in value):
             return list(value)
     raise _Refused(
-        f"returned the observation {value!r:.80}; allowed: text, chat messages, token ids, parts of text and images"
+        f"the environment returned the observation {value!r:.80}; allowed: text, chat messages, token ids, parts of "
+        "text and images"
     )

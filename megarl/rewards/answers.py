@@ -31,13 +31,13 @@ def answer_texts(value: Any, answers: Answers) -> list[str]:
         return [text for item in value for text in answer_texts(item, "one")]
     if isinstance(value, str):
         if not value.strip():
-            raise ValueError("it is empty")
+            raise ValueError("the answer is empty")
         return [value]
     if isinstance(value, bool) or not isinstance(value, int | float):
         kind = _KINDS.get(type(value).__name__, f"a value of type {type(value).__name__}")
-        raise ValueError("the list is empty" if value == [] and answers == "any" else f"it is {kind}")
+        raise ValueError("the list is empty" if value == [] and answers == "any" else f"the answer is {kind}")
     if not math.isfinite(value):
-        raise ValueError("it is not a finite number")
+        raise ValueError("the answer is not a finite number")
     return [str(value)]
 
 

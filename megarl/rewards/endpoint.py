@@ -117,7 +117,7 @@ class ScoreServer:
             time.sleep(max(0.0, min(wait, deadline - time.monotonic())) if attempts <= self.retries else 0.0)
             wait = min(2 * wait, _LONGEST_WAIT_S)
         tries = f"{attempts} attempt{'s' if attempts != 1 else ''}"
-        raise NoAnswer(f"got no score from {mask(self.url)} after {tries}: {last}")
+        raise NoAnswer(f"the server at {mask(self.url)} returned no score after {tries}: {last}")
 
     def _post(self, data: bytes, timeout_s: float) -> bytes:
         """Return the reply to a post, or raise if it is not complete in time."""
@@ -131,7 +131,7 @@ class ScoreServer:
                 parts.append(part)
                 size += len(part)
                 if time.monotonic() > end:
-                    raise TimeoutError("timed out in the middle of the reply")
+                    raise TimeoutError("the server began a reply, but did not finish it in time")
                 if size > _LARGEST:
                     raise ValueError(f"the reply has more than {_LARGEST >> 20} MB")
         return b"".join(parts)

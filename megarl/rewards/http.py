@@ -82,7 +82,7 @@ def _scores(answer: Any, count: int) -> list[Any]:
     scores = answer.get("scores") if isinstance(answer, dict) else answer
     if not isinstance(scores, list) or len(scores) != count:
         reply = f"{len(scores)} scores" if isinstance(scores, list) else f"{answer!r:.200}"
-        raise ValueError(f"{reply} for {count} samples")
+        raise ValueError(f"the server returned {reply} for {count} samples")
     return scores
 
 

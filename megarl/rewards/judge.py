@@ -154,11 +154,11 @@ def _count_call(options: JudgeSettings) -> None:
     try:
         left = _append(calls, options.budget)
     except OSError as error:
-        raise NoAnswer(f"got no score: {calls} cannot count the judge's calls: {error.strerror or error}") from error
+        problem = error.strerror or error
+        raise NoAnswer(f"the file {calls}, which counts the judge's calls, cannot be written: {problem}") from error
     if not left:
         raise NoAnswer(
-            f"got no score: the judge's budget of {options.budget} calls is used up ({calls} counts them); raise "
-            "reward.kwargs.budget"
+            f"the judge's budget of {options.budget} calls is used up ({calls} counts them); raise reward.kwargs.budget"
         )
 
 
@@ -200,7 +200,7 @@ def _score(answer: Any, low: float, high: float) -> float:
             if not low <= score <= high:
                 raise ValueError(f"the judge's score {score:g} is not between {low:g} and {high:g}")
             return score
-    raise ValueError(f"no JSON object with a score: {text!r:.200}")
+    raise ValueError(f"the judge's reply has no JSON object with a score: {text!r:.200}")
 
 
 def _body(options: JudgeSettings, question: str) -> dict[str, Any]:
@@ -232,7 +232,7 @@ def _template(text: str) -> Any:
     try:
         return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(text)
     except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"line {error.lineno}: {error.message}") from error
+        raise ValueError(f"line {error.lineno} of the template is invalid: {error.message}") from error
 
 
 def _rendered(template: Any, sample: Sample, options: JudgeSettings) -> str:

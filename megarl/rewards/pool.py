@@ -163,13 +163,15 @@ class ScorerPool:
                 for message in worker.receive():
                     self._on_message(worker, message, batch.outcomes)
             except Malformed as error:
-                self._on_loss(worker, batch, f"wrote {error}")
+                self._on_loss(worker, batch, f"wrote an invalid message: {error}")
             except EOFError:
                 self._on_loss(worker, batch, None)
         if self._sample_limit_s is not None:
             for worker in [w for w in self._workers if w.chunk and time.monotonic() > w.since + self._sample_limit_s]:
                 left = worker.left  # no sample is left when the last message of a chunk is missing
-                late = ScoringFailure(f"did not finish within reward.sample_timeout_s = {self._sample_limit_s:g}")
+                late = ScoringFailure(
+                    f"the function did not finish within reward.sample_timeout_s = {self._sample_limit_s:g}"
+                )
                 for blamed in left[:1]:
                     batch.outcomes[blamed] = late if self._limit_result is None else dict(self._limit_result)
                 self._drop(worker)
@@ -188,27 +190,29 @@ class ScorerPool:
         or the process could not load the function; raise Malformed if the message is invalid in this state."""
         kind = message.get("kind")
         if kind == "scored" and worker.chunk:
-            index = whole(message.get("index"), range(len(worker.chunk)), "an answer for the sample")
+            index = whole(message.get("index"), range(len(worker.chunk)), "the sample's index in an answer")
             position = worker.chunk[index]
             if position in worker.done and self._mode == "sequential":
                 for taken_over in worker.chunk[index:]:  # this sample's code sent replies in the name of its process
                     outcomes.pop(taken_over, None)
                     worker.done.discard(taken_over)
-                raise Malformed(f"a second answer for sample {index} of its {len(worker.chunk)}")
+                raise Malformed(f"the process answered twice for sample {index} of {len(worker.chunk)}")
             if position in worker.done or (self._mode == "sequential" and position != worker.left[0]):
-                raise Malformed(f"an answer for sample {index} of its {len(worker.chunk)}, which is not in work")
+                raise Malformed(
+                    f"the process answered for sample {index} of {len(worker.chunk)}, which it is not scoring"
+                )
             outcomes[position] = outcome_of(message, self._read)
             worker.done.add(position)
             worker.since = time.monotonic()
         elif kind == "idle" and worker.chunk and (not worker.left or self._stopped(worker, outcomes)):
             worker.chunk = []
         elif kind == "ready" and not worker.ready:
-            self.asks_images = flag(message.get("images"), "the wish for images")
+            self.asks_images = flag(message.get("images"), "the field `images` of an answer")
             worker.ready = True
         elif kind == "refused" and (not worker.ready or self._setup["name"] in REWARDS.names()):
             raise ConfigError(cut(str(message.get("text")), _REFUSAL))
         else:
-            raise Malformed(f"a message {short(kind)} where none is due")
+            raise Malformed(f"the process sent a message of kind {short(kind)} that was not expected")
 
     def _stopped(self, worker: PoolProcess, outcomes: dict[int, Outcome]) -> bool:
         return worker.stops and any(isinstance(outcomes[i], ScoringFailure) for i in worker.done)

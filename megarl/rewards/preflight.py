@@ -93,9 +93,9 @@ def _answered(line: bytes) -> tuple[dict[str, Any] | None, object]:
     message = parsed(line, _DEPTH)
     error = message.get("error")
     if message.keys() != {"error", "value"} or not (error is None or isinstance(error, dict)):
-        raise Malformed("no answer")
+        raise Malformed("this line of output is not an answer")
     if error is not None and (error.keys() != set(_PARTS) or not isinstance(error["what"], str)):
-        raise Malformed("no error")
+        raise Malformed("the answer has an invalid error")
     return error, message["value"]
 
 

@@ -121,7 +121,9 @@ class RewardRunner:
                     handle.started is not None and time.monotonic() > handle.started + self._cfg.timeout_s
                 ):
                     index = min(handle.progress, len(handle.samples) - 1)
-                    failure = ScoringFailure(f"did not finish within reward.timeout_s = {self._cfg.timeout_s:g}")
+                    failure = ScoringFailure(
+                        f"the function did not finish within reward.timeout_s = {self._cfg.timeout_s:g}"
+                    )
                     fix = "raise reward.timeout_s, or set reward.workers: 2 for processes that score at the same time"
                     self._stuck = _describe(self._cfg.name, handle.samples, index, failure, fix)
                     raise RewardError(self._stuck) from None
@@ -208,8 +210,8 @@ def reward_metrics(results: list[Result]) -> Metrics:
 
 def _describe(name: str, samples: list[Sample], index: int, failure: ScoringFailure, fix: str | None = None) -> str:
     sample, reason = samples[index], failure.reason
-    if reason.startswith(("raised", "returned", "did not")):
-        reason = f"failed: the function {reason}"
+    if reason.startswith("the "):
+        reason = f"failed: {reason}"
     lines = [
         f"reward {name!r}: sample {index} of {len(samples)} {reason}",
         f"  uid:      {sample.get('uid')!r}",

@@ -89,10 +89,10 @@ def _call_batch(scorer: Scorer, samples: list[Sample]) -> tuple[ScoringFailure |
         values = scorer.function(samples, **scorer.kwargs)
         if isinstance(values, dict | set | frozenset | str | bytes) or not hasattr(values, "__len__"):
             raise _Refused(
-                f"returned {shortened(repr(values), 80)} for {len(samples)} samples instead of a list of results"
+                f"the function returned {shortened(repr(values), 80)} for {len(samples)} samples instead of a list"
             )
         if len(values) != len(samples):
-            raise _Refused(f"returned {len(values)} results for {len(samples)} samples")
+            raise _Refused(f"the function returned {len(values)} results for {len(samples)} samples")
         returned.extend(values)
 
     failure = _guard(scorer, call)
@@ -121,7 +121,7 @@ def _guard(scorer: Scorer, call: Callable[[], Any]) -> Any:
         if isinstance(error, ConfigError) and scorer.name in REWARDS.names():
             raise
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        reason = f"raised {describe(error)}"
+        reason = f"the function raised {describe(error)}"
         return ScoringFailure(f"{reason}{notes}", location(error, scorer.file))
 
 
@@ -130,16 +130,18 @@ def _checked(value: Any) -> Result:
     if not isinstance(value, dict):
         return {"overall": _finite(value, "")}
     if "overall" not in value:
-        raise _Refused(f"returned a dict without 'overall': {shortened(repr(value), 80)}")
+        raise _Refused(f"the function returned a dict without 'overall': {shortened(repr(value), 80)}")
     if len(value) > MAX_PARTS:
-        raise _Refused(f"returned {len(value)} parts; allowed: {MAX_PARTS}")
+        raise _Refused(f"the function returned {len(value)} parts; allowed: at most {MAX_PARTS}")
     result: Result = {}
     for name, part in value.items():
         if name == EXTRACTED_KEY:  # a number counts as its text, otherwise 0 would be no vote
             is_text = part is None or isinstance(part, str)
             result[name] = cut(part or "", MAX_EXTRACTED) if is_text else str(_finite(part, f" for part {name!r}"))
         elif len(str(name)) > MAX_NAME:
-            raise _Refused(f"returned a part with a name of {len(str(name))} characters; allowed: {MAX_NAME}")
+            raise _Refused(
+                f"the function returned a part with a name of {len(str(name))} characters; allowed: at most {MAX_NAME}"
+            )
         else:
             result[str(name)] = _finite(part, f" for part {name!r}")
     return result
@@ -147,12 +149,14 @@ def _checked(value: Any) -> Result:
 
 def _finite(value: Any, part: str) -> float:
     if value is None or isinstance(value, (str, bytes, complex)) or not hasattr(value, "__float__"):
-        raise _Refused(f"returned {shortened(repr(value), 80)}{part}, which is not a number")
+        raise _Refused(f"the function returned {shortened(repr(value), 80)}{part}, which is not a number")
     number = float(value)
     if not math.isfinite(number):
-        raise _Refused(f"returned {number}{part}")
+        raise _Refused(f"the function returned {number}{part}, which is not a finite number")
     if abs(number) > LARGEST:
-        raise _Refused(f"returned {number:g}{part}; allowed: up to {LARGEST:g}, whose squares float32 can hold")
+        raise _Refused(
+            f"the function returned {number:g}{part}; allowed: at most {LARGEST:g}, so that float32 can hold its square"
+        )
     return number
 
 
@@ -175,17 +179,17 @@ def outcome_of(message: dict[str, Any], read: Reading) -> Outcome:
         return read(message["result"])
     failure = message.get("failure")
     if not isinstance(failure, dict) or failure.keys() != {"reason", "where", "collateral"}:
-        raise Malformed("an answer with neither a result nor a failure")
-    where = None if failure["where"] is None else text(failure["where"], _WHERE, "the place of a failure")
-    reason = text(failure["reason"], _REASON, "the reason of a failure")
-    return ScoringFailure(reason, where, flag(failure["collateral"], "the blame for a failure"))
+        raise Malformed("the answer has neither a result nor a failure")
+    where = None if failure["where"] is None else text(failure["where"], _WHERE, "the field `where` of a failure")
+    reason = text(failure["reason"], _REASON, "the field `reason` of a failure")
+    return ScoringFailure(reason, where, flag(failure["collateral"], "the field `collateral` of a failure"))
 
 
 def read_reward(value: Any) -> Result:
     """Return a reward: finite numbers by name, including `overall`, and text under `extracted`. Raise Malformed if the
     value is not a reward."""
     if not isinstance(value, dict) or "overall" not in value or len(value) > MAX_PARTS:
-        raise Malformed(f"an invalid reward: {short(value)}")
+        raise Malformed(f"a reward must be a mapping of at most {MAX_PARTS} parts with `overall`, not {short(value)}")
     reward: Result = {}
     for name, part in value.items():
         if name == EXTRACTED_KEY:

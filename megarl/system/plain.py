@@ -21,7 +21,7 @@ _SHOWN = 40  # characters of an invalid value that errors show
 
 
 class Malformed(ValueError):
-    """A process sent an invalid message. The error's text completes the sentence "it wrote ..."."""
+    """A process sent an invalid message."""
 
 
 def pack(header: Mapping[str, Any], body: bytes = b"", *, finite: bool = True) -> bytes:
@@ -61,7 +61,7 @@ class PlainInbox:
         sizes = _LENGTHS.unpack_from(self._held)
         for part, size, limit in zip(("header", "body"), sizes, self._limits, strict=True):
             if size > limit:
-                raise Malformed(f"a message whose {part} has {size} bytes; allowed: {limit}")
+                raise Malformed(f"the {part} of the message has {size} bytes; allowed: at most {limit}")
         middle, end = start + sizes[0], start + sum(sizes)
         if len(self._held) < end:
             return None
@@ -75,16 +75,16 @@ def parsed(text: bytes, depth: int | None) -> dict[str, Any]:
     try:
         header = json.loads(text.decode("utf-8", "surrogatepass"), parse_constant=_constant if depth else None)
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"a message that is not JSON ({error})") from None
+        raise Malformed(f"the message is not JSON ({error})") from None
     if not isinstance(header, dict):
-        raise Malformed(f"a message that is not a JSON object: {short(header)}")
+        raise Malformed(f"the message is not a JSON object: {short(header)}")
     if depth is not None and nested_deeper(header, depth):
-        raise Malformed(f"a message with more than {depth} nested lists and objects")
+        raise Malformed(f"the message nests lists and objects more than {depth} levels deep")
     return header
 
 
 def _constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number in JSON")
+    raise ValueError(f"JSON has no number {name}")
 
 
 def nested_deeper(value: Any, depth: int) -> bool:
@@ -108,28 +108,28 @@ def number(value: Any, what: str) -> float:
         with contextlib.suppress(OverflowError):  # an integer too large for a float
             if math.isfinite(converted := float(value)):
                 return converted
-    raise Malformed(f"{what} {short(value)}; allowed: a finite number")
+    raise Malformed(f"{what} must be a finite number, not {short(value)}")
 
 
 def whole(value: Any, limits: range, what: str) -> int:
     """Return `value` as an integer within `limits`, or raise Malformed; `what` names the field."""
     if not isinstance(value, int) or isinstance(value, bool) or value not in limits:
-        raise Malformed(f"{what} {short(value)}; allowed: an integer from {limits.start} to {limits.stop - 1}")
+        raise Malformed(f"{what} must be an integer from {limits.start} to {limits.stop - 1}, not {short(value)}")
     return value
 
 
 def flag(value: Any, what: str) -> bool:
     """Return `value`, true or false, or raise Malformed; `what` names the field."""
     if not isinstance(value, bool):
-        raise Malformed(f"{what} {short(value)}; allowed: true or false")
+        raise Malformed(f"{what} must be true or false, not {short(value)}")
     return value
 
 
 def text(value: Any, limit: int, what: str) -> str:
     """Return `value` as text of at most `limit` characters, or raise Malformed; `what` names the field."""
     if not isinstance(value, str) or len(value) > limit:
-        shown = f"of {len(value)} characters" if isinstance(value, str) else short(value)
-        raise Malformed(f"{what} {shown}; allowed: text of at most {limit} characters")
+        shown = f"{len(value)} characters" if isinstance(value, str) else short(value)
+        raise Malformed(f"{what} must be text of at most {limit} characters, not {shown}")
     return value
 
 

@@ -113,14 +113,17 @@ def test_a_published_file_may_lack_a_mask_and_have_more(tmp_path):
     [
         ("{", r"dataset_statistics\.json: cannot read the action statistics"),
         ("[]", r"dataset_statistics\.json: the file must map data sets to statistics"),
-        ({"goal": {}}, r"json: goal: the entry has no 'action'"),
-        ({"goal": {"action": {"mean": [0]}}}, r"json: goal\.action: statistic 'std' is missing"),
-        ({"goal": {"action": entry(q99=[1.0])}}, r"(?s)goal\.action: statistics differ in length.*'q99': \[1\]"),
+        ({"goal": {}}, r"json: goal: the statistics of this data set have no 'action'"),
+        ({"goal": {"action": {"mean": [0]}}}, r"json: goal\.action: the statistic 'std' is missing"),
+        (
+            {"goal": {"action": entry(q99=[1.0])}},
+            r"(?s)goal\.action: the lists of the statistics differ in length.*'q99': \[1\]",
+        ),
         ({"goal": {"action": entry(mask=[1] * 7)}}, r"goal\.action: `mask` must be a list of true and false"),
-        ({"goal": {"action": entry(min=["a"] * 7)}}, r"goal\.action: statistics must be lists of numbers"),
+        ({"goal": {"action": entry(min=["a"] * 7)}}, r"goal\.action: the statistics must be lists of numbers"),
         (
             {"goal": {"action": entry(), "proprio": entry(2, std=[0, float("nan")])}},
-            r"goal\.proprio\.std\[1\]: value is not finite",
+            r"goal\.proprio\.std\[1\]: a value is not finite",
         ),
     ],
 )
@@ -163,7 +166,7 @@ def test_a_missing_data_set_lists_those_there_are(key, message):
         (np.zeros((3, 7)), np.zeros((4, 8)), r"(?s)episode 1: states have a different shape.*\[4, 8\].*\[3, 8\]"),
         (np.zeros((3, 7)), None, "episode 1: some episodes have states"),
         (np.zeros((0, 7)), np.zeros((0, 8)), "episode 1: actions have a different shape"),
-        (np.full((3, 7), np.nan), np.zeros((3, 8)), r"episode 1: actions\[0, 0\]: value is not finite"),
+        (np.full((3, 7), np.nan), np.zeros((3, 8)), r"episode 1: actions\[0, 0\]: a value is not finite"),
     ],
 )
 def test_a_wrong_episode_is_named_and_not_counted(actions, states, message):
@@ -177,5 +180,5 @@ def test_a_wrong_episode_is_named_and_not_counted(actions, states, message):
 def test_no_episodes_have_no_statistics():
     with pytest.raises(DataError, match="cannot compute statistics without episodes"):
         StatisticsCollector().finish()
-    with pytest.raises(DataError, match="statistics differ in length"):
+    with pytest.raises(DataError, match="the lists of the statistics differ in length"):
         ActionStatistics.of(values(), [True])

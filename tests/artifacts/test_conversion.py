@@ -33,7 +33,7 @@ def test_what_can_be_converted_passes(run_dir):
         ("checkpoints/step_9", "../file", 4.0, ["not an empty folder"]),
         ("checkpoints/step_9", "../file/below", 4.0, ["cannot create the target below a file"]),
         ("checkpoints/step_9", "/proc/new", 4.0, ["cannot write into", "'/proc'"]),  # not even by root
-        ("checkpoints/step_9", "new", 0.0, ["--max-shard-gb", "file size must be above 0"]),
+        ("checkpoints/step_9", "new", 0.0, ["--max-shard-gb", "the size of a file must be above 0"]),
     ],
 )
 def test_what_cannot_is_refused(run_dir, source, target, gb, words):

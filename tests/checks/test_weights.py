@@ -100,7 +100,7 @@ def test_tensors_that_nothing_reads_are_refused(tmp_path: Path, extra: str, crit
         ("text", ["model-2.safetensors", "ends inside its header"]),
         ("lost", ["model-2.safetensors", "is missing", f"listed in {INDEX}"]),
         ("tensor", ["'model.norm.weight' is missing"]),
-        ("shape", ["model-2.safetensors", "'model.norm.weight' has another shape", "(9,)", "(8,)"]),
+        ("shape", ["model-2.safetensors", "'model.norm.weight' has a different shape", "(9,)", "(8,)"]),
         ("index", [INDEX, "cannot read the index"]),
     ],
 )

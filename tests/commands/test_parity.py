@@ -136,7 +136,7 @@ def test_the_server_has_ended_before_the_models_are_loaded(tmp_path, monkeypatch
 
 def test_a_run_folder_is_answered_with_its_model(tmp_path, capsys):
     assert cli.main(["doctor", "parity", str(tmp_path / "nosuch")]) == 2
-    assert "megarl doctor parity: folder does not exist" in capsys.readouterr().err
+    assert "megarl doctor parity: the folder does not exist" in capsys.readouterr().err
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
     assert cli.main(["doctor", "parity", str(tmp_path)]) == 2

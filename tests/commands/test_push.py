@@ -174,7 +174,7 @@ def test_a_public_repository_is_not_written_unasked(hub, run):
 
 
 def test_what_cannot_work_is_refused_before_the_conversion(monkeypatch, tmp_path, hub):
-    with pytest.raises(ConfigError, match="invalid repository name"):
+    with pytest.raises(ConfigError, match="the repository name is invalid"):
         check_push("me/my/model")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="switched off"):

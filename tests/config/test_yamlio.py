@@ -18,11 +18,11 @@ CHAIN = "\n".join([f"a{i}: &a{i} [{f'*a{i - 1}' if i else 'x'}]" for i in range(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (f"a: {LISTS}", "more than 64 nested mappings and lists"),
-        (f"a: {MAPPINGS}", "more than 64 nested mappings and lists"),
-        (CHAIN, "more than 64 nested mappings and lists"),
-        (OF_LISTS, "its aliases stand for more than 1,000,000 values"),
-        (OF_MAPPINGS, "its aliases stand for more than 1,000,000 values"),
+        (f"a: {LISTS}", "the file nests mappings and lists more than 64 levels deep"),
+        (f"a: {MAPPINGS}", "the file nests mappings and lists more than 64 levels deep"),
+        (CHAIN, "the file nests mappings and lists more than 64 levels deep"),
+        (OF_LISTS, "the aliases of the file stand for more than 1,000,000 values"),
+        (OF_MAPPINGS, "the aliases of the file stand for more than 1,000,000 values"),
         ("a: &a [1, *a]", "an alias leads back to the list that contains it"),
         ("a: &a {b: [*a]}", "an alias leads back to the mapping that contains it"),
     ],

@@ -84,7 +84,7 @@ def test_a_letter_of_another_tokenizer_ends_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["2", True, -1, [2, None], {"a": 1}])
 def test_what_is_no_token_id_is_refused(tmp_path: Path, wrong: object) -> None:
-    with pytest.raises(ConfigError, match="invalid end token"):
+    with pytest.raises(ConfigError, match="the end token is invalid"):
         end_token_ids(folder_of(tmp_path, None, eos_token_id=wrong))
 
 

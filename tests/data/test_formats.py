@@ -97,7 +97,9 @@ def test_dapo(recipe, tokenizer):
     }
     config = recipe([row], "data.answer_key=reward_model.ground_truth", "reward.name=numeric")
     assert prompts(config, tokenizer).answers == ["34"]
-    with pytest.raises(DataError, match=r"cannot use the answer in 'reward_model': it is an object(?s:.*)ground_truth"):
+    with pytest.raises(
+        DataError, match=r"cannot use the answer in 'reward_model': the answer is an object(?s:.*)ground_truth"
+    ):
         check_rows(recipe([row], "data.answer_key=reward_model", "reward.name=math"), "train")
     with pytest.raises(DataError, match=r"no column 'answer'(?s:.*)such as 'reward_model.ground_truth'"):
         check_rows(recipe([row], "reward.name=math"), "train")

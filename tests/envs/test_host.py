@@ -80,8 +80,8 @@ def host():
         ("coroutine exits", "step (turn 0) raised SystemExit: 4 ("),
         ("cancelled", "step (turn 0) raised CancelledError ("),
         ("own timeout", "step (turn 0) raised TimeoutError: its own ("),
-        ("late", "step (turn 0) did not reply within 2 s"),
-        ("hangs", "step (turn 0) did not reply within 2 s"),
+        ("late", "step (turn 0): the environment did not reply within 2 s"),
+        ("hangs", "step (turn 0): the environment did not reply within 2 s"),
     ],
 )
 def test_whatever_it_does_is_its_episodes_error_and_others_go_on(host, how, error):

@@ -226,7 +226,7 @@ def test_a_turn_without_a_call_is_the_last_one(answer):
         (call("misbehave", how="interrupt"), "error: KeyboardInterrupt"),
         (
             call("misbehave", how="write pickle -"),
-            "error: the tool lost its environment process, which wrote a message",
+            "error: the tool lost its environment process, which wrote an invalid message",
         ),
         (call("misbehave", how="write garbage -"), "error: the tool lost its environment process, which wrote"),
     ],

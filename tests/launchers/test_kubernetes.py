@@ -216,7 +216,7 @@ def test_claims_of_the_container_join_its_resources():
             r"container\.resources\.limits(?s:.*)launch\.kubernetes\.resources",
         ),
         ("container: {resources: 8}", r"container\.resources: invalid resources"),
-        ("container: {resources: {claims: gpus}}", r"container\.resources\.claims: invalid list"),
+        ("container: {resources: {claims: gpus}}", r"container\.resources\.claims: this key has an invalid list"),
         (
             "container: {resources: {claims: [{name: gpu}]}}, pod: {resourceClaims: [{name: gpus}]}",
             r"container\.resources\.claims: the pod does not have this claim(?s:.*)resourceClaims: gpus",

@@ -30,7 +30,7 @@ TEAMS = "placement.teams={a: {roles: [actor, rollout], devices: 2}, b: {roles: [
         (["launch.slurm.teams={b: {nodes: 2}}"], r"2 workers on 0 of cluster\.nnodes = 2"),
         (["launch.slurm.teams={b: {nodes: 1}}", "launch.spares=1"], r"launch\.spares"),
         (["launch.slurm.mounts=[/a:/b]"], r"launch\.slurm\.mounts(?s:.*)set launch\.slurm\.image"),
-        (["launch.slurm={image: x, mounts: [/a]}"], r"launch\.slurm\.mounts: invalid mount"),
+        (["launch.slurm={image: x, mounts: [/a]}"], r"launch\.slurm\.mounts: the mount of a container is invalid"),
         (["launch.slurm.image=./none.sqsh"], r"launch\.slurm\.image: this image file does not exist"),
         (["launch.slurm.image=oras://a/b:1"], r"launch\.slurm\.image: pyxis does not accept this name"),
         (

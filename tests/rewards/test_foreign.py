@@ -74,14 +74,18 @@ def test_a_sample_that_answers_for_its_process_is_the_one_to_blame(file, marker,
 def test_the_error_names_the_sample_and_what_was_written(file, marker):
     with pytest.raises(RewardError) as caught:
         score(file, ["fine", "oversized", "fine"])
-    for part in ("sample 1 of 3 lost its reward process, which wrote a message", "4294967280 bytes", "'oversized'"):
+    for part in (
+        "sample 1 of 3 lost its reward process, which wrote an invalid message",
+        "4294967280 bytes",
+        "'oversized'",
+    ):
         assert part in str(caught.value)
     assert not marker.exists()
 
 
 def test_a_file_that_writes_while_it_is_imported_is_named(file, marker):
     file.write_text(file.read_text() + f"\nattack({str(marker)!r}, 'pickle')\n")
-    with pytest.raises(RewardError, match=r"runs_code\.py:run_it' wrote a message(?s:.*)while it started"):
+    with pytest.raises(RewardError, match=r"runs_code\.py:run_it' wrote an invalid message(?s:.*)while it started"):
         score(file, ["fine"])
     assert not marker.exists()
 

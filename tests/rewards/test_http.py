@@ -142,7 +142,7 @@ def test_a_server_without_a_usable_answer_is_named_with_the_sample(served, monke
     served.answer = lambda request: answer
     with pytest.raises(RewardError) as error:
         scores("http", {"url": served.url, "retries": 1, "api_key_env": "MY_KEY"}, samples("2"))
-    assert f"reward 'http': sample 0 of 1 got no score from {served.url} " in str(error.value)
+    assert f"reward 'http': sample 0 of 1 failed: the server at {served.url} returned no score" in str(error.value)
     assert words in str(error.value)
     assert "response: '2'" in str(error.value)
     assert len(served.requests) == len(served.keys) == attempts
@@ -165,14 +165,14 @@ def test_the_deadline_of_a_batch_ends_all_attempts(served):
     over = threading.Event()
     served.answer = lambda request: over.wait() and None
     kwargs = {"url": served.url, "batch_size": 1, "concurrency": 1, "deadline_s": 2.0, "retries": 9}
-    with pytest.raises(RewardError, match=r"got no score from .* after 1 attempt: (TimeoutError|timeout)"):
+    with pytest.raises(RewardError, match=r"returned no score after 1 attempt: (TimeoutError|timeout)"):
         scores("http", kwargs, samples("2", "3", "4"))
     over.set()
     assert len(served.requests) == 1
 
 
 def test_a_server_that_is_not_there_is_named():
-    with pytest.raises(RewardError, match=r"got no score from http://127\.0\.0\.1:9 after 1 attempt: URLError"):
+    with pytest.raises(RewardError, match=r"http://127\.0\.0\.1:9 returned no score after 1 attempt: URLError"):
         scores("http", {"url": "http://127.0.0.1:9", "retries": 0}, samples("2"))
 
 
@@ -248,7 +248,9 @@ def test_a_verdict_in_other_words_is_read_where_no_schema_is_asked_for(served):
 )
 def test_a_verdict_of_no_use_is_asked_for_again_and_then_named(served, answer, words):
     served.answer = lambda request: answer
-    with pytest.raises(RewardError, match="reward 'judge': sample 0 of 1 got no score") as error:
+    with pytest.raises(
+        RewardError, match=r"reward 'judge': sample 0 of 1 failed: the server at .* returned no score"
+    ) as error:
         scores("judge", {"url": served.url, "model": "m", "retries": 2}, samples("2"))
     assert words in str(error.value)
     assert len(served.requests) == 3
@@ -278,7 +280,7 @@ def test_verdicts_that_cannot_be_kept_count_and_the_log_says_so_once(served, tmp
     assert [one.getMessage() for one in caplog.records] == [
         f"reward.kwargs.cache: cannot save verdicts of the judge in {tmp_path}/cache: Not a directory"
     ]
-    with pytest.raises(RewardError, match=r"got no score: .*cache/calls cannot count the judge's calls"):
+    with pytest.raises(RewardError, match=r"the file .*cache/calls, which counts the judge's calls, cannot be written"):
         scores("judge", {**kwargs, "budget": 9}, samples("2"))
     assert len(served.requests) == 2
 

@@ -26,15 +26,15 @@ def check(name: str, value: object, **kwargs) -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({"ground_truth": "7", "style": "rule"}, "it is an object(?s:.*)data.answer_key: gold.ground_truth"),
-        (None, "it is null"),
-        (True, "it is true or false"),
-        (math.nan, "it is not a finite number"),
-        (-math.inf, "it is not a finite number"),
-        ("", "it is empty"),
-        (" \n", "it is empty"),
-        (["7", "8"], "it is a list(?s:.*)reward.kwargs.answers: any"),
-        ([], "it is a list"),
+        ({"ground_truth": "7", "style": "rule"}, "the answer is an object(?s:.*)data.answer_key: gold.ground_truth"),
+        (None, "the answer is null"),
+        (True, "the answer is true or false"),
+        (math.nan, "the answer is not a finite number"),
+        (-math.inf, "the answer is not a finite number"),
+        ("", "the answer is empty"),
+        (" \n", "the answer is empty"),
+        (["7", "8"], "the answer is a list(?s:.*)reward.kwargs.answers: any"),
+        ([], "the answer is a list"),
     ],
 )
 def test_what_is_no_answer_names_row_and_reward(name, value, words):
@@ -67,7 +67,7 @@ def test_any_of_several_answers_is_enough():
     some = load_scorer("numeric", "batch", {"answers": "any"})
     assert some.function(sample, **some.kwargs) == {"overall": 1.0, "extracted": "8"}
     assert some.function({**sample, "response": "9"}, **some.kwargs)["overall"] == 0.0
-    with pytest.raises(ValueError, match="it is a list"):
+    with pytest.raises(ValueError, match="the answer is a list"):
         one.function(sample, **one.kwargs)
 
 

@@ -49,15 +49,15 @@ def output_of(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_WAIT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Skipped(f"{command[0]}: {error}") from error
+        raise Skipped(f"{command[0]} cannot be used: {error}") from error
     if done.returncode:
-        raise Skipped(f"{command[0]}: {(done.stderr or done.stdout).strip()[-300:]}")
+        raise Skipped(f"{command[0]} failed: {(done.stderr or done.stdout).strip()[-300:]}")
     return done.stdout.strip()
 
 
 def _devices(found: Findings) -> None:
     if not has_nvidia_device():
-        raise Skipped("no GPU")
+        raise Skipped("this machine has no GPU")
     cuda = torch.version.cuda
     build = f"torch {torch.__version__} is built for {f'CUDA {cuda}' if cuda else 'the CPU only'}"
     if not found.check("torch computes on CUDA", torch.cuda.is_available(), build):
@@ -78,7 +78,7 @@ def _driver(found: Findings) -> None:
 def _compiler(found: Findings) -> None:
     """Check the compiler, because SGLang and FlashInfer compile kernels at their first use."""
     if not has_cuda():
-        raise Skipped("no GPU")
+        raise Skipped("this machine has no GPU")
     try:
         python = find_python(None, cuda=True)  # the servers' environment may have its own compiler
     except ConfigError:
@@ -108,7 +108,7 @@ def nccl(found: Findings, servers: Path | None = None, trainer: Path = Path(sys.
 def _peers(found: Findings) -> None:
     count = torch.cuda.device_count() if has_cuda() else 0
     if count < 2:
-        raise Skipped(f"{count} GPUs")
+        raise Skipped(f"the check needs two GPUs or more, and this machine has {count}")
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     without = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
     found.fact("pairs without peer access", without or "none")

@@ -50,22 +50,23 @@ def _read_answer(max_chars: int, value: Any) -> Result:
     the reply has another form.
     """
     if not isinstance(value, dict) or value.keys() != {"said", "failed"}:
-        raise Malformed(f"an invalid result of a tool: {short(value)}")
+        raise Malformed(f"the result of a tool must have the fields `said` and `failed`; found: {short(value)}")
     result = value["said"]
     if isinstance(result, list):
         result = [_read_part(part, max_chars) for part in result]
     else:
         result = text(result, max_chars, "a result")
-    return {"said": result, "failed": flag(value["failed"], "the failure of a call")}
+    return {"said": result, "failed": flag(value["failed"], "the field `failed` of a result")}
 
 
 def _read_part(part: Any, max_chars: int) -> dict[str, str]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", "image") or part.keys() != {"type", kind}:
-        raise Malformed(f"a part of a result that is neither text nor an image: {short(part)}")
+        raise Malformed(f"a part of a result is neither text nor an image: {short(part)}")
     content = text(part[kind], max_chars if kind == "text" else _IMAGE_CHARS, f"a part of a result ({kind})")
     if kind == "image" and not content.startswith(_DATA_URL):
-        raise Malformed(f"an image that is not in the result: {short(content)}")  # an image is never read from a path
+        # An image is never read from a path.
+        raise Malformed(f"an image of a result must be a data URL, not {short(content)}")
     return {"type": kind, kind: content}
 
 

@@ -56,7 +56,7 @@ class ExpressionReader(TokenReader):
         """Read a sum with its signs."""
         self.depth += 1
         if self.depth > _MAX_DEPTH:
-            raise UnreadError("brackets are nested too deeply")
+            raise UnreadError("the answer has brackets that are nested too deeply")
         terms = [self._signed_term()]
         while self.next_is("+", "-", "\\pm", "\\mp"):
             terms.append(self._signed_term())
@@ -68,7 +68,7 @@ class ExpressionReader(TokenReader):
         while self.next_is("+", "-", "\\pm", "\\mp"):
             signs.append(self.step().text)
             if len(signs) > 3:
-                raise UnreadError("many signs")
+                raise UnreadError("a value has more than three signs before it")
         return signs
 
     def _signed_term(self) -> Node:
@@ -92,7 +92,7 @@ class ExpressionReader(TokenReader):
                 last = self._factor()
                 factors = [last]
             elif self._starts_number() and not (isinstance(last, Apply) and last.name in _CLOSED):
-                raise UnreadError("a number right after a value")
+                raise UnreadError("a number follows a value without a sign between them")
             elif self._starts_factor():
                 last = self._factor()
                 factors.append(last)
@@ -123,7 +123,7 @@ class ExpressionReader(TokenReader):
     def _factor(self) -> Node:
         self.depth += 1
         if self.depth > 2 * _MAX_DEPTH:
-            raise UnreadError("powers are nested too deeply")
+            raise UnreadError("the answer has powers that are nested too deeply")
         node = self._after(self._primary())
         self.depth -= 1
         return node
@@ -152,7 +152,7 @@ class ExpressionReader(TokenReader):
                 node = self._named(node)
             else:
                 return node
-        raise UnreadError("too many powers")
+        raise UnreadError("the value has too many powers or other postfix signs")
 
     def _is_degree(self) -> bool:
         return self.next_is(*_SUPERSCRIPTS, ahead=1) or (
@@ -168,13 +168,13 @@ class ExpressionReader(TokenReader):
 
     def _exponent(self) -> Node:
         if self.next_is("'", "\\prime", "*"):
-            raise UnreadError("a mark as exponent")
+            raise UnreadError("the exponent is a prime or a star, not a value")
         signs = self._signs()
         node = self._enclosed(self.step().text) if self.next_is("{") else self._primary()
         if self.take("^"):
             self.depth += 1
             if self.depth > 2 * _MAX_DEPTH:
-                raise UnreadError("powers are nested too deeply")
+                raise UnreadError("the answer has powers that are nested too deeply")
             node = Apply("^", (node, self._exponent()))
             self.depth -= 1
         return with_signs(signs, node)
@@ -182,7 +182,7 @@ class ExpressionReader(TokenReader):
     def _named(self, node: Node) -> Node:
         """Return a symbol with its primes or subscript, which make it another symbol."""
         if not isinstance(node, Symbol) or node.kind not in ("variable", "constant", "word", "set"):
-            raise UnreadError("a subscript of no symbol")
+            raise UnreadError("only a symbol may have a subscript or a prime")
         if self.take("_"):
             start = self.at
             if self.next_is("{"):
@@ -191,7 +191,7 @@ class ExpressionReader(TokenReader):
                 self.at += 1
             name = canonical(self.tokens[start : self.at])
             if not name:
-                raise UnreadError("an empty subscript")
+                raise UnreadError("a subscript is empty")
             inner = name[1:-1] if name.startswith("{") else name
             return self._called(Symbol(f"{node.name}_{inner}", "set" if node.kind == "set" else "variable"))
         self.at += 1
@@ -199,7 +199,7 @@ class ExpressionReader(TokenReader):
 
     def _primed(self, node: Node, count: int) -> Node:
         if not isinstance(node, Symbol) or node.kind != "variable":
-            raise UnreadError("a derivative of no symbol")
+            raise UnreadError("only a variable may have primes")
         return self._called(Symbol(node.name + "'" * count))
 
     # -- values
@@ -207,7 +207,7 @@ class ExpressionReader(TokenReader):
     def _primary(self) -> Node:
         token = self.peek()
         if token is None:
-            raise UnreadError("a value is missing")
+            raise UnreadError("the answer ends where a value must follow")
         self.at += 1
         if token.kind == "number":
             return self._number(token)
@@ -221,12 +221,12 @@ class ExpressionReader(TokenReader):
             return self.rows(token.text)
         if token.kind == "command" or token.text in _OPENING or token.text in _MONEY:
             return self._command(token.text)
-        raise UnreadError(f"no value: {token.text}")
+        raise UnreadError(f"the token {token.text!r} is not a value")
 
     def _number(self, token: Token) -> Node:
         number = Number(token.value, token.places)
         if self.numeral_follows():
-            raise UnreadError("a number in words after a number")
+            raise UnreadError("two numbers follow each other, the second in words")
         if token.places is not None or token.value.denominator != 1:
             return number
         part = self._proper_fraction()
@@ -284,7 +284,7 @@ class ExpressionReader(TokenReader):
             if node is not None:
                 self.at = start + len(run)
                 if isinstance(node, Number) and self.numeral_follows():
-                    raise UnreadError("a number in words that is none")
+                    raise UnreadError("the words for a number are not a valid number")
                 return node
         while (more := self.peek()) is not None and more.kind == "word":
             self.at += 1
@@ -328,7 +328,7 @@ class ExpressionReader(TokenReader):
             return Symbol("dots", "word")
         if text in _VALUES:
             return self._called(Symbol(name))
-        raise UnreadError(f"an unknown command: {text}")
+        raise UnreadError(f"the command {text} is unknown")
 
     def _enclosed(self, opening: str) -> Node:
         bars, in_set = self.bars, self.in_set
@@ -358,10 +358,10 @@ class ExpressionReader(TokenReader):
         self.expect(")", "]")
         if isinstance(inner, Compound) and inner.kind == "list" and inner.marks == ",":
             if opening + closing in ("(]", "[)") and len(inner.items) != 2:
-                raise UnreadError("an opening and a closing bracket that do not match")
+                raise UnreadError("the answer has an opening and a closing bracket that do not match")
             return Compound("tuple", inner.items, opening + closing)
         if closing != _CLOSING[opening]:
-            raise UnreadError("an opening and a closing bracket that do not match")
+            raise UnreadError("the answer has an opening and a closing bracket that do not match")
         return inner
 
     def _set(self) -> Node:
@@ -386,7 +386,7 @@ class ExpressionReader(TokenReader):
             self.tokens[self.at] = Token("number", rest, False, Fraction(rest))
             return Number(Fraction(digit))
         if token is None or (token.kind == "mark" and token.text not in ("(", "|")):
-            raise UnreadError("an argument is missing")
+            raise UnreadError("a command lacks its argument")
         return self._primary()
 
     def _fraction(self) -> Node:
@@ -418,7 +418,7 @@ class ExpressionReader(TokenReader):
             elif self.take("^"):
                 power = self._exponent()
         if base is not None and name != "log":
-            raise UnreadError("a function with a subscript")
+            raise UnreadError(f"the function {name!r} has a subscript, but only log may have one")
         inverse = f"arc{name}" if power == Apply("neg", (ONE,)) and f"arc{name}" in words.FUNCTIONS else None
         node = Apply(inverse or name, self._function_arguments(divided=name not in _LOGARITHMS))
         if base is not None:
@@ -460,7 +460,7 @@ class ExpressionReader(TokenReader):
         if not any(token.kind == "number" for token in self.tokens[start : self.at]):
             inside = inside.replace(" ", "").replace("{", "").replace("}", "")  # A B and AB
         if not inside:
-            raise UnreadError(f"\\{name} of nothing")
+            raise UnreadError(f"the command \\{name} has an empty argument")
         if name in words.ALPHABETS:
             return Symbol("bb" + inside if name in ("mathbb", "Bbb") else f"{name} {inside}", "set")
         return self._called(Symbol(f"{name} {inside}"))

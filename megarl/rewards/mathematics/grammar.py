@@ -15,11 +15,11 @@ def read(tokens: list[Token]) -> Node:
     """Return the tree of an answer, with all of its tokens in it. Raise UnreadError if it is not mathematics, or a part
     of it is not."""
     if len(tokens) > _MAX_TOKENS:
-        raise UnreadError("too long")
+        raise UnreadError(f"the answer has more than {_MAX_TOKENS} tokens")
     reader = AnswerReader(list(tokens))
     node = reader.listing()
     if reader.peek() is not None:
-        raise UnreadError(f"something follows the answer: token {reader.at}")
+        raise UnreadError(f"the answer cannot be read from token {reader.at} on")
     return node
 
 
@@ -38,13 +38,13 @@ class AnswerReader(ExpressionReader):
         marks: list[str] = []
         while self.next_is(",", ";", "and", "or", "quad", "\\\\"):
             if len(marks) > 2:
-                raise UnreadError("more than two separators in a row")
+                raise UnreadError("the list has more than three separators in a row")
             mark = self.step().text
             marks.append(mark if mark in ("and", "or") else ",")
         if not marks:
             return None
         if self.peek() is None and marks == [","]:
-            raise UnreadError("a list without its last item")
+            raise UnreadError("the list ends with a comma")
         named = [mark for mark in marks if mark != ","]
         return f",{named[0]}" if named and "," in marks else named[0] if named else ","
 
@@ -54,7 +54,7 @@ class AnswerReader(ExpressionReader):
         while self.next_is(*words.RELATIONS):
             ops.append(self.step().text)
             if ops == ["\\to"] and self.peek() is None:
-                raise UnreadError("an arrow to nowhere")
+                raise UnreadError("nothing follows an arrow")
             sides.append(self._ratio())
         modulus = self._modulus()
         if not ops and modulus is None:
@@ -77,7 +77,7 @@ class AnswerReader(ExpressionReader):
             self.at += 1
             following = self.peek()
             if following is not None and following.text.startswith("0") and following.kind == "number":
-                raise UnreadError("a time of day")
+                raise UnreadError("the answer is a time of day, not a ratio")
             parts.append(self._sets())
         return parts[0] if len(parts) == 1 else Compound("ratio", tuple(parts))
 
@@ -95,19 +95,19 @@ class AnswerReader(ExpressionReader):
         """Read what follows `\\begin{...}` up to its `\\end{...}`: rows of cells; aligned lines are a list."""
         self.depth += 4
         if self.depth > 40:
-            raise UnreadError("environments are nested too deeply")
+            raise UnreadError("the answer has environments that are nested too deeply")
         bars, in_set, self.bars, self.in_set = self.bars, self.in_set, 0, False
         rows: list[Node] = []
         while not self._at_end(environment):
             if self.peek() is None:
-                raise UnreadError("an environment does not end")
+                raise UnreadError(f"the environment {environment!r} has no end")
             rows.append(self._row(environment))
             if not self.take("\\\\") and not self._at_end(environment):
-                raise UnreadError("a row does not end")
+                raise UnreadError(f"a row of the environment {environment!r} has no end")
         self.at += 1
         self.bars, self.in_set, self.depth = bars, in_set, self.depth - 4
         if not rows:
-            raise UnreadError("an empty environment")
+            raise UnreadError(f"the environment {environment!r} is empty")
         if environment in words.LINES:
             return _joined(rows, [","] * (len(rows) - 1))
         return Compound("rows", tuple(rows), environment.removesuffix("*"))
@@ -135,7 +135,7 @@ class AnswerReader(ExpressionReader):
             ):
                 self.at += 1
         if self.next_is("&", "\\\\") or self._at_end(environment):
-            raise UnreadError("an empty cell")
+            raise UnreadError(f"a cell of the environment {environment!r} is empty")
         items, marks = [self.statement()], []
         while self.next_is(",", "and", "or"):
             mark = self.step().text

@@ -72,7 +72,7 @@ def product(factors: list[Node]) -> Node:
             made.append(factor)
     for left, right in itertools.pairwise(made):
         if isinstance(left, Symbol) and isinstance(right, Symbol) and "word" in (left.kind, right.kind):
-            raise UnreadError("a word beside a symbol is no product")
+            raise UnreadError("a word next to a symbol cannot be read as a product")
     return made[0] if len(made) == 1 else Apply("*", tuple(made))
 
 

@@ -46,7 +46,7 @@ class TokenReader:
     def expect(self, *texts: str) -> None:
         """Step over the next token, which must be one of `texts`."""
         if not self.take(*texts):
-            raise UnreadError(f"not {texts} at token {self.at}")
+            raise UnreadError(f"token {self.at} must be one of {texts}")
 
     def at_modulus(self) -> bool:
         """Return whether `(mod` follows."""
@@ -64,7 +64,7 @@ class TokenReader:
                 depth += (token.text == "{") - (token.text == "}")
             if depth == 0:
                 return
-        raise UnreadError("a brace without its other")
+        raise UnreadError("an opening brace has no closing brace")
 
     def digits(self, ahead: int) -> tuple[str, int]:
         """Return the digits at this place, with or without braces, and where they end; empty if there are none."""

@@ -82,7 +82,7 @@ def _region(node: Node) -> Region:
         return _relation(node)
     if isinstance(node, Apply) and node.name in ("cup", "cap", "\\", "+"):
         return _operation(node)
-    raise UnreadError("a congruence cannot be read as a set")
+    raise UnreadError("this kind of expression cannot be read as a set of real numbers")
 
 
 def everything() -> Region:
@@ -94,9 +94,9 @@ def _end(node: Node) -> Endpoint:
     rational = exact(node)
     value = Evaluation({}, real=True, log_base=None).value(node) if not _free(node) else None
     if value is None:
-        raise UnreadError("an end with variables")
+        raise UnreadError("a bound or member of the set has variables")
     if isinstance(value, context(DIGITS).mpc):
-        raise UnreadError("an end that is not real")
+        raise UnreadError("a bound or member of the set is not a real number")
     return Endpoint(node, rational, value)
 
 
@@ -108,7 +108,7 @@ def _group(node: Compound) -> Region:
     if node.kind == "tuple" and len(node.items) == 2:
         low, high = map(_end, node.items)
         if not low.below(high):
-            raise UnreadError("no interval")
+            raise UnreadError("the interval is empty: its lower end is not below its upper end")
         return Region((RealInterval(low, high, node.marks[0] == "[", node.marks[1] == "]"),))
     if node.kind == "set":
         points = map(_end, node.items)
@@ -123,13 +123,13 @@ def _group(node: Compound) -> Region:
         if node.marks == "," and not met.spans:
             met = _union(parts)
         return _named(met, parts)
-    raise UnreadError("a congruence cannot be read as a set")
+    raise UnreadError("this kind of group cannot be read as a set of real numbers")
 
 
 def _named(made: Region, parts: list[Region]) -> Region:
     names = {part.variable for part in parts}
     if len(names) != 1:
-        raise UnreadError("sets of several variables")
+        raise UnreadError("the sets do not have the same variable")
     return Region(made.spans, names.pop())
 
 
@@ -140,10 +140,10 @@ def _builder(node: Compound) -> Region:
         limited = _region(bound.sides[1])
         bound = bound.sides[0]
     if not isinstance(bound, Symbol):
-        raise UnreadError("a set-builder without a variable")
+        raise UnreadError("the set-builder begins with an expression instead of a variable")
     solutions = _region(condition)
     if solutions.variable != bound.name:
-        raise UnreadError("a set-builder of another variable")
+        raise UnreadError("the condition of the set-builder is on a different variable")
     return Region(_intersection(limited, solutions).spans)
 
 
@@ -157,7 +157,7 @@ def _relation(node: Relation) -> Region:
         spans = inner.spans if node.ops == ("\\in",) else _complement(inner).spans
         return Region(spans, node.sides[0].name)
     if any(op not in _FLIPPED for op in node.ops) or set(node.ops) == {"="}:
-        raise UnreadError("no inequality")
+        raise UnreadError("the relation is not an inequality")
     parts = [_inequality(a, op, b) for a, op, b in zip(node.sides, node.ops, node.sides[1:], strict=False)]
     return _named(functools.reduce(_intersection, parts), parts)
 
@@ -168,7 +168,7 @@ def _inequality(left: Node, op: str, right: Node) -> Region:
         left, right, op = right, left, _FLIPPED[op]
     free = _free(left) | _free(right)
     if len(free) != 1 or not symbols(left, "variable"):
-        raise UnreadError("an inequality of several variables")
+        raise UnreadError("an inequality must have exactly one variable")
     name = next(iter(free))
     if isinstance(left, Apply) and left.name == "abs" and not _free(right) and op in ("<", "<=", ">", ">="):
         return _distance(left.args[0], op, right)
@@ -187,7 +187,7 @@ def _inequality(left: Node, op: str, right: Node) -> Region:
 def _exact_at(node: Node, name: str, x: Fraction) -> Fraction:
     value = exact(_replaced(node, name, Number(x)))
     if value is None:
-        raise UnreadError("no rational value")
+        raise UnreadError("a part of the inequality has no rational value")
     return value
 
 
@@ -222,12 +222,12 @@ def _operation(node: Apply) -> Region:
     args = node.args
     if node.name == "+":
         if len(args) != 2 or not isinstance(args[1], Apply) or args[1].name != "neg":
-            raise UnreadError("a congruence cannot be read as a set")
+            raise UnreadError("this sum cannot be read as a set of real numbers")
         args = (args[0], args[1].args[0])
     parts = [_region(arg) for arg in args]
     names = {part.variable for part in parts} - {None}
     if len(names) > 1:
-        raise UnreadError("sets of several variables")
+        raise UnreadError("the sets do not have the same variable")
     if node.name == "cup":
         made = _union(parts)
     elif node.name == "cap":
@@ -240,7 +240,7 @@ def _operation(node: Apply) -> Region:
 def _union(parts: list[Region]) -> Region:
     spans = [span for part in parts for span in part.spans]
     if len(spans) > _MAX_PARTS:
-        raise UnreadError("too many intervals")
+        raise UnreadError("the set has too many intervals")
     spans.sort(key=lambda span: (context(DIGITS).mpf(span.low.value), not span.with_low))
     made: list[RealInterval] = []
     for span in spans:
@@ -271,7 +271,7 @@ def _complement(part: Region) -> Region:
 def _intersection(left: Region, right: Region) -> Region:
     made = []
     if len(left.spans) * len(right.spans) > _MAX_PARTS:
-        raise UnreadError("too many intervals")
+        raise UnreadError("the set has too many intervals")
     for a in left.spans:
         for b in right.spans:
             low, with_low = (a.low, a.with_low) if b.low.below(a.low) else (b.low, b.with_low)

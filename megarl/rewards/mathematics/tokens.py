@@ -205,7 +205,7 @@ class _Scanner:
                 kind = next(name for name in _READERS if match.group(name) is not None)
             position = _READERS[kind](self, match) or match.end()
         if self.braces:
-            raise UnreadError("a brace does not close")
+            raise UnreadError("an opening brace has no closing brace")
         return self.made
 
     def add(
@@ -414,7 +414,7 @@ class _Scanner:
                 return
         elif text == "}":
             if not self.braces:
-                raise UnreadError("a brace closes nothing")
+                raise UnreadError("a closing brace has no opening brace")
             if self.braces.pop() != "{":
                 return
         elif text == "$" and self.in_text:

@@ -119,12 +119,12 @@ class Evaluation:
         anywhere, or one that is too large."""
         if isinstance(node, Number):
             if node.base is not None:
-                raise UnreadError("a number with a base has no other value")
+                raise UnreadError("a number in another base cannot be computed with")
             return self.ctx.mpf(node.value.numerator) / node.value.denominator
         if isinstance(node, Symbol):
             return self._symbol(node)
         if not isinstance(node, Apply):
-            raise UnreadError("no expression")
+            raise UnreadError("this kind of answer has no numeric value")
         args = [self.value(arg) for arg in node.args]
         try:
             return self._checked(self._apply(node.name, args))
@@ -148,15 +148,15 @@ class Evaluation:
     def _checked(self, value: Any) -> Any:
         ctx = self.ctx
         if ctx.isnan(value):
-            raise OutsideError("not a number")
+            raise OutsideError("the value is not a number")
         if self.real and isinstance(value, ctx.mpc):
             if value.imag != 0:
-                raise OutsideError("not real")
+                raise OutsideError("the value is not real")
             value = value.real
         if ctx.isinf(value):
             return value
         if value and abs(ctx.mag(value)) > _MAX_MAGNITUDE:
-            raise UnreadError("too large or too small")
+            raise UnreadError("the value is too large or too small")
         return value
 
     def _apply(self, name: str, args: list[Any]) -> Any:
@@ -189,9 +189,9 @@ class Evaluation:
             return self._counted(name, args)
         function = self._function(name)
         if function is None or (len(args) != 1 and name not in ("max", "min")):
-            raise UnreadError(f"unknown function, or wrong number of arguments: {name}")
+            raise UnreadError(f"the function {name!r} is unknown, or has a wrong number of arguments")
         if name in _GROWING and not ctx.isinf(first) and ctx.mag(first) > 64:
-            raise UnreadError("an argument too large")
+            raise UnreadError(f"the argument of {name!r} is too large")
         value = function(*args)
         if name in ("floor", "ceil", "max", "min", "abs", "norm"):
             return value
@@ -218,7 +218,7 @@ class Evaluation:
             return value
         size = ctx.mag(value)
         if size > self.kept and ctx.mag(argument) < 10:
-            raise OutsideError("a pole")
+            raise OutsideError("the function has a pole at this point")
         return ctx.zero if size < -self.kept else value
 
     def _whole(self, value: Any, rounded: Callable[[Any], Any]) -> Any:
@@ -244,19 +244,19 @@ class Evaluation:
 
     def _log(self, value: Any) -> Any:
         if value == 0:
-            raise OutsideError("the logarithm of 0")
+            raise OutsideError("the logarithm of 0 is not defined")
         return self._settled(self.ctx.log(value), value)
 
     def _power(self, base: Any, exponent: Any) -> Any:
         ctx = self.ctx
         if ctx.isinf(exponent) or ctx.isinf(base):
-            raise UnreadError("a power with infinity")
+            raise UnreadError("a power of infinity, or with an infinite exponent, cannot be computed")
         if ctx.mag(exponent) > 40 if exponent else False:
-            raise UnreadError("an exponent too large")
+            raise UnreadError("an exponent is too large")
         if not base and (not exponent or ctx.re(exponent) < 0):
-            raise OutsideError("a power of 0")
+            raise OutsideError("0 cannot be raised to this exponent")
         if base and exponent and abs(ctx.mag(base)) * abs(ctx.re(exponent)) > _MAX_MAGNITUDE:
-            raise UnreadError("a power too large")
+            raise UnreadError("a power is too large or too small")
         return base**exponent
 
     def _root(self, radicand: Any, degree: Any) -> Any:
@@ -269,7 +269,7 @@ class Evaluation:
 
     def _counted(self, name: str, args: list[Any]) -> Any:
         if any(self.ctx.mag(arg) > 17 for arg in args if arg):
-            raise UnreadError("a factorial too large")
+            raise UnreadError("a factorial or binomial coefficient is too large")
         if name == "binom":
             return self.ctx.binomial(*args)
         return self.ctx.factorial(args[0]) if name == "!" else self.ctx.fac2(args[0])
@@ -290,7 +290,7 @@ def evaluate(
             return left, right, digits
         digits = 100 * math.ceil((needed + 20) / 100)
         if digits > _MOST_DIGITS:
-            raise UnreadError("terms of too different sizes")
+            raise UnreadError("the terms of a sum differ too much in size")
 
 
 def unknowns(*nodes: Node) -> list[str]:

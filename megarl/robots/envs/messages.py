@@ -38,14 +38,14 @@ def check_answer(
         _check_refusal(expected, header)
         return
     if header.get("call") != expected:
-        raise Malformed(f"the answer {short(header.get('call'))} instead of {expected}")
+        raise Malformed(f"the process answered the call {short(header.get('call'))}, but {expected} was called")
     if expected == "open":
         _check_tasks(header.get("tasks"))
     elif expected == "construct":
-        flag(header.get("fresh"), "an answer of which `fresh` is")
+        flag(header.get("fresh"), "the field `fresh` of an answer")
         _texts(header.get("kept"), "the names of tasks")
     if expected in ("construct", "reset", "step"):
-        number(header.get("seconds"), "seconds")
+        number(header.get("seconds"), "the field `seconds` of an answer")
     if expected in ("reset", "step"):
         whole(header.get("sum"), _SUM, "a checksum")
         _check_array(arrays.get("state"), "state", None if task is None else task.state_dim)
@@ -60,26 +60,26 @@ def check_answer(
 def _check_refusal(expected: str, header: Mapping[str, Any]) -> None:
     allowed = ("settings", *_REFUSALS) if expected == "open" else _REFUSALS
     if header["error"] not in allowed:
-        raise Malformed(f"an unknown kind of error {short(header['error'])}; allowed: {', '.join(allowed)}")
-    text(header.get("text"), _TEXT, "the text of a refusal")
+        raise Malformed(f"the error has the unknown kind {short(header['error'])}; allowed: {', '.join(allowed)}")
+    text(header.get("text"), _TEXT, "the text of an error")
     if header["error"] == "settings":
-        text(header.get("key"), _NAME, "the key of a refusal")
+        text(header.get("key"), _NAME, "the key of an error")
         if "found" not in header:
-            raise Malformed("an error about a setting without `found`, the value of the setting")
+            raise Malformed("an error about a setting lacks `found`, the value of the setting")
         if isinstance(header.get("allowed"), list):
             _texts(header["allowed"], "the names of settings")
 
 
 def _check_step(header: Mapping[str, Any], actions: int) -> None:
     whole(header.get("executed"), range(1, actions + 1), "the number of actions executed")
-    success, over = (flag(header.get(name), f"an answer of which `{name}` is") for name in ("success", "over"))
+    success, over = (flag(header.get(name), f"the field `{name}` of an answer") for name in ("success", "over"))
     if success and not over:
-        raise Malformed("an episode that has succeeded but is not over")
+        raise Malformed("an episode has succeeded but is not over")
     if header.get("progress", 0) is not None:
         number(header.get("progress"), "the progress")
     parts = header.get("parts")
     if not isinstance(parts, dict) or len(parts) > _PARTS:
-        raise Malformed(f"invalid parts of the time: {short(parts)}")
+        raise Malformed(f"the parts of the time must be a mapping of at most {_PARTS} names, not {short(parts)}")
     for name, seconds in parts.items():
         text(name, _NAME, "the name of a part of the time")
         number(seconds, f"the part {short(name)} of the time")
@@ -87,26 +87,26 @@ def _check_step(header: Mapping[str, Any], actions: int) -> None:
 
 def _check_tasks(tasks: Any) -> None:
     if not isinstance(tasks, list) or len(tasks) > _TASKS:
-        raise Malformed(f"an invalid list of tasks: {short(tasks)}")
+        raise Malformed(f"the tasks must be a list of at most {_TASKS}, not {short(tasks)}")
     fields = set(TaskSpec.__dataclass_fields__)
     for task in tasks:
         if not isinstance(task, dict) or set(task) != fields:
-            raise Malformed(f"a task {short(task)} whose fields are not {', '.join(sorted(fields))}")
+            raise Malformed(f"a task must have the fields {', '.join(sorted(fields))}; found: {short(task)}")
         text(task["name"], _NAME, "the name of a task")
         text(task["instruction"], _TEXT, "an instruction")
         for name in ("trials", "max_steps", "action_dim", "state_dim"):
-            whole(task[name], _COUNT, f"a task whose {name} is")
-        whole(task["evaluation"], range(task["trials"] + 1), "a task whose evaluation is")
+            whole(task[name], _COUNT, f"the field `{name}` of a task")
+        whole(task["evaluation"], range(task["trials"] + 1), "the field `evaluation` of a task")
         _check_cameras(task["cameras"])
 
 
 def _check_cameras(cameras: Any) -> None:
     if not isinstance(cameras, dict) or len(cameras) > _CAMERAS:
-        raise Malformed(f"invalid cameras: {short(cameras)}")
+        raise Malformed(f"the cameras must be a mapping of at most {_CAMERAS} names, not {short(cameras)}")
     for camera, size in cameras.items():
         text(camera, _NAME, "the name of a camera")
         if not isinstance(size, list) or len(size) != 2:
-            raise Malformed(f"an invalid picture size of a camera: {short(size)}")
+            raise Malformed(f"the picture size of a camera must be a list of two numbers, not {short(size)}")
         for side in size:
             whole(side, range(1, _PIXELS + 1), "a side of a camera's picture")
 
@@ -114,13 +114,13 @@ def _check_cameras(cameras: Any) -> None:
 def _check_array(array: NDArray[Any] | None, name: str, size: int | None) -> None:
     if array is None or array.dtype != np.float32 or array.ndim != 1 or size not in (None, len(array)):
         shown = "none" if array is None else f"{array.dtype} {list(array.shape)}"
-        raise Malformed(f"the array {name!r} as {shown}; allowed: float32 [{'D' if size is None else size}]")
+        raise Malformed(f"the array {name!r} must be float32 [{'D' if size is None else size}], not {shown}")
     if not np.isfinite(array).all():
-        raise Malformed(f"an array {name!r} with numbers that are not finite")
+        raise Malformed(f"the array {name!r} has numbers that are not finite")
 
 
 def _texts(value: Any, what: str) -> None:
     if not isinstance(value, list) or len(value) > _TASKS:
-        raise Malformed(f"{what} {short(value)}; allowed: a list of texts")
+        raise Malformed(f"{what} must be a list of at most {_TASKS} texts, not {short(value)}")
     for item in value:
-        text(item, _NAME, what)
+        text(item, _NAME, f"an item of {what}")

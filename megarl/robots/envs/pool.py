@@ -226,7 +226,9 @@ class SimulatorPool:
             how = how_it_ended(slot.process.process)
             return self._failed(slot, "crash", f"its process ended ({how}) during {slot.process.waiting[0]}")
         except Malformed as error:
-            return self._failed(slot, "crash", f"its process wrote {error} (during {slot.process.waiting[0]})")
+            return self._failed(
+                slot, "crash", f"its process wrote an invalid message: {error} (during {slot.process.waiting[0]})"
+            )
         answer, episode = None, slot.episode
         task = None if episode is None else self.tasks[episode.task]
         for header, arrays in messages:
@@ -239,7 +241,7 @@ class SimulatorPool:
                 slot.process.waiting.popleft()
                 answer = self._take(slot, header, arrays)
             except Malformed as error:
-                return self._failed(slot, "crash", f"its process wrote {error} (during {during})")
+                return self._failed(slot, "crash", f"its process wrote an invalid message: {error} (during {during})")
         self._go_on(slot)
         return answer
 
@@ -333,7 +335,7 @@ class SimulatorPool:
             except EOFError:
                 text = f"its process ended ({how_it_ended(process.process)})"
             except Malformed as error:
-                text = f"its process wrote {error}"
+                text = f"its process wrote an invalid message: {error}"
             if not header and time.monotonic() - process.since > self.settings.construct_s:
                 process.say_where()
                 text = f"it did not start within {self._where}.construct_s = {self.settings.construct_s:g} s"

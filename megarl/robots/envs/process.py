@@ -109,7 +109,7 @@ class SimulatorProcess:
             self._inbox.feed(data)
             while (message := self._inbox.take()) is not None:
                 if len(answers) == len(self.waiting):
-                    raise Malformed("an answer that was not requested")
+                    raise Malformed("the process sent an answer that was not requested")
                 answers.append(message)
                 self.since = time.monotonic()
 
@@ -131,9 +131,9 @@ class SimulatorProcess:
         """
         offsets, size = clip_places(spec, recording)
         if not isinstance(counts, Mapping) or set(counts) != set(offsets):
-            raise Malformed(f"a clip with frames {short(counts)}; requested: frames of {list(offsets)}")
+            raise Malformed(f"a clip has frames {short(counts)}; requested: frames of the cameras {list(offsets)}")
         for number in counts.values():
-            whole(number, range(1, recording.frames + 1), "a clip of which the number of frames is")
+            whole(number, range(1, recording.frames + 1), "the number of frames of a clip")
         memory = self._mapped(size)
         return {
             camera: np.ndarray((counts[camera], *spec.cameras[camera], 3), np.uint8, memory, at).copy()
@@ -142,7 +142,8 @@ class SimulatorProcess:
 
     def _mapped(self, size: int) -> mmap.mmap | None:
         if size > os.fstat(self._memory).st_size:
-            raise Malformed(f"pictures of {size} bytes into {os.fstat(self._memory).st_size} bytes of shared memory")
+            memory = os.fstat(self._memory).st_size
+            raise Malformed(f"the pictures need {size} bytes, but the shared memory has {memory}")
         if size and (self._map is None or len(self._map) < size):
             self._map = mmap.mmap(self._memory, size, prot=mmap.PROT_READ)
         return self._map

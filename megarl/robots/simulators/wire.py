@@ -75,23 +75,27 @@ def _arrays(header: dict[str, Any], body: bytes, most: int) -> dict[str, NDArray
     """
     shapes = header.pop("arrays", None)
     if not isinstance(shapes, dict) or len(shapes) > most:
-        raise Malformed("a message without a table of arrays")
+        raise Malformed("the message has no valid table of arrays")
     arrays, at = {}, 0
     for name, entry in shapes.items():
         if not isinstance(entry, list) or len(entry) != 2 or entry[0] not in _KINDS or not isinstance(entry[1], list):
-            raise Malformed(f"an array {plain.short(name)} without a valid type and shape: {plain.short(entry)}")
+            raise Malformed(f"the array {plain.short(name)} has no valid type and shape: {plain.short(entry)}")
         if len(entry[1]) > _MOST_DIMENSIONS:
-            raise Malformed(f"an array {plain.short(name)} of {len(entry[1])} dimensions")
-        field = f"an array {plain.short(name)} with the dimension"
+            raise Malformed(
+                f"the array {plain.short(name)} has {len(entry[1])} dimensions; allowed: {_MOST_DIMENSIONS}"
+            )
+        field = f"a dimension of the array {plain.short(name)}"
         kind, shape = entry[0], [plain.whole(size, range(_ANY), field) for size in entry[1]]
         count = math.prod(shape)
         size = count * np.dtype(kind).itemsize
         if size > len(body) - at:
-            raise Malformed(f"an array {plain.short(name)} of {size} bytes; there are {len(body) - at}")
+            raise Malformed(
+                f"the array {plain.short(name)} needs {size} bytes, but {len(body) - at} are left in the message"
+            )
         arrays[name] = np.frombuffer(body, kind, count, at).reshape(shape).copy() if count else np.empty(shape, kind)
         at += size
     if at != len(body):
-        raise Malformed(f"a message with {len(body) - at} bytes that belong to no array")
+        raise Malformed(f"the message has {len(body) - at} bytes that belong to no array")
     return arrays
 
 
