@@ -410,5 +410,5 @@ def test_unknown_level_is_refused():
     ratios = Ratios.of(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool))
     with pytest.raises(ValueError, match="token or sequence"):
         importance_weights(ratios, "geometric", 2.0)
-    with pytest.raises(ValueError, match="level must be one of"):
+    with pytest.raises(ValueError, match="a rejection rule needs a level of"):
         Rule("batch")

@@ -37,7 +37,7 @@ class Rule:
     def __post_init__(self) -> None:
         if self.level not in LEVELS or self.stat not in STATS:
             raise ValueError(
-                f"the rejection rule needs a level of {LEVELS} and a stat of {STATS}, not {self.level!r} and {self.stat!r}"
+                f"a rejection rule needs a level of {LEVELS} and a stat of {STATS}, not {self.level!r}, {self.stat!r}"
             )
 
     @property
