@@ -60,7 +60,7 @@ def attend(
     """Return what `CpuKernels.attend` returns.
 
     A row with a negative position is idle: it writes and reads nothing and returns zeros.
-    `launch`: as `ATTENTION`; None: by the heads' size and dtype.
+    `launch`: a launch configuration like `ATTENTION`; None: chosen by head size and dtype.
     """
     n, groups, heads, size = qkv.shape
     per, length = heads - 2, keys.shape[2]
@@ -127,7 +127,7 @@ def draw(
 def _add_norm(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
     hidden, delta, weight, out, width, eps, BLOCK: tl.constexpr, ADD: tl.constexpr
 ):
-    """Process one row."""
+    """Add and normalize one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -287,7 +287,7 @@ def _join(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _mix64(x):  # type: ignore[no-untyped-def]
-    """`megarl.models.noise._mix64` for uint64."""
+    """Do what `megarl.models.noise._mix64` does, for uint64."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -295,7 +295,7 @@ def _mix64(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _mix32(x):  # type: ignore[no-untyped-def]
-    """`megarl.models.noise._mix32_` for uint32."""
+    """Do what `megarl.models.noise._mix32_` does, for uint32."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -303,7 +303,7 @@ def _mix32(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _log_times(low, high, ids):  # type: ignore[no-untyped-def]
-    """`megarl.models.noise.race`: uint32 keys and ids -> log E, float32."""
+    """Return the noise log E (float32) of `megarl.models.noise.race` for uint32 keys and ids."""
     counter = ids * 0x9E3779B9
     bits = _mix32(_mix32(counter ^ low) + high) & 0x7FFFFFFF
     u = (bits.to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31

@@ -39,7 +39,7 @@ def _sum_rows(  # type: ignore[no-untyped-def]  # of Triton, which reads annotat
     EACH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Process some columns of one token."""
+    """Sum the rows of one token for one block of columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

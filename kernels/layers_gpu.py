@@ -110,7 +110,7 @@ def rms_norm_backward(
 
     Args:
         x, grad: contiguous.
-        of_weight: False: the weight's gradient is not computed, and None.
+        of_weight: whether to compute the weight's gradient; if not, it is None.
     """
     count, width = x.shape
     dx = torch.empty_like(x)
@@ -131,7 +131,7 @@ def fits(width: int) -> bool:
 
 
 def _tile(width: int, launch: tuple[int, int]) -> tuple[int, int, int]:
-    """Return rows and columns of a block of whole rows, and its warps: more of them for longer rows."""
+    """Return the rows, columns and warps of a block of whole rows; longer rows get more warps."""
     size, warps = launch
     block = triton.next_power_of_2(width)
     rows = max(1, size // block)
@@ -168,7 +168,7 @@ def _swiglu_backward(  # type: ignore[no-untyped-def]  # of Triton, which reads 
     width,
     BLOCK: tl.constexpr,
 ):
-    """Process one block of a row, of gate and up, with s = sigmoid(gate): g up s (1 + gate (1 - s)), and g gate s."""
+    """Compute one block of a row, with s = sigmoid(gate): g up s (1 + gate (1 - s)) for gate, and g gate s for up."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -194,7 +194,7 @@ def _scaled_swiglu_backward(  # type: ignore[no-untyped-def]  # of Triton, which
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Process some whole rows by columns: `_swiglu_backward` with g times the scale, and the sum of g gate s up."""
+    """Do what `_swiglu_backward` does for some whole rows, with g times the scale, and sum g gate s up for the scale."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     factor = tl.load(scale + row, mask=row < count, other=0.0)[:, None]
     total = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -229,7 +229,7 @@ def _rope(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Process some heads, of one or several tokens: x1 cos - x2 sin, and x2 cos + x1 sin."""
+    """Rotate some heads of one or several tokens: x1 cos - x2 sin, and x2 cos + x1 sin."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < count) & (column < half)
@@ -256,7 +256,7 @@ def _rms_norm(  # type: ignore[no-untyped-def]  # of Triton, which reads annotat
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Process some whole rows."""
+    """Normalize some whole rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < count) & (column < width)

@@ -89,7 +89,7 @@ def gradients(
 
 
 def fitting(columns: int, launch: tuple[int, int]) -> tuple[int, int]:
-    """Return block columns and warps for rows that may be shorter than a block."""
+    """Return the columns and warps of a block, reduced for rows that are shorter than the block of `launch`."""
     block, warps = launch
     fitting = min(block, triton.next_power_of_2(columns))
     return fitting, max(1, warps * fitting // block)

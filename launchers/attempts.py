@@ -99,7 +99,7 @@ class Attempts:
         return self._workers
 
     def _restart_is_left(self, end: End) -> bool:
-        """Return whether to restart after `end`; if restarts are configured, log the reason against one."""
+        """Return whether to restart after `end`; if restarts are configured but not possible, log why."""
         most, say = self._job.config.cluster.max_restarts, self._job.log.say
         if not most:
             return False

@@ -391,8 +391,8 @@ def layout_environment(layout: ParallelConfig) -> dict[str, str]:
 
 
 def own_environment(job: Job) -> dict[str, str]:
-    """Return the environment variables that identify a process's attempt, command, and the launcher with which
-    it ends.
+    """Return the environment variables that identify a process's attempt, its command, and its launcher, whose end also
+    ends the process.
     """
     return as_parent() | own_command() | {ATTEMPT: job.attempt}
 

@@ -27,7 +27,7 @@ _LIMITED = (signal.SIGTERM, signal.SIGHUP)
 
 
 def save_first(workers: Workers, job: Job, number: int) -> None:
-    """Let a run write a checkpoint if it would lose steps otherwise; return when it has, or when it cannot. Raise
+    """Let a run write a checkpoint if it would lose steps otherwise; return when it is written or cannot be. Raise
     Stopped if a second signal was received.
     """
     newest = _newest(job)
@@ -79,7 +79,7 @@ def _newest(job: Job) -> int:
 
 
 def _unsaved(job: Job, newest: int) -> int:
-    """Return the completed steps after `newest`; 0 if the command saves none or is not in its loop."""
+    """Return how many steps were completed after step `newest`; 0 if the command saves no steps or is not in its loop."""
     loops, beat = _LOOPS.get(job.entry.rpartition(":")[2]), read_beat(job.run_dir, 0)
     if loops is None or beat is None:
         return 0

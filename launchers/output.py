@@ -113,8 +113,8 @@ def _to_console(data: bytes, stream: TextIO) -> None:
 
 
 def _takes(stream: TextIO) -> bool:
-    """Return whether a stream is ready for more, at once or within `CONSOLE_S`; after a failed wait only at once. Bytes
-    for which it is not ready are dropped there, but the log file has them.
+    """Return whether a stream accepts output within `CONSOLE_S`; after a failed wait, do not wait again. The caller
+    drops output that the stream does not accept; the log file has it.
     """
     try:
         handle = stream.fileno()

@@ -116,7 +116,7 @@ def ask(*command: str) -> CommandOutput:
 
 
 def check_gpus(listed: CommandOutput, wanted: int) -> NodeCheck:
-    """Check that the required number of GPUs is visible; a driver that does not reply has none."""
+    """Check that the required number of GPUs is visible; a driver that does not reply counts as no GPU."""
     if listed.error:
         return NodeCheck(False, listed.error)
     names = [row[1] for row in _rows(listed.text, 3)]

@@ -39,8 +39,8 @@ def ring(count: int) -> list[tuple[int, int]]:
 
 
 def measure(folder: Path, gpus: int, limit_s: float, local: int) -> int:
-    """Run process `local` of one node with a process per GPU, or one; the first process of the first node writes
-    links.json. Each wait for another node takes at most `limit_s`.
+    """Run process number `local` of this node, which has one process per GPU, or one without GPUs; the first process of
+    the first node writes links.json. Each wait for another node takes at most `limit_s`.
     """
     from torch.distributed import TCPStore
 
@@ -134,7 +134,7 @@ def _clocks(store: Store, node: int, members: list[int], limit_s: float) -> dict
 def _edges(
     store: Store, members: list[int], node: int, local: int, each: int, gpus: int, limit: datetime.timedelta
 ) -> list[tuple[tuple[int, int], dict[str, Any]]]:
-    """Return this process's results with each neighbour; pairs are positions in `members`."""
+    """Return this process's results with each neighbour; a pair holds two indices into `members`."""
     position, gpu, edges = members.index(node), local if gpus else None, []
     for a, b in ring(len(members)):
         if position in (a, b):

@@ -102,7 +102,7 @@ class Actor:
 
 
 def start(job: Job, *, own: bool = False) -> RayWorkers:
-    """Reserve the devices, start the actors, and start their work, with `own` in a Ray of this machine even if
+    """Reserve the devices, start the actors, and start their work. `own` starts a Ray on this machine even if
     RAY_ADDRESS is set. Raise UnavailableError or WorkerError if the cluster lacks devices or memory, or is too slow.
     """
     workers = RayWorkers(job, own)
@@ -164,7 +164,9 @@ class RayWorkers:
             raise WorkerError(f"processes that Ray started did not reply within {limit}") from error
 
     def _within_shared_memory(self, wanted: int) -> int:
-        """Return `wanted` bytes, or less with less shared memory: Ray refuses more, or silently uses slow files."""
+        """Return `wanted` bytes, or fewer if shared memory is smaller: Ray refuses a larger size, or silently uses slow
+        files.
+        """
         free = shared_memory_free()
         if (problem := refuse_too_large(self._job.config, self._job.placement, free)) is not None:
             raise problem
@@ -312,7 +314,9 @@ class RayWorkers:
         return WorkerError(f"team {team.name!r} did not start again within {limit}: {why}")
 
     def _left_to_servers(self, team: TeamPlan) -> list[Place] | None:
-        """Return the places of the GPUs of this team's servers; None without servers or management by Ray."""
+        """Return the places of the GPUs of this team's servers; None without servers, or if Ray does not assign the
+        GPUs.
+        """
         config = self._job.config
         if Role.ROLLOUT not in team.roles or not chooses_gpus(config) or "GPU" not in self._reservation.worker:
             return None

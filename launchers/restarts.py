@@ -57,7 +57,7 @@ class Restarts:
         return self._restart(failure.rank, bad, why)
 
     def after_hang(self, stuck: list[int], trouble: str) -> bool:
-        """Do `after_death` for workers `stuck` that make no progress."""
+        """Do what `after_death` does, for the workers `stuck`, which make no progress."""
         return bool(stuck) and self._restart(stuck[0], stuck, trouble)
 
     def spent(self, *ranks: int) -> list[str]:

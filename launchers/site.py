@@ -61,7 +61,7 @@ def with_site(config: RunConfig) -> RunConfig:
 
 @contextlib.contextmanager
 def naming_site(own: RunConfig, filled: RunConfig) -> Iterator[None]:
-    """Add file and cluster to an error in the block about a value that only the configuration from `with_site` has."""
+    """Add the site file and the cluster to an error raised in the block if it is about a value from the site file."""
     before, after = own.launch.slurm.model_dump(), filled.launch.slurm.model_dump()
     keys = [key for key in after if key != "environment" and after[key] != before[key]]
     keys += [f"environment.{name}" for name in after["environment"] if name not in before["environment"]]

@@ -199,7 +199,7 @@ def _own_lines(slurm: SlurmConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class Component:
-    """The nodes of one kind.
+    """The nodes of one team, or of all teams that share nodes.
 
     Attributes:
         team: the only team on them; empty: all other teams.

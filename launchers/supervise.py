@@ -39,7 +39,7 @@ class End:
     Attributes:
         exit_code: exit code of the command.
         why: the failed rank, its machine, the error and its place, in one line; empty when no rank failed.
-        repeats: the error would occur again, see `MegarlError`.
+        repeats: whether the error would occur again, see `MegarlError`.
         place: type, phase and step of an error that a rank raised itself; None without one.
     """
 
@@ -51,8 +51,8 @@ class End:
 
 def supervise(workers: Workers, job: Job) -> End:
     """Wait until all ranks have ended, or one has failed or hung; log and return the outcome. A team whose process died
-    or hangs may be restarted before that (`megarl.launchers.restarts`). Raise UserError if the run's folder is gone, or
-    an error that follows from it.
+    or hangs may be restarted before that (`megarl.launchers.restarts`). Raise UserError if the run folder no longer
+    exists.
     """
     cluster = job.config.cluster
     watch = Watch(job.run_dir, workers.ranks(), cluster.timeout_s, cluster.start_timeout_s, job.names)
@@ -64,7 +64,7 @@ def supervise(workers: Workers, job: Job) -> End:
 
 
 def _until_the_end(workers: Workers, job: Job, watch: Watch, restarts: Restarts) -> End:
-    """Wait as in `supervise`, without the check of the run folder at the end."""
+    """Do what `supervise` does, but raise WorkerError if polling or restarting workers fails."""
     ranks, oom_before = workers.ranks(), oom_kills()
     while True:
         ended = workers.poll()

@@ -178,7 +178,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 def _start_here(arguments: argparse.Namespace) -> int:
-    """Print the first commands to try, as none was named; return the exit code."""
+    """Print the first commands to try, since the user named no command; return the exit code."""
     print(f"megarl: no command is named\n\n{START}\nAll commands: megarl --help; of one: megarl COMMAND --help")
     return UserError.exit_code
 

@@ -63,7 +63,7 @@ class Nodes:
 
     def start(self, nodes: list[str], more: list[str], output: str = "") -> subprocess.Popen[bytes]:
         """Start node.sh on these nodes. With `output`, a file in RUN_DIR/launch, the step ends when one of its tasks or
-        nodes fails; without, it is a test, which outlives its tasks.
+        nodes fails; without `output` it is a test, which continues when a task fails.
         """
         port = self._next_port(nodes[0])
         environment = {"MEGARL_NODES": str(len(nodes)), "MEGARL_ATTEMPT": f"{self._job}.{self._steps}"}
@@ -299,7 +299,7 @@ def slow_nodes(edges: list[dict[str, Any]], share: float) -> dict[str, str]:
 
 
 def link_faults(found: dict[str, Any], nodes: list[str], clock_s: float, share: float) -> dict[str, str]:
-    """Return the nodes that links.json blames; if no other node joined the first one, the first one."""
+    """Return the nodes with faults according to links.json, or the first node if no other node joined it."""
     present = found["nodes"]
     if len(present) == 1 and len(nodes) > 2:
         return {present[0]: "links: no other node can reach it"}

@@ -88,8 +88,8 @@ def _checked(function: Callable[..., Tensor], estimator: Estimator, d: Tensor) -
 def kl_tokens(estimator: str | Estimator, logp: Tensor, ref_logp: Tensor, mask: Tensor) -> Tensor:
     """Estimate KL(pi || ref) at each sampled token, zero where masked; differentiable in `logp`.
 
-    A form with "+" has the value of the plain form and the gradient of k2, d grad(log pi). Its expectation under pi is
-    the gradient of the KL, unlike that of the plain gradients of k1 (zero on average) and k3.
+    An estimator with "+" has the value of the one without, and the gradient of k2, d grad(log pi). Its expectation
+    under pi is the gradient of the KL, unlike that of the plain gradients of k1 (zero on average) and k3.
 
     Args:
         estimator: kl | abs | mse | low_var_kl (aliases k1, k2, k3), each also with "+"; or a function of d.

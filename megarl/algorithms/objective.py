@@ -96,7 +96,7 @@ class Objective:
         return POLICY_LOSSES.choose(self.algorithm.loss).spec.prepare is not None
 
     def measures(self, inputs: TokenInputs) -> bool:
-        """Return whether the update itself measures the gap between rollout and trainer, as no earlier stage did."""
+        """Return whether the update itself measures the gap between rollout and trainer, because no earlier stage did."""
         return inputs.rollout_logp is not None and (self.correction.bypass or inputs.old_logp is None)
 
     def counts_late(self, inputs: TokenInputs) -> bool:
@@ -292,11 +292,11 @@ def actor_loss(
         entropy: differentiable if entropy_coef is not 0; None: no entropy metric or bonus.
         kl, distillation: estimator, coefficient and form of these terms; None: no such term.
         teacher: log-probs of the teacher, same shape; or its most likely tokens and the policy's log-probs of them.
-        fields: this part of the loss's further inputs, and of the results of its `prepare`.
+        fields: this micro-batch's part of the loss's other inputs and of the results of its `prepare`.
         is_weights: same shape, the factors c of the policy loss (rollout correction); None: 1.
 
     Returns:
-        This part's share of the mini-batch's loss, zero (with zero gradients) without valid tokens, and metrics.
+        The micro-batch's share of the mini-batch's loss, zero (with zero gradients) without valid tokens, and metrics.
     """
     policy_loss = partial(_policy_loss, cfg, logp, old_logp, mask, offsets, fields or {}, is_weights)
     token_loss, metrics = policy_loss(advantages)
@@ -350,7 +350,7 @@ def _distance(settings: KLConfig, logp: Tensor, ref_logp: Tensor | None, mask: T
 
 
 def _record(metrics: Metrics, sums: dict[str, Tensor], coefs: dict[str, float], tokens: float) -> None:
-    """Record the metrics of the loss terms from scalar sums over this part's valid tokens, if it has any."""
+    """Record the metrics of the loss terms from scalar sums over the micro-batch's valid tokens, if it has any."""
     count, *values = torch.stack([value.double() for value in sums.values()]).tolist()
     numbers = dict(zip(list(sums)[1:], values, strict=True))
     if not count:

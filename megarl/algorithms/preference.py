@@ -57,13 +57,13 @@ def log_ratios(logp: Tensor, responses: Responses) -> tuple[Tensor, Tensor]:
 def rounding(logp: Tensor, responses: Responses, dtype: torch.dtype) -> Tensor:
     """Return by how much each response's log-prob may differ between two passes over equal weights, float [B].
 
-    The float32 sum over a response's tokens may differ by `_UNITS` in its last place. A model in a narrower dtype also
-    rounds each token's log-prob by about one unit. These errors are independent, so they add up as the root of the sum
-    of squares; a plain sum would hide what changed in a long response.
+    The float32 sum over a response's tokens may differ by `_UNITS` units in its last place. A model in a narrower dtype
+    also rounds each token's log-prob by about one unit. These errors are independent, so they add up as the root of the
+    sum of squares; a plain sum would hide what changed in a long response.
 
     Args:
         logp: float [N], log-probs of the policy.
-        dtype: of the model that computed them.
+        dtype: dtype of the model that computed them.
     """
     rows, tokens = Rows.of(responses.mask, responses.offsets), at_least_float32(logp.detach())
     tokens = torch.where(responses.mask, tokens, 0)
@@ -106,7 +106,7 @@ def preference_loss(
         logp: float [N], log-probs of the policy, differentiable.
         counts: `local_pair_counts` added over all ranks of the mini-batch: the loss is a mean over pairs, and the SFT
             term a mean over the tokens of chosen responses.
-        dtype: of the model; a margin within its rounding is a tie.
+        dtype: the model's dtype; a margin within its rounding error is a tie.
     """
     response_logp, ratios = log_ratios(logp, responses)
     lengths = Rows.of(responses.mask, responses.offsets).counts(responses.mask)
@@ -137,10 +137,10 @@ def score_loss(
     """Return the share of this rank's pairs in the mini-batch's reward-model loss, and their metrics.
 
     Args:
-        scores: float [2P], differentiable, chosen and rejected in turns.
+        scores: float [2P], differentiable; chosen and rejected responses alternate.
         margins: float [P], by how much chosen scores should be larger; None: 0.
         pairs: number of pairs in the mini-batch over all ranks, over which the loss is a mean.
-        dtype: of the model; a difference within its rounding is a tie.
+        dtype: the model's dtype; a difference within its rounding error is a tie.
     """
     scores = at_least_float32(scores)
     chosen, rejected = scores.view(-1, 2).unbind(1)

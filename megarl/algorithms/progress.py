@@ -188,7 +188,7 @@ def shuffled_embeddings(embeddings: Tensor, task: Sequence[Hashable], *seed: int
     Args:
         embeddings: [B, E].
         task: B names or numbers.
-        seed: non-negative integers: seed of the run, step, round of generation.
+        seed: non-negative integers: the run's seed, the step, and the round of generation.
     """
     import numpy as np
 
@@ -321,8 +321,8 @@ class ProgressScorer:
     """Scores global batches in the order of the steps; ranks that get equal batches get equal scores.
 
     Args:
-        settings: how to score, the size of the bank, and whether to shuffle embeddings (the control).
-        seed: of the run; with the step and its round of generation it determines the shuffling.
+        settings: how to score, the size of the bank, and whether to shuffle embeddings (as a control experiment).
+        seed: the run's seed; with the step and its round of generation it determines the shuffling.
     """
 
     def __init__(self, settings: ProgressSettings, seed: int) -> None:
@@ -333,7 +333,7 @@ class ProgressScorer:
     def score(self, embeddings: Tensor, success: Tensor, task: Sequence[Hashable], *, step: int) -> ProgressReport:
         """Return `progress_scores` of a batch, and keep its successes as references.
 
-        They serve later rounds of generation in the same step and, with a bank, later steps.
+        Later rounds of generation in the same step use these references and, with a bank, also later steps.
 
         Args:
             embeddings: float [B, E] of the global batch.

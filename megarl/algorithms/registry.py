@@ -29,7 +29,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Settings(Section):
-    """The keys of one component, beyond those that its section has for every component; here none."""
+    """The settings of one component, in addition to its section's shared keys; this base class has none."""
 
     def problems(self, path: str) -> list[ConfigError]:
         """Return the conflicts between the section's keys, each of which is valid by itself; `path` is the section's
@@ -76,7 +76,7 @@ class Registry(Generic[S]):
         """Create an empty registry.
 
         Args:
-            kind: for error messages.
+            kind: what a component is called in error messages.
             key: dotted configuration key that names the component, for error messages.
             spec: type of the components' declarations.
             by_name: pass the settings that the function's parameters name; otherwise pass one object with all settings.

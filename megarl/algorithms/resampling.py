@@ -75,7 +75,7 @@ def resampled(section: ComponentSection, scores: Tensor, seed: int) -> Tensor:
     Args:
         section: `algorithm.resampling`.
         scores: float [B] of all unmasked samples of the batch, in an order that does not depend on ranks.
-        seed: of the choices.
+        seed: seed of the random choices.
 
     Source: PF-PPO (arXiv 2409.06957); the weights are those of verl's `pf_ppo`.
     """

@@ -111,7 +111,7 @@ def check_tokens(
 ) -> None:
     """Check that a component's result has one finite number for each entry of `like`.
 
-    Values of included components are not checked for finiteness, nor values computed from inputs that are not finite.
+    Results of megarl's own components are not checked for finiteness, nor results of inputs that are not finite.
 
     Args:
         kind, noun: what the component and its result are called in messages.

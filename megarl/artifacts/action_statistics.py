@@ -253,8 +253,8 @@ def choose_statistics(
     """Return the statistics of one data set.
 
     Args:
-        statistics: by data set.
-        unnorm_key: its name; None: there is only one.
+        statistics: statistics by name of the data set.
+        unnorm_key: name of the data set; None if there is only one.
     """
     if unnorm_key is None and len(statistics) == 1:
         return next(iter(statistics.values()))

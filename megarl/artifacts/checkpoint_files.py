@@ -125,10 +125,10 @@ def refuse_unread(names: Iterable[str], read: Collection[str], sight: VisionShap
     A vocabulary head may exist twice (tied), and a critic built on a policy may omit it: other checks cover it.
 
     Args:
-        names: of all tensors of the checkpoint.
-        read: those that the model uses.
+        names: names of all tensors in the checkpoint.
+        read: names of the tensors that the model uses.
         sight: vision part of a VLA policy, whose towers have unused parts.
-        where: the folder.
+        where: the checkpoint's folder.
     """
     unread = [
         name

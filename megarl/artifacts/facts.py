@@ -318,7 +318,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def near_folder(folder: Path) -> str:
-    """Return the advice for a missing folder: one next to it with a similar name, if any."""
+    """Return advice for a missing folder: a folder next to it with a similar name, if any."""
     siblings = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
     close = close_matches(folder.name, siblings)
     return f"did you mean {folder.parent / close[0]}?" if close else "check the path; it is relative to this folder"

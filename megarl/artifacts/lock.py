@@ -287,12 +287,12 @@ def _place() -> str:
 
 
 def _is_gone(holder: Mapping[str, Any], run_dir: Path, *, kernel: bool) -> bool | None:
-    """Return whether the process of a record has ended; None if this machine cannot tell.
+    """Return whether the process of a record has ended; None if this machine cannot find out.
 
     Args:
         holder: the record's content.
         run_dir: the record's folder; a record that was copied with its folder does not count.
-        kernel: flock shows that no process of this machine holds the folder.
+        kernel: whether flock shows that no process of this machine holds the folder.
     """
     if not holder:
         return None

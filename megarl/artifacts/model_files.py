@@ -21,7 +21,9 @@ _TOKENS = ("tokenizer.json", "tokenizer_config.json", "*.model", "vocab*", "*.ti
 
 
 def check_tokenizer_files(folder: Path, key: str) -> None:
-    """Check that a folder, set at `key`, has a tokenizer; transformers would silently make one of a few tokens."""
+    """Check that a folder, set at `key`, has a tokenizer; transformers would silently create one with only a few
+    tokens.
+    """
     if not any(any(folder.glob(pattern)) for pattern in _TOKENS):
         raise ConfigError(
             "this folder has no tokenizer files",

@@ -157,7 +157,7 @@ def overrides_for_model(run_dir: Path, which: Which) -> tuple[list[str], str]:
 
 
 def _why_last(step: int, best: int | None) -> str:
-    """Explain why the last model, of `step`, is used although the best was requested."""
+    """Explain why the last model (from step `step`) is used although the best was requested."""
     if best == step:
         return ", which is the best"
     return "; no best model is known" if best is None else f"; the best model, of step {best}, is missing"

@@ -106,7 +106,7 @@ def read_preprocessor(folder: Path) -> dict[str, Any] | None:
 
 
 def read_mapping(file: Path) -> dict[str, Any] | None:
-    """Return the content of a JSON file; None if there is none."""
+    """Return the content of a JSON file; None if the file does not exist."""
     if not file.is_file():
         return None
     try:

@@ -16,7 +16,7 @@ class Reference:
 
     Args:
         folder: folder of the model.
-        critic: its head has one value per token.
+        critic: whether its head returns one value per token.
     """
 
     def __init__(self, folder: Path, *, critic: bool = False) -> None:

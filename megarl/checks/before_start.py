@@ -92,7 +92,7 @@ def _pairs(config: RunConfig) -> int:
 
 
 def _why_not(config: RunConfig) -> str | None:
-    """Explain why epochs are not a number of steps; None: they are."""
+    """Explain why epochs cannot be converted to a number of steps; None if they can."""
     if not config.task.writes_text:
         return "the trials of a simulator are known only when it runs"
     if config.algorithm.dynamic_sampling.enabled:

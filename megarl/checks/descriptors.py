@@ -33,18 +33,24 @@ def group_sizes(nproc: int, parallel: ParallelConfig) -> list[int]:
 
 
 def descriptors(nproc: int, parallel: ParallelConfig) -> int:
-    """Return the most descriptors that any rank has open: those of the first rank, which has torch's store."""
+    """Return the largest number of file descriptors that any rank has open: that of the first rank, which has torch's
+    store.
+    """
     sizes = [*group_sizes(nproc, parallel), nproc]
     return sum(_connections(size, nproc >= LAZY_FROM) for size in sizes) + nproc + _OTHERS
 
 
 def _connections(size: int, lazy: bool) -> int:
-    """Return a rank's connections in a group; if lazy, those of rings (2) and of trees, barriers (2 per doubling)."""
+    """Return a rank's connections in a group; if lazy, those of rings (2), trees and barriers (2 per doubling of the
+    size).
+    """
     return min(size - 1, 2 + 2 * size.bit_length()) if lazy else size - 1
 
 
 def check_descriptors(config: RunConfig, placement: Placement, checks: Checklist) -> None:
-    """Compare a rank's need with this machine's hard limit; workers raise their own soft limit up to it."""
+    """Compare the file descriptors that a rank needs with this machine's hard limit, to which workers raise their soft
+    limit.
+    """
     checks = checks.of("file descriptors")
     teams = [team for team in placement.teams if divides_devices(team)]
     if not teams:

@@ -386,7 +386,7 @@ def check_other_models(
     policy's.
 
     Returns:
-        Their sizes (of several teachers the largest); None: unknown here.
+        The sizes of each role's model (of the largest teacher, if there are several); None if they are unknown here.
     """
     sizes: dict[Role, ModelFacts | None] = {}
     teachers: dict[str, str | None] = {**config.teacher.paths} or {"teacher.path": None}

@@ -181,7 +181,7 @@ def _check_devices(
     job: str,
     starts: bool,
 ) -> None:
-    """Check the fullest rank of every team."""
+    """Check the GPU memory of every team's rank that needs the most."""
     room = gpu_room(config, machine)
     for team in placement.teams:
         device = device_memory(config, sizes, team, gpu=True, job=job, room=room)
@@ -220,7 +220,7 @@ def _check_cache(config: RunConfig, sizes: Sizes, memory: Memory, checks: Checkl
 
 
 def _check_device(config: RunConfig, memory: Memory, machine: Machine | None, checks: Checklist, starts: bool) -> None:
-    """Check the fullest rank against its GPU: the GPU that the recipe names, or this machine's."""
+    """Check the rank that needs the most memory against its GPU: the GPU that the recipe names, or this machine's."""
     named = config.cluster.device_memory_gb
     limits = []
     if named is not None:

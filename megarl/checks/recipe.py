@@ -96,7 +96,7 @@ def check_config(
         job: train, sft, eval or generate: only what it uses is checked.
         machine: also check whether the run fits this machine.
         starts: the run starts on `machine`; else it may be meant for another one, and a misfit is only a warning.
-        here: False: this machine is none of the run's, and its hardware does not count.
+        here: whether this machine is one of the run's; if not, its hardware does not count.
         run_dir: folder of the run; None: one below `tracking.dir`.
     """
     checks = Checklist()

@@ -109,7 +109,7 @@ class _Rows:
     """Reads rows and records problems until its time is over.
 
     Attributes:
-        tokenizer: None if no text is certain.
+        tokenizer: None if the exact text of prompts is unknown here.
         counter: counts the least number of tokens of a prompt; None if only the workers can load the tokenizer.
         sizes: number of training samples in sources that were read whole.
     """
@@ -136,8 +136,8 @@ class _Rows:
 
         Args:
             response: the column that supervised examples train on.
-            scored: samples of these rows are scored.
-            needless: the job does not need the split.
+            scored: whether samples of these rows are scored.
+            needless: whether the job can do without the split.
         """
         known: list[Row] = []
         before = len(self.problems)
@@ -223,7 +223,7 @@ class _Rows:
         training data.
 
         Args:
-            samples: samples in the rows without `data.val_split`.
+            samples: number of samples if `data.val_split` is not set.
         """
         if not known or not all(map(is_readable_here, sources)):
             return
@@ -450,8 +450,8 @@ def _warn(what: str, where: str, found: object, fix: str) -> None:
 
 
 def _contents(messages: Sequence[Message], row: Row) -> str:
-    """Join the text that every chat template writes of the messages, whose form and least length are checked. A
-    template may drop the assistant's messages and thoughts, and trim any content.
+    """Join the parts of the messages that every chat template keeps, from which the checks count a prompt's fewest
+    tokens. A template may drop the assistant's messages and thoughts, and trim any content.
     """
     others = (message["content"] for message in messages if message["role"] != ASSISTANT)
     return "".join(content.rpartition("</think>")[2].strip() for content in others)

@@ -34,7 +34,8 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
     """Check the files of `folder` against the sizes in its config.json.
 
     Args:
-        value_head: a critic, which needs no vocabulary head, and whose value head starts at zero if it is missing.
+        value_head: whether the model is a critic, which needs no vocabulary head, and whose value head starts at zero
+            if it is missing.
 
     Returns:
         A short description of the checked files.

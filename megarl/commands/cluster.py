@@ -139,8 +139,9 @@ def _kubernetes(arguments: argparse.Namespace, config: RunConfig) -> int:
 def _check(
     config: RunConfig, launcher: str, job: str, *, image: bool, memory: tuple[str, float | None], show: bool
 ) -> tuple[Placement | None, str]:
-    """Raise the failed checks of a job and print its warnings; return its teams (None: not known), and with `show` the
-    estimate and all checks as text. This machine is not part of the job, nor its servers' interpreter with an `image`.
+    """Raise the failed checks of a job and print its warnings; return its teams (None: unknown), and with `show` the
+    estimate and all checks as text. Checks of this machine are left out, and with an `image` also those of the servers'
+    interpreter.
     """
     from megarl.checks.checklist import problems_of
     from megarl.checks.dry_run import memory_and_checks

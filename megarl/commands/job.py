@@ -255,7 +255,7 @@ def _use_run(arguments: argparse.Namespace) -> str:
 
 
 def _stand_at_start(arguments: argparse.Namespace, run_dir: Path) -> None:
-    """Change to the folder in which the run was started, to which its relative paths refer, not the user's."""
+    """Change to the folder in which the run was started, since the run's relative paths refer to it."""
     from megarl.config.load import with_absolute_paths
 
     start = read_run(run_dir).get("folder")

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def choose_hardware(text: str | None, config: RunConfig, graph: TaskGraph, *, search: bool) -> Hardware:
     """Return the hardware that `--hardware` names, with as many devices as the recipe takes if it gives no number.
-    Raise ConfigError if there is no such hardware, or the recipe takes another number of devices.
+    Raise ConfigError if there is no such hardware, or the recipe uses a different number of devices.
     """
     from megarl.dag.placement import place
     from megarl.planning.hardware import KINDS, read_hardware, this_cpu, with_memory

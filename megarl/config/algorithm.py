@@ -104,7 +104,7 @@ class DynamicSamplingConfig(Section):
 class FilterConfig(ComponentSection):
     """The filter that removes samples from baselines and loss. Each filter has keys of its own.
 
-    The batch keeps its size; with async.order=as_ready a group of which nothing is left is replaced by another one.
+    The batch keeps its size; with async.order=as_ready a group without remaining samples is replaced by another group.
     """
 
     name: str = Field("bounds", description="registered filter, file.py:fn or pkg.mod:fn")

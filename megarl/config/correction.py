@@ -67,8 +67,8 @@ class RejectionRule(Section):
 
 
 class RolloutCorrectionConfig(Section):
-    """Correction of the gap between the policy that generated and the policy that trains. A null key is as in the
-    preset.
+    """Correction of the gap between the policy that generated and the policy that trains. A key that is null takes the
+    preset's value.
     """
 
     preset: Preset = Field("disabled", description="named set of the keys below; disabled only measures the gap")

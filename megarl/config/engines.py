@@ -17,8 +17,9 @@ class EngineFacts:
     """Facts about an engine that are known without importing it.
 
     Attributes:
-        holds_model: the workers of a rollout team hold the model, split by the team's layout.
-        servers: the section of `rollout` that configures the engine's server processes; None: it generates in workers.
+        holds_model: whether the workers of a rollout team hold the model, split by the team's layout.
+        servers: the section of `rollout` that configures the engine's server processes; None: the engine generates in
+            workers.
     """
 
     holds_model: bool = False

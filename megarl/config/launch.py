@@ -125,7 +125,7 @@ Line = Annotated[str, AfterValidator(_one_line)]
 
 
 class SlurmTeamConfig(Section):
-    """Nodes of one team: a component of a heterogeneous job. A null key is as in launch.slurm."""
+    """Nodes of one team: a component of a heterogeneous job. A key that is null takes its value from launch.slurm."""
 
     nodes: PositiveInt = Field(
         description="nodes of cluster.nnodes that the team gets; its workers divide evenly over them"

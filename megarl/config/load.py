@@ -80,10 +80,10 @@ def load_config(
     key by key; `name` is not inherited and defaults to the file's stem. ConfigError lists all problems.
 
     `components` validates the keys of the named components (loss, reward, environment) and fills in their defaults;
-    without it these keys stay as given. If a file or override names another component than the files it extends, the
-    keys that only the replaced component has are dropped. `check_own=False` validates only reward and environment, for
-    commands that use no other component. `run_dir` is the folder of a run that may be continued; `model.dtype: auto`
-    then keeps the precision of that run.
+    without it these keys stay as given. If a file or override names a different component from the one in the files it
+    extends, the keys that only the replaced component has are dropped. `check_own=False` validates only reward and
+    environment, for commands that use no other component. `run_dir` is the folder of a run that may be continued;
+    `model.dtype: auto` then keeps the precision of that run.
     """
     file = find_recipe(path)
     document = _read_with_parents(file, ())
@@ -218,7 +218,9 @@ def dump_config(config: RunConfig) -> str:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of `after` with other values than in `before`, nested; a mapping that lost keys whole."""
+    """Return the keys of `after` whose values differ from those in `before`, as nested mappings. A mapping that lost
+    keys is returned whole.
+    """
     changed: dict[str, Any] = {}
     for key, value in after.items():
         old = before.get(key)
@@ -302,10 +304,10 @@ def find_recipe(
     ConfigError if there is no such recipe.
 
     Args:
-        path: as the user wrote it.
+        path: path or name as the user wrote it.
         relative_to: folder that the path is relative to; None: the current one.
-        said_in: the line of another recipe that names this one; None: the command line does.
-        takes_runs: the command also accepts a run folder, and `path` is none.
+        said_in: the line of another recipe that names this one; None: the command line names it.
+        takes_runs: whether the command also accepts a run folder (which `path` is not).
     """
     recipe = Path(path).expanduser()
     base = (relative_to or Path()) / recipe
@@ -486,7 +488,9 @@ def _apply_override(document: Document, text: str, components: Components | None
 
 
 def _parse_for(key: Key, raw: str) -> Any:
-    """Parse override text by the type of its field; validation refuses what fits no type and stays text."""
+    """Parse override text by the type of its field. Text that fits no type is returned unchanged; validation refuses
+    it.
+    """
     text = raw.strip()
     kinds = alternatives(key.info.annotation)
     if text in _NULLS and type(None) in kinds:

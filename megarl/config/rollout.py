@@ -130,7 +130,9 @@ def env_section(env: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
 
 
 class HeldOutSamplingConfig(Section):
-    """How held-out responses are sampled: one greedy response by default. A null key is as in rollout.sampling."""
+    """How held-out responses are sampled: one greedy response by default. A key that is null takes its value from
+    rollout.sampling.
+    """
 
     n: PositiveInt = Field(1, description="samples per prompt")
     temperature: NonNegativeFloat = Field(0.0, le=100, description="0 is greedy")

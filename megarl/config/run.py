@@ -175,7 +175,7 @@ class TrackingConfig(Section):
 
 
 def _shown(name: str) -> str:
-    """Refuse a name with control characters, which scripts, terminals and folders would not show as it is."""
+    """Refuse a name with control characters, which scripts, terminals and folders would show differently."""
     if not name.isprintable():
         raise ValueError("the name must be one line of text without control characters")
     return name

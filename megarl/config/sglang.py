@@ -13,7 +13,9 @@ from megarl.system.errors import ConfigError
 
 
 def url_problem(url: str, key: str) -> str | None:
-    """Return why `url` cannot be a server's address, or None. `key` is the recipe key of the variable for API keys."""
+    """Return why `url` cannot be a server's address, or None. `key` is the recipe key that names the variable for API
+    keys.
+    """
     try:
         place = urlsplit(url)
         port_ok = place.port != 0

@@ -64,7 +64,7 @@ class TaskPlayer(Protocol):
 
         Args:
             advance: is called with the number of newly finished episodes.
-            scored: the samples get the fields that `TaskScores.score` needs.
+            scored: whether the samples get the fields that `TaskScores.score` needs.
         """
 
     def record(self, c: StepContext, samples: Batch) -> None:
@@ -105,7 +105,9 @@ class Task:
     split_problem: str | None = None
 
     def check(self, config: RunConfig, placement: Placement | None, checks: Checklist, *, starts: bool) -> None:
-        """Check the task's section, and keys that need this section. `starts`: the run starts on this machine now."""
+        """Check the task's section, and keys that need this section. `starts`: whether the run starts on this machine
+        now.
+        """
 
     def plan_problem(self) -> ConfigError | None:
         """Return an error with the reason why `megarl plan` cannot handle this task; None: it can."""
@@ -184,7 +186,7 @@ def check_tasks(config: RunConfig, placement: Placement | None, checks: Checklis
     """Run the checks of all tasks, even if the recipe has no section for them.
 
     Args:
-        starts: the run starts on this machine now.
+        starts: whether the run starts on this machine now.
     """
     for section in SECTIONS:
         _load(section).check(config, placement, checks, starts=starts)

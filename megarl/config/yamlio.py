@@ -32,11 +32,11 @@ _RESOLVERS = [
 
 
 class _Located(yaml.SafeLoader):
-    """A pure Python loader with only the resolvers above. Its errors name the line that the user has to change."""
+    """A pure Python loader with only the `_RESOLVERS`. Its errors name the line that the user has to change."""
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """The same loader with PyYAML's C parser where it is installed, which takes a tenth of the time."""
+    """`_Located` with PyYAML's C parser where it is installed, which takes a tenth of the time."""
 
 
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
@@ -155,8 +155,8 @@ class _TooLargeError(yaml.MarkedYAMLError):
 
 
 def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int]], depth: int) -> tuple[int, int]:
-    """Return the number of values and of levels below a node, `depth` levels down; refuse too many of either. `sizes`
-    has the results of measured nodes by id, and `_OPEN` for the nodes around this one.
+    """Return the number of values and of nested levels below a node, which is itself `depth` levels deep; refuse too
+    many of either. `sizes` has the results of measured nodes by id, and `_OPEN` for the nodes that contain this one.
     """
     if isinstance(node, yaml.ScalarNode):
         return 1, 0

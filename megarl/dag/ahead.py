@@ -84,7 +84,7 @@ def refuse_ahead(config: RunConfig, placement: Placement, graph: TaskGraph) -> N
 
 
 def _off(config: RunConfig) -> str:
-    """Return the overrides that turn running ahead off."""
+    """Return the overrides that switch off generation ahead of training."""
     return f"set {KEY}=0" + (f" {ORDER}=in_order" if not config.async_.in_order else "")
 
 

@@ -47,7 +47,8 @@ class MissingFieldError(UserError):
 
 @dataclass
 class _Value:
-    """The value of a field at one place of the list: its writer (None: the graph's entry) and its readers so far.
+    """The value of a field at one place in the list of nodes: its writer (None: the graph's entry) and its readers so
+    far.
 
     `available` is False if no node wrote it, if a node consumed it, or if it is written in some steps only.
     """

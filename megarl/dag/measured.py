@@ -23,7 +23,7 @@ _KEY = "placement.measured"
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of the earlier run."""
+    """The measurements of the earlier run that `placement.measured` names."""
 
     timings: Timings
     workers: dict[str, int]  # number of workers of the team that ran each node, by the node's id

@@ -137,13 +137,13 @@ class Message:
 
 
 class LoaderAtStart(Message, topic="loader"):
-    """Rollout's team to actor's team, before it chooses a checkpoint: the data, and the loader's place at the start."""
+    """The data loader's initial state; the rollout's team sends it before the actor's team chooses a checkpoint."""
 
     state: dict[str, Any]  # `PromptLoader.state_dict`
 
 
 class RunStart(Message, topic="start"):
-    """Actor's team to all teams, as soon as it has the actor that RL starts from: where the run begins."""
+    """The point at which the run begins; the actor's team sends it to all teams once it has the initial actor."""
 
     resumed_at: int | None  # step of the checkpoint that the run resumes from; None: it starts without a checkpoint
     source: str | None  # folder of this checkpoint, RUN_DIR/checkpoints/step_N
@@ -164,27 +164,28 @@ class RunStart(Message, topic="start"):
 
 
 class EngineAddresses(Message, topic="engines"):
-    """Rollout's team to actor's team, when its embedded engines wait for weights."""
+    """Addresses that the rollout's team sends to the actor's team when its embedded engines wait for weights."""
 
     # for each engine, the host and port at which each of its ranks receives weights
     engines: list[list[list[str | int]]]
 
 
 class ServersStarted(Message, topic="servers_started"):
-    """Rollout's team to actor's team, when its servers answer: their addresses and states (`Fleet.reports`)."""
+    """The servers' addresses and states, which the rollout's team sends to the actor's team when the servers reply."""
 
     servers: list[dict[str, Any]]
 
 
 class WeightsName(Message, topic="weights_name"):
-    """Actor's team to rollout's team, after `ServersStarted`: the first part of the names of weight versions
-    (megarl/sync/protocol.py)."""
+    """The first part of the names of weight versions (megarl/sync/protocol.py), which the actor's team sends to the
+    rollout's team after `ServersStarted`.
+    """
 
     run: str
 
 
 class TeamReady(Message, topic="ready", keys=1):
-    """Every other team to the actor's team, when it has loaded its models; no step begins before that."""
+    """Sent by every other team to the actor's team when it has loaded its models; no step begins before that."""
 
     team: str
     frozen: dict[str, Any]  # checksums of its frozen models, for checkpoints
@@ -194,20 +195,24 @@ class TeamReady(Message, topic="ready", keys=1):
 
 
 class WeightsPushed(Message, topic="weights", keys=1):
-    """Actor's team to rollout's team, when all embedded engines have received the weights of `version`."""
+    """Sent by the actor's team to the rollout's team when all embedded engines have the weights of `version`."""
 
     version: int
 
 
 class ServerStates(Message, topic="servers", keys=1):
-    """Rollout's team to actor's team, before each push to servers: their states, after failed ones are restarted."""
+    """The servers' states, which the rollout's team sends to the actor's team before each push of weights to servers,
+    after restarting failed servers.
+    """
 
     version: int
     servers: list[dict[str, Any]]  # `Fleet.reports`
 
 
 class ServersFilled(Message, topic="servers_filled", keys=1):
-    """Actor's team to rollout's team, after each push to servers; only servers with this version get requests."""
+    """Sent by the actor's team to the rollout's team after each push of weights to servers; only servers that have this
+    version get requests.
+    """
 
     version: int
     updated: list[int]  # numbers of the servers that have the version
@@ -215,25 +220,33 @@ class ServersFilled(Message, topic="servers_filled", keys=1):
 
 
 class StepGenerated(Message, topic="generated", keys=1):
-    """Rollout's team to actor's team (in order), when all its replicas have generated the samples of `step`."""
+    """Sent by the rollout's team to the actor's team (with async.order=in_order) when all its replicas have generated
+    the samples of `step`.
+    """
 
     step: int
 
 
 class UpdateWanted(Message, topic="wanted", keys=1):
-    """Actor's team to rollout's team (as ready), after a step: stop generating, so that an update can be sent."""
+    """The request to stop generating for a weight update, which the actor's team sends to the rollout's team after a
+    step (with async.order=as_ready).
+    """
 
     update: int  # number of the weight update since the start of the processes
 
 
 class ReplicasOpen(Message, topic="open", keys=1):
-    """Rollout's team to actor's team (as ready), when all its replicas wait for weight update number `update`."""
+    """Sent by the rollout's team to the actor's team (with async.order=as_ready) when all its replicas wait for weight
+    update number `update`.
+    """
 
     update: int
 
 
 class UpdateSent(Message, topic="update", keys=1):
-    """Actor's team to rollout's team (as ready), before it pushes: the weight version of update number `update`."""
+    """The weight version of update number `update`, which the actor's team sends to the rollout's team before it pushes
+    the weights (with async.order=as_ready).
+    """
 
     update: int
     version: int
@@ -243,15 +256,16 @@ class UpdateSent(Message, topic="update", keys=1):
 
 
 class LoaderPlace(Message, topic="loader", keys=1):
-    """Rollout's team to actor's team, for a checkpoint: the loader's state after it has generated `step`; as ready,
-    before it generates with the weights of `step`."""
+    """The data loader's state for a checkpoint of `step`, which the rollout's team sends to the actor's team: after it
+    has generated `step` or, with async.order=as_ready, before it generates with the weights of `step`.
+    """
 
     step: int
     state: dict[str, Any]
 
 
 class Validated(Message, topic="validation", keys=1):
-    """Rollout's team to actor's team, after it has evaluated the weights of `step`."""
+    """Results that the rollout's team sends to the actor's team after it has evaluated the weights of `step`."""
 
     step: int
     accuracy: float  # of the held-out rows, 0 to 1
@@ -260,15 +274,16 @@ class Validated(Message, topic="validation", keys=1):
 
 
 class StepIsLast(Message, topic="last", keys=1):
-    """Actor's team to rollout's team, after a step at which `trainer.early_stop` may end the run by a training metric:
-    whether it does, because the last weights are validated."""
+    """Whether `step` is the run's last one, whose weights are validated. The actor's team sends it to the rollout's
+    team after each step at which `trainer.early_stop` may end the run by a training metric.
+    """
 
     step: int
     last: bool
 
 
 class StepMetrics(Message, topic="metrics", keys=2):
-    """Every other team to the actor's team, at the end of its step."""
+    """Metrics that every other team sends to the actor's team at the end of its step."""
 
     team: str
     step: int  # the training step; from the rollout's team as ready, the number of the weight update that ended it
@@ -276,7 +291,9 @@ class StepMetrics(Message, topic="metrics", keys=2):
 
 
 class StepFormed(Message, topic="formed", keys=1):
-    """The buffer to the actor's team (as ready), when it has formed a step: the metrics of the step's samples."""
+    """The metrics of a step's samples, which the buffer sends to the actor's team when it has formed the step (with
+    async.order=as_ready).
+    """
 
     step: int
     metrics: MetricsJson
@@ -286,25 +303,27 @@ class StepFormed(Message, topic="formed", keys=1):
 
 
 class SavesStep(Message, topic="saves", keys=1):
-    """Actor's team to rollout's team (as ready), before it sends the weights of `step`: whether it may save a
-    checkpoint."""
+    """Whether the actor's team may save a checkpoint of `step`; it sends this to the rollout's team before the weights
+    of `step` (with async.order=as_ready).
+    """
 
     step: int
     saves: bool
 
 
 class CheckpointTag(Message, topic="checkpoint", keys=1):
-    """Actor's team to all teams with a part in checkpoints, after each step."""
+    """Sent by the actor's team after each step to all teams that write into checkpoints."""
 
     step: int
     tag: str | None  # part of the name of the checkpoint's temporary folder; None: the step has no checkpoint
 
 
 class PartCopied(Message, topic="checkpoint_part", keys=2):
-    """Every other team that writes into checkpoints to the actor's team, when it has copied its part to host memory.
+    """Sent to the actor's team by every other team that writes into checkpoints, when it has copied its part to host
+    memory.
 
     Attributes:
-        optimizer_steps, vocab_sizes: of its models, by name.
+        optimizer_steps, vocab_sizes: optimizer steps and vocabulary sizes of the team's models, by name.
     """
 
     team: str
@@ -317,7 +336,9 @@ class PartCopied(Message, topic="checkpoint_part", keys=2):
 
 
 class CheckpointFolder(Message, topic="checkpoint_folder", keys=1):
-    """Actor's team to all teams that write into a checkpoint, when it has made the folder, or failed to."""
+    """Sent by the actor's team to all teams that write into a checkpoint, when it has created or failed to create the
+    folder.
+    """
 
     step: int
     problem: str | None  # why the folder could not be made; None: it exists

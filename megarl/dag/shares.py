@@ -176,10 +176,11 @@ def workers_of_machine(config: RunConfig) -> int:
 
 
 def settings_of_workers(config: RunConfig, workers: int, unit: int = 1) -> str | None:
-    """Return the overrides for a run with this many workers on whole machines, about as full as now, or None.
+    """Return the overrides for a run with this many workers on whole machines, about as many per machine as now, or
+    None.
 
     Args:
-        unit: the number of workers per machine must be a multiple of it.
+        unit: number of which the workers per machine must be a multiple.
     """
     cluster, most = config.cluster, workers_of_machine(config)
     if config.launch.slurm.teams:  # each team has its own nodes

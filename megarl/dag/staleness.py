@@ -176,9 +176,9 @@ class StalenessPolicy(ABC):
 
 
 class InOrder(StalenessPolicy):
-    """Step t is the next B prompts, generated with exactly the weights after step max(0, t - 1 - k).
+    """Step t is the next B prompts, generated with exactly the weights after step max(0, t - 1 - k), k = max_staleness.
 
-    Every version is sent, one after the other. While a step is trained, the next one is generated.
+    Every weight version is sent, one after the other. While a step is trained, the next one is generated.
     """
 
     def forms_step(self, step: int, under_way: ByVersion, finished: ByVersion) -> list[int] | None:
@@ -193,7 +193,7 @@ class InOrder(StalenessPolicy):
 
     @property
     def copies(self) -> int:
-        """Number of versions that may be waiting; with k = 1 weights are sent after every step, so none wait."""
+        """Number of versions that may be waiting; with max_staleness 1 weights are sent after every step, so none wait."""
         return self.max_staleness if self.max_staleness > 1 else 0
 
     def describe(self) -> str:

@@ -45,10 +45,11 @@ def continued(tokenizer: Any, prompt: Sequence[int], whole: Sequence[int], text:
 
 
 def inside(tokenizer: Any, text: str, *anchors: str) -> list[int]:
-    """Return the tokens of `text` in the middle of a text, without the blank that some tokenizers put before one.
+    """Return the tokens of `text` in the middle of a text, without the blank that some tokenizers put before every
+    text.
 
     Args:
-        anchors: texts to tokenise it after; they are tried before `_ANCHORS`.
+        anchors: texts after which `text` is tokenised; they are tried before `_ANCHORS`.
     """
     for anchor in (*anchors, *_ANCHORS):
         before, whole = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (anchor, anchor + text))

@@ -68,7 +68,7 @@ def advice(kind: str, name: str, otherwise: str) -> str:
     Args:
         kind: `models` or `datasets`.
         name: the source as in the recipe.
-        otherwise: advice if the source is not on the hub by its name, or the hub has it.
+        otherwise: advice for a source that is not a hub name, or that the hub or its local cache has.
     """
     hub_name = hub_dataset(name) if kind == "datasets" else name if is_hub_name(name) else None
     if hub_name is None or Path(name).exists():

@@ -129,7 +129,7 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
 
 @contextmanager
 def readable(where: str) -> Iterator[None]:
-    """Convert every exception that PIL raises for damaged files."""
+    """Convert every exception that PIL raises for damaged files to a DataError at `where`."""
     try:
         yield
     except (MemoryError, MegarlError):

@@ -59,7 +59,7 @@ def correct(
         is_level: none, token or sequence; none gives weights of 1.
         is_threshold: C of min(ratio, C), or [low, high]: see `importance_weights`.
         is_batch_normalize: divide by the mean weight over tokens (token) or sequences (sequence) of all ranks.
-        is_normalize_over: whose weights count in this mean: `trained` (without rejected ones) or `all`, as in verl.
+        is_normalize_over: which weights count in this mean: `trained` (without rejected tokens) or `all`, as in verl.
         rules: a token is trained on if all of them accept it.
         veto: reject sequences with a ratio (not clamped) below this value; 0: no veto.
         copies: int64 [B], how often each sequence counts in the mean weight; None: once.
@@ -119,7 +119,9 @@ def _rejection(moments: Moments, ratios: Ratios, rules: Sequence[Rule], veto: fl
 
 
 def _weighing(ratios: Ratios, trained: Tensor, level: str, threshold: Threshold) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the importance weights of tokens or rows (by `level`), which are trained on, and which are truncated."""
+    """Return the importance weights of tokens or rows (by `level`), which of them are trained on, and which are
+    truncated.
+    """
     weights = importance_weights(ratios, level, threshold)
     if level == "token":
         return weights, trained, is_truncated(ratios.rho, threshold)

@@ -176,8 +176,8 @@ def _gap(metrics: Metrics, total: dict[str, float], low: dict[str, float], high:
 def _correlation(total: dict[str, float], n: float) -> float | None:
     """Return Pearson's correlation from E[p^2], E[q^2], E[(p - q)^2]; None if p or q is constant.
 
-    cov(p, q) = (var p + var q - var(p - q)) / 2. Rounding errors of the variances enter only to second order, so that
-    1 - 1e-6 can be told from 1.
+    cov(p, q) = (var p + var q - var(p - q)) / 2. Rounding errors of the variances enter only to second order, so that 1
+    - 1e-6 can be distinguished from 1.
     """
     p, q = total["p"] / n, total["q"] / n
     var_p, var_q = max(total["p2"] / n - p * p, 0.0), max(total["q2"] / n - q * q, 0.0)

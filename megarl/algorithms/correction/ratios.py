@@ -69,7 +69,8 @@ class Ratios:
 
     def mean_of(self, values: Tensor) -> Tensor:
         """Return the mean of `values` [N] (zero where masked) over each row's valid tokens, [B]; 0 for rows without
-        any."""
+        valid tokens.
+        """
         return self.rows.sum(values) / self.count.clamp(min=1)
 
     def max_of(self, values: Tensor) -> Tensor:

@@ -126,13 +126,13 @@ class RatioClipSettings(ClipSettings):
 
 
 class SequenceClipSettings(ClipSettings):
-    """The clip range, and an optional bound of -A s for A < 0, which the papers do not have."""
+    """The clip range, and an optional bound of -A s for A < 0 (s: the sequence's ratio), which the papers do not have."""
 
     dual_clip: PositiveFloat | None = Field(None, gt=1, description="bound of -A*s for A < 0; null: no bound")
 
 
 class DualClipSettings(RatioClipSettings):
-    """The clip range, and the bound of -A r for A < 0."""
+    """The clip range, and the bound of -A r for A < 0 (r: the token's ratio)."""
 
     dual_clip: PositiveFloat | None = Field(3.0, gt=1, description="bound of -A*r for A < 0; null: no bound")
 

@@ -77,7 +77,9 @@ def generate(found: Findings, model: str, layout: Layout, dtype: torch.dtype) ->
 
 
 def live_bytes() -> int:
-    """Return the bytes of this process's tensors: of the device's allocator, or on a CPU of tensors known to Python."""
+    """Return the bytes of this process's tensors: the count of the GPU's allocator, or on a CPU the sum over Python's
+    tensors.
+    """
     gc.collect()
     if has_cuda():
         empty_cache()

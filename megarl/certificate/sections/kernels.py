@@ -74,7 +74,9 @@ def _heads(tokens: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _shared_attention(lengths: Sequence[int], dtype: torch.dtype, ranks: int) -> float:
-    """Return the error of attention computed for each rank in turn, with keys and values as its all-gather has them."""
+    """Return the error of attention computed for each rank in turn, with the keys and values that its all-gather would
+    return.
+    """
     from megarl.models.attention import attend
     from megarl.models.packing import cp_split, pack_stream
 

@@ -57,7 +57,7 @@ def differences(expected: dict[str, Any], ranks: list[dict[str, Any]]) -> dict[s
 
 
 def layouts_of(processes: int) -> Iterator[tuple[str, ParallelConfig]]:
-    """Yield (name, layout) of each model for `processes` processes; the rest is data parallel."""
+    """Yield (name, layout) of each model for `processes` processes, which are data parallel beyond this layout."""
     if processes == 1:
         yield from ((model, ParallelConfig()) for model in _MODELS)
         return

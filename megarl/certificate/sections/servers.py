@@ -118,7 +118,7 @@ def crossings(plan: SyncPlan, ranks: Sequence[str], servers: Sequence[Sequence[s
 
 
 def _crossings_here(c: RankState) -> list[str]:
-    """Return the crossings of this run, all of whose processes are on this machine; none on a CPU."""
+    """Return the `crossings` of this run, whose processes are all on this machine; none on a CPU."""
     from megarl.rollout.sglang.gpus import server_gpus
     from megarl.rollout.sglang.links import OwnServers
 

@@ -42,7 +42,7 @@ def run(found: Findings, folder: Path) -> None:
 
 
 def forms(dtype: torch.dtype) -> tuple[Form, ...]:
-    """Return the forms of layers to train, including Transformer Engine's if `auto` would use it."""
+    """Return the layer implementations to train with, including Transformer Engine's if `auto` would use it."""
     from megarl.config.training import EngineConfig
     from megarl.models.layer_forms import layer_form
 
