@@ -79,7 +79,7 @@ def _newest(job: Job) -> int:
 
 
 def _unsaved(job: Job, newest: int) -> int:
-    """Return how many steps were completed after step `newest`; 0 if the command saves no steps or is not in its loop."""
+    """Return how many steps were completed after step `newest`; 0 if the command saves none or is not in its loop."""
     loops, beat = _LOOPS.get(job.entry.rpartition(":")[2]), read_beat(job.run_dir, 0)
     if loops is None or beat is None:
         return 0

@@ -96,7 +96,7 @@ class Objective:
         return POLICY_LOSSES.choose(self.algorithm.loss).spec.prepare is not None
 
     def measures(self, inputs: TokenInputs) -> bool:
-        """Return whether the update itself measures the gap between rollout and trainer, because no earlier stage did."""
+        """Return whether the update itself measures the gap between rollout and trainer, since no earlier stage did."""
         return inputs.rollout_logp is not None and (self.correction.bypass or inputs.old_logp is None)
 
     def counts_late(self, inputs: TokenInputs) -> bool:

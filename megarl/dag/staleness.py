@@ -193,7 +193,7 @@ class InOrder(StalenessPolicy):
 
     @property
     def copies(self) -> int:
-        """Number of versions that may be waiting; with max_staleness 1 weights are sent after every step, so none wait."""
+        """Number of versions that may be waiting; with max_staleness 1 each is sent after its step, so none wait."""
         return self.max_staleness if self.max_staleness > 1 else 0
 
     def describe(self) -> str:

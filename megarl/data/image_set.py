@@ -40,7 +40,7 @@ class ImageSet:
 
     @classmethod
     def joined(cls, images: Sequence[ImageSet], shifts: Sequence[int]) -> ImageSet | None:
-        """Join sets of images into one, or return None without sets. `shifts`: tokens by which each set's places move."""
+        """Join sets of images into one (None without sets). `shifts`: tokens by which each set's places move."""
         if not images:
             return None
         return cls(

@@ -126,7 +126,7 @@ class RatioClipSettings(ClipSettings):
 
 
 class SequenceClipSettings(ClipSettings):
-    """The clip range, and an optional bound of -A s for A < 0 (s: the sequence's ratio), which the papers do not have."""
+    """The clip range, and an optional bound of -A s for A < 0 (s: sequence ratio), which the papers do not have."""
 
     dual_clip: PositiveFloat | None = Field(None, gt=1, description="bound of -A*s for A < 0; null: no bound")
 
