@@ -120,7 +120,7 @@ def _one_thread() -> Iterator[None]:
 
     torch.set_num_threads would change MKL's settings for good.
     """
-    openmp = ctypes.CDLL(None)  # symbols of this process, among them torch's OpenMP
+    openmp = ctypes.CDLL(None)  # gives access to all symbols of this process, among them those of torch's OpenMP
     before = openmp.omp_get_max_threads()
     openmp.omp_set_num_threads(1)
     try:

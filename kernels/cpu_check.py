@@ -103,7 +103,8 @@ def _stream(kernels: CpuKernels, draw: _Draw, size: int) -> Iterator[tuple[str, 
     for first, length in zip(starts.tolist(), lengths, strict=False):
         part = slice(first, first + length)
 
-        def by_group(x: Tensor, part: slice = part, length: int = length) -> Tensor:  # [group, head of it, token, size]
+        # [group, head in the group, token, head size]
+        def by_group(x: Tensor, part: slice = part, length: int = length) -> Tensor:
             return x[part].double().view(length, groups, -1, size).permute(1, 2, 0, 3)
 
         queries, ks, vs, up = (by_group(x) for x in (q, k, v, grad))

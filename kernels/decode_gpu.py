@@ -114,7 +114,7 @@ def draw(
     """
     n, columns = logits.shape
     share, at_once, warps = launch
-    parts = max(1, triton.cdiv(columns, share))  # a rank may only have vocabulary padding
+    parts = max(1, triton.cdiv(columns, share))  # all columns of a rank may be vocabulary padding
     out = logits.new_empty(parts, n, 4, dtype=torch.float64)
     _draw[(n, parts)](
         logits, seeds, index, out, columns, logits.stride(0), start, inverse_temperature, share, at_once,
@@ -342,7 +342,7 @@ def _draw(  # type: ignore[no-untyped-def]
         column = begin + lane
         x = tl.load(logits + row * stride + column, mask=column < columns, other=-float("inf")) * inverse_temperature
         new = tl.maximum(peak, tl.max(x, 0))
-        shift = tl.where(new == -float("inf"), 0.0, new)  # only -inf so far
+        shift = tl.where(new == -float("inf"), 0.0, new)  # all logits so far are -inf
         total = total * tl.exp(peak - shift) + tl.sum(tl.exp(x - shift), 0)
         peak = new
         score = x

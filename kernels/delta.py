@@ -90,7 +90,8 @@ def diff_reference(base: Tensor, new: Tensor, itemsize: int, room: int) -> tuple
         changed.append(np.flatnonzero(old_words[part] != new_words[part]) + start)
     at = np.concatenate(changed)
     gaps = np.diff(at, prepend=-1)
-    between = (gaps - 1) // FAR  # unchanged elements written in between
+    # number of unchanged elements that are written before each changed one, because a distance is one byte
+    between = (gaps - 1) // FAR
     if len(at) + between.sum() > room:
         return None
     last = np.cumsum(between + 1) - 1  # indices of the changed elements
@@ -119,7 +120,7 @@ def check(library: ctypes.CDLL) -> str | None:
     """Return what differs from the references on random input, or None."""
     kernels, generator = DeltaKernels(library), torch.Generator("cpu").manual_seed(1)
     for itemsize, n, share in itertools.product(_WORDS, (1, 15, 64, 65, 257, 5003), (0.002, 0.1, 1.0)):
-        # Wrong positions are at most a line past the end; this memory is allocated and checked for changes.
+        # A wrong kernel may write up to one line past the end, so this line is allocated and checked for changes.
         room = n * itemsize + _LINE
         base = torch.randint(0, 256, (room,), generator=generator, dtype=torch.uint8, device="cpu")
         changed = torch.rand(room, generator=generator, dtype=torch.float32, device="cpu") < share / itemsize
@@ -127,7 +128,7 @@ def check(library: ctypes.CDLL) -> str | None:
         old, then, right = base.clone(), base.clone(), base.clone()
         expected = diff_reference(right[:end], new[:end], itemsize, n)
         result = kernels.diff(old[:end], new[:end], itemsize, n)
-        assert expected is not None  # there is room for all
+        assert expected is not None  # `n` elements are enough room for any delta
         if result is None or not all(map(torch.equal, (*result, old), (*expected, right))):
             return f"diff of {n} elements of {itemsize} bytes"
         if len(expected[0]) and kernels.diff(base.clone()[:end], new[:end], itemsize, len(expected[0]) - 1) is not None:

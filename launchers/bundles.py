@@ -20,7 +20,7 @@ from megarl.system.errors import UnavailableError
 from megarl.system.processes import has_nvidia_device
 
 Bundle = dict[str, float]
-#: Of 1,000 units of the resource that marks a node as a team's own.
+#: Each bundle takes a thousandth of the resource that marks a node as a team's own.
 _SHARE = 0.001
 
 

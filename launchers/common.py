@@ -69,12 +69,12 @@ LAZY_FROM = 128
 ENDED_EARLY = 256
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
-# By default glibc returns every block above 128 kB to the kernel as soon as it is freed, and the next allocation
-# pays a page fault for each 4 kB of it again. A loop that grows a cache by concatenation (32 sequences, 16 tensors of
-# 8 x 64, 60 tokens; one core) took 0.54 CPU-s and 186,000 faults with glibc's defaults, 0.21 CPU-s and 8,000 so.
-# Blocks above the first value are few and long-lived (caches, logits): returned when freed, they keep the heap from
-# growing around them. glibc reads these when a process starts, so they must be in its environment, and it ignores a
-# first value above 32 MB. Values of the user's own environment win.
+# By default glibc returns every block above 128 kB to the kernel as soon as it is freed, and the next allocation pays a
+# page fault for each 4 kB of it again. A loop that grows a cache by concatenation (32 sequences, 16 tensors of 8 x 64,
+# 60 tokens; one core) took 0.54 CPU-s and 186,000 faults with glibc's defaults, and 0.21 CPU-s and 8,000 faults with
+# these values. Blocks above the first value are few and long-lived (caches, logits): because they are returned when
+# freed, the heap does not grow around them. glibc reads the variables when a process starts, so they must be in its
+# environment, and it ignores a first value above 32 MB. Values of the user's own environment take precedence.
 KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(8 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),

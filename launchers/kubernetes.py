@@ -477,8 +477,8 @@ def _template(job: KubernetesJob, more: Manifest, name: str = "megarl") -> Manif
     fields = dict(settings.pod)
     pod: Manifest = {"containers": [container], "volumes": [*volumes, *(fields.pop("volumes", None) or [])], **fields}
     if name == "megarl":
-        pod["restartPolicy"] = "Never"  # KubeRay sets its own for Ray's pods
-        # By default SIGKILL follows SIGTERM after 30 s, counted for this program: others run below it.
+        pod["restartPolicy"] = "Never"  # KubeRay sets the restart policy of Ray's pods
+        # By default Kubernetes sends SIGKILL 30 s after SIGTERM, too early for a run that saves first.
         pod.setdefault("terminationGracePeriodSeconds", math.ceil(job.config.cluster.grace_s) + _ENDS_S)
     if settings.service_account is not None:
         pod["serviceAccountName"] = settings.service_account

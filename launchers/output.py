@@ -22,7 +22,7 @@ _POLL_S = 0.1  # seconds between two reads of the ranks' files
 _CHUNK = 512  # free space of a terminal or pipe that counts as ready
 #: Seconds within which a console must become ready.
 CONSOLE_S = 5.0
-_silent: set[int] = set()  # descriptors of consoles that were not ready within that time
+_silent: set[int] = set()  # descriptors of consoles that were not ready within CONSOLE_S
 
 
 class OutputLog:

@@ -187,7 +187,8 @@ class TorchrunWorkers:
                     time.sleep(0.05)
         self._agent.wait()
         for process in below:
-            with contextlib.suppress(psutil.Error):  # not a process that got the same number since
+            # raised if the process has ended, even if another one has its number now
+            with contextlib.suppress(psutil.Error):
                 process.kill()
         self._follower.close()
 

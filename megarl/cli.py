@@ -337,7 +337,7 @@ def _refuse(parser: Parser, unknown: Sequence[str], arguments: argparse.Namespac
 
 def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     try:
-        with signals_raise():  # as the first process of a container, too, which the default of a signal does not end
+        with signals_raise():  # by default a signal does not end the first process of a container
             return run(arguments)
     except MegarlError as error:
         print(f"megarl: {error}", file=sys.stderr)
@@ -373,7 +373,8 @@ def _limit(error: Exception) -> UserError | None:
             fix="shorten it; text that is meant as text, not as the name of a file, is written in another way",
         )
     refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    if isinstance(error, MemoryError) or refused or "failed to map segment" in text_of(error):  # of a library
+    # the loader's message for a library
+    if isinstance(error, MemoryError) or refused or "failed to map segment" in text_of(error):
         fix = "free memory, or raise the limit that `ulimit -v` shows"
         return UserError("there is not enough memory for this command", found=describe(error), fix=fix)
     if isinstance(error, RecursionError):

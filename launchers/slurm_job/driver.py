@@ -31,7 +31,7 @@ class SlurmJob:
 
     def __init__(self, run_dir: Path) -> None:
         self.files, self.job = Folder(run_dir), os.environ["SLURM_JOB_ID"]
-        # Only this job's: a job that another job submitted inherits its environment.
+        # Always set it: a job that another job submitted inherits the other job's value.
         os.environ["MEGARL_JOB_BEGAN"] = os.environ.get("SLURM_JOB_START_TIME") or repr(time.time())
         self.plan = self.files.plan
         self.nodes: Nodes  # set when the job begins, as Slurm reports the nodes then

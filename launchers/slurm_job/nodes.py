@@ -211,8 +211,7 @@ class Nodes:
         self._look()
         here = os.environ.get("SLURMD_NODENAME")
         if len(bad) == len(commands) and (here in bad or len(lost) < len(bad)):
-            # Not the nodes are at fault but Slurm, or node.sh on all of them: this node runs, or Slurm reports that
-            # some nodes do.
+            # Slurm or node.sh is at fault, not the nodes: this node runs, or Slurm reports that some of the nodes run.
             why = bad[here] if here in bad else next(why for node, why in bad.items() if node not in lost)
             raise CommandFailed(f"no program can be started on any of the nodes {', '.join(commands)}: {why}")
         return bad

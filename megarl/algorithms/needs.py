@@ -27,7 +27,7 @@ def estimator_fields(algorithm: AlgorithmConfig) -> list[str]:
     try:
         settings, required = ADVANTAGES.spec(name).settings, ADVANTAGES.required(name)
     except UserError:
-        return []  # the checks report it
+        return []  # the checks of the recipe report the error
     return [field for field in required if field not in _GIVEN and field not in settings.model_fields]
 
 
@@ -48,7 +48,7 @@ def distillation_fields(algorithm: AlgorithmConfig) -> list[str]:
     try:
         chosen = chosen_divergence(section)
     except UserError:
-        chosen = None  # the checks report it
+        chosen = None  # the checks of the recipe report the error
     if chosen is None:
         return ["teacher_logp"]
     return ["teacher_hidden" if chosen.settings.topk is None else "teacher_topk"]

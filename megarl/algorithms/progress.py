@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 #: If the range (or standard deviation) of the failed episodes' distances is below this value, all of them score alike.
 _NOTHING = 1e-6
-#: `k_distance`: distances that differ by less than this share count as equal; in many dimensions, the distances between
-#: points of one kind do.
+#: `k_distance`: distances that differ by less than this share count as equal. In many dimensions, distances between
+#: points of the same kind differ this little.
 _ALIKE = 0.1
 _STEEPNESS, _MIDDLE = 10.0, 0.5
 _WEIGHTS = {"min_max": 0.6, "z_score": 0.8}

@@ -18,22 +18,22 @@ Refusal = Callable[[Mapping[str, Any], Mapping[str, Any], Refuse], None]
 class Architecture:
     """One model class of transformers."""
 
-    model_type: str  # its name in config.json
-    # keys that it reads and that change the computation, with the defaults of its configuration class. `num_experts`
-    # stands for both names of this number.
+    model_type: str  # the architecture's name in config.json
+    # keys of config.json that the class reads and that change the computation, with the defaults of its configuration
+    # class. The key `num_experts` stands for both names of the number of experts.
     keys: dict[str, Any]
     null: tuple[str, ...]  # keys that may be null
     # layers with a sliding window: `none`; `all`, when `sliding_window` is a number; `all_if_used`, when
     # `use_sliding_window` is also set; `chosen`, those of `layer_types`
     windows: Literal["none", "all", "all_if_used", "chosen"]
-    tensors: tuple[WeightRule, ...]  # its weights, without the head
-    fields: tuple[str, ...] = ()  # other fields of its configuration class, which do not change the computation here
+    tensors: tuple[WeightRule, ...]  # rules of the model's weights, without the head
+    fields: tuple[str, ...] = ()  # other fields of the configuration class, which do not change the computation here
     # the field and the other name of the number of experts. transformers stores both in one attribute; if a config has
     # both, the name that is no field of the class is set last and wins.
     experts_keys: tuple[str, str] | None = None
     qkv_bias: bool = False  # the projections to query, key and value have a bias
     qk_norm: bool = False  # queries and keys are normalised per head
-    # its configuration class requires hidden_size to be a multiple of the number of heads, even with `head_dim`
+    # the configuration class requires hidden_size to be a multiple of the number of heads, even with `head_dim`
     even_hidden: bool = False
     experts_optional: bool = False  # a config without experts is a dense model
     refusals: tuple[Refusal, ...] = ()  # further refusals, one function each
@@ -47,7 +47,7 @@ ROPE_KEYS: dict[str, Any] = {
     "original_max_position_embeddings": None,
 }
 
-#: Keys that every class reads.
+#: Keys of config.json that every model class reads.
 COMMON: dict[str, Any] = {
     "hidden_size": 4096,
     "num_hidden_layers": 32,

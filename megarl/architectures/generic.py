@@ -80,7 +80,7 @@ _TYPES: dict[str, _Rule] = {
         "the name of a .safetensors file or of an index, or null",
         _ILLEGAL,
     ),
-    # Properties of the class: a file cannot set them.
+    # Properties of transformers' configuration class, which config.json cannot set.
     **dict.fromkeys(
         ("attribute_map", "is_heterogeneous", "per_layer_attributes", "sub_configs", "use_return_dict"),
         (lambda value: False, "no such key", _ILLEGAL),

@@ -26,7 +26,7 @@ _PUBLISHED = frozenset(
 )
 
 
-# Fields of every class that do not change the model's computation here.
+# Fields of every configuration class that do not change the model's computation here.
 _FIELDS = (
     *("architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label"),
     *("initializer_range", "is_encoder_decoder", "label2id", "output_hidden_states", "pad_token_id", "problem_type"),

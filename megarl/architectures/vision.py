@@ -30,14 +30,14 @@ class TowerShape:
         patch, image: side of a patch and of a picture, in pixels.
     """
 
-    width: int  # of features
+    width: int  # width of the features
     blocks: int  # number of executed blocks: all but the last of a published tower
     heads: int
     mlp: int  # width between the two linear maps of a block
     patch: int
     image: int
     class_token: bool = False  # whether a token represents the whole picture
-    registers: int = 0  # number of tokens without meaning
+    registers: int = 0  # number of register tokens, which stand for no part of the picture
     layer_scale: bool = False  # whether a vector scales each branch of a block
 
     @property
@@ -79,10 +79,10 @@ _AFTER_BLOCKS = ("norm.", "fc_norm.", "attn_pool.", "head.")
 class VisionShape:
     """The vision part of a policy."""
 
-    # one or two, of equally many patches, for the same pictures in each tower's own normalisation
+    # one or two towers with the same number of patches; each gets all pictures in its own normalisation
     towers: tuple[TowerShape, ...]
     hidden: int  # width of the language model
-    state: int = 0  # numbers of the policy's state, which are one more embedding; 0: there is none
+    state: int = 0  # length of the robot's state vector, which becomes one more embedding; 0: the policy reads no state
 
     @property
     def patches(self) -> int:

@@ -76,12 +76,12 @@ class VisionEncoder:
         width, blocks, ffn, heads: sizes of the encoder's layers.
     """
 
-    model_type: str  # of the whole model; a key of `DECODERS`
+    model_type: str  # model type of the whole model; a key of `DECODERS`
     width: int
     blocks: int
     ffn: int
     heads: int
-    out: int  # width of its features, that of the decoder
+    out: int  # width of the encoder's features, equal to that of the decoder
     patch: int  # side of a patch in pixels
     merge: int  # side of the square of patches that become one feature
     temporal: int  # frames of a patch; an image is repeated
@@ -221,8 +221,8 @@ def _text(raw: Mapping[str, Any]) -> dict[str, Any]:
     section = raw.get("text_config") or {key: value for key, value in raw.items() if key != "vision_config"}
     text = {**_DECODER_DEFAULTS[kind], **section}
     if kind == "qwen3_vl_moe":
-        text["norm_topk_prob"] = True  # its router always normalises
-        if "num_local_experts" in section:  # the other name of num_experts
+        text["norm_topk_prob"] = True  # the router of this model always normalises
+        if "num_local_experts" in section:  # another name of num_experts
             text["num_experts"] = section["num_local_experts"]
     return text
 

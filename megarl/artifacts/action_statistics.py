@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megarl.system.errors import ConfigError, DataError, close_matches
 
-#: The two statistics that are scaled to -1 and 1. `q99`: OpenVLA, and OpenVLA-OFT's for LIBERO; `minmax`: OpenVLA-OFT's
+#: The two statistics that are scaled to -1 and 1. `q99`: OpenVLA, and OpenVLA-OFT for LIBERO; `minmax`: OpenVLA-OFT for
 #: the two-armed ALOHA and RoboTwin.
 Bounds = Literal["q99", "minmax"]
 NAMES = ("mean", "std", "max", "min", "q01", "q99")
@@ -31,10 +31,10 @@ _TINY = 1e-8
 class ActionStatistics:
     """The statistics of each of the D numbers of an action, or of a robot's own state."""
 
-    mean: NDArray[np.float64]  # float64 [D], like the next ones
-    std: NDArray[np.float64]  # standard deviation, of the population
-    max: NDArray[np.float64]  # largest one
-    min: NDArray[np.float64]  # smallest one
+    mean: NDArray[np.float64]  # float64 [D]; so are the next five fields
+    std: NDArray[np.float64]  # standard deviation of the population
+    max: NDArray[np.float64]  # largest value
+    min: NDArray[np.float64]  # smallest value
     q01: NDArray[np.float64]  # 1% quantile
     q99: NDArray[np.float64]  # 99% quantile
     mask: NDArray[np.bool_]  # bool [D]: which numbers are normalised; the others pass through
@@ -139,10 +139,10 @@ class ActionStatistics:
 class DatasetStatistics:
     """The statistics of one data set."""
 
-    action: ActionStatistics  # of its actions
-    state: ActionStatistics | None = None  # of the robot's own state; None: it was not recorded
-    transitions: int = 0  # environment steps
-    trajectories: int = 0  # episodes
+    action: ActionStatistics  # statistics of the actions
+    state: ActionStatistics | None = None  # statistics of the robot's own state; None: the state was not recorded
+    transitions: int = 0  # number of environment steps
+    trajectories: int = 0  # number of episodes
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], where: str, bounds: Bounds = "q99") -> DatasetStatistics:

@@ -32,8 +32,9 @@ _HARMLESS = {
     *("r", "lora_alpha", "lora_dropout", "init_lora_weights", "base_model_name_or_path", "revision"),
     *("task_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config", "ensure_weight_tying"),
     *("target_modules", "exclude_modules", "layers_pattern"),  # the tensors' names show which modules have adapters
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # only read for the initialisation of their name
-    *("megatron_core", "qalora_group_size"),  # read with megatron_config, use_qalora
+    # only read by the initialisation of the same name
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    *("megatron_core", "qalora_group_size"),  # only read if megatron_config or use_qalora is set
 }
 
 

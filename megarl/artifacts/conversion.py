@@ -42,7 +42,8 @@ def check_target(target: Path) -> None:
             "cannot create the target below a file", where=_WHERE, found=str(above), fix="choose another target"
         )
     try:
-        with tempfile.TemporaryDirectory(dir=above):  # a trial, as permissions do not show read-only file systems
+        # try to write, because permissions do not show that a file system is read-only
+        with tempfile.TemporaryDirectory(dir=above):
             pass
     except OSError as error:
         raise ConfigError(

@@ -41,7 +41,7 @@ ATTEMPT = "MEGARL_ATTEMPT"
 #: Seconds between two heartbeats of a holder, and seconds of silence after which another machine may take the folder.
 BEAT_S, SILENT_S = 2.0, 30.0
 _LOOK_S = 0.25
-_SETTLE_S = 1.0  # two commands may see at the same time that the holder is gone
+_SETTLE_S = 1.0  # seconds to wait after taking over a lock, because another command may have done so at the same time
 _NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP})
 _NEEDS: Needs = {
     "attempt": str,

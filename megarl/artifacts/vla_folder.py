@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 VLA_TYPE = "openvla"
 #: The file that describes how pictures become pixels.
 PREPROCESSOR = "preprocessor_config.json"
-#: Parts of OpenVLA-OFT in separate files with which the rest is another policy.
+#: Separate files of OpenVLA-OFT; a policy that has one computes something that is not supported.
 _OTHER_PARTS = {
     "action_head": "its actions come from a separate head, not from tokens",
     "noisy_action_projector": "its actions come from a diffusion process, not from tokens",
@@ -74,7 +74,7 @@ def read_projector(file: Path) -> dict[str, Tensor]:
     allowed = f"a torch file of {', '.join(_PROJECTOR_TENSORS)}"
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # a broken archive, or a pickle of more than tensors
+    except Exception as error:  # a broken archive, or a pickle that holds more than tensors
         raise ConfigError(
             f"the projector of the policy's state cannot be read ({type(error).__name__})",
             where=str(file),

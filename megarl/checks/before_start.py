@@ -15,7 +15,7 @@ def with_steps(config: RunConfig, job: str = "train") -> RunConfig:
     if supervised is not None or epochs is not None:
         from megarl.checks.hub import check_hub
 
-        check_hub(config, job, ask=True)  # the packages that read from it try for minutes
+        check_hub(config, job, ask=True)  # the packages that read from the hub would retry for minutes
     if supervised is not None:
         config = _with_sft_steps(config, supervised)
     if epochs is None:

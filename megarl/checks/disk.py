@@ -32,10 +32,10 @@ def check_disk(
     resumes = 0 < trainer.resume_every < steps and (
         not trainer.save_every or trainer.resume_every % trainer.save_every != 0
     )
-    # Those kept, the best, one that is being written, and one that serves only to resume.
+    # The kept checkpoints, the best one, one that is being written, and one that serves only to resume.
     number = min(written, trainer.keep_last + keeps_best + 1) + resumes
     more = max(0, number - (0 if run_dir is None else len(steps_in(run_dir / "checkpoints"))))
-    # The last model is exported, and the best where it may be another one.
+    # The last model is exported, and so is the best one where it may be a different model.
     exported = trainer.export_hf * (1 + keeps_best) * policy.parameters * BYTES[config.model.dtype]
     needed, free = more * checkpoint + exported, shutil.disk_usage(folder).free
     files = f"{count(number, 'checkpoint')} of {_gb(checkpoint)}{', one of them only to go on from' if resumes else ''}"

@@ -51,7 +51,8 @@ def make_plan(
     """
     machine = this_machine()
     checked = check_config(config, launcher=launcher, job=job, machine=machine)
-    known = {check.key for check in checked.items if check.status == "fail"}  # the file's readers report it too
+    # the readers of a file report its problems too
+    known = {check.key for check in checked.items if check.status == "fail"}
     checks = [*checked.items, *(one for one in more if one.status != "fail" or one.key not in known)]
     sections = {"Configuration": _config_text(config, full=full)}
     if job == "train":
@@ -252,7 +253,7 @@ def _memory_text(config: RunConfig, checked: Checked, machine: Machine) -> str:
     host = host_memory(config, checked.sizes, placement, gpu=gpu).peak
     lines.append(_memory_line(f"host memory of a machine ({count(ranks, 'rank')})", host.bytes))
     if (servers := config.rollout.servers) is not None and not servers.urls:
-        if not gpu:  # there it is one of the terms
+        if not gpu:  # with GPUs the server's weights are in the table of device memory
             lines.append(_memory_line("a server's weights, per rank of it", server_bytes(config, facts)))
         if gpu_room(config, machine) is None:
             lines.append(

@@ -147,7 +147,7 @@ def _check_tokenizer(model: ModelConfig, facts: ModelFacts | None, checks: Check
 
 def _check_tokenizer_files(folder: Path, key: str, checks: Checklist) -> None:
     checks = checks.of("tokenizer")
-    if checks.failed(key):  # the folder has no model either
+    if checks.failed(key):  # an error about this folder is recorded already
         return
     with checks.recorded():
         check_tokenizer_files(folder, key)

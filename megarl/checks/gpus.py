@@ -58,7 +58,7 @@ def _more_machines(config: RunConfig, placement: Placement, workers: int, beside
         for n in range(1, workers + 1)
         if workers % n == 0 and (not beside or servers.servers * servers.nnodes % n == 0)
     ]
-    unit = servers.ranks_per_node if settings else 1  # which must be on the same machine
+    unit = servers.ranks_per_node if settings else 1  # number of GPUs that must be on the same machine
     fit = (n for n in even if (workers + beside) // n <= _usual_gpus(config) and (workers + beside) // n % unit == 0)
     nnodes = next(fit, None)
     if nnodes is None:

@@ -80,7 +80,7 @@ def check_rows(
             raise no_chat_template()
         tokenizer = None  # templates drop parts of a message (thinking) and trim it, so no text is certain
     if data.image_key is not None:
-        tokenizer = None  # the same holds where images become tokens
+        tokenizer = None  # tokens of images are not counted here, so no length is certain
     chat = _contents if chats else None
     deadline = clock() + _TOKENIZE_S
     rows = _Rows(config, tokenizer, counter, chat, lambda: clock() < deadline, lengths)

@@ -289,7 +289,7 @@ def _check_lengths(
     new, prompt = sampling.max_new_tokens, config.data.max_prompt_tokens
     if sampling.min_new_tokens > new and not checks.failed(
         "rollout.sampling.min_new_tokens"
-    ):  # validation may inherit it
+    ):  # validation may inherit the key, whose error is reported once
         checks.fail(
             f"{key}.min_new_tokens",
             f"it exceeds max_new_tokens ({new})",
@@ -349,7 +349,8 @@ def _check_stop_strings(key: str, sampling: SamplingConfig, checks: Checklist) -
         ("ignore_eos", "it requests responses that nothing ends"),
     ):
         found, allowed = getattr(sampling, name), getattr(plain, name)
-        if sampling.stop and found != allowed and not checks.failed(f"rollout.sampling.{name}"):  # skipped if inherited
+        # validation may inherit the key, whose error is reported once
+        if sampling.stop and found != allowed and not checks.failed(f"rollout.sampling.{name}"):
             value = str(allowed).lower()
             checks.fail(
                 f"{key}.{name}",

@@ -144,7 +144,8 @@ def write_fitting(
             checks = check_config(config, launcher=config.launch.launcher, job=job, machine=machine)
             problems = [(check.key or "", check.problem()) for check in checks.items if check.status == "fail"]
         except ConfigErrors as errors:
-            keys = {origin: ".".join(path) for path, origin in read_yaml(file).origins.items()}  # by line
+            # file and line -> key
+            keys = {origin: ".".join(path) for path, origin in read_yaml(file).origins.items()}
             problems = [(keys.get(error.where or "", ""), error) for error in errors.problems]
         unfit = {key: error for key, error in problems if key in made.settings and key not in _KEPT}
         if not unfit:

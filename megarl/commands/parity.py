@@ -39,10 +39,11 @@ if TYPE_CHECKING:
 #: Relative differences up to these values are rounding, accumulated over the layers of a deep model. fp32: about 1e-7
 #: per operation; bf16 keeps 8 bits, so every operation may differ by 4e-3 (0.03 was measured over four layers).
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
-#: Share of the tokens, those with the largest differences, that is left out of a mixture's relative differences in
-#: bf16. Rounding routes a token near a tie to another expert, whose output is unrelated. With the certificate's two
-#: mixtures and six seeds each, on a CPU, up to 5% of the tokens differed by more than 0.1 at a place, and the others by
-#: 0.02. A wrong weight, even of one expert of eight, affects more tokens than this.
+#: Share of the tokens, those with the largest differences, that is left out of the relative differences of a mixture of
+#: experts in bf16. Rounding routes a token near a tie to another expert, whose output is unrelated. With the
+#: certificate's two mixtures and six seeds each, on a CPU, up to 5% of the tokens differed by more than 0.1 at one of
+#: the compared places, and the others by 0.02. A wrong weight, even of one expert of eight, affects more tokens than
+#: this share.
 REROUTED = 0.1
 
 

@@ -433,7 +433,8 @@ def _verl(source: OtherSettings, gpus: int | None) -> Translation:
         made.set("algorithm.overlong.factor", factor)
     _betas(made, source.take("actor.optim.betas"))
     may_be_off = ("actor.optim.lr_warmup_steps", "trainer.save_freq", "trainer.test_freq")
-    source.drop(lambda name: name.endswith(may_be_off) and not _positive(source.values[name]))  # -1 means none
+    # -1 turns the warm-up, saving or validation off
+    source.drop(lambda name: name.endswith(may_be_off) and not _positive(source.values[name]))
     _steps(source, made, "trainer.total_training_steps", "trainer.total_epochs")
     _rollout(source, made, source.take("rollout.name"))
     made.set("rollout.sampling.top_k", _positive(source.take("rollout.top_k")))
@@ -511,7 +512,7 @@ def _nemo(source: OtherSettings, gpus: int | None) -> Translation:
         made.set(f"{optimizer}.{name}", source.take(f"optimizer.kwargs.{name}"))
     if source.take("megatron_cfg.activation_checkpointing", "dtensor_cfg.activation_checkpointing"):
         made.set("actor.engine.recompute", "full")
-    if source.has("policy.megatron_cfg"):  # the other backend is used
+    if source.has("policy.megatron_cfg"):  # Megatron is the backend, so the settings of the other one are unused
         source.drop(lambda name: name.startswith("policy.dtensor_cfg."))
     if source.take("checkpointing.enabled") is False:
         source.take("checkpointing.save_period")

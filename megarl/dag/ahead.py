@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from megarl.dag.placement import Placement, TeamPlan
 
 KEY, ORDER, PARTIAL = "async.max_staleness", "async.order", "async.partial"
-#: A team may be k + 1 steps ahead of a reader of its messages, which are kept for `buffer.core.KEPT` steps; it is twice
-#: that if both samples and the steps formed of them run ahead.
+#: Largest `async.max_staleness` k. A team may be k + 1 steps ahead of a reader of its messages, or twice as many if
+#: both samples and the steps formed from them run ahead; messages are kept for `buffer.core.KEPT` steps.
 MOST = 30
 #: The stage that a stream of groups replaces.
 ROLLOUT_STAGE = "megarl.runtime.stages.rollout:rollout"

@@ -135,10 +135,10 @@ class _History:
 class Inputs:
     """The inputs of a node."""
 
-    waits: list[str]  # nodes that must run before it, in the order of the list
-    # the writer of each field that it uses, except fields of the entry and fields that no node wrote
+    waits: list[str]  # nodes that must run before this node, in the graph's order
+    # the writer of each field that the node uses, except fields of the entry and fields that no node wrote
     sources: dict[str, str]
-    samples: str | None  # the node that made its samples by resampling; None: they are the samples that enter the graph
+    samples: str | None  # the node that made its samples by resampling; None: it gets the samples that enter the graph
 
 
 def derive(nodes: Sequence[Node], entry: Iterable[str], where: str) -> dict[str, Inputs]:

@@ -188,7 +188,7 @@ class TeamReady(Message, topic="ready", keys=1):
     """Sent by every other team to the actor's team when it has loaded its models; no step begins before that."""
 
     team: str
-    frozen: dict[str, Any]  # checksums of its frozen models, for checkpoints
+    frozen: dict[str, Any]  # checksums of the team's frozen models, for checkpoints
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class ServerStates(Message, topic="servers", keys=1):
     """
 
     version: int
-    servers: list[dict[str, Any]]  # `Fleet.reports`
+    servers: list[dict[str, Any]]  # the result of `Fleet.reports`
 
 
 class ServersFilled(Message, topic="servers_filled", keys=1):
@@ -268,8 +268,8 @@ class Validated(Message, topic="validation", keys=1):
     """Results that the rollout's team sends to the actor's team after it has evaluated the weights of `step`."""
 
     step: int
-    accuracy: float  # of the held-out rows, 0 to 1
-    metrics: MetricsJson  # reduced over its ranks
+    accuracy: float  # accuracy on the held-out rows, 0 to 1
+    metrics: MetricsJson  # metrics, reduced over the team's ranks
     rows: list[dict[str, Any]]  # generated samples for the report
 
 
@@ -286,8 +286,9 @@ class StepMetrics(Message, topic="metrics", keys=2):
     """Metrics that every other team sends to the actor's team at the end of its step."""
 
     team: str
-    step: int  # the training step; from the rollout's team as ready, the number of the weight update that ended it
-    metrics: MetricsJson  # reduced over its ranks
+    # number of the training step; with async.order=as_ready, the rollout's team sends the number of its weight update
+    step: int
+    metrics: MetricsJson  # metrics, reduced over the team's ranks
 
 
 class StepFormed(Message, topic="formed", keys=1):
@@ -329,10 +330,10 @@ class PartCopied(Message, topic="checkpoint_part", keys=2):
     team: str
     step: int
     workers: list[int]  # number of the team's first worker, and how many workers it has
-    layout: dict[str, int]  # sizes of the parallel layout of its models
+    layout: dict[str, int]  # sizes of the parallel layout of the team's models
     optimizer_steps: dict[str, int]
     vocab_sizes: dict[str, int]
-    nbytes: int  # bytes of all its files
+    nbytes: int  # bytes of all files of the team
 
 
 class CheckpointFolder(Message, topic="checkpoint_folder", keys=1):

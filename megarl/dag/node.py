@@ -27,11 +27,11 @@ class Node:
 
     id: str  # unique name in the graph, also used for its phase in traces and errors
     func: Callable[..., Any] | str
-    deps: tuple[str, ...] = ()  # ids of nodes that must run before it, in addition to those that fields imply
+    deps: tuple[str, ...] = ()  # ids of nodes that must run before this one, in addition to those that fields imply
     config: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of `func`
-    contract: Contract | None = None  # its reads and writes; None: as declared by the callable's `@stage`
+    contract: Contract | None = None  # the node's reads and writes; None: as declared by the callable's `@stage`
     needs_roles: tuple[str, ...] = ()  # names of the roles that the function of a resolved node needs
-    may_take: tuple[str, ...] = ()  # names of the roles that it takes if the run has them
+    may_take: tuple[str, ...] = ()  # names of the roles that the function takes if the run has them
 
     def resolved(self, settings: Any = None) -> Node:
         """Return this node with `func` imported and its contract complete.

@@ -38,11 +38,11 @@ class TeamPlan:
     """One team of a run."""
 
     name: str  # name in messages and metrics
-    roles: tuple[Role, ...]  # models that it holds and that the graph uses
+    roles: tuple[Role, ...]  # roles whose models the team holds and the graph uses
     devices: int
-    first: int  # number of its first worker, counted over all teams, team by team
+    first: int  # number of the team's first worker, counted over all teams, team by team
     parallel: ParallelConfig
-    nodes: tuple[str, ...]  # nodes that it runs, in the graph's order
+    nodes: tuple[str, ...]  # nodes that the team runs, in the graph's order
     cuts: tuple[int, ...] = ()  # prompts of a step at which mini-batches of its trained models begin, except the first
 
     @property
@@ -268,7 +268,8 @@ def _check_roles(named: dict[str, tuple[Role, ...]], roles: Sequence[Role]) -> N
 def _layout(config: RunConfig, name: str, roles: tuple[Role, ...]) -> ParallelConfig:
     """Return the layout shared by all roles of a team."""
     if roles == (Role.ROLLOUT,) and not config.rollout.holds_model:
-        return config.rollout.parallel or ParallelConfig()  # its workers have no model: they send requests to servers
+        # the team's workers have no model: they send requests to servers
+        return config.rollout.parallel or ParallelConfig()
     layouts = {role.value: config.parallel_of(role.value) for role in roles}
     first, *_ = layouts.values()
     other = next((role for role, layout in layouts.items() if layout != first), None)
@@ -295,7 +296,7 @@ def _cuts(config: RunConfig, roles: Iterable[Role]) -> tuple[int, ...]:
 def _handovers(graph: TaskGraph, nodes: dict[str, str], config: RunConfig) -> Iterable[Handover]:
     """Yield the transfers between teams, in the order of the graph."""
     readers: dict[str, dict[str, set[str]]] = {id: {} for id in graph.order()}  # writer -> field -> teams
-    known: dict[str, str | None] = {}  # team -> node that made the samples that it has
+    known: dict[str, str | None] = {}  # team -> node that made the samples that the team has
     for id in graph.order():
         node, inputs = graph[id], graph.inputs(id)
         # With as_ready, groups are dropped before a node that would request more samples.
@@ -325,7 +326,7 @@ def _check_together(node: Node, samples: Node | None, graph: TaskGraph, nodes: d
         samples: node that made the samples that `node` reads; None: it reads prompts.
     """
     first = next(iter(graph))
-    if node.declared.refills:  # its team runs all nodes before it repeatedly
+    if node.declared.refills:  # the node's team runs all earlier nodes repeatedly
         again = [graph[id] for id in graph.order() if id in graph.upstream(node.id)]
         before = next((other for other in again if nodes[other.id] != nodes[node.id]), node)
         why = f"requests more samples from {before.id!r} until a step has enough"

@@ -46,10 +46,10 @@ class StalenessSettings(NamedTuple):
     """The values from which every process creates its staleness policy."""
 
     order: str  # `async.order`; a file has its absolute path
-    max_staleness: int  # k
+    max_staleness: int  # k, `async.max_staleness`
     groups: int  # groups per step, B
     steps: int  # steps of the run
-    partial: bool = False  # new weights interrupt samples, which continue with them
+    partial: bool = False  # whether new weights interrupt samples in flight, which continue with the new weights
 
     @classmethod
     def of(cls, config: RunConfig) -> StalenessSettings:
@@ -69,10 +69,10 @@ class StalenessPolicy(ABC):
     to them, and must not override them. The other methods are the policy's own decisions.
     """
 
-    max_staleness: int  # k
+    max_staleness: int  # k, `async.max_staleness`
     groups: int  # groups per step, B
-    steps: int  # steps of the run; no group begins that no step needs
-    partial: bool = False  # new weights interrupt samples, which continue with them
+    steps: int  # steps of the run; a group that no step needs does not begin
+    partial: bool = False  # whether new weights interrupt samples in flight, which continue with the new weights
 
     # -- the meaning of k --------------------------------------------------------------------------------------------
 

@@ -124,7 +124,7 @@ def _exchange(table: np.ndarray, sizes: np.ndarray, *, fixed_counts: bool) -> No
         keys = (2 * take + pairs[:, None] * gap).ravel()
         wanted = 2 * give - surplus[:, None] + pairs[:, None] * gap
         right = np.searchsorted(keys, wanted.ravel()).reshape(wanted.shape) - pairs[:, None] * width
-        # Of two parts with unused places neither may give its own away, or the numbers of items would drift apart.
+        # If both parts have unused places, neither may exchange one: their numbers of items would drift apart.
         first = np.zeros((len(pairs), 1), dtype=np.int64)
         if fixed_counts:
             first[:, 0] = (table[light[:, None], 0] < 0).any(1) & (table[heavy] < 0).any(1)

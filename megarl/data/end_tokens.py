@@ -76,7 +76,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> tuple[int 
     render = chat_renderer(tokenizer, data.override_chat_template, more=data.chat_template_kwargs, date=data.date)
     try:
         text = after_turn(lambda messages: render(messages, Row({}, "an example", 0)))
-    except DataError:  # templates for one question only
+    except DataError:  # raised by a template that accepts only one question
         return None, None
     if text is None:
         return None, None

@@ -81,7 +81,7 @@ def _reading(value: Any, folder: Path | None, where: str) -> Iterator[tuple[Imag
 
     if isinstance(value, Image.Image):
         _check_size(value, where)
-        with readable(where):  # its file may not have been read yet
+        with readable(where):  # the image's file may not have been read yet
             yield value, where
         return
     if isinstance(value, Mapping):
@@ -115,7 +115,8 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
         except Image.DecompressionBombError as error:
             raise _too_large(str(error), where) from error
     _check_size(image, where)
-    frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)  # a phone's JPEG has previews
+    # further frames of an MPO file, a phone's JPEG, are previews
+    frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     if frames > 1:
         raise DataError(
             "the image has several frames",
@@ -215,7 +216,7 @@ def _path(text: str, where: str) -> Path:
         if len(text) > _LONGEST_PATH or "\0" in text:
             raise ValueError(f"longer than {_LONGEST_PATH} characters, or with a NUL character")
         return Path(text).expanduser()
-    except (ValueError, RuntimeError) as error:  # ~user of an unknown user
+    except (ValueError, RuntimeError) as error:  # raised for ~name if no user has this name
         raise DataError(
             f"not the path of an image: {error}",
             where=where,

@@ -81,7 +81,8 @@ def chat_template_of(model: ModelConfig) -> str | None:
         file = next(f for name in ("chat_template.json", "tokenizer_config.json") if (f := folder / name).is_file())
         template = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
         return template if isinstance(template, str) else "".join(each["template"] for each in template)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration):  # the workers read it in full
+    # the workers read the whole tokenizer and report its errors
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration):
         return None
 
 
@@ -100,7 +101,7 @@ def light_tokenizer(model: ModelConfig) -> LightTokenizer | None:
         return None
     try:
         return FileTokenizer(folder)
-    except Exception:  # the package raises bare exceptions; the workers' message says which
+    except Exception:  # the package raises plain exceptions; the workers report the error
         return None
 
 
@@ -115,5 +116,5 @@ def brings_chat_template(model: ModelConfig) -> bool | None:
     folder = local_folder(name)
     try:
         return None if folder is None else _has_chat_template(folder)
-    except (OSError, ValueError, AttributeError):  # a broken tokenizer_config.json: the workers' message says how
+    except (OSError, ValueError, AttributeError):  # a broken tokenizer_config.json: the workers report the error
         return None

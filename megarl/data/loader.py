@@ -188,6 +188,6 @@ def rounds(dataset: Indexed, batch_size: int | None, dp_rank: int = 0, dp_size: 
         low, high = (start + rank * count // dp_size for rank in (dp_rank, dp_rank + 1))
         batch = dataset.batch(list(range(low, high)))
         if isinstance(dataset, Mismatched):
-            # The sample before in the whole data set, so that metrics do not depend on the size of a round.
+            # Take the previous sample of the whole data set, so that metrics do not depend on the size of a round.
             dataset.set_mismatched(batch, range(low, high), [(i - 1) % len(dataset) for i in range(low, high)])
         yield batch

@@ -16,7 +16,7 @@ from megarl.system.errors import DataError, shortened
 
 Message = dict[str, Any]
 ASSISTANT = "assistant"
-SYSTEM_ROLES = ("system", "developer")  # OpenAI has renamed it
+SYSTEM_ROLES = ("system", "developer")  # OpenAI renamed "system" to "developer"
 #: OpenAI's key for whether an assistant's message is learnt, 1 or 0; chat templates do not see it.
 WEIGHT = "weight"
 #: Keys that tie a tool's answer to its call; the template need not write them, since the answer follows the call.

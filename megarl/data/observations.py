@@ -45,7 +45,7 @@ def taken_apart(observation: Any, images: ImagePrompts | None) -> tuple[Any, lis
         return text
 
     def shown(parts: list[Any]) -> str:
-        texts = [""]  # between the images
+        texts = [""]  # the texts between the images
         for part in parts:
             if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
                 texts[-1] += part["text"]

@@ -83,7 +83,8 @@ def given_prompts(
             fix="set data.chat_template: true, or write the text into data.format_prompt",
         )
     render = prompt_formatter(config.format_prompt)
-    texts = (config.prompt_key, config.answer_key, "data_source")  # no media, even if a value is an image file's name
+    # these columns are text, even if a value is the name of an image file
+    texts = (config.prompt_key, config.answer_key, "data_source")
     prompts: list[str | list[Message]] = []
     for row in rows:
         content = row.column(config.prompt_key, "data.prompt_key")

@@ -234,7 +234,7 @@ def visible_files(folder: Path) -> list[Path]:
     files, known = list[Path](), set[str]()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
-        if real in known:  # a link that leads back
+        if real in known:  # a link leads to a folder that was read before
             folders.clear()
             continue
         known.add(real)
@@ -253,7 +253,7 @@ def _read_folder(folder: Path) -> list[Row]:
         raise DataError("the folder has no data file", where=str(folder), allowed=SUFFIXES)
     named = {match[1] for p in files if (match := _SPLIT_IN_NAME.search(str(p.relative_to(folder)).lower()))}
     if len(named) > 1:
-        # Reading all of them would train on the test set.
+        # Reading all splits would train on the test set.
         raise DataError(
             "the folder has several splits",
             where=str(folder),

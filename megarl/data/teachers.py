@@ -63,7 +63,8 @@ def choose_teacher(settings: TeacherConfig, row: Mapping[str, Any], seed: int) -
         left -= model.weight
         if left < 0:
             return name
-    return next(name for name, model in reversed(settings.models.items()) if model.weight)  # rounding
+    # reached if rounding left `left` at 0 or above
+    return next(name for name, model in reversed(settings.models.items()) if model.weight)
 
 
 def _named(row: Mapping[str, Any], key: str) -> Any:

@@ -253,7 +253,8 @@ class ChatTemplate:
         for place in range(first, len(messages)):
             message = messages[place]
             if message["role"] not in self._roles or extra_keys(message):
-                ended = messages[: place + 1]  # as a last message, the template writes its reasoning
+                # the template writes the reasoning of a message only if it is the last one
+                ended = messages[: place + 1]
                 so_far = text if len(ended) == len(messages) else self.write(ended, row, prompt=False)
                 self._refuse_dropped(ended, [place], row, so_far, prompt=False)
         return text

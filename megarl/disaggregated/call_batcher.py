@@ -30,7 +30,7 @@ class CallBatcher:
     def __init__(self, places: int, most: int) -> None:
         self.in_hand = max(0, min(places // _PART, most - places))
         self._delay_s = 0.0
-        self._is_first = True  # no call in this segment yet
+        self._is_first = True  # whether this segment has had no call yet
         self._began: float | None = None
         self._since: float | None = None
 

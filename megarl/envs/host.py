@@ -51,7 +51,7 @@ class Reply:
     reward: float = 0.0
     done: bool = False
     info: dict[str, float] = field(default_factory=dict)
-    error: str = ""  # why it could not reply
+    error: str = ""  # why the environment could not reply
     # whether the same error would occur again: the environment's own code raised it, or its reply is invalid
     repeats: bool = False
     # images of the observation, in which the model's image text stands for each

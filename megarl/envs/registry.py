@@ -198,7 +198,7 @@ def check_environment(config: RunConfig, limit_s: float = _IMPORT_S) -> ConfigEr
 
 def check_tool_template(config: RunConfig) -> None:
     """Refuse a chat template without tools, if the template can be read here."""
-    from megarl.data.light_tokenizer import brings_chat_template, chat_template_of  # with numpy
+    from megarl.data.light_tokenizer import brings_chat_template, chat_template_of  # imports numpy, so not at the top
     from megarl.data.render import uses_chat
 
     has_template = brings_chat_template(config.model)

@@ -116,7 +116,7 @@ class VarlenCall:
     cu_k: Tensor
     longest_q: int
     longest_k: int
-    k_index: Tensor | None = None  # int64, the stream's keys that this call uses; None: all, in order
+    k_index: Tensor | None = None  # int64, indices of the packed stream's keys that this call uses; None: all, in order
     causal: bool = True  # if False, every query sees all keys of its sequence
 
 
@@ -218,7 +218,8 @@ def _newest_flash() -> str | None:
     for name in _NEWEST.get(torch.cuda.get_device_capability()[0], ()):
         try:
             activate_flash_attention_impl(name)
-        except (ImportError, RuntimeError, AttributeError):  # missing, or without the functions that training needs
+        # the package is missing, or lacks the functions that training needs
+        except (ImportError, RuntimeError, AttributeError):
             continue
         return name
     return None

@@ -94,7 +94,7 @@ def te_problem() -> str | None:
         return f"this version of Transformer Engine is too old for megatron-core: {version}"
     try:
         import_te()
-    except (ImportError, OSError) as error:  # built for another torch, or without its libraries
+    except (ImportError, OSError) as error:  # the package was built for another torch, or its libraries are missing
         return f"Transformer Engine {version} does not import: {error}"
     if is_tested(version):
         return None

@@ -71,7 +71,8 @@ class Shard:
     pieces: tuple[Piece, ...]
 
 
-#: A rule for one layer: (rule, (chunk, parameter), names of its tensors in a checkpoint, of experts those of all here).
+#: A rule for one layer: (rule, (chunk, parameter), names of its tensors in a checkpoint). A rule for experts has the
+#: names of all experts of this rank.
 Instance = tuple[WeightRule, tuple[int, str], tuple[str, ...]]
 
 
@@ -79,12 +80,12 @@ Instance = tuple[WeightRule, tuple[int, str], tuple[str, ...]]
 class WeightTable:
     """The tensors of a model in a checkpoint and the rules that make parameters of them, read once from its config."""
 
-    rules: tuple[WeightRule, ...]  # of all parameters but those of the vision part
+    rules: tuple[WeightRule, ...]  # rules of all parameters except those of the vision part
     sizes: dict[str, int]  # sizes of the model by name, from which the rules compute shapes
     sparse: list[bool]  # for each layer, whether its MLP is a mixture of experts
-    # name and shape in a checkpoint of the tensors of the vision part, by parameter
+    # parameter of the vision part -> name and shape of its tensor in a checkpoint
     visual: dict[str, tuple[str, tuple[int, ...]]]
-    in_checkpoint: Callable[[str], str]  # returns the name in a checkpoint of a tensor of a language model
+    in_checkpoint: Callable[[str], str]  # returns the name that a language model's tensor has in the checkpoint
 
     @classmethod
     def of(cls, hf: PretrainedConfig, *, value_head: bool = False) -> WeightTable:

@@ -30,7 +30,7 @@ class Passes:
     """The passes through the model in one optimizer step, as one rank sees them."""
 
     tokens: float  # this rank's tokens of the largest micro-batch
-    rows: float  # how many of them predict a response token; the head computes only these
+    rows: float  # how many of these tokens predict a response token; the head computes only them
     longest: int  # tokens of the longest sequence, over all its ranks
     count: int = 1  # number of micro-batches
 
@@ -85,8 +85,8 @@ class Activations:
         heads, groups = facts.heads / tp, facts.kv_heads / tp
         q, k = heads * facts.head_dim, groups * facts.head_dim
         normed = ARCHITECTURES[facts.model_type].qk_norm
-        # The norm's input and output; the projection, of which queries are a copy when there are several groups and
-        # their norm keeps them; queries and keys after RoPE; the context.
+        # The norm's input and output; the projection to queries, keys and values, and a copy of the queries if there
+        # are several groups and the norm of queries keeps it; queries and keys after RoPE; the result of attention.
         wide = q + 2 * k + (q if normed and groups > 1 else 0) + q + k + q
         return self.element * (2 * self.held * facts.hidden + t * wide) + self._scores(heads, k)
 
@@ -96,7 +96,7 @@ class Activations:
         sums = FULL * t * heads
         if self.parallel.cp > 1 and self.gpu and self.element < FULL:
             # Copies of queries and outputs, for both chunks of this rank; copies of the keys and values up to the end
-            # of each chunk: together those of all ranks plus one chunk.
+            # of each chunk, which together are those of all ranks plus one chunk.
             return sums + self.element * t * (q + 2 * self.parallel.cp * k)
         if self.parallel.cp > 1:
             # Copies of queries and outputs in buckets, the keys and values of all ranks, and a mask that each layer
@@ -171,7 +171,7 @@ class Activations:
         ahead = (0 if last else 2 * (pp - 1)) + (vpp - 1) * pp + 1
         return min(ahead, self.passes.count * vpp) / vpp
 
-    # -- needed for a while ---------------------------------------------------------------------------------------
+    # -- temporary memory -----------------------------------------------------------------------------------------
 
     @property
     def passing(self) -> float:
@@ -192,8 +192,8 @@ class Activations:
         """Most temporary bytes of a layer's expert rows, in the backward pass or while divided experts are summed."""
         ways, element = self.parallel.expert_tp, self.element
         backward = 4 * element * ways
-        # Results of experts, and the same in token order; these in fp32; two ranks' rows that are being summed; rows as
-        # sent and as received.
+        # Results of experts in their own order and in token order; the latter in fp32; rows of two ranks that are being
+        # summed; rows as sent and as received.
         forward = (2 * element + FULL) * ways + 2 * FULL + 2 * element if ways > 1 else 0
         return max(backward, forward) * self.routed * self.facts.hidden
 
@@ -215,12 +215,13 @@ class Activations:
         chunk = min(self.engine.logits_chunk_tokens, n)
         logits, weight = chunk * columns, h * columns
         rows = (element + FULL) * n * h
-        each = max(FULL + element if self.gpu else 3 * FULL, FULL * self.logit_copies)  # CPU: exponentials in addition
-        # A float32 sum over chunks and one chunk's part; on a GPU without chunks a float32 copy, with them none.
+        each = max(FULL + element if self.gpu else 3 * FULL, FULL * self.logit_copies)  # a CPU also stores exponentials
+        # The weight's gradient: a float32 sum over chunks, and one chunk's part. A GPU needs no float32 sum if there
+        # are several chunks.
         summed = not self.gpu or n <= chunk or self.logit_copies > 0
         return each * logits + ((FULL if summed else 0) + element) * weight + rows
 
-    # -- together -------------------------------------------------------------------------------------------------
+    # -- peak -----------------------------------------------------------------------------------------------------
 
     def needed(self, *, last: bool) -> Needed:
         """Return the bytes of the passes' fullest moment on a rank of the first stage; `last`: of the last."""

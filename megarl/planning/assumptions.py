@@ -77,24 +77,25 @@ class PlanAssumptions:
 
     gemm_share: float = 0.6  # share of the peak that large matrix products reach
     expert_share: float = 0.4  # share of the peak that the products of experts reach
-    gemm_half_rows: float = 256.0  # rows at which a product reaches half of that share
+    gemm_half_rows: float = 256.0  # number of rows at which a matrix product reaches half of gemm_share or expert_share
     # fixed milliseconds of a layer's forward pass over a micro-batch; the backward pass takes twice that
     layer_ms: float = 0.1
     # further fixed milliseconds of a layer's router and experts in a forward pass, however many they are
     experts_ms: float = 0.07
     element_bytes: float = 20.0  # bytes moved per element kept for the backward pass, in forward and backward together
-    element_flops: float = 0.0  # fp32 products that take as long as the work on such an element, used if that is longer
-    logit_elements: float = 1.1  # kept elements whose work takes as long as that on a logit
+    # fp32 FLOPs whose time is a lower bound of the time for an element kept for the backward pass
+    element_flops: float = 0.0
+    logit_elements: float = 1.1  # work on a logit, in units of the work on an element kept for the backward pass
     memory_share: float = 0.6  # share of the memory's bandwidth that is reached
     decode_ms: float = 3.0  # fixed milliseconds of a decoding step
     decode_layer_ms: float = 0.0  # fixed milliseconds per layer of a decoding step
     decode_row_us: float = 0.0  # fixed microseconds per running sample of a decoding step
-    decode_expert_ms: float = 0.0  # fixed milliseconds per expert of a rank and layer of a decoding step
+    decode_expert_ms: float = 0.0  # fixed milliseconds of a decoding step for each expert of a layer on a rank
     node_share: float = 0.7  # share of the links inside a machine that is reached
-    scatter_share: float = 1.0  # share of the rate of sums on a link that gathers and scatters reach
-    node_hop_us: float = 3.0  # latency of a step of a ring inside a machine
+    scatter_share: float = 1.0  # rate of gathers and scatters over a link, as a share of the rate of sums over it
+    node_hop_us: float = 3.0  # latency of one step of a ring collective inside a machine
     link_share: float = 0.8  # share of the link to other machines that is reached
-    hop_us: float = 15.0  # latency of a step of a ring between machines
+    hop_us: float = 15.0  # latency of one step of a ring collective between machines
     # share of the gradients' reduction that the backward pass hides, with overlap_grad_reduce
     overlap_share: float = 0.8
     host_share: float = 0.8  # share of the link to host memory that is reached
@@ -102,9 +103,9 @@ class PlanAssumptions:
     server_push_ms: float = 5.0  # time of the calls to a server for new weights
     push_fixed_s: float = 0.5  # fixed seconds of a weight update, whatever its size
     step_s: float = 0.5  # seconds of a step outside all phases: metrics, files, Python
-    disk_gb_s: float = 2.0  # rate at which a machine writes a checkpoint
-    prompt_tokens: float = 0.0  # tokens of a prompt; 0: half of the longest
-    prompt_patches: float = 0.0  # patches of the images of a prompt; 0: half of the most that there can be
+    disk_gb_s: float = 2.0  # GB/s at which a machine writes a checkpoint
+    prompt_tokens: float = 0.0  # mean tokens of a prompt; 0: half of the longest
+    prompt_patches: float = 0.0  # mean patches of the images of a prompt; 0: half of the maximum
     mean_tokens: float = 0.0  # mean tokens of a response; 0: a quarter of the longest, or all of it with ignore_eos
     sigma: float = 0.8  # standard deviation of the logarithm of a response's tokens
     kept_groups: float = 0.6  # share of groups that dynamic sampling keeps

@@ -29,13 +29,13 @@ class Hardware:
     fp32_tflops: float  # dense matrix products in fp32, without TF32
     memory_gb: float  # memory of a device in GB
     memory_tb_s: float
-    node_gb_s: float  # GB/s of its link to others of its domain
-    net_gbit: float  # Gbit/s of its link to other machines
+    node_gb_s: float  # GB/s of a device's link to other devices of its domain
+    net_gbit: float  # Gbit/s of a device's link to other machines
     per_node: int  # devices of a machine
     source: str  # source of these numbers
-    fp8_tflops: float = 0.0  # dense matrix products in fp8; 0: it has none
-    host_gb_s: float = 55.0  # GB/s of its link to host memory
-    domain: int = 0  # devices that the fast links join; 0: those of a machine
+    fp8_tflops: float = 0.0  # dense matrix products in fp8; 0: the device has no fp8
+    host_gb_s: float = 55.0  # GB/s of a device's link to host memory
+    domain: int = 0  # number of devices that the fast links connect; 0: the devices of a machine
     nodes: int = 1  # number of machines
     gpu: bool = True  # False: processes on CPU cores
     cores: float = 1.0  # cores per process, if the device is not a GPU
@@ -72,7 +72,7 @@ class Hardware:
         return f"{self.name}x{self.per_node}x{self.nodes}"
 
 
-#: Dense rates, without sparsity. Data sheets add both directions of a link; here is one direction.
+#: Dense rates, without sparsity. Data sheets add both directions of a link; these numbers are for one direction.
 _NUMBERS = """
 name    bf16_tflops  fp8_tflops  fp32_tflops  memory_gb  memory_tb_s  node_gb_s  net_gbit  host_gb_s  per_node  domain
 a100            312           0         19.5         80        2.039        300       200         32         8       0
@@ -239,7 +239,7 @@ _GLOO_GB_S = 4.3
 
 _MEASURE_S = 0.3
 _MEASURE_SIZE = 1024
-_COPIED = 1 << 26  # bytes, more than caches hold
+_COPIED = 1 << 26  # copied bytes, more than caches hold
 
 
 def measure_peak(dtype: str, seconds: float = _MEASURE_S, size: int = _MEASURE_SIZE) -> float:

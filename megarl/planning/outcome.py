@@ -41,7 +41,7 @@ class ServerRoom:
     weights: float  # bytes of weights per device
     bytes: float  # bytes per device for keys and values
     tokens: float  # tokens that fit into one engine
-    slots: float  # samples that it decodes at the same time; 1 if not even one fits
+    slots: float  # samples that an engine decodes at the same time; 1 if not even one fits
     longest: float  # tokens of the longest sample, prompt included
     certain: bool = True  # the recipe sets how much of a device a server takes; otherwise SGLang chooses it
 
@@ -59,14 +59,14 @@ class StepPlan:
     devices: int  # devices in use, including those of servers
     placement: Placement
     phases: tuple[PlannedPhase, ...]  # phases in the order of the graph
-    step_s: float  # seconds of a step (S1)
-    tokens: float  # prompt and response tokens of a step (S2)
+    step_s: float  # seconds of a step (formula S1)
+    tokens: float  # prompt and response tokens of a step, for formula S2
     generated: float  # generated tokens among them
-    flops: float  # FLOPs of the policy in a step (F2)
+    flops: float  # FLOPs of the policy in a step (formula F2)
     dtype: str
-    filled: tuple[Filled, ...]  # memory of each team's fullest device in each moment of a step (M1)
+    filled: tuple[Filled, ...]  # memory of each team's fullest device in each moment of a step (formula M1)
     room: ServerRoom  # room of the engine or servers for keys and values
-    # bytes, seconds of the machines' disks, and seconds that training waits (C1)
+    # of a checkpoint (formula C1): bytes, seconds of the machines' disks, and seconds that training waits
     checkpoint: tuple[float, float, float]
     # costs of one step of supervised fine-tuning, with examples as long as samples; empty without such a phase
     sft: tuple[Cost, ...]

@@ -268,8 +268,8 @@ class ModelPass:
         tp = parallel.tp
         whole = share.tokens / parallel.cp * facts.hidden * self._element
         sums = 2 * facts.layers - facts.copies["router"]  # the sums of experts are in T6
-        # One each in forward and backward; recomputation adds a forward; with sp a backward pass gathers its input
-        # again.
+        # Each sum happens once in a forward and once in a backward pass. Recomputation adds a forward pass. With sp, a
+        # backward pass also gathers its input again.
         times = (2 + (passes == 4) if train else 1) + (0.5 if train and self._split_residual > 1 else 0.0)
         sent = times * sums / parallel.pp * 2 * (tp - 1) / tp * whole
         split = self._split_residual > 1
@@ -335,7 +335,8 @@ class ModelPass:
         seconds = sum(self._links.ring(part, size, stride, steps=2, sums=sums) for part, size, stride in parts)
         what = "reduction of gradients"
         if engine.overlap_grad_reduce and seconds:
-            # The backward pass, if there is one, hides part of the scatter; the gather follows the update.
+            # The backward pass hides part of the reduction of gradients, but not the gather of parameters after the
+            # update.
             hidden = seconds * GRADIENT / each * self.given.overlap_share
             backward = total(self._passes(share, train=True)) * 2 / 3
             seconds -= min(hidden, backward)
@@ -348,7 +349,7 @@ class ModelPass:
         sizes = self.facts, self.parallel, engine, self.replicas
         if self.lora is None:
             owned = _owned(*sizes, self.value_head)
-        else:  # a recipe's section, which no cache takes
+        else:  # not cached, because the section of a recipe is not hashable
             owned = owned_parameters(*sizes, value_head=self.value_head, lora=self.lora)
         read = self._element if self.dtype == "fp32" else 0
         moved = owned * (GRADIENT + 2 * step_bytes(self.engine, self.dtype) + read + self._element)

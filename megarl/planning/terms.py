@@ -18,9 +18,9 @@ class Term:
 
     what: str
     bytes: float
-    keys: str  # the settings that change it
-    least: float  # bytes that it certainly takes
-    shrinks: bool = False  # it adapts to the free memory, down to `least`
+    keys: str  # the recipe keys that change the term
+    least: float  # bytes that the term certainly takes
+    shrinks: bool = False  # whether the term adapts to the free memory, down to `least`
 
 
 def term(what: str, size: float, keys: str, *, rough: bool = False) -> Term:

@@ -39,7 +39,8 @@ class WeightSyncMemory:
         parallel = team.parallel
         experts = parallel.expert_tp * parallel.ep * parallel.pp if facts.is_moe else 0
         self._replica = max(parallel.tp * parallel.pp, experts)  # ranks that hold the model once
-        self._here = min(self._replica, -(-team.devices // config.cluster.nnodes))  # how many of them share a machine
+        # how many ranks of a replica share a machine
+        self._here = min(self._replica, -(-team.devices // config.cluster.nnodes))
 
     @property
     def _largest(self) -> float:

@@ -151,7 +151,7 @@ class LossInputs:
     @classmethod
     def of(cls, logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor) -> LossInputs:
         """Build from inputs of one shape, [N] or [B, T]."""
-        # A product with the mask would keep NaN.
+        # Multiplication by the mask would keep NaN of masked tokens.
         logp, old_logp, advantages = (
             torch.where(mask, at_least_float32(x), 0) for x in (logp, old_logp.detach(), advantages.detach())
         )
@@ -183,7 +183,7 @@ class LossInputs:
         # One transfer for all numbers: each transfer stalls the GPU.
         count, log_ratios, total, least, most, cut, stopped = torch.stack([x.double() for x in numbers]).tolist()
         if count:
-            metrics.mean("actor/ppo_kl", 0.0 - log_ratios, count)  # a sum of zero stays positive
+            metrics.mean("actor/ppo_kl", 0.0 - log_ratios, count)  # not -log_ratios, which would be -0.0 for a sum of 0
             metrics.min("actor/ratio_min", least)
             metrics.mean("actor/ratio_mean", total, count)
             metrics.max("actor/ratio_max", most)

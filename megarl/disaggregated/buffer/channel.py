@@ -171,7 +171,7 @@ class TeamChannel:
             received.set(ORDINAL, [group.ordinal for group in groups for _ in group.sample_ids])
             return received
         places = list(chain.from_iterable(group_places(batch["uid"])))
-        if places != list(range(len(batch))):  # a batch may have the samples of a group at any places
+        if places != list(range(len(batch))):  # the samples of a group may be anywhere in a batch
             received = received.select(sorted(range(len(places)), key=places.__getitem__))
         for name in received.names():
             batch.set(name, received[name])

@@ -111,7 +111,7 @@ class BufferClient:
         try:
             mail, _ = ray.get(call)
         except (ray.exceptions.ActorUnavailableError, ray.exceptions.ActorDiedError):
-            return False  # the worker's next other call raises the error
+            return False  # the worker's next call of any other method raises the error
         return mail is not None
 
     # -- samples -----------------------------------------------------------------------------------------------------
@@ -175,7 +175,8 @@ class BufferClient:
             with self._waiting(f"the bytes of {groups}"), self._located(f"the bytes of {groups}", self._deadline_s):
                 try:
                     return payloads_of(refs, self._deadline_s)
-                except ray.exceptions.ObjectLostError:  # the giver died; its team may be restarted
+                # the process that sent the samples died; its team may be restarted
+                except ray.exceptions.ObjectLostError:
                     if refs != lost:
                         lost, end = refs, time.monotonic() + self._deadline_s
                     if time.monotonic() > end:

@@ -77,10 +77,10 @@ class _Sent:
 @dataclass
 class _Step:
     sent_by_key: dict[str, _Sent] = field(default_factory=dict)
-    #: by the node that generated the samples, then by uid
+    #: groups by the node that generated the samples, then by uid
     groups: dict[str, dict[str, GroupInfo]] = field(default_factory=dict)
     ordinals: dict[str, dict[int, str]] = field(default_factory=dict)
-    #: by that node and the taking team: groups of each replica of the team
+    #: groups of each replica of a receiving team, by the node that generated the samples and the team
     parts: dict[tuple[str, str], list[list[GroupInfo]]] = field(default_factory=dict)
     done: set[tuple[str, int]] = field(default_factory=set)
     #: groups that were chosen for this step (as_ready)
@@ -116,10 +116,10 @@ class Core:
         self._asked = 0  # the last step whose samples were requested
         self._steps: dict[int, _Step] = {}
         self._finished: int | None = None
-        self._starts: dict[str, int] = {}  # restarts of each restarted team
+        self._starts: dict[str, int] = {}  # number of restarts of each team that was restarted
         self._mail: dict[str, str] = {}
         self._series: dict[str, list[int]] = {}  # numbers of the kept messages of each series, in order of arrival
-        # workers that have arrived, by the message that they will post
+        # workers that have arrived at a message that is posted once all have, by the message's name
         self._arrived: dict[str, set[tuple[str, int]]] = {}
 
     # -- samples -----------------------------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ class Core:
                 refs = {info.uid: group.refs[given.key] for info, group in zip(infos, chosen, strict=True)}
                 state.sent_by_key[given.key] = _Sent(set(range(self._parts[given.giver])), refs)
                 topics += [("handover", flow.step, given.key), ("samples", flow.step, given.samples)]
-            metrics = Metrics()  # merged now, because it is kept for many steps
+            metrics = Metrics()  # merged now, because the message is kept for many steps
             for group in chosen:
                 if group.metrics is not None:
                     metrics.merge(Metrics.from_json(json.loads(group.metrics)))

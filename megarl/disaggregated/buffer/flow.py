@@ -66,7 +66,7 @@ class Flow:
         self.again: list[int] = []
         self._begun = 0
         self._groups: dict[int, FlowGroup] = {}
-        self._in_flight: dict[int, set[int]] = {}  # numbers of groups by version
+        self._in_flight: dict[int, set[int]] = {}  # numbers of the groups in flight, by weight version
         self._finished: dict[int, set[int]] = {}
 
     @property
