@@ -280,7 +280,7 @@ class Space:
         by_number: list[Mapping[str, Any]] = [{"ep": ep} for ep in sizes]
         return by_number + [{"ep": ep, "etp": tp} for ep in sizes if tp > 1 and ep > 1 and ranks % (ep * tp) == 0]
 
-    def _divides_batches(self, roles: Sequence[str], replicas: int) -> bool:
+    def _divides_batches(self, roles: Sequence[Role | str], replicas: int) -> bool:
         """Return whether `replicas` get equal shares of all batches of a team with `roles`, as the checks require."""
         return all(size % replicas == 0 for size in batch_sizes(self.config, [Role(role) for role in roles]).values())
 

@@ -45,7 +45,7 @@ def newest_intact(root: Path, world: WorkerGroup) -> tuple[tuple[Path, dict[str,
     Raises:
         FormatError: another version of megarl wrote a checkpoint.
     """
-    faults = []
+    faults: list[str] = []
     # Only rank 0 lists the folders: on a shared file system two ranks may see different ones.
     for step in reversed(world.broadcast_json(checkpoint.named_steps(root))):
         folder = root / f"step_{step}"

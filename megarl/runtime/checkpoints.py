@@ -135,7 +135,7 @@ class Checkpoints(CheckpointPart):
             buffered = state.get("drawn")
             if state.get("surplus_parts") and (why := self._why_no_surplus()):
                 lines.append(f"the checkpoint's surplus samples of dynamic sampling are not used: {why}")
-            if steps_held(buffered):
+            if buffered is not None and steps_held(buffered):
                 refuse_other_sampling(step, buffered, c.config, c.team.placement)
                 ahead = step + steps_held(buffered)
             elif buffered is not None:
