@@ -152,14 +152,16 @@ class MegatronEngine:
 
     def reset_optimizer(self, optim: OptimConfig, total_steps: int) -> None:
         """Start a new phase of training from the current parameters, with new moments, schedule and step count."""
-        if self.optim is None:
-            raise self._frozen()
+        self._optim_settings()
         self.require(*PARTS)
         self.optim, self.total_steps, self.step = optim, total_steps, 0
         self.optimizer = optimizer.build_optimizer(self.wrapped, optim, self.config, self.dtype, self._where)
 
-    def _frozen(self) -> RuntimeError:
-        return RuntimeError(f"the {self.name} engine is frozen: it was built without optimizer settings")
+    def _optim_settings(self) -> OptimConfig:
+        """Return the settings of the optimizer; raise RuntimeError if the engine is frozen."""
+        if self.optim is None:
+            raise RuntimeError(f"the {self.name} engine is frozen: it was built without optimizer settings")
+        return self.optim
 
     # -- inference -----------------------------------------------------------------------------------------------
 
@@ -331,8 +333,7 @@ class MegatronEngine:
         taught: TeacherTargets | None = None,
         unit: int = 1,
     ) -> Metrics:
-        if self.optim is None:
-            raise self._frozen()
+        self._optim_settings()
         self.require(*PARTS)
         batch = self.sequences.rows(batch)
         if taught is not None:
@@ -351,7 +352,7 @@ class MegatronEngine:
             for chunk in self.wrapped:
                 chunk.scale_gradients(1.0 / divisor(metrics))
         with phase("optimizer"):
-            norm, rate = self._update(self.optim, batch, groups, [loss for loss, _ in results])
+            norm, rate = self._update(batch, groups, [loss for loss, _ in results])
         metrics.mean(f"{self.name}/grad_norm", norm, 1)
         metrics.mean(f"{self.name}/lr", rate, 1)
         return metrics
@@ -374,10 +375,9 @@ class MegatronEngine:
 
         return loss
 
-    def _update(
-        self, optim: OptimConfig, batch: Batch, groups: list[list[int]], losses: list[Tensor]
-    ) -> tuple[float, float]:
+    def _update(self, batch: Batch, groups: list[list[int]], losses: list[Tensor]) -> tuple[float, float]:
         """Check, clip and apply the gradients; return the gradient norm and the learning rate."""
+        optim = self._optim_settings()
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         ids = batch["sample_id"] if "sample_id" in batch else list(map(str, range(len(batch))))
