@@ -23,8 +23,8 @@ class Request:
     A sample is a function of the weights, the prompt, the sampling settings and its own seed (0 <= seed < 2**63).
 
     Attributes:
-        room: most tokens of a sample, up to `sampling.max_new_tokens`, which is also the default.
-        begun: number of last prompt tokens that belong to the turn which the samples continue.
+        room: token limit of a sample, up to `sampling.max_new_tokens`, which is also the default.
+        begun: number of tokens at the end of the prompt that belong to the turn which the samples continue.
     """
 
     prompt_ids: list[int]
@@ -44,7 +44,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sample: its tokens (end token included; none at all only after an abort) and their log-probs.
+    """One sample: its tokens (end token included; empty only after an abort) and their log-probs.
 
     `logprobs[i]` is log p(token_ids[i] | prompt, token_ids[:i]) under the full softmax at the sampling temperature
     (temperature 1 when greedy), before top-k, top-p and min-token masks, or after them where
@@ -61,7 +61,7 @@ class Completion:
 
 
 def ignore_progress(samples: int) -> None:
-    """Do nothing; the default of `advance`."""
+    """Do nothing; the default progress callback of `RolloutEngine.generate`."""
 
 
 class RolloutEngine(Protocol):
@@ -118,16 +118,16 @@ class Generation(Protocol):
         Args:
             tokens: all tokens of the sequence; they begin with the tokens submitted and generated before.
             seed: seed of this turn.
-            room: most new tokens of the turn.
+            room: maximum number of new tokens of the turn.
             images: all images in `tokens`.
-            begun: number of last `tokens` that already belong to this turn.
+            begun: number of tokens at the end of `tokens` that already belong to this turn.
         """
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
         """Return the finished turns by sequence, at least one if any is in flight; the next call continues the others.
 
         Args:
-            enough: called now and then, with equal results on all ranks of the replica; True ends the wait, even
+            enough: called repeatedly, with equal results on all ranks of the replica; True ends the wait, even
                 without a finished turn.
         """
 

@@ -62,7 +62,7 @@ class EngineHost(Protocol):
 
     @property
     def offload(self) -> OffloadSchedule:
-        """Moves models, and servers on the same devices, between device and host memory."""
+        """The schedule that moves models, and servers on the same devices, between device and host memory."""
 
     @property
     def metrics(self) -> Metrics:
@@ -97,11 +97,11 @@ class WeightLink:
         return nullcontext()
 
     def close(self) -> None:
-        """End the processes and threads of this end."""
+        """End the processes and threads that this link started."""
 
 
 class EngineFamily:
-    """One kind of generation engine. Constructed without arguments; checks that a subclass does not override pass."""
+    """One kind of generation engine, constructed without arguments; checks pass unless a subclass overrides them."""
 
     facts: ClassVar[EngineFacts]
 
@@ -134,7 +134,7 @@ class EngineFamily:
         return None
 
     def meeting(self, layout: Layout) -> WorkerGroup:
-        """Return the group of ranks that generate together: a replica's ranks, or more."""
+        """Return the group of ranks that generate together: the ranks of one replica or of several."""
         return layout.mp_group
 
     # -- checks before a start ---------------------------------------------------------------------------------------
@@ -153,8 +153,8 @@ class EngineFamily:
 
         Args:
             placement: the teams; None: not known.
-            facts: sizes of the policy; None: not known.
-            here: the run may be on this machine, so check its GPUs and packages too.
+            facts: sizes of the policy's layers; None: not known.
+            here: whether to check this machine's GPUs and packages too, because the run may be on it.
         """
 
     def check_images(self, config: RunConfig, encoder: VisionEncoder, checks: Checklist) -> None:
@@ -167,11 +167,11 @@ class EngineFamily:
         """Check that the rollout team can finish groups one by one (`async.order=as_ready`)."""
 
     def experts_problems(self, config: RunConfig) -> list[ConfigError]:
-        """Return the problems with a mixture-of-experts policy, which may be known only after the model is loaded."""
+        """Return the problems with a mixture-of-experts policy; for some the model must be loaded."""
         return []
 
     def silent_servers(self, config: RunConfig) -> str | None:
-        """Return a warning if servers that the user has started do not answer now; None: there are none."""
+        """Return a warning if servers that the user has started do not answer now; None: all answer."""
         return None
 
 

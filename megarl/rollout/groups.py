@@ -46,7 +46,7 @@ class EpisodeError(MegarlError):
     """An environment failed, and `env.on_error` is `fail`; the message names episode and turn.
 
     Args:
-        repeats: the environment would fail in the same way again.
+        repeats: whether the environment would fail in the same way if the run were started again.
     """
 
     def __init__(self, message: str, *, repeats: bool = False) -> None:
@@ -79,8 +79,8 @@ class _InFlightGroup:
     """A group that `wait` has not returned.
 
     Attributes:
-        spent_s: seconds of generation before `since`.
-        since: `time.monotonic()` when the generator was opened or the group was added; None: the generator is not open.
+        spent_s: seconds in which the group was generated before `since`.
+        since: `time.monotonic()` when the generator was opened or the group was added; None: the generator is closed.
     """
 
     group: Group
@@ -89,7 +89,7 @@ class _InFlightGroup:
     since: float | None = None
 
     def unfinished(self) -> Iterator[int]:
-        """Return the places of the unfinished samples."""
+        """Return the indices of the group's unfinished samples."""
         return (sample for sample, trajectory in enumerate(self.trajectories) if not trajectory.ended_by)
 
     @property
@@ -106,7 +106,7 @@ class _Sample:
 
     Attributes:
         place: index of the sample in its group.
-        read: input tokens of all its turns.
+        read: number of input tokens of all its turns.
         cached: how many of the `read` tokens were in the prefix cache.
     """
 
@@ -136,8 +136,8 @@ class GroupGenerator:
         sampling: `n` is not read. `min_new_tokens` counts from the start of each segment, so callers that interrupt
             must reject it.
         eos_ids: end tokens in addition to those of `sampling`, the tokenizer's own first.
-        slots: most samples in flight.
-        longest: most tokens of a prompt and its sample together.
+        slots: maximum number of samples in flight.
+        longest: maximum number of tokens of a prompt and its sample together.
         rules: rules of episodes; None: samples have no environment.
         strings: the stop strings of `sampling`; None: it has none.
     """
@@ -247,7 +247,7 @@ class GroupGenerator:
         While the generator is not open, complete groups are returned at once.
 
         Args:
-            enough: called now and then; True ends the waiting. Collective over the replica, with equal results on its
+            enough: called repeatedly; True ends the waiting. Collective over the replica, with equal results on its
                 ranks. Not called if replicas generate together.
 
         Raises:
@@ -269,8 +269,9 @@ class GroupGenerator:
         return self._take_complete()
 
     def finish(self, advance: Callable[[int], None] = ignore_progress) -> list[list[Trajectory]]:
-        """Generate all added groups to the end and return their samples, by group number. Not while the generator is
-        open.
+        """Generate all added groups to the end and return their samples, in the order of group numbers.
+
+        The generator must not be open.
 
         No response is empty; after a failed `reset` it is one end token. `advance(k)` is called when k more samples
         finish.
@@ -309,7 +310,7 @@ class GroupGenerator:
             in_flight.spent_s, in_flight.since = in_flight.spent_s + now - in_flight.since, None
 
     def partial(self) -> dict[int, list[Trajectory]]:
-        """Return copies of the trajectories of every group that `wait` has not returned, for `add` in another process.
+        """Return copies of the trajectories of every group that `wait` has not returned, to `add` in another process.
 
         Raises:
             RuntimeError: the generator is open; partial tokens are complete only after `interrupt`.
@@ -334,7 +335,7 @@ class GroupGenerator:
     # -- all groups of a step ----------------------------------------------------------------------------------------
 
     def _generate(self, advance: Callable[[int], None]) -> None:
-        """Sample all groups in one call of the engine."""
+        """Sample all groups, which have no environment, in one call of the engine."""
         groups = [in_flight for _, in_flight in sorted(self._groups.items())]
         requests = [
             Request(entry.group.prompt_ids, [seed(0) for seed in entry.group.seeds], images=entry.group.images)
@@ -473,13 +474,13 @@ class GroupGenerator:
             generation.close()
 
     def _take_complete(self) -> list[tuple[int, list[Trajectory]]]:
-        """Return the complete groups by number, and forget them."""
+        """Remove the complete groups from the generator and return them by number."""
         complete = sorted(number for number, in_flight in self._groups.items() if in_flight.is_over)
         self._late.difference_update(complete)
         return [(number, self._groups.pop(number).trajectories) for number in complete]
 
     def _resume_partial(self, group: Group, partial: Trajectory | None) -> Trajectory:
-        """Return a copy of a usable partial trajectory; without one a new trajectory."""
+        """Return a copy of the partial trajectory if it is usable, else a new trajectory."""
         if partial is None:
             return Trajectory([*group.prompt_ids], images=group.images)
         trajectory = partial.copy()
@@ -546,7 +547,7 @@ class GroupGenerator:
         return over
 
     def _restart(self, answers: Answers, slot: int, error: str) -> None:
-        """Restart an episode from its prompt, because its replayed turns got answers other than the recorded ones."""
+        """Restart an episode from its prompt, because replayed turns got answers that differ from the recorded ones."""
         sample = self._samples[slot]
         group, place = sample.in_flight.group, sample.place
         if answers.rules.host is not None:
@@ -556,7 +557,7 @@ class GroupGenerator:
         answers.begin(slot, group.row, group.env_seed, fresh)
 
     def _fail(self, rules: EpisodeRules, sample: _Sample, answer: Answer) -> None:
-        """End an episode whose environment failed, or the run with `env.on_error=fail`."""
+        """End an episode whose environment failed; with `env.on_error=fail` end the run."""
         trajectory, error = sample.trajectory, answer.reply.error
         if rules.on_error == "fail":
             when = f"turn {trajectory.turns - 1}" if trajectory.turns else "reset"
@@ -583,8 +584,7 @@ class GroupGenerator:
         return self._has_overdue()
 
     def _sync_deadlines(self) -> None:
-        """Agree on the groups over their time limit, by the clock of the replica's first rank. Collective over the
-        replica."""
+        """Take the groups over their time limit from the replica's first rank. Collective over the replica."""
         if self._seconds is not None and self._rules is not None:
             self._late.update(self._rules.share(self._late_now()))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Seeds:
-    """The seeds of everything random in a run, from the run's seed and from names, not from ranks or places.
+    """Derives the seeds of everything random in a run from the run's seed and from names, not from rank numbers.
 
     `uid` names a prompt in one epoch. The seeds of samples do not depend on the training step, so that a sample is the
     same whether it is generated earlier or later than its step. All seeds are in [0, 2**63).
@@ -28,7 +28,7 @@ class Seeds:
         return self._seed("env", uid)
 
     def teacher(self, uid: str) -> int:
-        """Return the seed of the choice of a teacher for all samples of prompt `uid`."""
+        """Return the seed with which a teacher is chosen for all samples of prompt `uid`."""
         return self._seed("teacher", uid)
 
     def tokens(self, update: int, sample_id: str) -> int:

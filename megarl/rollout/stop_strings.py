@@ -25,7 +25,7 @@ _EDGE = 8  # first characters of kept text where no match begins, because the dr
 
 
 class StopStrings:
-    """The stop strings of one kind of sampling, for one tokenizer."""
+    """The stop strings of one `SamplingConfig`, with the tokenizer that decodes the text."""
 
     def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
         self._strings, self._tokenizer = list(strings), tokenizer
@@ -38,17 +38,17 @@ class StopStrings:
 
     @classmethod
     def of(cls, sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase | None) -> StopStrings | None:
-        """Return the stop strings of `sampling`; None: it has none."""
+        """Return the stop strings of `sampling`; None if it has none."""
         if not sampling.stop:
             return None
         assert tokenizer is not None, "an engine that samples with stop strings has a tokenizer"
         return cls(sampling.stop, tokenizer)
 
     def end(self, tokens: Sequence[int], begun: int = 0) -> int | None:
-        """Return the number of `tokens` after which a turn ends; None: it contains no stop string.
+        """Return the number of `tokens` after which a turn ends; None: they contain no stop string.
 
         Args:
-            begun: number of first tokens that are known to contain no stop string.
+            begun: number of tokens at the start that are known to contain no stop string.
         """
         text = TurnText(self, tokens[:begun])
         return next((begun + text.length for token in tokens[begun:] if text.add(token)), None)
@@ -95,7 +95,7 @@ def check_stop_strings(key: str, strings: Sequence[str], tokenizer: PreTrainedTo
 
 
 class TurnText:
-    """The last part of a turn's text, to which tokens are added.
+    """The end of a turn's text, which grows token by token and is searched for stop strings.
 
     Args:
         begun: earlier tokens of the turn, which contain no stop string.
@@ -125,7 +125,7 @@ class TurnText:
         self._tokens.append(token)
 
     def _drop(self) -> None:
-        """Drop the first half of the tokens, if the others decode to the same text without them."""
+        """Drop the first half of the tokens if the second half decodes to the same text without the first."""
         text, half = self._strings.decode(self._tokens), len(self._tokens) // 2
         for start in range(half, half + 4) if not text.endswith(_BROKEN) else ():  # a character has up to four tokens
             rest = self._strings.decode(self._tokens[start:])

@@ -14,7 +14,7 @@ _FIX = "lower the learning rate, or resume from an earlier checkpoint with a low
 
 
 class Alarms:
-    """Checks each step's metrics. A warning that stays true is returned once, and again only after it was false."""
+    """Checks each step's metrics for signs of trouble. A warning is repeated only after its condition was false."""
 
     def __init__(self) -> None:
         self._past: dict[str, deque[float]] = {}

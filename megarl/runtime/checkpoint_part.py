@@ -33,14 +33,15 @@ FOLDER = "checkpoints"
 
 
 def save_requests(run_dir: Path) -> list[Path]:
-    """Return the files that request a checkpoint: a batch job's, near its time limit, and the launcher's, at Ctrl-C."""
+    """Return the files whose existence requests a checkpoint: one for batch jobs, one that Ctrl-C creates."""
     return [run_dir / LAUNCH_FOLDER / SAVE_REQUEST, run_dir / SAVE_REQUEST]
 
 
 def newest_intact(root: Path, world: WorkerGroup) -> tuple[tuple[Path, dict[str, Any]] | None, list[str]]:
     """Return the newest checkpoint in `root` whose files are all intact, and the faults of newer ones. Collective.
 
-    The checkpoint is its folder and the contents of meta.json; None: no checkpoint is intact. Rank 0 prints the faults.
+    A checkpoint is returned as its folder and the contents of meta.json, or None if none is intact. Rank 0 prints the
+    faults.
 
     Raises:
         FormatError: another version of megarl wrote a checkpoint.
@@ -76,7 +77,7 @@ class CheckpointPart:
     """Saves and restores one team's part of the checkpoints. All methods but `settle` are collective over the team.
 
     Attributes:
-        ends: the job must stop after the step that was just saved; always False outside the actor's team.
+        ends: whether the job must stop after the step that was just saved; False except in the actor's team.
     """
 
     def __init__(self, c: RankState) -> None:
@@ -99,10 +100,10 @@ class CheckpointPart:
             checkpoint.load_random_states(source, self._c.layout)
 
     def poll(self) -> None:
-        """Raise an error if the checkpoint in flight has failed; called after a step that writes none.
+        """Raise an error if the checkpoint in flight has failed; called after a step that does not write a checkpoint.
 
         Raises:
-            CheckpointError: it could not be written; the checkpoint before it is intact.
+            CheckpointError: the checkpoint could not be written; the previous checkpoint is intact.
         """
         self._in_flight.poll()
 
@@ -113,14 +114,14 @@ class CheckpointPart:
     def write_part(self, step: int, *, last: bool, files: Callable[[], Mapping[str, bytes]] = dict) -> None:
         """Start to write this team's part of the checkpoint of `step`, if the actor's team saves that step.
 
-        Writing goes on in the background during the next steps. With `last` the method waits until it is complete.
+        The checkpoint is written in the background during the next steps. With `last` the method waits for it.
 
         Args:
-            last: no step follows.
+            last: whether this is the run's last step.
             files: returns further files of this rank, content by name; called only if the step is saved.
 
         Raises:
-            CheckpointError: it could not be written; the checkpoint before it is intact.
+            CheckpointError: the checkpoint could not be written; the previous checkpoint is intact.
         """
         if self._teams is None:
             return
@@ -145,13 +146,13 @@ class CheckpointPart:
         return False
 
     def begin(self) -> None:
-        """Commit to this start: every check that may reject it has passed."""
+        """Prepare the run folder for this start of the run, once every check has passed."""
 
     def rate_start(self, numbers: dict[str, float]) -> None:
         """Use the held-out metrics from before the first RL step to rate the checkpoint of step 0."""
 
     def may_save(self, step: int) -> bool:
-        """Return whether `step` may turn out to be saved."""
+        """Return whether `step` may be saved; this is decided when the step has ended."""
         return False
 
     def ends_early(self, step: int, others: Callable[[], Iterable[Metrics]] = tuple) -> bool:

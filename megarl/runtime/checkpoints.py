@@ -50,11 +50,11 @@ class Checkpoints(CheckpointPart):
     Attributes:
         source: the checkpoint to resume from, chosen by `find`.
         best: best value of `trainer.best_metric` so far; larger is better, and on a tie the later step wins.
-        best_step: the step with the value `best`; None: no checkpoint is the best.
-        accuracy: held-out accuracy after the step of `source`; None: not measured there.
-        ends: the job must stop after the step that was just saved, because its time limit is near
+        best_step: the step with the value `best`; None: no checkpoint has been rated.
+        accuracy: held-out accuracy after the step of `source`; None: not measured at that step.
+        ends: whether the job must stop after the step that was just saved, because its time limit is near
             (`trainer.save_by_s`).
-        over: no further step is needed (`trainer.early_stop`).
+        over: whether no further step is needed (`trainer.early_stop`).
     """
 
     def __init__(self, c: RankState, roles: Collection[Role] = ()) -> None:
@@ -80,12 +80,12 @@ class Checkpoints(CheckpointPart):
 
         Args:
             key: recipe key of the run's number of steps.
-            steps: its value.
+            steps: number of steps of the run.
 
         Raises:
             CheckpointError: there are checkpoints, but none is intact, or metrics.jsonl is lost.
-            ConfigError: no such checkpoint, or this configuration cannot continue it.
-            DataError: the data are not those of the checkpoint.
+            ConfigError: the checkpoint does not exist, or this configuration cannot continue it.
+            DataError: the data differ from the data of the checkpoint.
         """
         resume = self._c.config.trainer.resume
         with phase("resume"):
@@ -143,7 +143,7 @@ class Checkpoints(CheckpointPart):
         return [*changed_lines(meta, state, now, self._read, command, begun=step > 0, generated=ahead), *lines]
 
     def _why_no_surplus(self) -> str | None:
-        """Return why this run would not use a surplus of dynamic sampling; None: the next step uses it."""
+        """Return why this run would not use a checkpoint's surplus of dynamic sampling; None: the next step uses it."""
         if not self._samples_again:
             return "the task graph has no node for dynamic sampling"
         if not self._c.config.async_.in_order:
@@ -180,11 +180,11 @@ class Checkpoints(CheckpointPart):
         return chosen
 
     def begin(self) -> None:
-        """Commit to this start and prepare the run folder for it.
+        """Prepare the run folder for this start of the run.
 
-        Checkpoints of steps that this start does not continue are moved aside, the new reference moves to its final
-        place, and a model exported by an earlier end of the run is no longer listed as the run's result (unless nothing
-        is left to train). Called after every check that may reject the start: before a cold start and again after it.
+        Checkpoints that this start does not continue are moved to another folder, the new reference moves to its final
+        folder, and a model that an earlier attempt exported is no longer listed as the run's result, unless no step
+        is left to train. Call this after every check that may reject the start: before a cold start and after it.
         """
         refuse_if_taken(self._c.run_dir)
         self._world.barrier()  # a rank may still be reading the reference at its temporary place
@@ -201,7 +201,7 @@ class Checkpoints(CheckpointPart):
         self._save_by.steps_begin()
 
     def _leave_others(self) -> None:
-        """Move checkpoints that the run does not continue aside and print where they are; rank 0 only."""
+        """Move checkpoints that the run does not continue to another folder and print it; rank 0 only."""
         last = self._meta["step"] if self._meta is not None and self._continues else None
         aside = checkpoint.set_aside(self._root, last)
         if aside is not None:
@@ -229,17 +229,18 @@ class Checkpoints(CheckpointPart):
         self.accuracy = state.get("accuracy")
 
     def _has(self, best_step: int) -> bool:
-        """Return whether the checkpoint of `best_step` is in this run's folder; else another one may become the best.
+        """Return whether the checkpoint of `best_step` is in this run's folder; else a worse one may become the best.
 
-        It can be missing after a kill before best.json was written, when it is damaged, or when another run has it.
+        It can be missing because the run was killed before best.json was written, because it is damaged, or because
+        it is in another run's folder.
         """
         exists = self._continues and best_step in steps_in(self._root)
         return self._world.broadcast_json(exists if self._world.rank == 0 else None)
 
     def save_start(self) -> None:
-        """Save the result of a cold start as step 0, so that a resumed run does not train it again, and wait for it.
+        """Save the result of a cold start as step 0, so that a resumed run does not repeat the cold start; wait for it.
 
-        There is no critic yet, so no other team writes a part of it.
+        The critic does not exist yet, so no other team writes a part of this checkpoint.
         """
         self._save(0, {}, None, None)
         self._in_flight.wait()
@@ -259,22 +260,22 @@ class Checkpoints(CheckpointPart):
             check_best_metric(self._c.config.trainer.best_metric, numbers)
 
     def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
-        """Start to write a checkpoint when one is due.
+        """Start to write a checkpoint of `step` if one is due.
 
-        One is due at the last step, by `trainer.save_every` or `trainer.resume_every`, for the best value of
+        A checkpoint is due at the last step, by `trainer.save_every` or `trainer.resume_every`, for the best value of
         `trainer.best_metric`, when the batch job or the user requests one, and near the job's time limit. It is written
         in the background during the next steps; after the last step, or on request, the method waits until it is
         complete.
 
         Args:
             step: the step that is complete.
-            numbers: its metrics, equal on all ranks.
+            numbers: the step's metrics, equal on all ranks.
             accuracy: on held-out prompts; None: not a validation step.
             last: no step follows.
 
         Raises:
             ConfigError: the metrics of a validation step lack `trainer.best_metric`.
-            CheckpointError: a checkpoint could not be written; the one before it is intact.
+            CheckpointError: a checkpoint could not be written; the previous checkpoint is intact.
         """
         self._in_flight.poll()
         settings = self._c.config.trainer
@@ -309,10 +310,10 @@ class Checkpoints(CheckpointPart):
             )
 
     def may_save(self, step: int) -> bool:
-        """Return whether `after_step` may save `step`, decided before its weights are published to other teams.
+        """Return whether `after_step` may save `step`; called before the step's weights are published to other teams.
 
-        A step with validation counts, as it may become the best one. A request that comes later is served at the next
-        step.
+        A step with validation may be saved, because it may become the best. A request that comes after this call is
+        handled at the next step.
         """
         config = self._c.config
         trainer, requested = config.trainer, self._look(step)
@@ -324,7 +325,7 @@ class Checkpoints(CheckpointPart):
     def ends_early(self, step: int, others: Callable[[], Iterable[Metrics]] = tuple) -> bool:
         """Return whether `after_step` will end the run because of a training metric of `step`.
 
-        Called before the step is over, so that a last step is validated although no key names it as the last.
+        Called before the end of the step, so that the last step is validated even if the run ends early.
 
         Args:
             others: waits for the other teams' metrics of the step; called only if the answer depends on them.
@@ -343,7 +344,7 @@ class Checkpoints(CheckpointPart):
         return self._early_stop.reason() is not None
 
     def _look(self, step: int) -> bool:
-        """Return whether `step` is saved on request or because the job's limit is near; decided once per step."""
+        """Return whether to save `step` on request or because the job's time limit is near; decided once per step."""
         if self._looked[0] != step:
             decided = [any(map(Path.exists, self._requests)), self._save_by.is_near(self._in_flight.longest_s)]
             requested, self.ends = self._world.broadcast_json(decided if self._world.rank == 0 else None)
@@ -353,9 +354,9 @@ class Checkpoints(CheckpointPart):
     def _save(
         self, step: int, numbers: dict[str, float], accuracy: float | None, teams: Teams | None, *, kept: bool = True
     ) -> None:
-        """Start to write a checkpoint after `step`, once the one before is complete; arguments as in `after_step`.
+        """Start to write a checkpoint of `step` once the previous one is complete; arguments as in `after_step`.
 
-        Without `kept` it is a temporary checkpoint (`trainer.resume_every`), which cannot become the best one.
+        Without `kept` the checkpoint is temporary (`trainer.resume_every`) and cannot become the best one.
         """
         c, settings = self._c, self._c.config.trainer
         value = numbers.get(settings.best_metric or "", -math.inf)
@@ -426,7 +427,7 @@ def check_best_metric(name: str | None, numbers: dict[str, float]) -> None:
 
 
 def surplus_file(c: StepContext) -> dict[str, bytes]:
-    """Return the surplus file of this replica, content by name; empty on other ranks than its first."""
+    """Return this replica's surplus of dynamic sampling as {file name: content}; empty except on its first rank."""
     if c.surplus is None or not c.layout.is_lead:
         return {}
     return {_surplus_name(c.layout.dp_rank): c.surplus.to_bytes()}
@@ -438,7 +439,7 @@ def read_surplus(c: StepContext, folder: Path, parts: int) -> Batch | None:
     Group k of the whole surplus goes to replica k modulo the number of replicas.
 
     Raises:
-        ConfigError: an older version wrote it, and it lacks fields that generation writes today.
+        ConfigError: an older version of megarl wrote the surplus without fields that are needed now.
     """
     if not parts:
         return None
@@ -471,10 +472,10 @@ _SPARE = 1.1  # the next step and save may take this much longer than the longes
 
 
 class SaveBy:
-    """Decides when to save because the next step might not be saved before the job's limit; rank 0 decides for all.
+    """Decides when to save because the next step might end after the job's time limit; rank 0 decides for all ranks.
 
     Args:
-        limit_s: seconds from the start of the job to its limit; None: no limit.
+        limit_s: seconds from the start of the job to its time limit; None: no limit.
         now: returns unix time.
     """
 
@@ -489,10 +490,12 @@ class SaveBy:
         self._last = self._now()
 
     def is_near(self, save_s: float) -> bool:
-        """Return whether the step that just ended must be saved, as the next may end too late; call it once per step.
+        """Return whether to save the step that just ended, because the next step may end after the time limit.
+
+        Call it once per step.
 
         Args:
-            save_s: seconds of the longest save so far; 0: none so far, a save is assumed to take as long as a step.
+            save_s: seconds that the longest save took; 0: none so far, so a save is assumed to take as long as a step.
         """
         now = self._now()
         self._longest_step, self._last = max(self._longest_step, now - self._last), now

@@ -31,7 +31,7 @@ class ColdStartCheckpoints:
 
     Attributes:
         step: the step to resume after; None: the cold start begins.
-        accuracy: held-out accuracy at that step; None: not measured there.
+        accuracy: held-out accuracy at that step; None: not measured at that step.
     """
 
     ends = over = False  # trainer.early_stop and trainer.save_by_s do not end a cold start
@@ -74,7 +74,7 @@ class ColdStartCheckpoints:
             print(*lines, outlook, sep="\n", flush=True)
 
     def load(self) -> None:
-        """Restore the checkpoint that `find` has chosen; without one, remove the files of an earlier start."""
+        """Restore the checkpoint that `find` has chosen; if there is none, remove the files of an earlier start."""
         if self._chosen is None:
             self.clear()
             return
@@ -85,7 +85,7 @@ class ColdStartCheckpoints:
         self.accuracy = state["accuracy"]
 
     def ends_early(self, step: int) -> bool:
-        """Return False: `trainer.early_stop` ends RL only."""
+        """Return False, because `trainer.early_stop` does not apply to cold starts."""
         return False
 
     def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
@@ -103,7 +103,7 @@ class ColdStartCheckpoints:
                 request.unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Remove RUN_DIR/cold_start, as the cold start is over or begins again."""
+        """Remove RUN_DIR/cold_start, because the cold start is complete or begins again."""
         refuse_if_taken(self._c.run_dir)
         if self._world.rank == 0:
             shutil.rmtree(self._root, ignore_errors=True)

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def no_progress(description: str, total: int | None) -> Iterator[Callable[[float], None]]:
-    """Stand in for `megarl.tracking.tracker.Tracker.progress` and show nothing."""
+    """Show no progress bar; a replacement for `megarl.tracking.tracker.Tracker.progress`."""
     yield lambda units: None
 
 
 @dataclass
 class StepContext:
-    """The first argument of every stage. Models and servers are not in it: a stage names the roles that it needs."""
+    """The first argument of every stage. Stages get models and servers as further arguments, by role."""
 
     config: RunConfig
     layout: Layout
@@ -70,7 +70,7 @@ class StepContext:
 
     @cached_property
     def flops(self) -> FlopCounter:
-        """Counts the FLOPs of the policy, for `perf/flops` and MFU."""
+        """The counter of the policy's FLOPs, for `perf/flops` and MFU."""
         return FlopCounter.of(self._facts)
 
     @cached_property

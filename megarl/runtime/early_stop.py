@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class EarlyStop:
-    """Watches one metric and decides when no further step is needed. Every rank of a team passes the same numbers.
+    """Decides by one metric when to end the run early. Every rank of a team must pass the same metrics.
 
     A finite value that is better than the best so far by more than `min_delta` is an improvement.
 
@@ -33,7 +33,7 @@ class EarlyStop:
         return self._settings is not None and (validated or not self._settings.metric.startswith("val/"))
 
     def may_end(self, *, validated: bool) -> bool:
-        """Return whether some value of the metric at the next step would end the run; `validated` as in `measures`."""
+        """Return whether the run may end early after the next step; `validated` as in `measures`."""
         settings = self._settings
         if settings is None or not self.measures(validated=validated):
             return False
@@ -59,7 +59,7 @@ class EarlyStop:
         return after.reason() is not None
 
     def reason(self) -> str | None:
-        """Return why no further step is needed; None: the run goes on."""
+        """Return why no further step is needed; None: the run continues."""
         settings, best = self._settings, self._best
         if settings is None:
             return None
@@ -89,7 +89,7 @@ class EarlyStop:
         )
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the state for a checkpoint; None: there is no early stopping."""
+        """Return the state for a checkpoint; None without early stopping."""
         if self._settings is None:
             return None
         watched = {"metric": self._settings.metric, "mode": self._settings.mode}

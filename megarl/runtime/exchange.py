@@ -43,7 +43,7 @@ class TokenExchange:
     """Redistributes the samples that a node produced among the replicas of a team.
 
     Attributes:
-        makers: the nodes after which samples are exchanged.
+        makers: names of the nodes after which samples are exchanged.
     """
 
     def __init__(self, graph: TaskGraph, nodes: Sequence[str]) -> None:
@@ -53,7 +53,7 @@ class TokenExchange:
         self.makers = frozenset(id for id in nodes if id in trained - repeated)
 
     def share(self, context: StepContext, node: Node, batch: Batch) -> Batch:
-        """Return this replica's samples after the exchange; after a node without an exchange `batch` as it is.
+        """Return this replica's samples after the exchange; after other nodes return `batch` unchanged.
 
         Raises:
             ConfigError: a column cannot be sent.
@@ -76,7 +76,7 @@ class TokenExchange:
 
 
 def record_tokens(c: StepContext, samples: Batch) -> None:
-    """Record each mini-batch's balance of tokens over replicas (max over mean), and that of sharing round-robin.
+    """Record the imbalance of tokens between replicas (max over mean) per mini-batch, and that of round-robin sharing.
 
     Collective over the replicas if groups are shared by tokens; otherwise nothing is recorded.
     """
@@ -150,7 +150,7 @@ class GroupPool:
         return batch, samples.select(self._places(numbers, [k for k in ordered if k >= wanted]))
 
     def _moved(self, taker: list[int]) -> tuple[Batch, list[int]]:
-        """Send each group to its replica in `taker`; return this replica's samples then, and their groups' numbers."""
+        """Send each group to its replica in `taker`; return this replica's new samples and their groups' numbers."""
         samples = Batch.concat(self._samples)
         numbers = [k for k, owner in enumerate(self._owners) if owner == self._rank]
         if self._size == 1:
@@ -165,6 +165,6 @@ class GroupPool:
         return Batch.concat([samples.select(self._places(numbers, staying)), *arrived]), staying + came
 
     def _places(self, numbers: list[int], groups: list[int]) -> list[int]:
-        """Return the rows of the samples of `groups` in a batch of the groups `numbers`, one after the other."""
+        """Return the row indices of the samples of `groups` in a batch that contains the groups `numbers`, in order."""
         ends = dict(zip(numbers, accumulate(self._counts[k] for k in numbers), strict=True))
         return [place for k in groups for place in range(ends[k] - self._counts[k], ends[k])]

@@ -28,9 +28,10 @@ ADAPTER = "hf_adapter"
 def export(c: RankState, checkpoints: Path) -> None:
     """Write the team's models to the run folder if `trainer.export_hf` is set. Collective over the team.
 
-    RUN_DIR/hf gets the actor of the last step, hf_critic the critic, and hf_best the actor of the best checkpoint by
-    `trainer.best_metric` if that is another step. Adapters are merged; those of the last step are also written to
-    hf_adapter in PEFT's format. Afterwards the actor may hold the best step's weights, so call this last.
+    The actor of the last step is written to RUN_DIR/hf, the critic to hf_critic, and the actor of the best checkpoint
+    by `trainer.best_metric` to hf_best if it is of another step. Adapters are merged; the adapters of the last
+    step are also written to hf_adapter in PEFT's format. Call this last, because the actor may then hold the weights
+    of the best step.
     """
     if not c.config.trainer.export_hf:
         return
@@ -66,7 +67,7 @@ def _write_best(c: RankState, checkpoints: Path) -> None:
 
 
 def _load_best(c: RankState, source: Path) -> int | None:
-    """Load the actor of the best checkpoint and return its step; None: it is damaged, which does not fail the run."""
+    """Load the actor of the best checkpoint and return its step; None if the checkpoint is damaged."""
     try:
         with c.offload.phase("restore", ACTOR):
             return checkpoint.load(source, {ACTOR: c.actor.engine})[0]
@@ -77,7 +78,7 @@ def _load_best(c: RankState, source: Path) -> int | None:
 
 
 def show_export(c: RankState) -> None:
-    """Print the exported models with their folders, and a command that tries the best one."""
+    """Print the folders of the exported models, and a command that generates with the best model."""
     if c.config.trainer.export_hf and c.layout.rank == 0:
         for model in exported(c.run_dir):
             name = "model:  " if model.which == "last" else "better: "
@@ -88,7 +89,7 @@ def show_export(c: RankState) -> None:
 
 
 def trial_command(config: RunConfig, run_dir: Path) -> str:
-    """Return the command that tries the model of a run: `megarl generate`, or `megarl eval` for a task without text."""
+    """Return the command that generates with a run's model: `megarl generate`, or `megarl eval` for non-text tasks."""
     if not config.task.writes_text:
         return shlex.join(["megarl", "eval", str(run_dir)])
     return f"{shlex.join(['megarl', 'generate', str(run_dir)])} --prompt TEXT"

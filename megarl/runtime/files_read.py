@@ -56,7 +56,7 @@ def changed_lines(
     begun: bool,
     generated: int | None = None,
 ) -> list[str]:
-    """Return the lines of `announcements` and `changes_in_place` for a checkpoint's meta.json and state.
+    """Return the lines of `announcements` and `changes_in_place` for a checkpoint with this meta.json and state.
 
     `now` is the recipe of this start, and `read` has the checksums of its files. Errors are those of both functions.
     """
@@ -77,9 +77,9 @@ def changes_in_place(
 
     Args:
         before: checksums in the checkpoint; None: an earlier version wrote it without checksums.
-        now: checksums of this start.
+        now: checksums of the files as they are now.
         configs: the recipe of the checkpoint, and the recipe of this start.
-        command: what the run does.
+        command: the megarl command, for example `train`.
         begun: as for `announcements`.
 
     Raises:
@@ -115,7 +115,7 @@ def _change(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 
 def _is_fixed(key: str, name: str) -> bool:
-    """Return whether a checkpoint's weights are only valid with the old content of this file."""
+    """Return whether a run cannot continue from its checkpoint if the content of this file has changed."""
     file = Path(name).name
     if file == "config.json":
         return key in ("model.path", _CRITIC)
@@ -181,8 +181,7 @@ def _checksums(name: str, file: Path) -> dict[str, FileChecksum]:
 
 
 def _listing(folder: Path) -> dict[str, FileChecksum]:
-    """Return one checksum over names, sizes and times of all files in a folder of images, which are too many to
-    read."""
+    """Return one checksum over names, sizes and times of all files in a folder of images, without reading them."""
     entries = []
     for file in sorted(folder.rglob("*")) if _is(folder, "is_dir") else []:
         try:

@@ -48,27 +48,27 @@ SHARED_BASE = "model.lora"  # the reference is the actor without its adapters
 
 
 class ReferencePlace(NamedTuple):
-    """The folder or hub name of the reference's weights, and the recipe key that names it; empty: the run made it."""
+    """The folder or hub name of the reference's weights, and the recipe key that names it (empty: the run wrote it)."""
 
     path: str
     key: str
 
 
 def keep_reference(c: RankState, *, resumed_from: Path | None, begun: bool) -> ReferencePlace:
-    """Find the reference's weights, keep them for later resumes, and return where they are.
+    """Find the reference's weights, keep them for later resumes, and return their place.
 
-    Collective over the actor's team. The reference is `reference.path`, else the actor at the start of RL. The latter
-    is the actor with adapters off if its adapters change nothing yet; the path `model.path` if its weights are
-    unchanged; else a copy in the run folder, because a resumed run starts from a later actor. A run that resumes from
+    Collective over the actor's team. The reference is `reference.path`, else the actor at the start of RL. In this
+    case it is the actor with adapters off if the adapters change nothing yet, `model.path` if its weights are
+    unchanged, else a copy in the run folder, because a resumed run starts from a later actor. A run that resumes from
     another run's checkpoint uses that run's reference. The copy lies in a temporary folder until `take_up_reference`,
     as later checks may still reject the start.
 
     Args:
         resumed_from: RUN_DIR/checkpoints/step_N; None: no resume.
-        begun: the checkpoint is of step 1 or later; at step 0 the actor is where RL starts.
+        begun: whether the checkpoint is of step 1 or later; at step 0 its actor is still the start of RL.
 
     Raises:
-        ConfigError: the run of `resumed_from` has no reference, or a damaged one that cannot be written again.
+        ConfigError: the run of `resumed_from` has no reference, or its reference is damaged and cannot be rebuilt.
     """
     if c.config.reference.path is not None:
         return ReferencePlace(c.config.reference.path, _NAMED)
@@ -88,7 +88,8 @@ def keep_reference(c: RankState, *, resumed_from: Path | None, begun: bool) -> R
 def _is_base(c: RankState, resumed_from: Path | None) -> bool:
     """Return whether the reference is the actor with adapters off. Collective over the actor's team.
 
-    It is if RL starts with adapters that change nothing, and one team holds both. A resumed run keeps its choice.
+    This is so if RL starts with adapters that change nothing and one team holds both. A resumed run keeps the choice
+    of its first start.
 
     Raises:
         ConfigError: the checkpoint's reference is the actor with adapters off, but now another team holds it.
@@ -122,7 +123,10 @@ def _note_origin(c: RankState, origin: str) -> None:
 
 
 def _kept(c: RankState, checkpoint: Path) -> ReferencePlace:
-    """Return the reference of the run that wrote `checkpoint`, copied from another run; errors as `keep_reference`."""
+    """Return the reference of the run that wrote `checkpoint`, copied if that is another run.
+
+    Raises the errors of `keep_reference`.
+    """
     recorded = frozen_in(checkpoint).get("reference")
     if recorded is not None and recorded.key == _INITIAL:  # the checkpoint records the path, too
         _note_origin(c, recorded.path)
@@ -147,7 +151,7 @@ def _kept(c: RankState, checkpoint: Path) -> ReferencePlace:
 
 
 def _made_again(c: RankState, checkpoint: Path, folder: Path, recorded: Frozen, lines: list[str]) -> ReferencePlace:
-    """Replace the damaged reference in `folder` by the actor's initial weights, before the checkpoint is loaded.
+    """Replace the damaged reference in `folder` by the actor's initial weights; call before loading the checkpoint.
 
     Collective over the actor's team.
 
@@ -197,7 +201,7 @@ def _export_actor(c: RankState, folder: Path) -> None:
 
 
 def now_at(run_dir: Path, source: str) -> str:
-    """Return where weights that `keep_reference` left at `source` are now, after `take_up_reference`."""
+    """Return the folder to which `take_up_reference` has moved weights that `keep_reference` wrote to `source`."""
     taken_up = Path(source) == run_dir / NEXT_REFERENCE and not _is_model(Path(source))
     return str(run_dir / FOLDER) if taken_up else source
 
@@ -205,7 +209,7 @@ def now_at(run_dir: Path, source: str) -> str:
 def drop_refused_start(c: RankState) -> None:
     """Remove the files that a rejected start has written. Not collective, as some ranks may be gone.
 
-    Only rank 0 removes them, which is also the rank that moves them into place when the start is accepted.
+    Only rank 0 removes them, because rank 0 also moves them to their final folder when the start is accepted.
     """
     if c.layout.rank == 0 and c.team.leads:
         drop_start(c.run_dir)
@@ -231,10 +235,10 @@ def unchanged_model(config: RunConfig) -> str | None:
 
 
 def find_kept(checkpoint: Path) -> Path | None:
-    """Return the reference folder of the run that wrote a checkpoint (RUN_DIR/checkpoints/step_N); None: it has none.
+    """Return the reference folder of the run that wrote a checkpoint (RUN_DIR/checkpoints/step_N); None if it has none.
 
-    A run that only goes back to an earlier step keeps its reference. So the reference of checkpoints in NAME.old-K may
-    be in a folder that was moved aside later, .old-(K+1), ...
+    A run that continues from an earlier step keeps its reference in its folder. So the reference of checkpoints in
+    NAME.old-K may be in a folder that was renamed later: NAME.old-(K+1), ...
     """
     checkpoints = checkpoint.resolve().parent
     name, _, number = checkpoints.name.rpartition(".old-")
@@ -247,7 +251,7 @@ def kept_reference(checkpoint: Path) -> Path:
     """Return the reference folder of the run that wrote a checkpoint.
 
     Raises:
-        ConfigError: the run has none.
+        ConfigError: the run has no reference.
     """
     folder = find_kept(checkpoint)
     if folder is None:
@@ -262,7 +266,7 @@ def kept_reference(checkpoint: Path) -> Path:
 
 
 def put_aside(run_dir: Path, aside: Path) -> None:
-    """Move the reference of a run that restarts into `aside`, where its old checkpoints are."""
+    """Move the reference of a run that starts over into the folder `aside` with its old checkpoints."""
     if _is_model(run_dir / FOLDER):
         (run_dir / FOLDER).rename(aside / FOLDER)
 
@@ -272,10 +276,10 @@ def _is_model(folder: Path) -> bool:
 
 
 def keep_run_start(c: RankState, resumed_at: int | None, source: Path | None) -> RunStart:
-    """Keep the weights that reference and critic start from, and return where they are. Collective over the team.
+    """Keep the weights that reference and critic start from, and return their places. Collective over the team.
 
     Args:
-        c: this rank's state; without `resumed_at` its actor is where RL starts.
+        c: this rank's state; without `resumed_at` its actor has the weights from which RL starts.
         resumed_at: step of the checkpoint that the run resumes from; None: no resume.
         source: folder of that checkpoint.
 
@@ -296,7 +300,7 @@ def keep_run_start(c: RankState, resumed_at: int | None, source: Path | None) ->
 
 @dataclass(frozen=True)
 class Frozen:
-    """A frozen model as it was at the start of the run."""
+    """The path and checksums of a frozen model at the start of the run."""
 
     key: str  # recipe key that names the model; empty: it is in the run folder
     path: str  # value of that key; empty if `key` is
@@ -316,7 +320,7 @@ def record_frozen(c: RankState, name: str, key: str, source: str, checkpoint: st
         name: name of the model in the record.
         key: recipe key that names the model; empty: it is in the run folder.
         source: a folder, or a name on the hub.
-        checkpoint: the checkpoint to resume from; None: the run starts.
+        checkpoint: the checkpoint to resume from; None: the run starts from the beginning.
 
     Raises:
         ConfigError: the files differ from those recorded in the checkpoint, or between machines.
@@ -340,7 +344,7 @@ def record_base(c: RankState, role: str, checkpoint: Path | str | None) -> None:
     """Record the checksums of the base model of a role's adapters, as `record_frozen` does. Collective over its team.
 
     Without adapters, or with a base model initialized from `model.init_seed`, nothing is recorded. The base model may
-    have moved to another path, but its files must be those of the start of the run.
+    have moved to another path, but its files must have the same content as at the start of the run.
 
     Raises:
         ConfigError: the files differ from those recorded in the checkpoint.
@@ -363,7 +367,7 @@ def check_base(checkpoint: Path, path: str | None, world: WorkerGroup) -> None:
     """Check that the model at `path` is the base model of the actor's adapters in a checkpoint.
 
     Raises:
-        ConfigError: its files have other checksums.
+        ConfigError: the checksums of its files differ from those in the checkpoint.
     """
     before = frozen_in(checkpoint).get(f"{ACTOR} base")
     if before is not None and path is not None:

@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
 
 def open_rollout(c: RankState) -> None:
-    """Open the engine `rollout.engine`, or this team's end of the weight transfer to it. Collective over each team's
-    ranks.
+    """Open the engine `rollout.engine`, or this team's link that sends weights to it.
 
-    Every team calls this. The engine has no usable weights before the first `publish`.
+    Every team calls this; collective over its ranks. The engine has no usable weights before the first `publish`.
     """
     generates, trains, family = c.team.holds(Role.ROLLOUT), c.team.holds(Role.ACTOR), family_of(c.config)
     if generates:

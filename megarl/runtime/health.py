@@ -58,7 +58,7 @@ _PEER_TYPES |= {"ActorDiedError", "ActorUnavailableError", "ObjectLostError", "O
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-    """The last recorded beat of one rank; `time`: unix time in seconds; `over`: the rank has finished its work."""
+    """The last heartbeat of one rank; `time`: unix time in seconds; `over`: the rank has finished its work."""
 
     changes: int
     step: int
@@ -70,7 +70,7 @@ class Beat:
 
 
 class Heartbeat:
-    """Records every beat of this process in RUN_DIR/heartbeats/rank_K."""
+    """Records the heartbeats of this process in RUN_DIR/heartbeats/rank_K."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         path = _beat_path(run_dir, rank)
@@ -102,7 +102,7 @@ class Heartbeat:
             self._record(path)
 
     def _make_again(self) -> None:
-        """Create the heartbeat file again if it was deleted: without beats the launcher would end a healthy run."""
+        """Create the heartbeat file again if it was deleted; without it the launcher would end a healthy run."""
         self._looked = time.monotonic()
         with contextlib.suppress(OSError):  # the run folder is gone, which the launcher notices, or the error passes
             if not self._path.is_file():
@@ -118,7 +118,7 @@ class Heartbeat:
         _HEADER.pack_into(self._map, 0, 2 * self._changes, *head)
 
     def finish(self) -> None:
-        """Record that this process has finished its work; without the record it counts as failed."""
+        """Record that this process has finished its work; a process that ends without this record counts as failed."""
         self._over, self._looked = True, -math.inf
         self.beat(tracing.current())
 
@@ -128,7 +128,7 @@ def _beat_path(run_dir: Path, rank: int) -> Path:
 
 
 def read_beat(run_dir: Path, rank: int) -> Beat | None:
-    """Return the last beat of `rank`; None before its first. Reads again if the rank was writing meanwhile."""
+    """Return the last heartbeat of `rank`; None before the first. Reads again if the rank was writing meanwhile."""
     path = _beat_path(run_dir, rank)
     for _ in range(1000):
         try:
@@ -191,7 +191,7 @@ def failure_of(error: BaseException, rank: int) -> RankFailure:
 
 
 def _repeats(error: BaseException | None) -> bool:
-    """Return whether an error, or one that caused it, would come again."""
+    """Return whether an error or one of its causes would occur again if the run were restarted."""
     if error is None:
         return False
     repeats = error.repeats if isinstance(error, MegarlError) else is_of_user(error)
@@ -201,7 +201,7 @@ def _repeats(error: BaseException | None) -> bool:
 def write_error(run_dir: Path, failure: RankFailure) -> None:
     """Write `failure` to RUN_DIR/errors/rank_K.json for the launcher, or to stderr if that fails.
 
-    Nothing is written if the run folder is gone, which the launcher reports itself.
+    Nothing is written if the run folder was deleted; the launcher reports this itself.
     """
     if not run_dir.is_dir():
         return
@@ -310,9 +310,9 @@ def set_aside(run_dir: Path, ranks: Iterable[int], number: int) -> list[Path]:
 
 
 class Watch:
-    """Notices ranks that never send a heartbeat, and ranks without progress for too long.
+    """Finds ranks that never send a heartbeat and ranks that make no progress for too long.
 
-    Times are this process's monotonic clock, so clocks of other machines do not matter.
+    All times are from this process's monotonic clock, so the clocks of other machines do not matter.
 
     Args:
         timeout_s: allowed seconds without progress.
@@ -320,7 +320,7 @@ class Watch:
         names: returns the names of ranks for messages.
 
     Attributes:
-        stuck: at the last `check`, the ranks that had sent a heartbeat and then made no progress for too long.
+        stuck: ranks that had sent heartbeats but made no progress for too long, at the last `check`.
     """
 
     def __init__(
@@ -338,11 +338,11 @@ class Watch:
         self.begin_again(ranks)
 
     def begin_again(self, ranks: Iterable[int]) -> None:
-        """Start the clock of `ranks`, which start now, perhaps again."""
+        """Reset the clocks of `ranks`, which are being started or restarted."""
         self._seen |= dict.fromkeys(ranks, (-1, time.monotonic()))
 
     def check(self, live: Iterable[int]) -> str | None:
-        """Return a sentence that names late or stuck ranks among the `live` ones; None: all make progress."""
+        """Return a sentence that names the `live` ranks that are late or stuck; None: all make progress."""
         live, now = sorted(live), time.monotonic()
         for rank in live:
             beat = read_beat(self._run_dir, rank)
@@ -360,7 +360,7 @@ class Watch:
 
 
 def where_text(beat: Beat | None) -> str:
-    """Return where a rank is, like `in phase step/rollout at step 3`; `beat`: its last one, None before the first."""
+    """Return a rank's phase as text, like `in phase step/rollout at step 3`; `beat`: its last heartbeat, if any."""
     if beat is None:
         return "before it reported in"
     return f"in phase {beat.phase} at step {beat.step}"

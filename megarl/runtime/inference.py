@@ -80,7 +80,7 @@ def _write_responses(c: RankState) -> None:
 
 
 def _restore(c: RankState) -> None:
-    """Load weights and step of the checkpoint that `trainer.resume` names, if it names one, and open the engine."""
+    """Load weights and step of the checkpoint in `trainer.resume`, if it is set, and open the engine."""
     resume = c.config.trainer.resume
     if resume not in ("auto", "never"):
         with phase("resume"), c.offload.phase("restore", ACTOR):
@@ -95,7 +95,7 @@ def _restore(c: RankState) -> None:
 
 
 def _show(lines: list[dict[str, str]], sources: Sequence[str]) -> None:
-    """Print the responses to prompts given as text, each after its prompt without the chat template."""
+    """Print prompts that were given as text, without chat template, each followed by its response."""
     given = [source.removeprefix(TEXT) for source in sources if source.startswith(TEXT)]
     for line in lines:
         whole = line["prompt_text"]

@@ -51,7 +51,7 @@ _TRAINED = ("actor", "critic")
 
 @dataclass(frozen=True)
 class TeamContext:
-    """This worker's team among the teams of the run."""
+    """This worker's team, and what the worker needs to know about the run's other teams."""
 
     plan: TeamPlan  # this team's roles, nodes and ranks
     placement: Placement  # all teams of the run
@@ -83,12 +83,12 @@ class TeamContext:
         return role in self.plan.roles
 
     def of(self, role: Role) -> str:
-        """Return the name of the team that holds `role`; some team must."""
+        """Return the name of the team that holds `role`; some team must hold it."""
         return self.placement.home(role).name
 
     @property
     def generates_apart(self) -> bool:
-        """Whether this team generates samples, and another one trains on them."""
+        """Whether this team generates samples and another team trains on them."""
         return self.holds(Role.ROLLOUT) and not self.leads
 
     @property
@@ -103,7 +103,7 @@ class TeamContext:
 
 @dataclass
 class RankState:
-    """Everything that a rank works with."""
+    """The state of one rank: configuration, process groups, roles, data and metrics."""
 
     team: TeamContext  # this rank's team
     context: StepContext
@@ -132,7 +132,7 @@ class RankState:
 
     @property
     def offload(self) -> OffloadSchedule:
-        """Moves model state on and off the device for each phase."""
+        """The schedule that moves model state on and off the device for each phase."""
         return self.context.offload
 
     @property
@@ -152,14 +152,14 @@ class RankState:
 
     @property
     def loading(self) -> PromptLoader | RemoteLoader:
-        """The loader, or the stand-in for another team's loader; only in the actor's team of a run that trains."""
+        """The data loader, or a stand-in if another team has it; only in the actor's team of a run that trains."""
         loader = self.loader or self.loader_elsewhere
         assert loader is not None, "a run that trains has training data"
         return loader
 
     @property
     def mail(self) -> Mail:
-        """Sends and receives messages between teams; a stand-in if there is one team only."""
+        """The mailbox for messages between teams; a stand-in if there is only one team."""
         return self.team.buffer or NoMail()
 
     @property
@@ -217,7 +217,7 @@ class RankState:
         return {name: model.engine for name, model in self.models.items() if name in _TRAINED}
 
     def end_generation(self) -> None:
-        """Close rollout and scorer after a cold start, as another team generates samples from here on."""
+        """Close rollout and scorer after a cold start, because another team generates samples from now on."""
         with contextlib.ExitStack() as stack:
             self._close_generation(stack)
         self.held = {name: role for name, role in self.held.items() if name not in ("rollout", "scorer")}

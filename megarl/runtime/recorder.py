@@ -52,11 +52,11 @@ class Recorder:
     Args:
         stage: `train` or `sft`, see `megarl.tracking.tracker.Tracker`.
         resume_step: the step that a resumed run continues after.
-        part: which part of the run this is, see there.
+        part: which part of the run this is, see the same class.
 
     Attributes:
         status: status to record at the end of a stage without an error.
-        channel: counts the tokens that this replica has processed.
+        channel: counter of the tokens that this replica has processed.
         segments: with async.order=as_ready, in the actor's team: returns the rollout team's metrics of a step.
     """
 
@@ -130,9 +130,9 @@ class Recorder:
         self._team_time.start_step()
 
     def measured_elsewhere(self, step: int) -> list[Metrics]:
-        """Wait for the other teams' metrics of the current step `step`, and return them.
+        """Wait for the other teams' metrics of the current step and return them.
 
-        Only the actor's team waits; elsewhere the list is empty.
+        Only the actor's team waits; in other teams the list is empty.
         """
         if self._measured_elsewhere is None:
             parts: list[MetricsJson] = []
@@ -149,10 +149,10 @@ class Recorder:
         """Reduce this step's metrics over the team's ranks, add timings and throughput, and log them.
 
         Returns:
-            The step's metrics, equal on every rank of the team; in the actor's team those of all teams.
+            The step's metrics, equal on every rank of the team; in the actor's team they include all teams' metrics.
 
         Raises:
-            FolderTaken: another attempt has the run folder.
+            FolderTaken: another attempt of the run uses the run folder.
         """
         c, leads = self._c, self._c.team.leads
         refuse_if_taken(c.run_dir)
@@ -229,9 +229,9 @@ class Recorder:
 
 
 def _stage_seconds(events: list[tracing.PhaseEvent]) -> dict[str, float]:
-    """Return the seconds of a step's top-level phases by name, and of its offloading moves as `MOVES`.
+    """Return the seconds of a step's top-level phases by name, and the seconds of offloading under the name `MOVES`.
 
-    Moves at the start and around a checkpoint, and the wait for other ranks within a move, do not count.
+    Offloading at the start and around a checkpoint does not count, nor does waiting for other ranks during it.
     """
     spent: dict[str, float] = {}
     for event in events:

@@ -116,7 +116,7 @@ BEFORE_FIRST_STEP = ("validation.before_train", "critic.path")
 
 
 def effect_of(key: str, before: Plain, now: Plain, command: Command) -> Effect:
-    """Return what a changed `key` does to a resumed run, by the longest matching entry of EFFECTS.
+    """Return the effect of a changed `key` on a resumed run, from the longest matching entry of EFFECTS.
 
     A component's own keys need no entry: components are built from the recipe again.
 
@@ -139,8 +139,8 @@ def effect_of(key: str, before: Plain, now: Plain, command: Command) -> Effect:
 def changed_keys(before: Plain, now: Plain) -> Iterator[tuple[str, Any, Any]]:
     """Yield key, old and new value of every setting in both configurations that differs.
 
-    In sections with free keys (keyword arguments) a key on one side only is `not set` on the other. A component's own
-    keys are compared only if both sides have them, as another component has other keys.
+    In sections with free keys (keyword arguments), a key that only one configuration has is `not set` in the other.
+    A component's own keys are compared only if both have them, because different components have different keys.
 
     >>> list(changed_keys({"trainer": {"steps": 3, "seed": 0}}, {"trainer": {"steps": 5, "seed": 0}}))
     [('trainer.steps', 3, 5)]
@@ -158,7 +158,7 @@ def changed_keys(before: Plain, now: Plain) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _differences(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield path, old and new value if they differ; of two mappings, one entry for each name that differs."""
+    """Yield path, old and new value if they differ; for two mappings, once for each name that differs."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in dict.fromkeys([*old, *new]):
             values = old.get(name, "not set"), new.get(name, "not set")
@@ -171,14 +171,14 @@ def _differences(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]
 def announcements(
     before: Plain, now: Plain, command: Command, *, begun: bool = True, generated: int | None = None
 ) -> list[str]:
-    """Return one line per setting that has changed since the checkpoint, with where its new value is not used.
+    """Return one line per setting that has changed since the checkpoint, and say where the old value still applies.
 
     Args:
         before: the configuration of the checkpoint.
         now: the configuration of this start.
-        command: what the run does.
-        begun: False: the checkpoint is the result of a cold start, before the first step of RL.
-        generated: the last step for which the checkpoint holds untrained samples; None: it holds none.
+        command: the megarl command, `train` or `sft`.
+        begun: whether RL has begun; False: the checkpoint is the result of a cold start.
+        generated: the last step for which the checkpoint holds untrained samples; None: no such samples.
 
     Raises:
         ConfigError: the checkpoint cannot be continued with one of the new values.
@@ -202,11 +202,11 @@ def announcements(
 
 
 def refuse_other_batches(step: int, loader: Plain, before: Plain, now: Plain, command: Command = "train") -> None:
-    """Reject a changed batch size if the number of steps follows from epochs, which would be wrong then.
+    """Reject a changed batch size if the number of steps is computed from epochs, because it would then be wrong.
 
     Args:
         step: step of the checkpoint.
-        loader: state of its loader; `samples` is the number of prompts.
+        loader: the loader's state in the checkpoint; `samples` is the number of prompts.
         before: the configuration that wrote the checkpoint.
         now: the configuration of this start.
         command: `sft`: check `sft.epochs`; `train`: check `trainer.epochs`.
@@ -231,9 +231,10 @@ def refuse_other_batches(step: int, loader: Plain, before: Plain, now: Plain, co
 
 
 def _late(key: str, now: Plain, generated: int) -> list[str]:
-    """Return from when on a changed setting of generation is used, as the checkpoint has samples up to `generated`.
+    """Return, as text, from which step on a changed setting of generation applies; the checkpoint has samples up to
+    step `generated`.
 
-    Empty: the key does not concern generation, or its new value is used at once for all groups.
+    The text is empty if the key does not concern generation or its new value applies to all groups at once.
     """
     entries = SAMPLING if _is_in_order(now) else (*SAMPLING, *CHOOSING)
     if key in HELD_OUT or not any(key == entry or key.startswith(f"{entry}.") for entry in entries):
@@ -263,9 +264,9 @@ def value_at(config: Plain, path: str) -> Any:
 
 
 def describe_buffered(config: RunConfig, placement: Placement, step: int) -> dict[str, Any] | None:
-    """Return a record of the samples for later steps that the checkpoint after `step` holds; None: it can hold none.
+    """Describe the samples for later steps that the checkpoint of `step` holds; None: it cannot hold any.
 
-    `steps` is 0 at the end of a run with async.order=as_ready; prompts to generate again may remain even then.
+    The entry `steps` is 0 at the end of a run with async.order=as_ready; prompts to generate again may still remain.
     """
     team, left = placement.of_role(Role.ROLLOUT), max(0, config.trainer.steps - step)
     if not config.async_.max_staleness or team is None or (not left and config.async_.in_order):
@@ -283,15 +284,15 @@ def describe_buffered(config: RunConfig, placement: Placement, step: int) -> dic
 
 
 def steps_held(saved: Mapping[str, Any] | None) -> int:
-    """Return for how many steps a checkpoint holds samples; `saved`: the result of `describe_buffered` in it."""
+    """Return for how many steps a checkpoint holds samples; `saved`: the checkpoint's `describe_buffered` entry."""
     return 0 if saved is None else saved["steps"]
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings, by key, that must be equal when samples are generated and when they are trained on.
 
-    The temperature, because old log-probs are compared with rollout log-probs; in order, also the batch size, because a
-    step trains on exactly the groups that were generated for it.
+    The temperature must be equal because old log-probs are compared with rollout log-probs. With
+    async.order=in_order the batch size must be equal too, because a step trains on the groups generated for it.
     """
     settings: dict[str, Any] = {"rollout.sampling.temperature": config.rollout.sampling.temperature}
     if config.async_.in_order:
@@ -309,7 +310,7 @@ def refuse_other_sampling(step: int, saved: Mapping[str, Any], config: RunConfig
         placement: the teams of this start.
 
     Raises:
-        ConfigError: a setting has changed, the rollout is in the actor's team now, or samples lack fields.
+        ConfigError: a setting has changed, the actor's team now also generates, or the samples lack fields.
     """
     order, held = saved["order"], steps_held(saved)
     if (order == "in_order") != config.async_.in_order:
@@ -344,7 +345,7 @@ def refuse_other_sampling(step: int, saved: Mapping[str, Any], config: RunConfig
 
 
 def refuse_left_out(step: int, prompts: int, config: RunConfig) -> None:
-    """Reject async.order=in_order if the checkpoint lists prompts to generate again, which only as_ready does.
+    """Reject async.order=in_order if the checkpoint lists prompts to generate again, which only as_ready supports.
 
     Raises:
         ConfigError: `prompts`, the number of these prompts, is not 0.
@@ -391,7 +392,7 @@ def _refuse_other_fields(step: int, held: int, kept: Mapping[str, Sequence[str]]
 
 
 def _way_out(step: int, held: int, before: str) -> str:
-    """Return the fix: use up the checkpoint's samples in `held` more steps with the setting `before`."""
+    """Return the fix for a message: train `held` more steps on the checkpoint's samples with the setting `before`."""
     last = step + held
     steps = f"step {last}" if held == 1 else f"steps {step + 1} to {last}"
     return (
@@ -402,5 +403,5 @@ def _way_out(step: int, held: int, before: str) -> str:
 
 
 def left_out(folder: Path, parts: int) -> int:
-    """Return how many prompts a checkpoint without samples lists for generation again; `parts` replicas wrote it."""
+    """Return how many prompts to generate again a checkpoint without samples lists; `parts` replicas wrote it."""
     return sum(len(json.loads((folder / f"flow_{part}.json").read_text())["again"]) for part in range(parts))

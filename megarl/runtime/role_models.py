@@ -64,7 +64,7 @@ def make_teacher(c: RankState, start: RunStart) -> TeacherRole:
     """Build the run's teachers. Collective over their team.
 
     Raises:
-        ConfigError: a token id of the policy is another token for a teacher; or as `record_frozen`.
+        ConfigError: a token id of the policy means another token to a teacher; or as `record_frozen`.
     """
     settings, offloads = c.config.teacher, c.config.actor.engine.offload
     engines = {}
@@ -80,7 +80,7 @@ def make_teacher(c: RankState, start: RunStart) -> TeacherRole:
 
 
 def read_teacher_head(c: RankState) -> Tensor | None:
-    """Read this rank's shard of the teacher's output embedding, split like the actor's; None on a rank without one."""
+    """Read this rank's shard of the teacher's output embedding, split like the actor's; None if it has no shard."""
     ((key, path),) = c.config.teacher.paths.items()
     engine = c.actor.engine
     chunk = engine.chunks[-1]
@@ -95,8 +95,8 @@ def read_teacher_head(c: RankState) -> Tensor | None:
 def make_critic(c: RankState, start: str | None, checkpoint: str | None) -> CriticRole:
     """Build the run's critic. Collective over its team.
 
-    It starts from `critic.path`, else from the actor at the start of RL: from the actor itself in the actor's team, in
-    another team from the model at `start`. A resumed run then loads it from its `checkpoint`.
+    The critic starts from `critic.path`, else from the actor at the start of RL; in another team than the actor's it
+    reads these weights from `start`. A resumed run then loads the critic from `checkpoint`.
     """
     source = c.config.critic.path
     with phase("load_critic"), c.offload.phase("load"):
@@ -111,7 +111,7 @@ def make_critic(c: RankState, start: str | None, checkpoint: str | None) -> Crit
 
 
 def _begin(c: RankState, source: str | None, chunks: list[PolicyModel]) -> None:
-    """Fill a critic from the model at `source`, else from the actor; at random if a checkpoint replaces all weights."""
+    """Initialize a critic from the model at `source`, else from the actor; randomly if a checkpoint replaces it."""
     if source is not None:
         load_weights(chunks, source)
     elif c.team.leads:
@@ -139,8 +139,8 @@ def make_reward_model(c: RankState, checkpoint: str | None) -> RewardModelRole:
         checkpoint: the checkpoint to resume from; None: the run starts.
 
     Raises:
-        ConfigError: the model does not have exactly one score, its vocabulary is not the policy's (form `tokens`), it
-            has no chat template (form `chat`), or as `record_frozen`.
+        ConfigError: the model does not have exactly one score, its vocabulary differs from the policy's (form
+            `tokens`), it has no chat template (form `chat`), or as `record_frozen`.
     """
     settings = c.config.reward_model
     path = settings.path
@@ -196,7 +196,7 @@ def _check_tokens(policy: PreTrainedTokenizerBase, reward_model: PreTrainedToken
 def check_same_tokens(
     policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str, key: str = "teacher.path"
 ) -> None:
-    """Reject a teacher whose tokenizer gives a token of the policy another id; it may have more tokens.
+    """Reject a teacher whose tokenizer gives a token of the policy a different id; it may have additional tokens.
 
     Args:
         path: the teacher's folder or hub name.
@@ -216,7 +216,7 @@ def check_same_tokens(
 
 
 def differing_tokens(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str:
-    """Return a text on the policy's tokens that have another id, or none, in the tokenizer `other`; empty: none has."""
+    """Describe the policy's tokens that have another id or no id in the tokenizer `other`; empty: all ids agree."""
     theirs = other.get_vocab()
     moved = {token: number for token, number in policy.get_vocab().items() if theirs.get(token) != number}
     if not moved:
@@ -226,7 +226,7 @@ def differing_tokens(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizer
 
 
 def load_tokenizer_of(model: ModelConfig, path: str, key: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the model at `path`, which the recipe key `key` names and which is not the policy."""
+    """Load the tokenizer of another model than the policy; the recipe key `key` sets its `path`."""
     try:
         return load_tokenizer(model.model_copy(update={"path": path, "tokenizer": None}))
     except ConfigError as error:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class ModelRole:
-    """A model of the run in its role; `offloads`: whether its parts may leave the device."""
+    """A model of the run in its role; `offloads`: whether its parts may be moved off the device."""
 
     name: str
 
@@ -84,7 +84,7 @@ class ActorRole(ModelRole):
         return self.engine.step
 
     def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
-        """Return the log-prob of every response token (float32) at `temperature`; None: that of generation."""
+        """Return the log-prob of every response token (float32) at `temperature`; None: as generated."""
         self._c.count_pass(samples)
         return self.score(samples, temperature)
 
@@ -96,7 +96,7 @@ class ActorRole(ModelRole):
         taught: TeacherTargets | None = None,
         unit: int = 1,
     ) -> Metrics:
-        """One optimizer step on this rank's part of a mini-batch; see `MegatronEngine.train_step`."""
+        """Take one optimizer step on this rank's part of a mini-batch; see `MegatronEngine.train_step`."""
         with self._c.offload.phase("update", self.name):
             return self.engine.train_step(mini, loss, self._c.temperature, divisor, taught, unit)
 
@@ -106,12 +106,12 @@ class ActorRole(ModelRole):
             return self.engine.values(sequences)
 
     def score_step(self, mini: Batch, loss: LossFn, unit: int) -> Metrics:
-        """One optimizer step of a reward model; see `MegatronEngine.value_step`."""
+        """Take one optimizer step of a reward model; see `MegatronEngine.value_step`."""
         with self._c.offload.phase("update", self.name):
             return self.engine.value_step(mini, loss, unit)
 
     def sft_step(self, batch: Batch) -> Metrics:
-        """One supervised optimizer step; see `MegatronEngine.sft_step`."""
+        """Take one supervised optimizer step; see `MegatronEngine.sft_step`."""
         with self._c.offload.phase("update", self.name):
             return self.engine.sft_step(batch)
 
@@ -134,7 +134,7 @@ class CriticRole(ModelRole):
         return values
 
     def train_step(self, mini: Batch, loss: LossFn) -> Metrics:
-        """One optimizer step on this rank's part of a mini-batch; see `MegatronEngine.value_step`."""
+        """Take one optimizer step on this rank's part of a mini-batch; see `MegatronEngine.value_step`."""
         with self._c.offload.phase("update", self.name):
             return self.engine.value_step(mini, loss)
 
@@ -164,12 +164,12 @@ class BaseReferenceRole(ReferenceRole):
 
 
 class TeacherRole(ModelRole):
-    """The frozen teachers that a policy is distilled from. Their sizes differ, so their work is not in `perf/flops`."""
+    """The frozen teachers that a policy is distilled from. `perf/flops` excludes them because their sizes differ."""
 
     name = offload_schedule.TEACHER
 
     def __init__(self, engines: Mapping[str, MegatronEngine], c: StepContext, *, offloads: bool) -> None:
-        """`engines`: the teachers by their names in `teacher.models`; a single teacher has the empty name."""
+        """Create the role from `engines`: the teachers by name in `teacher.models`; one teacher has an empty name."""
         self._c, self._turns = c, _InTurn(engines)
         c.offload.add(self.name, self._turns, offloads=offloads)
 
@@ -182,7 +182,7 @@ class TeacherRole(ModelRole):
         return self.score(samples, temperature)
 
     def top_tokens(self, samples: Batch, k: int) -> Jagged:
-        """Return ids and log-probs of the k tokens that each prompt's teacher finds likeliest at every response token.
+        """Return ids and log-probs of the k likeliest tokens at every response token, by each prompt's teacher.
 
         All are tokens of the policy's vocabulary; see `MegatronEngine.top_tokens`.
         """
@@ -223,7 +223,7 @@ class TeacherRole(ModelRole):
 
 
 class _InTurn:
-    """Several engines of which only the engine named `on` may be on the device."""
+    """Several engines, of which only the one named `on` may be on the device."""
 
     def __init__(self, engines: Mapping[str, MegatronEngine]) -> None:
         self.engines, self.on = engines, list(engines)[-1]  # the last one loaded is on the device
@@ -244,7 +244,7 @@ class _InTurn:
 
 
 class RewardModelRole(ModelRole):
-    """The frozen reward model, a sequence classifier; `perf/flops` leaves it out, as its size is not the policy's.
+    """The frozen reward model, a sequence classifier; `perf/flops` does not include it, because its size differs.
 
     The score is computed at the last token that is not the padding token, as transformers' classifiers do.
     """
@@ -310,7 +310,7 @@ def prompt_column(config: RunConfig) -> PromptColumn:
 
 
 def as_sequences(rows: Sequence[Sequence[int]]) -> Batch:
-    """Return token sequences as samples with a response of one dummy token, so that each gets one value: at its end."""
+    """Return token sequences as samples with a response of one dummy token, so that each gets one value at its end."""
     prompts = Jagged.from_list(rows, dtype=torch.int64)
     ends = torch.tensor([row[-1] for row in rows], dtype=torch.int64)
     return Batch({"prompt_ids": prompts, "response_ids": Jagged.from_lengths(ends, torch.ones_like(ends))})
@@ -344,7 +344,7 @@ class RolloutRole:
 
     @contextmanager
     def generating(self, c: StepContext, count: int) -> Iterator[Callable[[int], None]]:
-        """Prepare memory and a progress bar to generate `count` samples; yield the function that advances the bar."""
+        """Prepare memory and a progress bar to generate `count` samples; yield a function that advances the bar."""
         name = tracing.current().rpartition("/")[2]
         with c.offload.phase("generate"), self.link.held(), c.progress(name, count) as advance:
             yield advance

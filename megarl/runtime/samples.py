@@ -75,7 +75,7 @@ def groups_of_prompts(c: StepContext, prompts: Batch, n: int, numbers: Iterable[
 def samples_of(
     rollout: RolloutRole, prompts: Batch, groups: Sequence[Sequence[Trajectory]], sampling: SamplingConfig
 ) -> Batch:
-    """Return the samples built from each prompt's `groups` of n trajectories: B * n samples with all their fields."""
+    """Build B * n samples with all their fields from `groups`, the n trajectories of each of B prompts."""
     n = len(groups[0]) if groups else 1
     trajectories = [trajectory for group in groups for trajectory in group]
     samples, by_turn = prompts.repeat(n), rollout.episodes is not None
@@ -108,7 +108,7 @@ def _prompt_texts(tokenizer: PreTrainedTokenizerBase, samples: Batch, trajectori
 
 
 def all_failed(step: int, errors: Sequence[str]) -> str:
-    """Return the warning that a step trains on nothing, because the environment failed in all episodes.
+    """Return the warning that a step trains on no sample, because the environment failed in all episodes.
 
     >>> all_failed(3, ["KeyError: 'door'", "KeyError: 'door'"])
     "WARNING: step 3: the environment failed in all 2 episodes, which are left out: KeyError: 'door'"

@@ -67,9 +67,9 @@ class Recipe:
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, b, "none", [], "")
 
     def layer(self, linear: Any) -> Linear:
-        """Return the function of one of the model's linear layers, with its adapter.
+        """Return the function x -> y of one of the model's linear layers, LoRA adapter included.
 
-        If the weight is copied anyway, the adapter is merged into the copy; otherwise its product is added.
+        If the weight is copied for decoding, the adapter is merged into the copy; otherwise its output is added to y.
         """
         weight, bias, adapter = linear.weight, bias_of(linear), adapter_of(linear)
         if adapter is None or not adapter.enabled:
@@ -81,7 +81,7 @@ class Recipe:
         return lambda x: product(x).add_(add(x))
 
     def grouped(self, linear: Any) -> Grouped:
-        """Return the function of an expert projection, a `GroupedLinear`, with its adapters as in `layer`."""
+        """Return the function of a `GroupedLinear` layer of experts; adapters are handled as in `layer`."""
         weight, adapter = linear.stacked, adapter_of(linear)
         if adapter is not None and adapter.enabled:
             if not self.pack_rows and self.dtype == weight.dtype:
@@ -112,8 +112,8 @@ class Ops:
 class Layer:
     """One transformer layer over a Megatron module's weights.
 
-    It takes the residual stream and the previous layer's output, which is not yet added to it, so that one pass does
-    the addition and the norm after it.
+    A call takes the hidden states and, separately, the previous layer's output, so that one kernel can add the two
+    and apply the next norm.
     """
 
     def __init__(self, module: Any, config: Any, number: int, mesh: Mesh, recipe: Recipe, ops: Ops) -> None:
@@ -134,11 +134,14 @@ class Layer:
 
     @property
     def waits(self) -> bool:
-        """Whether the host waits in every step, see `MoE.waits`."""
+        """Whether the host waits for the device or other ranks in every decode step, see `MoE.waits`."""
         return self._moe is not None and self._moe.waits
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, rope: RopeTables, attend: Attend, lockstep: int) -> Tensor:
-        """Add `delta` and the attention to `hidden` [n, h] in place; return the MLP's output [n, h], not yet added."""
+        """Add `delta` and the attention's output to `hidden` [n, h] in place; return the MLP's output [n, h].
+
+        The next layer adds the MLP's output, which it receives as `delta`.
+        """
         if not len(hidden):
             return hidden if self._moe is None else self._moe(hidden, lockstep)
         # Megatron keeps [q heads, k, v] of a group side by side, the grouping that decoding uses.
@@ -152,12 +155,12 @@ class Layer:
 
 
 class DecoderStage:
-    """This process's part of the model, for one call of `generate`.
+    """The model layers of this process, prepared to decode during one call of `generate`.
 
     Args:
         chunks: pipeline chunks of this stage, in order.
-        rows: most sequences that are decoded together.
-        steps: expected number of decode steps; weights are not packed for a few steps.
+        rows: maximum number of sequences decoded together.
+        steps: expected number of decode steps; weights are packed only if there are many.
 
     Attributes:
         layers: number of layers of this process.
@@ -209,7 +212,7 @@ class DecoderStage:
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether a CUDA graph can capture a decode step: no pipeline, and no layer where the host waits."""
+        """Whether a CUDA graph can capture a decode step: no pipeline stages, no layers where the host waits."""
         return self.mesh.pp.size == 1 and not any(layer.waits for layers in self._chunks for layer in layers)
 
     @torch.inference_mode()
@@ -226,9 +229,9 @@ class DecoderStage:
         """Run n tokens through all stages.
 
         Args:
-            tokens: int64 [n]; n may be 0 on a rank that only serves its experts.
-            positions: int64 [n], or [3, n] for rotary positions of three numbers.
-            images: images whose features stand among the tokens.
+            tokens: int64 [n]; n may be 0 on a rank that only runs its experts for other ranks.
+            positions: int64 [n], or [3, n] if rotary positions are (time, height, width).
+            images: images whose features replace image tokens among `tokens`.
             lockstep: largest n of the ranks that share experts with this one.
 
         Returns:

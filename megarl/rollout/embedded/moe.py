@@ -31,8 +31,8 @@ class MoE:
         dtype: dtype of the experts' matmuls.
 
     Attributes:
-        waits: whether the host waits for the device or other ranks in every step: with expert parallelism, adapters on
-            experts, or experts that need several kernels.
+        waits: whether the host waits for the device or other ranks in every decode step: with expert parallelism,
+            adapters on experts, or experts that need several kernels.
 
     Raises:
         ValueError: the layer's routing is not supported.
@@ -61,7 +61,7 @@ class MoE:
 
         Args:
             x: [n, h], this rank's tokens; the same on all ranks of a tensor-parallel group.
-            lockstep: the largest n on the expert axis.
+            lockstep: largest n of the ranks that share experts with this one.
         """
         if self._mesh.ep.size == 1:
             # Expert-tensor ranks hold the same tokens and a slice of every expert.

@@ -48,7 +48,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes of one process. `expert` spans the ranks that share one set of experts (expert x expert-tensor)."""
+    """All parallel axes of one process.
+    `expert` spans the ranks that share one set of experts (expert x expert-tensor).
+    """
 
     tp: Axis = Axis()
     pp: Axis = Axis()
@@ -59,7 +61,7 @@ class Mesh:
 
     @classmethod
     def of(cls, layout: Layout) -> Mesh:
-        """Return the axes of the layout that holds the model."""
+        """Return this process's axes in the parallel layout of the model."""
         return cls(
             tp=Axis.of(layout.tp_group),
             pp=Axis.of(layout.pp_group),
@@ -85,7 +87,7 @@ class Mesh:
         return self.pp.rank == self.pp.size - 1
 
     def from_last_stage(self, x: Tensor) -> Tensor:
-        """Overwrite `x` on every stage with the last stage's."""
+        """Overwrite `x` on every pipeline stage with the `x` of the last stage."""
         if self.pp.group is not None:
             self.pp.group.broadcast(x, src=self.pp.size - 1)
         return x

@@ -36,11 +36,11 @@ _SHARE = 0.9  # share of a deadline that the engine itself waits, so that its er
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """A `ReceiverLayout`: each rank of an engine holds parts by its place in the engine's parallel layout.
+    """A `ReceiverLayout`: an engine rank's place in the parallel layout determines which parts of tensors it holds.
 
     Attributes:
         hf: Hugging Face config of the model, the same for all engines of a run.
-        on_gpu: whether the parameters are on GPUs, which use another checksum.
+        on_gpu: whether the parameters are on GPUs, whose checksum differs from the CPU's.
     """
 
     coordinates: tuple[Coordinate, ...]
@@ -97,7 +97,7 @@ class EngineReceiver:
         """Do nothing: an engine whose trainer is gone stays paused."""
 
     def begin(self, step: UpdateStep) -> None:
-        """Open the engine for tensors."""
+        """Prepare the engine to receive tensors."""
         self._ranks.ask({"op": "begin"}, step)
 
     def end(self, step: UpdateStep) -> None:
@@ -127,17 +127,17 @@ class EngineReceiver:
     def take_shared(
         self, handles: Sequence[Handle], entries: Sequence[Sequence[Entry]], use: SharedUse | None, step: UpdateStep
     ) -> None:
-        """Make each rank map the buffer and copy its parts."""
+        """Make each rank map the trainer's buffer and copy its own parts of the tensors."""
         pairs = zip(handles, entries, strict=True)
         messages = [{"op": "shared", "handle": handle, "tensors": _placed(wanted)} for handle, wanted in pairs]
         self._ranks.ask_each(messages, step)
 
     def takes_changes(self, step: UpdateStep) -> bool:
-        """Return True."""
+        """Return True: every engine accepts updates that contain only the changed elements."""
         return True
 
     def take_changes(self, handles: Sequence[Handle], header: list[Any], step: UpdateStep) -> bool:
-        """Make each rank write the elements that it holds."""
+        """Make each rank write those changed elements that belong to its own parts."""
         self._ranks.ask_each([{"op": "changes", "handle": handle, "header": header} for handle in handles], step)
         return True
 
@@ -148,17 +148,17 @@ class EngineReceiver:
         self._ranks.ask({"op": "join"} | meeting | limit, step)
 
     def take_broadcast(self, group: str, entries: Sequence[Entry], step: UpdateStep) -> None:
-        """Broadcast the whole bucket to every rank, which copies its parts."""
+        """Broadcast all tensors of the bucket to every rank; each rank copies its own parts."""
         size = sum(entry.nbytes for entry in entries)
         bucket = {"tensors": _placed(entries), "nbytes": size, "deadline_s": _SHARE * step.deadline_s}
         self._ranks.ask({"op": "broadcast", "name": group} | bucket, step)
 
     def read_folder(self, folder: Path, step: UpdateStep) -> None:
-        """Make each rank read its own parts from the folder."""
+        """Make each rank read its own parts of all weights from the folder."""
         self._ranks.ask({"op": "folder", "folder": str(folder)}, step)
 
     def checksums(self, step: UpdateStep) -> Checksums:
-        """Return the checksums of every part, by rank."""
+        """Return the checksum of every part that an engine rank holds, by rank."""
         return [answer["checksums"] for answer in self._ranks.ask({"op": "checksums"}, step)]
 
     def forget(self) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class RowAssignment:
-    """The rows of admitted sequences.
+    """The cache rows assigned to newly admitted sequences.
 
     Attributes:
         moves: (source, target) rows to copy, all at once.
@@ -29,7 +29,10 @@ class RowAssignment:
 
 
 class CacheRows:
-    """The rows of one cache; `holders[row]` is the sequence in the row, or -1."""
+    """The rows of one key/value cache; `holders[row]` is the sequence in the row, or -1.
+
+    The first `running` rows are being decoded; later rows are kept for the next turns of their sequences.
+    """
 
     def __init__(self, slots: int) -> None:
         self.slots, self.running = slots, 0
@@ -37,7 +40,7 @@ class CacheRows:
         self._origin: list[int | None] = []
 
     def retire(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Turn these running rows into kept rows; return the (source, target) rows to copy."""
+        """Stop decoding these rows but keep their cache; return the (source, target) rows to copy."""
         self._begin()
         gone, left = set(rows), self.running - len(rows)
         movers = [row for row in range(left, self.running) if row not in gone]
@@ -52,7 +55,7 @@ class CacheRows:
         self.holders[row] = -1
 
     def admit(self, sequences: Sequence[int]) -> RowAssignment:
-        """Assign running rows to the first of `sequences`, as many as there are free slots."""
+        """Assign rows to `sequences`, in order, until all rows are in use."""
         self._begin()
         admission = RowAssignment()
         chosen = list(sequences[: self.slots - self.running])
@@ -70,7 +73,7 @@ class CacheRows:
         return admission
 
     def _clear(self, target: int, wanted: set[int]) -> None:
-        """Swap a free row, or else one whose sequence is not in `wanted`, to `target`."""
+        """Swap a free row into position `target`; if there is none, a row whose sequence is not in `wanted`."""
         rows = range(target, len(self.holders))
         row = next((row for row in rows if self.holders[row] == -1), None)
         if row is None and len(self.holders) < self.slots:
@@ -89,7 +92,7 @@ class CacheRows:
         self._origin[a], self._origin[b] = self._origin[b], self._origin[a]
 
     def _moves(self) -> list[tuple[int, int]]:
-        """Return the (source, target) of rows that changed place and still hold a sequence."""
+        """Return (old, new) position of each row that moved and still holds a sequence."""
         return [
             (origin, row)
             for row, origin in enumerate(self._origin)

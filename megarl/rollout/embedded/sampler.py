@@ -27,7 +27,7 @@ def _kth_largest(z: Tensor, k: int, tp: Axis) -> Tensor:
 
 
 def _nucleus_floor(z: Tensor, top_p: float, tp: Axis) -> Tensor:
-    """Return the smallest logit, [n, 1], in the smallest set of likeliest tokens whose mass reaches top_p."""
+    """Return the smallest logit, [n, 1], in the smallest set of likeliest tokens whose probability reaches top_p."""
     full = tp.gather(z).transpose(0, 1).flatten(1)
     ordered = torch.sort(full, dim=-1, descending=True).values
     probs = torch.softmax(ordered, dim=-1)
@@ -110,20 +110,20 @@ class Sampler:
         return z
 
     def _join(self, shard: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens [n] and log-probs [n] over all shards from this shard's winners [n, 4], see `_best`."""
+        """Return tokens [n] and log-probs [n] over all shards from this shard's best tokens [n, 4], see `_best`."""
         best = shard if self._tp.size == 1 else _best(self._tp.gather(shard))
         return best[:, 1].long(), (best[:, 2] - best[:, 3]).float()
 
 
 def _best(parts: Tensor) -> Tensor:
-    """Return the winners of several parts of the vocabulary.
+    """Return the best token of each row from the best tokens of several parts of the vocabulary.
 
     Args:
-        parts: float64 [parts, n, 4]: score of a part's winner, its token, its logit, and the log of the sum of exp of
+        parts: float64 [parts, n, 4]: score of a part's best token, its id, its logit, and the log of the sum of exp of
             all logits of the part. Float64 holds token ids exactly.
 
     Returns:
-        The winner of each row over all parts, in the same four numbers, [n, 4].
+        The same four numbers of each row over all parts, [n, 4].
     """
     winner = parts[:, :, 0].argmax(dim=0)
     chosen = parts[winner, torch.arange(len(winner), device=winner.device)]

@@ -25,7 +25,7 @@ class QueuedSample:
 
 @dataclass
 class Prefill:
-    """One packed prefill pass: prompts (request numbers) and the rows each of them fills."""
+    """One packed prefill pass: prompts (request numbers) and the cache rows that each prompt fills."""
 
     requests: list[int] = field(default_factory=list)
     rows: list[list[int]] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Prefill:
 
 @dataclass
 class Admission:
-    """Newly admitted samples, their prefill passes, and (source, target) copies of prompts that a running row holds."""
+    """Newly admitted samples, their prefill passes, and the (source, target) rows to copy instead of prefilling."""
 
     samples: list[QueuedSample] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
@@ -41,10 +41,10 @@ class Admission:
 
 
 class Scheduler:
-    """The scheduler: first come, first served over a fixed number of rows.
+    """Assigns queued samples to a fixed number of cache rows, first come, first served.
 
     Args:
-        max_prefill_tokens: prompt tokens (padded to the longest of the pass) in one prefill pass.
+        max_prefill_tokens: maximum number of prompt tokens in one prefill pass, after padding to the longest prompt.
     """
 
     def __init__(self, requests: Sequence[Request], slots: int, max_prefill_tokens: int) -> None:
@@ -78,7 +78,7 @@ class Scheduler:
         return admission
 
     def _pack(self, fresh: dict[int, list[int]]) -> list[Prefill]:
-        """Pack prompts of similar length into prefill passes within the token budget (a longer prompt has its own)."""
+        """Pack prompts of similar length into prefill passes within the token budget; a longer one gets its own."""
         passes: list[Prefill] = []
         length = {request: self.running[rows[0]].prompt_tokens - 1 for request, rows in fresh.items()}
         for request in sorted(fresh, key=lambda r: length[r]):

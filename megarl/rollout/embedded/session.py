@@ -42,11 +42,11 @@ _CHECK_EVERY_GPU = 8
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """The limits of a session.
+    """The limits of one generation session.
 
     Attributes:
-        max_running: most rows.
-        max_prefill_tokens: most prompt tokens in a prefill pass.
+        max_running: maximum number of samples decoded together.
+        max_prefill_tokens: maximum number of prompt tokens in a prefill pass.
         graphs: whether to capture decode steps as CUDA graphs.
         sessions: number of sessions that share this process's memory.
     """
@@ -68,7 +68,7 @@ class _State:
 
 
 class Session:
-    """The generation of all samples of `requests`; every process of a replica runs one with the same arguments."""
+    """Generates all samples of `requests`; every process of a replica runs a session with the same arguments."""
 
     def __init__(
         self,
@@ -159,13 +159,13 @@ class Session:
             self._texts.begin(sample, tokens[len(tokens) - begun :])
 
     def _read_texts(self, rows: int) -> None:
-        """Mark the running rows as done whose text contains a stop string."""
+        """Mark every running row whose text contains a stop string as done."""
         if self._texts is not None:
             sample, _, _, count = self._state.numbers[:, :rows]
             self._state.done[self._texts.ended(sample, count, self._tokens)] = True
 
     def _slots(self, wanted: int, length: int, sessions: int) -> int:
-        """Return the rows that fit into memory, the same number on all ranks of the replica."""
+        """Return the number of cache rows that fit into memory, equal on all ranks of the replica."""
         if wanted == 0:
             return 0
         row = KVCache.bytes_per_row(
@@ -252,7 +252,7 @@ class Session:
         )
 
     def _padded(self, rows: int) -> int:
-        """Return the rows that a decode step of `rows` samples computes."""
+        """Return the number of rows that a decode step of `rows` samples computes, padding included."""
         return row_bucket(rows, self._cache.slots) if rows and self._cache.fixed else rows
 
     def _decode(self, rows: int, lockstep: int) -> None:
@@ -269,7 +269,7 @@ class Session:
         self._reach += 1
 
     def _extent(self, rows: int) -> tuple[int, int]:
-        """Return the rows and positions that the cache must hold for a decode step of `rows` samples."""
+        """Return the numbers of rows and positions that the cache needs for a decode step of `rows` samples."""
         return rows, self._reach + 1
 
     def _step(self, rows: int, length: int, lockstep: int) -> None:
@@ -323,7 +323,7 @@ class Session:
         Args:
             samples: sample number of each row.
             tokens, logprobs: [n, tokens].
-            room: most tokens of each row, int64 [n] or a scalar, on the CPU.
+            room: maximum number of tokens of each row, int64 [n] or a scalar, on the CPU.
         """
         most = self._sampling.max_new_tokens
         tokens, logprobs = tokens[:, :most].cpu(), logprobs[:, :most].cpu()
@@ -362,7 +362,7 @@ def seen(parts: Sequence[tuple[range, ImageSet | None]], stage: DecoderStage) ->
 
 
 def _room(requests: Sequence[Request], most: int, device: torch.device) -> Tensor | None:
-    """Return the most tokens of each sample, int64 [samples + 1]; None if all are `most`."""
+    """Return the token limit of each sample, int64 [samples + 1]; None if every limit is `most`."""
     if all(request.room is None or request.room >= most for request in requests):
         return None
     room = [min(most, request.room or most) for request in requests for _ in request.seeds]

@@ -55,7 +55,7 @@ class ServerApi:
         Args:
             path: begins with a slash.
             payload: body; None sends none.
-            deadline_s: seconds for the whole exchange.
+            deadline_s: seconds for request and answer together.
             phase: the current activity, for error messages.
 
         Raises:
@@ -78,7 +78,7 @@ class ServerApi:
         return answer
 
     def _exchange(self, path: str, payload: dict[str, Any] | None, method: str, end: float) -> tuple[int, str]:
-        """Return the status and body of the answer."""
+        """Send the request and return the status and body of the answer."""
         body = None if payload is None else json.dumps(payload).encode()
         headers = self.headers | ({} if body is None else {"Content-Type": "application/json"})
         connection, prefix = self._connection(_left(end))

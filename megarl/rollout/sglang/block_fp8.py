@@ -38,7 +38,7 @@ def quantization_config(facts: ModelFacts) -> dict[str, Any]:
 
 
 def unsplittable(facts: ModelFacts, tp_size: int, ep_size: int) -> list[str]:
-    """Return "NAME WIDTH" of each width per server rank that is not a multiple of the FP8 block size."""
+    """Return "NAME WIDTH" of each layer width per server rank that is not a multiple of the FP8 block size."""
     sizes = facts.dimensions
     heads = max(facts.kv_heads // tp_size, 1) * facts.head_dim  # if there are more ranks, several have the same head
     widths = {"queries": sizes["query"] // tp_size, "keys and values": heads}

@@ -54,7 +54,7 @@ def check_servers(
     *,
     here: bool = True,
 ) -> None:
-    """Check everything about a recipe's servers but images; the arguments are those of `EngineFamily.check`."""
+    """Check all settings of a recipe's servers except images; the arguments are those of `EngineFamily.check`."""
     checks = checks.of(_NAME)
     _check_ignored(config, checks)
     _check_interpreter(config, checks, here=here)
@@ -76,7 +76,7 @@ def check_servers(
 
 
 def _check_ignored(config: RunConfig, checks: Checklist) -> None:
-    """Warn of keys that other settings make ineffective."""
+    """Warn about keys that have no effect because of other settings."""
     servers, sync = config.rollout.sglang, config.sync
     defaults = SGLangConfig()
     keys = [f"rollout.sglang.{name}" for name in _STARTED if getattr(servers, name) != getattr(defaults, name)]
@@ -154,7 +154,7 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
 
 
 def _check_cuda(config: RunConfig, python: Path, checks: Checklist) -> None:
-    """Warn of a driver, toolkit or torch with which servers on this machine's GPUs may not start or receive weights."""
+    """Warn about a driver, toolkit or torch with which servers on this machine may not start or receive weights."""
     for problem in (driver_problem(), toolkit_problem(python=python)):
         if problem is not None:
             checks.warn(problem.where or "", problem.what, found=problem.found, fix=problem.fix)
@@ -267,7 +267,7 @@ def _check_nodes(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_waiting(config: RunConfig, needed: int, checks: Checklist) -> None:
-    """Warn of GPUs without a server, which idle during generation. `needed`: GPUs per machine that servers use."""
+    """Warn about GPUs without a server, which idle during generation. `needed`: GPUs per machine used by servers."""
     servers, here = config.rollout.sglang, config.cluster.nproc // config.cluster.nnodes
     if servers.colocated and config.cluster.device_memory_gb is not None and needed < here:
         checks.warn(
@@ -279,7 +279,7 @@ def _check_waiting(config: RunConfig, needed: int, checks: Checklist) -> None:
 
 
 def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
-    """Check that a server's ranks can evenly share the model's heads and experts, and which layers have experts."""
+    """Check that a server's ranks can evenly share heads and experts, and that all layers or none have experts."""
     servers = config.rollout.sglang
     heads = f"the ranks of a server cannot evenly share the model's {facts.heads} attention heads"
     _check_divides("tp_size", servers.tp_size, facts.heads, heads, checks)
@@ -313,7 +313,7 @@ def _check_fp8(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
 
 
 def _check_speculative(config: RunConfig, checks: Checklist) -> None:
-    """Check that a draft model is set if and only if the algorithm needs one, and the shape of its tree."""
+    """Check that a draft model is set if and only if the algorithm needs one, and check the shape of the draft tree."""
     draft = config.rollout.sglang.speculative
     if draft is None:
         return

@@ -100,7 +100,7 @@ class Dispatch:
             self._watches.append(asyncio.create_task(self._watch(number, server)))
 
     def forget(self, prompt: int) -> None:
-        """Forget the routing of `prompt`, which has no more samples."""
+        """Forget which server has `prompt`, because no more of its samples will be sent."""
         self._router.forget(prompt)
 
     async def finish(self, samples: Sequence[ServedSample]) -> None:
@@ -162,7 +162,7 @@ class Dispatch:
     async def _answer(
         self, sample: ServedSample, payload: dict[str, Any]
     ) -> tuple[ServerApi, int, dict[str, Any]] | None:
-        """Return (server, its number, its answer); None: the sample was aborted, or no server is left."""
+        """Return (server, its number, its answer) for the request `payload`; None: aborted, or no server is left."""
         while True:
             number = await self._slot(sample)
             if number is None:
@@ -190,7 +190,7 @@ class Dispatch:
                 await self._wake()
 
     async def _late(self, sample: ServedSample, number: int, request: str) -> None:
-        """Abort a request that passed its deadline; raise a ServerError if the sample has had too many."""
+        """Abort a request that passed its deadline; raise a ServerError if this happened too often for the sample."""
         sample.late += 1
         if sample.late > _LATE:
             server, limit = self._servers[number], self._config.request_timeout_s
@@ -237,7 +237,7 @@ class Dispatch:
             raise _LostError(f"/generate: {type(error).__name__}: {error}") from error
 
     async def _watch(self, number: int, server: ServerApi) -> None:
-        """Drop a server whose scheduler stops responding; a crash shows in its requests.
+        """Drop a server whose scheduler stops responding; a crashed server is noticed when its requests fail.
 
         An idle server generates one token for `/health_generate`, and a busy server answers after its next batch, so
         long samples and queues do not delay the answer. `/health` of a colocated server does not test the scheduler.
@@ -275,7 +275,7 @@ class Dispatch:
 
 
 def _most_requests(servers: int) -> int:
-    """Return the most samples in flight per server, so that they use half of the file descriptors at most."""
+    """Return the limit of samples in flight per server, so that connections use at most half the file descriptors."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _UNBOUNDED if most == resource.RLIM_INFINITY else max(1, most // 2 // max(1, servers))
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Replica:
-    """The ranks that share one set of requests.
+    """A replica of the policy, whose ranks send the same requests as one client of the servers.
 
     Attributes:
         index: index of this replica, among `count`.
@@ -55,7 +55,7 @@ class SglangEngine:
     """A `RolloutEngine` over a Fleet. `generate` is collective over all ranks of the run.
 
     Args:
-        catch_up: updates the servers that are not current to `weight_version`; collective. None: servers cannot be
+        catch_up: updates servers with older weights to `weight_version`; collective. None: servers cannot be
             updated during generation.
         run: this run's name in the tag of weights (`version_tag`); answers with another run's weights are rejected.
         tokenizer: decodes responses to find stop strings; only needed if sampling has any.
@@ -134,19 +134,19 @@ class SglangEngine:
         self._failures += failures
 
     def pop_failures(self) -> list[dict[str, Any]]:
-        """Return the failures since the last call, as fields of `LostServer`: those of `note`, and servers of which a
-        process owned by this rank has ended."""
+        """Return the failures since the last call, as fields of `LostServer`: servers passed to `note`, and servers
+        of which a process owned by this rank has ended."""
         failures, self._failures = [*self._failures, *self._fleet.ended()], []
         return [asdict(failure) for failure in failures]
 
     def replace(self, failures: Iterable[dict[str, Any]], *, fill: bool) -> None:
-        """Restart failed servers, and check which starting servers answer now.
+        """Restart failed servers, and check which of the starting servers answer by now.
 
         Collective over all ranks of the run, with the same arguments.
 
         Args:
             failures: the results of `pop_failures` of all ranks.
-            fill: update the servers that answer to the current weights, because turns are still to be generated.
+            fill: whether to send the current weights to servers that answer, because turns are still to be generated.
 
         Raises:
             ServerError: no server is left, and none may be restarted.
@@ -160,8 +160,9 @@ class SglangEngine:
             self._catch_up()
 
     def leave(self) -> None:
-        """End generation. Waits for starting servers on the trainer's devices, which allocate a share of the memory
-        that is free then.
+        """End generation, and wait for servers that are starting on the trainer's devices.
+
+        A starting server allocates a share of the free memory, so the trainer must not use the devices meanwhile.
 
         Collective over all ranks of the run.
         """
@@ -193,8 +194,8 @@ class SglangEngine:
     def servers(self) -> dict[int, ServerApi]:
         """Return the servers to which this replica may send requests now, by number.
 
-        They hold the current weights and are the replica's share of the servers; if none of its share does, all that
-        hold the current weights.
+        These are the servers with the current weights in this replica's share; if there are none in its share, all
+        servers with the current weights.
         """
         index, count, total = self.replica.index, self.replica.count, len(self._fleet.servers)
         share = {number for number in range(total) if number % count == index} or {index % total}

@@ -25,7 +25,7 @@ Problem = dict[str, Any]  # keyword arguments of ConfigError
 def check_external(fleet: Fleet, examine: Callable[[Server], list[Problem]] | None, world: WorkerGroup) -> None:
     """Compare the start settings of every server with the recipe. Collective over `world`.
 
-    A server that comes back later is compared before it is used.
+    A server that fails and answers again later is compared before it is used.
 
     Args:
         fleet: external servers, each of which answers or has failed.
@@ -81,7 +81,7 @@ def differences(
 
 
 def _problem(examine: Callable[[Server], list[Problem]], server: Server) -> str | None:
-    """Return why a server cannot be used; None: it can."""
+    """Return why a server cannot be used; None if it can be used."""
     try:
         problems = examine(server)
     except ServerError as error:

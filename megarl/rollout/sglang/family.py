@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SglangFamily(EngineFamily):
-    """Generation on SGLang servers, which `open` starts; the embedded engine that it gets is not used."""
+    """Generates on SGLang servers, which `open` starts; `open` ignores the embedded engine in its arguments."""
 
     facts: ClassVar[EngineFacts] = ENGINES["sglang"]
 

@@ -57,7 +57,7 @@ class Server:
 
 @dataclass(frozen=True)
 class LostServer:
-    """The failure of the server at `url`, which may have been restarted at another address since."""
+    """A failure of the server that was at `url`; the server may have been restarted at another address since."""
 
     number: int
     url: str
@@ -69,7 +69,7 @@ class Fleet:
 
     Args:
         servers: all servers by number, the same on every rank.
-        owned: processes that this rank starts, by server number: whole servers, or one node process of each.
+        owned: processes that this rank starts, by server number: whole servers, or one machine's process of each.
         watched: numbers of the external servers whose health this rank checks.
         world: the ranks that call the collective methods together; None: only this rank.
 
@@ -119,7 +119,7 @@ class Fleet:
         server.state, server.version = "current", version
 
     def note(self, failures: Iterable[LostServer]) -> None:
-        """Mark these servers as failed, unless they were restarted since, and kill the processes that this rank owns.
+        """Mark these servers as failed, unless they were restarted since, and kill this rank's processes of them.
 
         Call with the same failures on every rank.
         """
@@ -154,7 +154,7 @@ class Fleet:
         return 0 if self.external else sum(server.restarts for server in self.servers)
 
     def need_one(self) -> None:
-        """Check that a server is left.
+        """Check that at least one server has not failed.
 
         Raises:
             ServerError: every server has failed.
@@ -166,7 +166,7 @@ class Fleet:
             raise ServerError(first.api.name, first.api.url, "start", reason)
 
     def refresh(self) -> None:
-        """Restart failed servers, check starting servers, and share every state. Collective.
+        """Restart failed servers, check starting servers, and share every server's state with all ranks. Collective.
 
         Raises:
             ServerError: on every rank, if no server is left and none may be restarted.
@@ -294,7 +294,9 @@ class Fleet:
             server.api, server.gpus = process.api, process.spec.own_gpus
 
     def _check(self, *, give_up: bool = False) -> None:
-        """Mark servers of which a process owned by this rank has ended. From the main thread, see ServerProcess.
+        """Mark servers as failed if this rank owns a process of them that has ended.
+
+        Call from the main thread, see ServerProcess.
 
         Args:
             give_up: do not restart servers that exited by themselves while starting.
@@ -343,7 +345,7 @@ class Fleet:
         self.mark_failed(server, why)
 
     def _agree(self) -> None:
-        """Share every server's state, from the rank that tracks it, with all ranks. Collective."""
+        """Share each server's state from the rank that tracks it with all ranks. Collective."""
         for reports in self._world.all_gather_json([_report(server) for server in self._mine()]):
             self.adopt(reports)
         self._end_failed()  # the other node processes of servers that were given up
@@ -354,7 +356,7 @@ class Fleet:
         return [_report(server) for server in self.servers]
 
     def adopt(self, reports: Sequence[dict[str, Any]]) -> None:
-        """Copy the states in `reports` of another fleet of the same servers. Call on every rank."""
+        """Copy the servers' states from `reports` of another `Fleet` of the same servers. Call on every rank."""
         for report in reports:
             server = self.servers[report["number"]]
             if report["url"] != server.api.url:

@@ -47,7 +47,7 @@ def place_servers(servers: int, ranks: int, workers: Sequence[int], nnodes: int 
 
 
 def most_servers(ranks: int, workers: Sequence[int], nnodes: int = 1) -> int:
-    """Return the most servers that fit on the GPUs that workers lend; the arguments are those of `place_servers`."""
+    """Return how many servers fit on the GPUs that workers lend; the arguments are those of `place_servers`."""
     places = [number // ranks for number in workers]
     return max(n for n in range(sum(places) // nnodes + 1) if sum(min(place, n) for place in places) >= n * nnodes)
 
@@ -61,7 +61,7 @@ def server_gpus(
 
     Args:
         servers: number of servers that have a process on this machine.
-        local: index of the server among them.
+        local: index of the server among the servers of this machine.
         workers: number of trainer ranks on this machine.
         present: number of GPUs of this machine.
 

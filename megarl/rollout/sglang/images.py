@@ -35,7 +35,7 @@ _TEXTS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 
 @dataclass(frozen=True)
 class ServedImages:
-    """The images of a prompt, as requests contain them; samples of the prompt share this object."""
+    """The images of a prompt in the form that requests contain; all samples of the prompt share this object."""
 
     images: ImageSet
 
@@ -45,7 +45,7 @@ class ServedImages:
         return [base64.b64encode(png(pixels)).decode() for _, pixels in pixels_of(self.images)]
 
     def image_token(self, prompt_ids: list[int]) -> int:
-        """Return the image token, which stands for one feature."""
+        """Return the id of the image token, which takes the place of one image feature."""
         return prompt_ids[self.images.places[0][0]]
 
     def request(self, prompt_ids: list[int]) -> dict[str, Any]:
@@ -58,9 +58,9 @@ class ServedImages:
 
 
 def write_processor(folder: Path, hf_config: PretrainedConfig) -> None:
-    """Write a processor into a server's folder of a vision-language model.
+    """Write the config of an image processor and tokenizer into a server's folder of a vision-language model.
 
-    It keeps the size of images that consist of whole features, and its tokenizer's text of token 17 is "17,".
+    The processor does not resize images that consist of whole features; the tokenizer's text of token 17 is "17,".
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

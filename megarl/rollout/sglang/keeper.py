@@ -54,7 +54,7 @@ class Weights:
 
 
 class Keeper:
-    """The trainer's end: starts the keeper process and sends it messages. Callable from any thread.
+    """Starts the keeper process for the trainer and sends messages to it. Methods may be called from any thread.
 
     Args:
         folder: folder of the log, keeper.log.
@@ -90,7 +90,7 @@ class Keeper:
         self._send({"event": "loading", "url": api.url, "versions": [_version_of(api, self._deadline_s), version]})
 
     def done(self, api: ServerApi, version: str, folder: Path | None) -> None:
-        """Note that the server serves `version`, which it can read from `folder`; None: from no folder."""
+        """Note that the server serves `version`, which it can read from `folder`; None: it is in no folder."""
         path = None if folder is None else str(folder)
         self._send({"event": "done", "url": api.url, "version": version, "folder": path})
 
@@ -112,13 +112,13 @@ class Keeper:
 
 
 class KeeperState:
-    """The keeper's state, from the messages about each server. All attributes are by URL.
+    """The keeper's knowledge of each server, from the trainer's messages. All attributes are dicts or sets of URLs.
 
     Attributes:
         opened: servers whose update is not done.
         versions: the old and the new version of a server that may hold tensors of both. A server with another version
             now belongs to another trainer.
-        whole: servers that hold all tensors of a version that this trainer sent; the state of others is not known.
+        whole: servers that hold all tensors of a version that this trainer sent; other servers' state is not known.
         folders: the weights of that version, for servers that can read them from a folder.
     """
 
@@ -147,7 +147,7 @@ class KeeperState:
                     self.folders[url] = Weights(message["folder"], "safetensors", message["version"])
 
     def bring_back(self, deadline_s: float) -> None:
-        """Restore every server whose update is not done, in parallel."""
+        """Restore every server whose weight update was not completed, all in parallel."""
         if not self.opened:
             return
         _log("the trainer ended in the middle of an update")
@@ -172,7 +172,7 @@ class KeeperState:
 
 
 class Recovery:
-    """The recovery of one server."""
+    """Restores one server whose trainer has died during a weight update."""
 
     def __init__(self, api: ServerApi, deadline_s: float) -> None:
         self.api, self.deadline_s = api, deadline_s
@@ -192,7 +192,7 @@ class Recovery:
         self.log("it was only paused, and generates again")
 
     def restore(self, weights: Weights | None) -> None:
-        """End the open update, load weights of one version, set their version name, drop the cache, and resume.
+        """End the open update, load weights of one version, set the version's name, drop the cache, and resume.
 
         The second pause returns requests to the queue that an `in_place` pause left running, because the cache cannot
         be dropped while they run.

@@ -22,7 +22,7 @@ from megarl.system.processes import nvidia_devices
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """The place of this rank: its machine, and whether it is the first of the `workers` on this machine.
+    """The machine of this rank, and whether the rank is the first of the `workers` on it.
 
     Attributes:
         machine: index of the machine among the `machines` of the team.
@@ -134,7 +134,7 @@ def _check_cpu(config: SGLangConfig, fp8: bool) -> None:
 
 
 def _own(spec: ServerSpec, place: WorkerPlace, world: WorkerGroup) -> Fleet:
-    """Return the run's own servers, not yet started. `spec` is common to all servers, but for number, node and GPUs."""
+    """Return the run's own servers, not yet started; they differ from `spec` only in number, node and GPUs."""
     config = spec.config
     workers = dict(world.all_gather_json([place.machine, place.workers]))
     machines = [workers[machine] for machine in range(place.machines)]

@@ -30,10 +30,10 @@ _BY_COLUMNS = ("attn.proj", "down_proj", "linear_fc2", "merger.mlp.2")
 
 @dataclass(frozen=True)
 class ServerLayout:
-    """A `ReceiverLayout`: `tp` ranks, over which experts are spread `ep` ways.
+    """A `ReceiverLayout` for servers with `tp` ranks, over which experts are spread `ep` ways.
 
     Attributes:
-        on_gpu: whether the servers compute on GPUs, which use another checksum.
+        on_gpu: whether the servers compute on GPUs, whose checksum differs from the CPU's.
     """
 
     tp: int
@@ -104,7 +104,7 @@ class ServerLayout:
 
 
 def _visual_part(name: str, tensor: Tensor, tp: int, rank: int) -> tuple[str, Tensor, int]:
-    """Return what `ServerLayout.parts` yields for a tensor of the vision encoder of Qwen2.5-VL or Qwen3-VL.
+    """Return the triple that `ServerLayout.parts` yields for a tensor of the Qwen2.5-VL or Qwen3-VL vision encoder.
 
     Each linear layer is split by rows or by columns; each rank has the whole bias of a layer that is split by columns.
     """

@@ -72,14 +72,14 @@ class OwnServers(WeightLink):
         account_update(self._host, self.fleet, self.sync.run, report, limit)
 
     def close(self) -> None:
-        """End the servers of the run."""
+        """Stop the run's servers."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.fleet.close)
             stack.callback(self.sync.close)
 
 
 class PumpedServers(WeightLink):
-    """The rollout team's end: starts and restarts the servers, to which the actor's team sends weights.
+    """The weight link of a rollout team: starts and restarts the servers; the actor's team sends them weights.
 
     Collective over the team. Every replica of the team's layout sends its own requests.
     """
@@ -111,12 +111,12 @@ class PumpedServers(WeightLink):
         record_servers(self._host, fleet, self.engine)
 
     def close(self) -> None:
-        """End the servers of the run."""
+        """Stop the run's servers."""
         self.fleet.close()
 
 
 class FilledServers(WeightLink):
-    """The actor team's end: sends weights to the servers that the rollout team has started. Collective over the team.
+    """The weight link of the actor's team: sends weights to the rollout team's servers. Collective over the team.
 
     Raises:
         ConfigError: see `servers_key`.
@@ -196,7 +196,7 @@ def send_weights_to(host: EngineHost, fleet: Fleet) -> WeightSync:
 
 
 def show_servers(host: EngineHost, fleet: Fleet, sync: WeightSync) -> None:
-    """Print the servers' addresses, and how weights are sent to them."""
+    """Print the servers' addresses and the method by which weights are sent to them."""
     if host.layout.rank == 0:
         where = ", ".join(server.api.url for server in fleet.servers)
         print(f"generation on SGLang servers at {where}; weights by {sync.transport_name}", flush=True)

@@ -29,7 +29,7 @@ class ServerMemory:
         self._parts: dict[tuple[int, int], set[str]] = {}  # by number and restarts: a restarted server has all parts
 
     def hold(self, *parts: str) -> None:
-        """Keep exactly these parts on the devices.
+        """Keep exactly these parts of the servers' memory (`WEIGHTS`, `CACHE`) on the devices.
 
         A server that rejects this or hangs is marked failed on every rank and killed, which frees its memory.
         """

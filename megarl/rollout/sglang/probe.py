@@ -25,7 +25,7 @@ class Probe:
 
 
 def greedy_probe(api: ServerApi, prompt_ids: list[int], tokens: int, deadline_s: float) -> Probe:
-    """Return the server's greedy continuation of `prompt_ids` by `tokens` tokens."""
+    """Make the server continue `prompt_ids` greedily by `tokens` tokens and return the result."""
     payload = {
         "input_ids": prompt_ids,
         "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
@@ -61,6 +61,6 @@ def probe_servers(
 
 
 def probe_gap(probes: Sequence[Probe], trainer: Sequence[Sequence[float]]) -> float:
-    """Return the largest difference between the servers' and the trainer's log-prob of a token of the probes."""
+    """Return the largest difference between a server's and the trainer's log-prob of the same token."""
     pairs = zip(probes, trainer, strict=True)
     return max(abs(a - b) for probe, logprobs in pairs for a, b in zip(probe.logprobs, logprobs, strict=True))

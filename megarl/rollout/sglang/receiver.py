@@ -38,12 +38,12 @@ _MODEL_ONLY = {"selector": "target"}  # a draft of speculative decoding keeps it
 
 
 class SglangReceiver:
-    """One server, see `megarl.sync.receiver.Receiver`.
+    """Sends weights to one server; implements `megarl.sync.receiver.Receiver`.
 
     Args:
         server: the server; a restart changes its address.
         keeper: receives a message about every step of an update, if the server outlives the trainer; else None.
-        answer_s: deadline in seconds of calls that move no weights, which is shorter than that of loading.
+        answer_s: deadline in seconds of calls that transfer no weights; shorter than the deadline for loading.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class SglangReceiver:
             self.keeper.loading(self.server.api, version)
 
     def begin(self, step: UpdateStep) -> None:
-        """Open an update; an update that a dead trainer left open is ended first."""
+        """Begin an update; end an earlier update first that a dead trainer left open."""
         try:
             self._call("/begin_weight_update", _MODEL_ONLY, step)
         except ServerError as error:
@@ -138,7 +138,7 @@ class SglangReceiver:
     def take_shared(
         self, handles: Sequence[Handle], entries: Sequence[Sequence[Entry]], use: SharedUse | None, step: UpdateStep
     ) -> None:
-        """Send each rank the handle of its buffer and the list of its tensors."""
+        """Send each server rank the handle of its shared buffer and the list of the tensors in it."""
         if use is None or not self._has(LOADER, step):
             self._load([bucket_payload(h, es) for h, es in zip(handles, entries, strict=True)], WHOLE, step)
             return
@@ -150,11 +150,11 @@ class SglangReceiver:
         self._load(payloads, LOADER, step)
 
     def takes_changes(self, step: UpdateStep) -> bool:
-        """Return whether the server has the loader of changed elements, and has rejected none yet."""
+        """Return whether the server can load only changed elements, and has not rejected such an update yet."""
         return self._has(PATCH_LOADER, step)
 
     def take_changes(self, handles: Sequence[Handle], header: list[Any], step: UpdateStep) -> bool:
-        """Send the changed elements; return False if the server rejects them."""
+        """Send the changed elements of the weights; return False if the server rejects them."""
         try:
             self._load([loader_payload(handle, header) for handle in handles], PATCH_LOADER, step)
         except ServerError as error:
@@ -206,7 +206,7 @@ class SglangReceiver:
             raise ServerError(self.name, self.url, step.phase, reason) from error
 
     def forget(self) -> None:
-        """Forget the server's loaders, because another server may have this address at the next update."""
+        """Forget what this server can load, because another server may have its address at the next update."""
         self._loaders.pop(self.url, None)
 
     def _has(self, loader: str, step: UpdateStep) -> bool:
@@ -237,13 +237,13 @@ class SglangReceivers:
 
     @property
     def cannot_map(self) -> str:
-        """Why servers cannot map memory of the trainer's GPUs; empty: they can, or are on a CPU."""
+        """Why servers cannot map memory of the trainer's GPUs; empty if they can, or run on a CPU."""
         separate = not self.fleet.external and not self.fleet.config.colocated
         return OWN_GPUS if separate and self.all and self.all[0].layout.on_gpu else ""
 
     @property
     def spread(self) -> str:
-        """Why servers cannot receive weights through one machine's memory; empty: they can."""
+        """Why servers cannot receive weights through one machine's memory; empty if they can."""
         return SPREAD if self.fleet.config.nnodes > 1 else ""
 
     def lead(self, folder: Path, deadline_s: float) -> None:

@@ -29,7 +29,7 @@ class Router(Generic[Name]):
     server.
 
     Args:
-        capacity: most samples in flight per server.
+        capacity: maximum number of samples in flight per server.
     """
 
     def __init__(self, names: Iterable[Name], capacity: int) -> None:
@@ -38,7 +38,7 @@ class Router(Generic[Name]):
         self._home: dict[Hashable, Name] = {}
 
     def take(self, prompt: Hashable) -> Name | None:
-        """Return the server for a sample of `prompt`; None: the server is full, so the sample must wait.
+        """Return the name of the server for a sample of `prompt`; None: that server is full, so the sample must wait.
 
         Raises:
             NoServerError: no server is left.

@@ -28,20 +28,20 @@ class OtherPromptError(Exception):
 
 @dataclass
 class ServedSample:
-    """One sample with its partial tokens.
+    """A sample that servers generate, with its tokens so far.
 
     Attributes:
         prompt: number of the prompt; samples of one prompt are routed to the same server.
         token_ids, logprobs, versions: tokens so far, and the log-prob and weight version of each.
         interruptions: number of answers that did not end the sample.
         late: number of requests that were not answered within their deadline.
-        room: most tokens, up to `sampling.max_new_tokens`, which is also the default.
+        room: token limit, up to `sampling.max_new_tokens`, which is also the default.
         aborted: the sample ends with its partial tokens.
         cached: number of prompt tokens that were in the server's prefix cache.
         drafts: numbers of draft tokens that were proposed and accepted (speculative decoding).
         strings: the stop strings of sampling; None: it has none. Servers have no tokenizer and do not stop at them, so
             later tokens are dropped.
-        begun: number of last prompt tokens that belong to the turn which the sample continues.
+        begun: number of tokens at the end of the prompt that belong to the turn which the sample continues.
     """
 
     prompt: int
@@ -62,7 +62,7 @@ class ServedSample:
     begun: int = 0
 
     def _most(self, sampling: SamplingConfig) -> int:
-        """Return the most tokens of this sample."""
+        """Return the token limit of this sample."""
         return sampling.max_new_tokens if self.room is None else min(self.room, sampling.max_new_tokens)
 
     def payload(self, sampling: SamplingConfig, stop_ids: Sequence[int]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class ServedSample:
 
         Raises:
             BadAnswerError: tokens, log-probs and weight versions do not match, or this run has not sent these weights.
-            OtherPromptError: the server has read another number of tokens of a prompt with images.
+            OtherPromptError: the server counted a different number of tokens in a prompt with images.
         """
         self._check_prompt(answer)
         try:
@@ -131,7 +131,7 @@ class ServedSample:
             self.interruptions += 1
 
     def _end_at_string(self, before: int) -> bool:
-        """End the sample at a stop string that ends after its first `before` tokens; return whether there is one."""
+        """End the sample at the first stop string past its first `before` tokens; return whether there is one."""
         if self.strings is None:
             return False
         turn = [*self.prompt_ids[len(self.prompt_ids) - self.begun :], *self.token_ids]
@@ -144,7 +144,7 @@ class ServedSample:
         return True
 
     def _check_prompt(self, answer: dict[str, Any]) -> None:
-        """Compare the number of tokens that the server has read of a prompt with images with the expected number."""
+        """Check that the server counted the expected number of tokens in a prompt with images."""
         meta = answer.get("meta_info", {})
         unread = meta.get("finish_reason", {}).get("type") == "abort" and not answer.get("output_ids")
         if self.images is None or unread:  # a request that was aborted in its queue was never read

@@ -52,8 +52,8 @@ class ServerSpec:
         host: address to listen on.
         api_key: required in every request; not shown in `repr`.
         cuda: whether the server runs on GPUs.
-        gpus: names of the GPUs that it sees, as in CUDA_VISIBLE_DEVICES; None: those of this process.
-        random_weights: read no weights, because the first update brings all of them.
+        gpus: names of the GPUs that the server sees, as in CUDA_VISIBLE_DEVICES; None: the GPUs of this process.
+        random_weights: start with random weights, because the first weight update sends all of them.
         node: index of the process among the server's machines.
     """
 
@@ -76,13 +76,13 @@ class ServerSpec:
 
     @property
     def part(self) -> str:
-        """The process in messages; on several machines with its node and address."""
+        """The name of this process in messages; on several machines it includes node and address."""
         nnodes = self.config.nnodes
         return "the process" if nnodes == 1 else f"the process of node {self.node} of {nnodes}, on {self.host},"
 
     @property
     def own_gpus(self) -> tuple[str, ...]:
-        """The GPUs of the server's ranks on this machine; it may see others, whose memory it maps."""
+        """The GPUs of the server's ranks on this machine; it may see more GPUs, whose memory it maps."""
         return (self.gpus or ())[: self.config.ranks_per_node]
 
     @property
@@ -136,12 +136,12 @@ class ServerSpec:
 
 
 class ServerProcess:
-    """The process of a ServerSpec. Start it from the main thread, so that the kernel ends it with this process.
+    """The process that runs a ServerSpec. Start it from the main thread, so that the kernel ends it with this process.
 
     Attributes:
         api: the server's address; the port changes with every start.
-        instance: name of its shared memory; changes with every start.
-        clashed: whether it ended because its port was taken; the next start chooses another port.
+        instance: name of the server's shared memory; changes with every start.
+        clashed: whether the process ended because its port was taken; the next start chooses another port.
     """
 
     def __init__(self, spec: ServerSpec) -> None:
@@ -209,17 +209,17 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id, which is also its group's; None: it does not run."""
+        """The process id, which is also the id of its process group; None: the process does not run."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     @property
     def there(self) -> bool:
-        """Whether it was started and `stop` was not called since; it may have ended."""
+        """Whether the process was started and `stop` was not called since; it may have ended by itself."""
         return self._process is not None
 
     @property
     def ended_by_itself(self) -> bool:
-        """Whether it exited without a signal or a port clash, so that it would exit again."""
+        """Whether the process exited without a signal or a port clash, so that a restart would exit too."""
         code = None if self._process is None else self._process.poll()
         return code is not None and code >= 0 and not self.clashed
 

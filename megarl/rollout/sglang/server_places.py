@@ -59,7 +59,7 @@ def _check_room(needed: int, workers: int, colocated: bool, checks: Checklist) -
 
 
 def check_colocated(config: RunConfig, checks: Checklist) -> None:
-    """Check that colocated servers fit the trainer's GPUs, one rank on each, and leave memory there."""
+    """Check that colocated servers fit on the trainer's GPUs, one server rank per GPU, and leave memory free."""
     checks = checks.of(NAME)
     servers = config.rollout.sglang
     if not servers.colocated:

@@ -53,15 +53,15 @@ _CLOSE_S = 30.0
 
 
 class TurnClient:
-    """Sends, awaits and aborts turns in a thread with an event loop of its own.
+    """Sends turns to servers, waits for them and aborts them, in a thread with its own event loop.
 
     Args:
-        make: returns the `Dispatch`, from its arguments `done` and `failures`.
+        make: builds the `Dispatch` from the arguments `done` and `failures`.
         advance: called from the thread with the number of turns that have just finished.
 
     Attributes:
         running: number of groups of turns in flight.
-        error: the first error of a group; None: no error.
+        error: the first error of a group of turns; None: no error.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class TurnClient:
         return [self._failures.popleft() for _ in range(len(self._failures))]  # the thread may append meanwhile
 
     def add(self, servers: Mapping[int, ServerApi]) -> None:
-        """Send turns to these servers as well."""
+        """Send turns to these servers too."""
         self._loop.call_soon_threadsafe(self._dispatch.add, servers)
 
     def send(self, samples: Sequence[ServedSample], *, last: bool = False) -> None:
@@ -100,7 +100,7 @@ class TurnClient:
         self._in_loop(self._run(self._dispatch.abort(sample), group=False))
 
     def forget(self, prompt: int) -> None:
-        """Forget the routing of `prompt`, which has no more turns."""
+        """Forget which server has `prompt`, because no more of its turns will be sent."""
         self._loop.call_soon_threadsafe(self._dispatch.forget, prompt)
 
     def pause(self, seconds: float, *, whole: bool = False) -> None:
@@ -133,7 +133,7 @@ class TurnClient:
             self._dispatch.forget(samples[0].prompt)
 
     async def _run(self, work: Coroutine[Any, Any, None], *, group: bool) -> None:
-        """Run `work` and store the first error, which the waiting rank raises."""
+        """Run `work`; store its error for the rank that waits, unless an earlier one is stored."""
         job = asyncio.current_task()
         assert job is not None
         self._jobs.add(job)
@@ -157,16 +157,16 @@ class TurnClient:
 
 @dataclass
 class _Report:
-    """One rank's report to the others when they meet.
+    """The state that one rank sends to all other ranks when they synchronize.
 
     Attributes:
-        busy: the rank needs further turns, see `Generation.any_busy`.
-        over: the replica has finished turns that `wait` has not returned.
-        in_flight: servers generate turns of the replica.
-        stuck: the replica has unfinished turns and no server with the current weights.
+        busy: whether the rank needs further turns, see `Generation.any_busy`.
+        over: whether the replica has finished turns that `wait` has not returned.
+        in_flight: whether servers are generating turns of the replica.
+        stuck: whether the replica has unfinished turns but no server with the current weights.
         error: fields of the `ServerError` that every rank raises.
         failures: fields of `LostServer` of servers that failed since the last report.
-        late: starting servers were not checked for a few seconds.
+        late: whether the last check of starting servers was several seconds ago.
     """
 
     busy: bool
@@ -183,7 +183,8 @@ class ServerTurns:
 
     Args:
         advance: for `SglangEngine.generate`: called, from any thread, with the number of turns that have just finished.
-            `wait` then returns when all turns have finished, and no sequence has another turn. None: turns of episodes.
+            `wait` then returns when all turns have finished, and each sequence has one turn. None: an episode may have
+            several turns.
     """
 
     is_async: ClassVar[bool] = True
@@ -240,7 +241,7 @@ class ServerTurns:
         self._to_send = dict(self._samples)
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
-        """Implement `Generation.wait`. Collective over the run's busy ranks, with the `any_busy` of the others.
+        """Implement `Generation.wait`. Collective: busy ranks call it while all other ranks call `any_busy`.
 
         Raises:
             ServerError: on every rank, if no server is left or a server rejected a request as invalid.
@@ -296,7 +297,7 @@ class ServerTurns:
             self._engine.note(client.failures())
 
     def _send(self) -> None:
-        """Send submitted turns to servers; turns that lost all of their servers go to others, if any are left."""
+        """Send submitted turns to servers. Turns whose servers have all failed go to other servers, if any are left."""
         client = self._client
         if client is not None and not client.running and client.error is None:
             unfinished = {number: sample for number, sample in self._samples.items() if sample.finish_reason is None}
@@ -318,7 +319,7 @@ class ServerTurns:
             self._client.send(group, last=self._whole)
 
     def _meet(self) -> list[_Report]:
-        """Return the reports of all ranks, by rank, once none is stuck. Collective over all ranks of the run."""
+        """Exchange reports until no rank is stuck; return them by rank. Collective over all ranks of the run."""
         while True:
             self._send()
             error = None if self._client is None else self._client.error
@@ -355,7 +356,7 @@ class ServerTurns:
         )
 
     def _replace(self, reports: Sequence[_Report]) -> None:
-        """Replace servers if one has failed, and check starting servers every few seconds. The same on all ranks."""
+        """Restart failed servers, and check starting servers every few seconds. Collective over the run's ranks."""
         failures = [failure for report in reports for failure in report.failures]
         if not failures and not any(report.late for report in reports):
             return
