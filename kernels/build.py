@@ -118,7 +118,7 @@ def _verdict(library: ctypes.CDLL, path: Path, check: Check) -> str:
 def _one_thread() -> Iterator[None]:
     """Run OpenMP regions of this thread on one thread: ranks check at the same time and would wait for each other.
 
-    torch.set_num_threads would change MKL's settings for good.
+    torch.set_num_threads would also change MKL's settings permanently.
     """
     openmp = ctypes.CDLL(None)  # gives access to all symbols of this process, among them those of torch's OpenMP
     before = openmp.omp_get_max_threads()

@@ -42,12 +42,12 @@ def layer_kernels(*tensors: Tensor) -> ModuleType | None:
 
 
 def expert_kernels(rows: Tensor) -> ModuleType | None:
-    """Return the kernels that sum `rows`; None to use torch operations, as for float64."""
+    """Return the kernels that sum `rows`; None to use torch operations, such as for float64."""
     return triton_kernels().experts if _fit(rows) else None
 
 
 def decode_kernels(dtype: torch.dtype) -> ModuleType | None:
-    """Return the kernels of a decode step in `dtype` on a GPU; None to use torch operations, as for float64."""
+    """Return the kernels of a decode step in `dtype` on a GPU; None to use torch operations, such as for float64."""
     return triton_kernels().decode if dtype in _DTYPES else None
 
 

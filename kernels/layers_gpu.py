@@ -72,7 +72,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, sign: float, launch: tuple[int, in
 
     Args:
         x: copied if its last dimension is not contiguous; other dimensions may have any strides.
-        cos, sin: [t, d / 2]; copied if they are not contiguous, as for positions with three numbers.
+        cos, sin: [t, d / 2]; copied if they are not contiguous, which happens for positions with three numbers.
         sign: 1 for the rotation, -1 for its gradient.
     """
     x = x if x.stride(2) == 1 else x.contiguous()

@@ -63,7 +63,7 @@ def gradients(
 
     Args:
         logits, targets, start, launch: as for `statistics`.
-        log_z, entropy: float32 [n], of the whole vocabulary.
+        log_z, entropy: float32 [n], computed over the whole vocabulary.
         grad_logp, grad_entropy: float32 [n], gradients of both results; None: no gradient. The gradient of the entropy
             counts only if `entropy` is given.
     """

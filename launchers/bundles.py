@@ -61,7 +61,7 @@ def whole(config: RunConfig, team: TeamPlan) -> int:
 
 
 def chooses_gpus(config: RunConfig) -> bool:
-    """Return whether the run starts servers beside the trainer's GPUs, and the recipe does not choose their GPUs."""
+    """Return whether the run starts servers on GPUs other than the trainer's, and the recipe does not choose them."""
     servers = config.rollout.servers
     if servers is None or servers.urls or servers.colocated:
         return False

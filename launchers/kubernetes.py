@@ -109,8 +109,8 @@ _NEEDED = (
 
 
 def make_job(config: RunConfig, command: str, launcher: str | None, run_dir: str | None, stamp: str) -> KubernetesJob:
-    """Return the Kubernetes job for a recipe. Raise ConfigError if image or claim are missing, the recipe holds a
-    credential, the run folder is not on the claim, or this kind of job cannot start the run.
+    """Return the Kubernetes job for a recipe. Raise ConfigError if the image or the volume claim is missing, the recipe
+    holds a credential, the run folder is not on the claim, or this kind of job cannot start the run.
     """
     settings = config.launch.kubernetes
     raise_problems(

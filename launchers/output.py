@@ -89,7 +89,7 @@ class OutputLog:
             self._file.write(lines)
 
     def _as_line(self, rank: int, raw: bytes) -> bytes:
-        """Return one line for the file. Of a progress bar, which redraws its line, only the last state is kept."""
+        """Return one line for the file. A progress bar redraws its line; only its last state is kept."""
         drawings = [part for part in _ESCAPES.sub(b"", raw).split(b"\r") if part.strip()]
         text = drawings[-1].rstrip().decode("utf-8", "surrogateescape") if drawings else ""
         return b"[%s] %s\n" % (self._name(rank).encode(), printable(text).encode("utf-8", "surrogateescape"))

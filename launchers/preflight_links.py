@@ -178,7 +178,7 @@ def _all_reduce(
 
 
 def _wait_for_leavers(store: Store, processes: int, limit_s: float) -> None:
-    """Wait until the other processes have read the last value, because this process holds the store."""
+    """Wait a few seconds until the other processes have left the store, which ends with this process."""
     end = time.monotonic() + min(limit_s, 5.0)
     while store.add("left", 0) < processes - 1 and time.monotonic() < end:
         time.sleep(0.02)

@@ -70,7 +70,7 @@ def assign_seats_by_team(
 
 
 def _choose(need: int, unit: int, free: dict[str, list[int]]) -> tuple[list[int], list[int]]:
-    """Take `need` of the `free` processes; return those of units on one machine, and the others."""
+    """Take `need` of the `free` processes; return the processes whose unit is on one machine, and all others."""
     whole: list[int] = []
     rest: list[int] = []
     while need:

@@ -204,7 +204,7 @@ class Component:
     Attributes:
         team: the only team on them; empty: all other teams.
         nodes: number of nodes.
-        workers: number of workers on all of them.
+        workers: number of workers on all these nodes.
         settings: options of sbatch.
         gpus: GPUs per node, for its workers and for the servers that it starts in addition.
     """

@@ -171,7 +171,7 @@ def latest_tests(run_dir: Path) -> dict[str, str]:
 
 
 def _leaving_out(job: Submission, script: str) -> str:
-    """Return the script with the nodes excluded that this run has excluded so far."""
+    """Return the script with an exclusion of all nodes that this run has excluded so far."""
     names = excluded(job.run_dir)
     return with_exclusion(script, [*plan(job)["exclude"], *names] if names else [])
 

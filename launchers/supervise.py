@@ -215,8 +215,8 @@ def _others(workers: Workers, job: Job, ended: dict[int, int], skip: int | None)
 
 
 def _one_line(message: str) -> str:
-    """Return a message as one line. Of a long message the beginning and the end, with the cause, are kept; log.txt has
-    all of it.
+    """Return a message as one line. A long message is cut to its beginning and its end, which has the cause; log.txt
+    has the whole message.
     """
     line = " ".join(_SOURCE_PATH.sub("[", message.partition(_NATIVE_STACK)[0]).split())
     if len(line) <= _LINE:

@@ -391,7 +391,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Show warnings of this package in the user's form; drop those of libraries."""
+    """Show warnings of this package in the user's form; drop warnings of libraries."""
     if category.__module__.startswith("megarl."):
         print(f"megarl: warning: {printable(str(message))}", file=sys.stderr)
 

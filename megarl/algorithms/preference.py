@@ -39,7 +39,9 @@ _UNITS = 16
 
 @dataclass(frozen=True)
 class Responses:
-    """The response tokens of whole pairs: responses 0, 2, 4, ... are chosen, each followed by its rejected one."""
+    """The response tokens of whole pairs: responses 0, 2, 4, ... are the chosen ones, each followed by the rejected
+    response of its pair.
+    """
 
     mask: Tensor  # bool [N], tokens that count
     offsets: Tensor  # int64 [2P + 1], where each response begins

@@ -128,7 +128,7 @@ class Registry(Generic[S]):
     def spec(self, name: str) -> S:
         """Return the declaration of a component.
 
-        A function without a declaration reads the keys of all named components; with `by_name`, those that its
+        A function without a declaration reads the keys of all named components; with `by_name`, the keys that its
         parameters name.
         """
         function = self.get(name)

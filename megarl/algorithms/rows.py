@@ -64,7 +64,8 @@ class Rows:
     def masked_sum(self, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum of each row's valid values, [B], and whether it has any, bool [B]; not differentiable.
 
-        Sums have the dtype of the values, at least float32. Works in blocks: no temporary is as large as the batch.
+        Sums have the dtype of the values, at least float32. The sums are computed in blocks, so that no temporary
+        tensor is as large as the batch.
         """
         total = values.new_zeros(len(self), dtype=torch.promote_types(values.dtype, torch.float32))
         live = mask.new_zeros(len(self))

@@ -31,7 +31,7 @@ def is_adapter(param: str) -> bool:
 
 
 def adapter_rules(table: tuple[WeightRule, ...], targets: Collection[str] | None) -> Iterator[WeightRule]:
-    """Yield the adapter rules for the linear layers in a table of weights; `targets` None selects the default ones.
+    """Yield the adapter rules for the linear layers in a table of weights; `targets` None selects the default layers.
 
     Source names are those of the weights with `lora_A.weight` or `lora_B.weight` in place of `weight`. Their shapes
     also use the size `rank`.

@@ -87,7 +87,7 @@ def _foreign(model_type: str) -> frozenset[str]:
 
 
 def _not_in(values: dict[str, Any], known: frozenset[str]) -> list[str]:
-    """Return the unknown keys, except those that begin with `_`, which transformers' classes write."""
+    """Return the unknown keys, except keys that begin with `_`, which transformers' classes write."""
     return [name for name in values if name not in known and not name.startswith("_")]
 
 

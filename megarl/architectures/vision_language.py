@@ -21,7 +21,7 @@ DECODERS = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_m
 
 
 class Prefixes(NamedTuple):
-    """Prefixes of tensor names in checkpoints: of the decoder (without the head), and of the encoder."""
+    """Prefixes of the names of the decoder's tensors (without the head) and the encoder's tensors in checkpoints."""
 
     decoder: str
     encoder: str
@@ -216,7 +216,7 @@ def canonical_name(model_type: object, stored: str) -> str:
 
 
 def _text(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the decoder's section of a config.json; older files have it among the other keys."""
+    """Return the decoder's section of a config.json; older files have the decoder's keys at the top level."""
     kind = str(raw["model_type"])
     section = raw.get("text_config") or {key: value for key, value in raw.items() if key != "vision_config"}
     text = {**_DECODER_DEFAULTS[kind], **section}

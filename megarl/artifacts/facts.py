@@ -92,12 +92,14 @@ class ModelFacts:
 
     @cached_property
     def elements(self) -> dict[str, Elements]:
-        """Parameters of each component: of one layer for components of layers, of one expert for experts."""
+        """Number of parameters of each component: per layer, per expert, or in total for the embedding and the head."""
         return elements((*ARCHITECTURES[self.model_type].tensors, UNTIED_HEAD), self.dimensions)
 
     @cached_property
     def copies(self) -> dict[str, int]:
-        """How many of each component the model has: layers, experts of all layers, ends."""
+        """Number of times that the model has each component, such as its layers, the experts of all layers, and 1 for
+        the head.
+        """
         sparse = self.layers - self.dense_layers if self.is_moe else 0
         every = {"norms": self.layers, "attention": self.layers, "mlp": self.layers - sparse}
         ends = {"embedding": 1, "final_norm": 1, "head": 0 if self.tied else 1}

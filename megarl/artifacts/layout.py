@@ -19,7 +19,7 @@ def layout_problems(key: str, parallel: ParallelConfig, facts: ModelFacts) -> li
 
 
 def makes_replicas(devices: int, parallel: ParallelConfig) -> bool:
-    """Return whether this number of workers makes whole replicas, including those of experts."""
+    """Return whether this number of workers divides into whole replicas, including whole replicas of experts."""
     experts = parallel.expert_tp * parallel.ep * parallel.pp
     return devices % parallel.model_parallel_size == 0 and devices % experts == 0
 

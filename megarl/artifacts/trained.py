@@ -96,7 +96,7 @@ def untrained_best_note(run_dir: Path) -> str | None:
 
 
 def run_folder_fix(folder: Path) -> str:
-    """Return the advice for a folder that has no run: its newest training run, if any."""
+    """Return advice for a folder that is not a run folder: to use the newest training run in it, if there is one."""
     inside = [record.parent for record in folder.glob("*/config.yaml")]
     trained = sorted(run for run in inside if not any(f"-{job}" in run.name for job in ("eval", "generate")))
     if trained:

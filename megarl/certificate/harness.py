@@ -86,7 +86,7 @@ class Result:
         status: `failed` if a check failed, or the section's process did.
         reason: why it was skipped or failed.
         seconds: seconds that it took.
-        findings: its lines, see `Findings`.
+        findings: lines that the section wrote, see `Findings`.
         machine: versions and devices of the run, see `machine_key`.
     """
 

@@ -67,7 +67,9 @@ def check_signature(
     *,
     more: bool = False,
 ) -> bool:
-    """Return whether a function takes these arguments and requires no others; `more`: further keywords may follow."""
+    """Return whether a function accepts these arguments and requires no others; `more`: whether it may require further
+    keywords.
+    """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

@@ -41,7 +41,7 @@ def check_packages(
 
 
 def _check_logger(name: str, checks: Checklist, *, starts: bool) -> None:
-    """Check a tracker: its package is installed, or its reference has a valid form. Workers import it later."""
+    """Check that a tracker's package is installed, or that its reference has a valid form. Workers import it later."""
     checks = checks.of("packages")
     key = "tracking.loggers"
     if is_file_reference(name) or is_module_reference(name):

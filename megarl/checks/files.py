@@ -274,7 +274,9 @@ def check_source(source: str, key: str, checks: Checklist) -> None:
 
 
 def check_reward(config: RunConfig, checks: Checklist) -> None:
-    """Check the rewards' names or functions, their arguments, and their parts, as far as source code shows them."""
+    """Check the rewards' names or functions, their arguments and their parts, as far as these can be read from source
+    code.
+    """
     checks = checks.of("reward")
     with checks.recorded():
         raise_part_problems(config.reward)
@@ -358,7 +360,9 @@ def _check_weighted_parts(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_parts(config: RunConfig, names: set[str] | None, checks: Checklist) -> None:
-    """Check the parts that the estimator weighs. `names` are those that the source may return; None: unknown."""
+    """Check the parts that the estimator weighs. `names` are the parts that the reward may return according to its
+    source code; None if they are unknown.
+    """
     reward, key = config.reward.name, "algorithm.advantage.parts"
     parts = [name for name in config.algorithm.advantage.parts if name != "overall"]
     if reward in REWARDS.names() and parts:

@@ -28,7 +28,7 @@ from megarl.system.errors import ConfigError, count
 
 
 def divides_devices(team: TeamPlan) -> bool:
-    """Return whether a team's workers make whole replicas, including the experts'."""
+    """Return whether a team's workers divide into whole replicas, including whole replicas of the experts."""
     return makes_replicas(team.devices, team.parallel)
 
 
@@ -113,7 +113,7 @@ def check_layouts(config: RunConfig, placement: Placement, sizes: Sizes, checks:
 def _check_devices(
     config: RunConfig, team: TeamPlan, placement: Placement, facts: ModelFacts | None, checks: Checklist
 ) -> None:
-    """Check that a team's workers are whole replicas. `facts` are those of its first role's model."""
+    """Check that a team's workers are whole replicas. `facts` are the sizes of its first role's model."""
     parallel, key, lead = team.parallel, devices_key(config, team), team.roles[0]
     name = team.name if placement.separate else lead.value
     split = f"tp {parallel.tp} * pp {parallel.pp} * cp {parallel.cp}"
@@ -195,7 +195,9 @@ def _report(problems: Sequence[ConfigError | None], text: str, checks: Checklist
 
 
 def _check_experts_layout(nproc: int, key: str, role: str, parallel: ParallelConfig, checks: Checklist) -> None:
-    """Check the layout of experts: Megatron places them on etp * ep * pp processes; the rest is data parallel."""
+    """Check the layout of experts: Megatron places them on etp * ep * pp processes; remaining processes are data
+    parallel.
+    """
     if parallel.ep == 1 and parallel.etp is None:
         return
     etp = parallel.expert_tp

@@ -94,7 +94,7 @@ def _check_room(config: RunConfig, machines: list[int], team: TeamPlan, checks: 
 
 
 def check_request_workers(config: RunConfig, placement: Placement, team: TeamPlan, checks: Checklist) -> None:
-    """Check a team whose workers hold no model: they send requests to servers and lend them their GPUs."""
+    """Check a team whose workers hold no model: they send requests to servers, which use the workers' GPUs."""
     checks = checks.of("placement")
     layout, servers, key = config.rollout.parallel, config.rollout.sglang, devices_key(config, team)
     if layout is not None and layout != ParallelConfig():
@@ -135,7 +135,9 @@ def check_request_workers(config: RunConfig, placement: Placement, team: TeamPla
 
 
 def _fewest(config: RunConfig, placement: Placement, team: TeamPlan) -> int | None:
-    """Return the fewest workers, below the team's, that whole replicas on these machines can have; None if none."""
+    """Return the smallest number of workers below the team's that makes whole replicas on these machines; None if there
+    is none.
+    """
     others, size = sum(other.devices for other in placement.teams) - team.devices, team.parallel.model_parallel_size
     nodes_of_team = config.launch.slurm.teams.get(team.name)
     for devices in range(size, team.devices, size):

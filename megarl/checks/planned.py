@@ -68,6 +68,6 @@ def _refuse_pairs(config: RunConfig, graph: TaskGraph) -> None:
 
 
 def _raise(checks: Checklist, but: str = "-") -> None:
-    """Raise the failed checks, except those with keys that begin with `but`."""
+    """Raise the failed checks, except checks of keys that begin with `but`."""
     failed = (check for check in checks.items if check.status == "fail" and not (check.key or "").startswith(but))
     raise_problems([check.problem() for check in failed])

@@ -95,7 +95,7 @@ def check_config(
         launcher: also check what this launcher cannot do.
         job: train, sft, eval or generate: only what it uses is checked.
         machine: also check whether the run fits this machine.
-        starts: the run starts on `machine`; else it may be meant for another one, and a misfit is only a warning.
+        starts: whether the run starts on `machine`; if not, a check of this machine that fails is only a warning.
         here: whether this machine is one of the run's; if not, its hardware does not count.
         run_dir: folder of the run; None: one below `tracking.dir`.
     """

@@ -56,7 +56,7 @@ def check_rows(
     """Read the rows that `job` (train, sft, eval, generate) needs; check columns, templates, tokens and lengths.
 
     Args:
-        checks: records how far lengths were checked, and why not further.
+        checks: records how many lengths were checked, and why the others were not.
 
     Returns:
         Whether there was a row that can be read here.
@@ -389,7 +389,7 @@ class _Rows:
                 )
 
     def _warn_of_names(self, rows: Sequence[Row]) -> None:
-        """Warn of columns hidden by a sample's own values, and of settings that may be meant as columns."""
+        """Warn of columns that a sample's own values hide, and of settings that may be intended as columns."""
         readers = []
         for reward, place, signature in self._signatures():
             if form_of(signature) is OWN:

@@ -517,8 +517,8 @@ def check_watched_metrics(config: RunConfig, job: str, checks: Checklist) -> Non
 def _check_metric(
     config: RunConfig, job: str, checks: Checklist, subject: str, key: str, name: str, end: str, otherwise: str
 ) -> None:
-    """Check a metric's name against the known held-out metrics (except for data sources), or else those of training
-    steps. A user's pipeline may write metrics of its own.
+    """Check a metric's name against the known held-out metrics (except for data sources), or else against the metrics
+    of training steps. A user's pipeline may write metrics of its own.
     """
     if job == "train" and config.algorithm.pipeline not in PIPELINES:
         return

@@ -59,5 +59,5 @@ def is_known(name: str) -> bool:
 
 
 def nearest(name: str) -> list[str]:
-    """Return the known names that a misspelt one may have meant, best first."""
+    """Return the known names that are closest to a misspelt name, best first."""
     return close_matches(name, STEP_METRICS, _SUGGESTED)

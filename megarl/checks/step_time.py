@@ -67,7 +67,9 @@ def check_time(
 def _check_supervised(
     config: RunConfig, placement: Placement, facts: ModelFacts | None, hardware: Hardware, checks: Checklist
 ) -> float | None:
-    """Record the seconds of a step of `megarl sft` and of the run, and return the former; None: it has no formula."""
+    """Record the seconds of a step of `megarl sft` and of the run; return the seconds of a step, or None without a
+    formula.
+    """
     if not config.task.writes_text or facts is None:
         checks.skip("no formulas for simulators" if facts is not None else "the model's sizes are not known here")
         return None

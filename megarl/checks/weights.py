@@ -142,7 +142,7 @@ def _feed_forward(facts: ModelFacts, layer: int, sparse: bool) -> Shapes:
 
 
 def _refuse_other_kind(folder: Path, facts: ModelFacts, place: Mapping[str, Stored]) -> None:
-    """Refuse files whose layers with experts differ from those in config.json."""
+    """Refuse files in which other layers have experts than in config.json."""
     wrong: dict[bool, list[int]] = {True: [], False: []}
     for layer in range(facts.layers) if facts.is_moe else ():
         sparse = _is_sparse(facts, layer)

@@ -97,7 +97,8 @@ def _config_of(model: ModelConfig, stored: Iterable[str]) -> PretrainedConfig:
     """Return the Hugging Face configuration with which the actor of a checkpoint was built.
 
     For a hub model only config.json is downloaded. `stored` holds the names of the checkpoint's tensors, which show
-    whether the model had an output layer of its own. For adapters the whole base model is downloaded anyway.
+    whether the model had an output layer of its own. For adapters the whole base model is downloaded, since the
+    conversion merges them into it.
     """
     from megarl.models.config import load_hf_config
 

@@ -33,7 +33,7 @@ class KeyEntry:
         path: dotted key; NAME stands for a name that the user chooses.
         info: the key's field.
         default: the key's default.
-        is_section: the key holds other keys.
+        is_section: whether the key holds other keys.
         readers: components that read the key; empty for keys of the recipe itself.
         components: included components that the key may name; empty for most keys.
     """

@@ -78,7 +78,7 @@ def figures(plan: StepPlan) -> list[Figure]:
 
 
 def hints(config: RunConfig, plan: StepPlan) -> list[str]:
-    """Return hints on needless bounds, and on waits that this plan leaves out."""
+    """Return hints on settings that limit speed without need, and on waits that this plan does not include."""
     lines, servers, room = [], config.rollout.servers, plan.room
     samples = config.data.batch_size * config.rollout.sampling.n / max(1, room.engines)
     fitting, bound = int(room.tokens / room.longest), None if servers is None else servers.max_concurrency
@@ -312,7 +312,9 @@ def write_recipe(file: Path, recipe: str, best: FoundPlan) -> None:
 
 
 def _parent(recipe: str, file: Path) -> str:
-    """Return how the recipe in `file` names its parent: a shipped one by name, others by a relative path."""
+    """Return how the recipe in `file` names its parent: a shipped recipe by its name, another recipe by a relative
+    path.
+    """
     source = find_recipe(recipe)
     if source.stem in recipe_names() and find_recipe(source.stem) == source and not Path(recipe).is_file():
         return source.stem

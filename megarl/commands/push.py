@@ -105,7 +105,9 @@ def run_folder(source: Path) -> Path | None:
 
 
 def _last_metrics(run: Path) -> dict[str, tuple[float, int]]:
-    """Return the last value of each held-out metric with its step; without any, those of rewards and losses."""
+    """Return the last value of each held-out metric with its step; without held-out metrics, return the metrics of
+    rewards and losses.
+    """
     last: dict[str, tuple[float, int]] = {}
     file = run / "metrics.jsonl"
     for line in read_jsonl(file, needs={"step": int}) if file.is_file() else []:

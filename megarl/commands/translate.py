@@ -49,7 +49,7 @@ class OtherSettings:
         return None
 
     def drop(self, unused: Callable[[str], bool]) -> None:
-        """Remove the settings for which `unused` is true, such as those of a feature that is off."""
+        """Remove the settings for which `unused` is true, such as the settings of a feature that is off."""
         self.values = {name: value for name, value in self.values.items() if not unused(name)}
 
     def has(self, name: str) -> bool:
@@ -63,7 +63,7 @@ class Translation:
 
     Attributes:
         trainer: TRL, verl or NeMo-RL.
-        algorithm: its name for `megarl init --algorithm`, or sft.
+        algorithm: name of the algorithm for `megarl init --algorithm`, or sft.
         settings: dotted key -> value.
         notes: `name: value` in the other trainer -> why it was left out.
     """

@@ -262,7 +262,7 @@ def changed_keys(config: RunConfig, components: Components) -> tuple[dict[str, A
 
 
 def _defaults_of(model: type[Section]) -> dict[str, Any]:
-    """Return the defaults of a section, without those of its required keys."""
+    """Return the defaults of a section; required keys have none and are left out."""
     defaults = {}
     for name, info in model.model_fields.items():
         value = None if info.is_required() else info.get_default(call_default_factory=True)
@@ -305,7 +305,7 @@ def find_recipe(
 
     Args:
         path: path or name as the user wrote it.
-        relative_to: folder that the path is relative to; None: the current one.
+        relative_to: folder that the path is relative to; None: the current folder.
         said_in: the line of another recipe that names this one; None: the command line names it.
         takes_runs: whether the command also accepts a run folder (which `path` is not).
     """

@@ -160,7 +160,7 @@ class HeldOutSamplingConfig(Section):
     )
 
     def after(self, training: SamplingConfig) -> SamplingConfig:
-        """Return these settings completed by those of training, whose stop conditions also apply here."""
+        """Return these settings, with missing keys and further stop conditions taken from the settings of training."""
         given = self.model_dump(exclude_none=True)
         ids = [*self.stop_token_ids, *training.stop_token_ids]
         ends = {"stop_token_ids": list(dict.fromkeys(ids)), "stop": list(dict.fromkeys([*self.stop, *training.stop]))}

@@ -263,12 +263,14 @@ class RunConfig(Section):
         return copy
 
     def longest_sequence(self) -> int:
-        """Return the most tokens of a prompt plus generated response, held-out ones included."""
+        """Return the largest number of tokens of a prompt plus generated response, including held-out prompts."""
         sampled = [self.rollout.sampling, *([self.validation_sampling] if self.data.held_out else [])]
         return self.data.max_prompt_tokens + max(self.response_tokens(sampling) for sampling in sampled)
 
     def response_tokens(self, sampling: SamplingConfig) -> int:
-        """Return the most tokens of a response: of one turn, or with an environment of all turns and observations."""
+        """Return the largest number of tokens of a response: of one turn, or with an environment of all turns and
+        observations.
+        """
         return self.rollout.limits.response_tokens(sampling) if self.has_turns else sampling.max_new_tokens
 
     @property

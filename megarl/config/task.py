@@ -85,7 +85,7 @@ class TaskScores(Protocol):
 
     @property
     def encoder(self) -> tuple[str, str] | None:
-        """Recipe key and value that name the published encoder used for scores; None: there is none."""
+        """Recipe key and value that name the published encoder used for scores; None: the task uses no encoder."""
 
     def score(self, samples: Batch, step: int, metrics: Metrics) -> Tensor:
         """Return the scores of B episodes, float32 [B], and record their metrics. Collective over a team."""
@@ -110,13 +110,13 @@ class Task:
         """
 
     def plan_problem(self) -> ConfigError | None:
-        """Return an error with the reason why `megarl plan` cannot handle this task; None: it can."""
+        """Return an error with the reason why `megarl plan` cannot handle this task; None if it can."""
 
     def call_tokens(self, config: RunConfig, facts: ModelFacts) -> tuple[int, int] | None:
         """Return the longest sequence and the response tokens of one policy call; None: a sample is one sequence."""
 
     def update_terms(self, config: RunConfig, facts: ModelFacts, role: str, passes: Passes) -> list[Term]:
-        """Return the memory terms of an update of `role` on a device, beside the language model's activations."""
+        """Return the memory terms of an update of `role` on a device, without the language model's activations."""
         return []
 
     def score_terms(self, config: RunConfig, *, gpu: bool) -> list[Term]:

@@ -18,7 +18,7 @@ _TRAINED = tuple(role.value for role in _WITH_MODEL if role is not Role.ROLLOUT)
 
 @dataclass(frozen=True)
 class Node:
-    """One node, as the recipe lists it, or `resolved`.
+    """One node of a graph, as the recipe lists it or after `resolved`.
 
     Attributes:
         func: called as `func(context, batch, **roles, **config)`, returns a batch. A callable, or
@@ -130,7 +130,7 @@ def _settled(contract: Contract, settings: Any, where: str) -> Contract:
 
 
 def _roles(func: Callable[..., Any], given: Mapping[str, Any], where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the roles that `func` needs, and of those that it takes if the run has them."""
+    """Return the names of the roles that `func` requires, and of the roles that it accepts if the run has them."""
     try:
         arguments = list(inspect.signature(func).parameters.values())[2:]
     except ValueError:

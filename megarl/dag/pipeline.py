@@ -45,9 +45,9 @@ class Pipeline:
         Args:
             func: the stage, or its import path.
             id: name of the node; None: the stage's name.
-            deps: ids of nodes that must run before it, in addition to those that fields imply.
+            deps: ids of nodes that must run before this node, in addition to the nodes whose fields it reads.
             config: further keyword arguments of the stage.
-            contract: the stage's reads and writes; None: as declared by its `@stage`.
+            contract: the stage's reads and writes; None: those that its `@stage` declares.
         """
         where = f"pipeline {self.id!r}"
         if id is None:

@@ -210,7 +210,7 @@ def _shares(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dict[
 
 
 def _other_numbers(config: RunConfig, devices: int) -> str:
-    """Return the overrides with which the run has as many workers as the teams need, on whole machines."""
+    """Return the advice for numbers of workers that fill whole machines, as overrides of the recipe."""
     settings = settings_of_workers(config, devices)
     if settings is not None:
         return f"set {settings}, or other numbers of devices"
@@ -286,7 +286,7 @@ def _layout(config: RunConfig, name: str, roles: tuple[Role, ...]) -> ParallelCo
 
 
 def _cuts(config: RunConfig, roles: Iterable[Role]) -> tuple[int, ...]:
-    """Return where mini-batches of all trained models of these roles begin, as in `runtime.stages.update`."""
+    """Return the sorted positions in the batch at which a mini-batch of any trained model of these roles begins."""
     batch = config.data.batch_size
     trained = [config.actor if role is Role.ACTOR else config.critic for role in roles if role in _TRAINED]
     sizes = [settings.mini_batch_size or batch for settings in trained]

@@ -108,7 +108,7 @@ def whole_replicas(
 
 
 def _attainable(devices: int, choices: Sequence[Sequence[int]]) -> list[int]:
-    """Return, for each i, an integer whose bit n is set if the teams from i on can have n devices together."""
+    """Return, for each team i, an integer whose bit n is set if teams i, i + 1, ... can have n devices together."""
     sums_from, everything = [1], (1 << (devices + 1)) - 1
     for shares in reversed(choices):
         sums = 0
@@ -167,7 +167,9 @@ USUAL_GPUS = 8
 
 
 def workers_of_machine(config: RunConfig) -> int:
-    """Return the number of workers per machine: as in the recipe, but with GPUs at most the usual number."""
+    """Return the number of workers per machine in the recipe; on machines with GPUs it is at most the usual number of
+    GPUs.
+    """
     cluster = config.cluster
     if cluster.device_memory_gb is None:
         return -(-cluster.nproc // cluster.nnodes)

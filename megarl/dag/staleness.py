@@ -208,7 +208,8 @@ class AsReady(StalenessPolicy):
     """A step is B finished groups, in the order in which they finish. The newest weights are sent.
 
     Groups that began with the oldest weights come first, since they expire first. A step waits for a slow group only if
-    the groups left would not fit into the steps that may use them. So no group becomes too old, and none is discarded.
+    the remaining groups would not fit into the steps that may use them. So no group becomes too old, and none is
+    discarded.
     """
 
     def forms_step(self, step: int, under_way: ByVersion, finished: ByVersion) -> list[int] | None:
@@ -269,10 +270,11 @@ def _raises(error: Exception, kind: type) -> str:
 
 
 def choose(policy: StalenessPolicy, step: int, under_way: ByVersion, finished: ByVersion) -> list[int] | None:
-    """Return the groups that the policy chooses for `step`; None: it waits.
+    """Return the groups that the policy chooses for `step`; None if it waits.
 
     Raises:
-        PolicyError: it does not choose B finished groups, the groups left would become too old, or it raises an error.
+        PolicyError: the policy does not choose B finished groups, the remaining groups would become too old, or it
+            raises an error.
     """
     call = f"forms_step({step}) of the policy {policy.name}"
     try:
@@ -299,8 +301,8 @@ def choose(policy: StalenessPolicy, step: int, under_way: ByVersion, finished: B
 def _find_problem(policy: StalenessPolicy) -> str | None:
     """Return why a run with this policy would stop or train on groups that are too old; None if it is usable.
 
-    Forms the first steps as if every group finished at once: with the newest weights, and with weights that are sent
-    only when they must be.
+    It simulates the first steps with groups that finish immediately: once with the newest weights, once with weights
+    that are sent as late as possible.
     """
     size, steps = policy.groups, min(policy.steps, policy.max_staleness + 3)
     for version in range(steps):

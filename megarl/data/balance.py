@@ -59,7 +59,7 @@ def balance(lengths: Lengths, k: int, equal_counts: bool = False) -> list[list[i
 
 
 def _longest_first(sizes: np.ndarray, k: int) -> list[list[int]]:
-    """Give each item, longest first, to the part with the smallest total (of equal ones, the one with fewest items)."""
+    """Give each item, longest first, to the part with the smallest total, or the fewest items if totals are equal."""
     heap = [(0, 0, part) for part in range(k)]
     parts: list[list[int]] = [[] for _ in range(k)]
     order = np.argsort(-sizes, kind="stable")

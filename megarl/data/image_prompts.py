@@ -46,7 +46,8 @@ class ImagePrompts:
         """Return the reader for a recipe; None: the recipe has no `data.image_key`.
 
         Args:
-            encoder, settings: those of the model; `data.min_pixels` and `data.max_pixels` replace its limits.
+            encoder, settings: the model's encoder and image settings, whose limits `data.min_pixels` and
+                `data.max_pixels` replace.
         """
         if config.image_key is None:
             return None

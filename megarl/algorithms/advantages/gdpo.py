@@ -48,7 +48,8 @@ def gdpo(
 ) -> Estimate:
     """Compute A = sum over parts k of weight_k (x_k - group mean) / (group std + 1e-6), whitened over all valid tokens.
 
-    Parts of different scale keep their influence: in a sum of raw rewards the largest one dominates.
+    Every part has the influence that its weight gives it; in a sum of raw rewards the part with the largest scale
+    dominates.
 
     Args:
         reward_parts: float [B, K], one column per part.

@@ -52,7 +52,7 @@ def grpo(
     score = sum of the sample's valid token rewards; std is unbiased. A group must not be split over ranks.
 
     Args:
-        norm_by_std: False omits the division (Dr. GRPO).
+        norm_by_std: whether to divide by the standard deviation; Dr. GRPO does not.
         lone_score: give the only (unmasked) sample of a group A = score / (1 + 1e-6), as in siiRL and verl; without
             the division A = score.
 

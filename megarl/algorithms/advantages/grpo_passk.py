@@ -25,7 +25,7 @@ def grpo_passk(
     If two samples share the best score, all samples get 0.
 
     Args:
-        norm_by_std: False omits the division.
+        norm_by_std: whether to divide by the standard deviation.
 
     Source: arXiv 2503.19595. Arguments and result: see `advantages.base`.
 

@@ -96,8 +96,9 @@ def vetoed(ratios: Ratios, threshold: float) -> Tensor:
 
 
 def reject(ratios: Ratios, rules: Sequence[Rule], veto: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the tokens that all rules and the veto accept, bool [N], and the number of tokens that each of them
-    rejects."""
+    """Return the tokens that all rules and the veto accept, bool [N], and the number of tokens that each rule and the
+    veto reject.
+    """
     accepted, counts = ratios.mask, {}
     for rule in rules:
         outside = rejected_by(rule, ratios)

@@ -33,7 +33,7 @@ def pg_is(
 ) -> tuple[Tensor, Metrics]:
     """Compute -sg(w) logp A with weights w from rho = pi_theta / pi_rollout.
 
-    By `is_level`, w is min(prod rho, C) per sequence, min(rho, C) per token, or 1. Only the weight is clipped, so a
+    `is_level` chooses w: min(prod rho, C) per sequence, min(rho, C) per token, or 1. Only the weight is clipped, so a
     token's gradient never vanishes.
 
     Args:
