@@ -40,7 +40,7 @@ def build_graph(config: RunConfig) -> TaskGraph:
     p.add(rollout.rollout)
     p.add(reward.reward_submit)
     add_reward(p, config)
-    apart = config.async_.order == "as_ready"  # scoring and dynamic sampling are in different teams
+    apart = config.async_.order == "as_ready"  # whether scoring and dynamic sampling are in different teams
     asks_models = filter_asks_models(config)
     if apart:
         add_overlong(p, config)

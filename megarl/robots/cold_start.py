@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megarl.robots.setup import Robots
     from megarl.runtime.rank_state import RankState
 
-DEMONSTRATIONS = "demonstrations"  # folder
+DEMONSTRATIONS = "demonstrations"  # folder for demonstrations in the run folder
 
 
 def load_calls(c: RankState, robots: Robots) -> PromptLoader:

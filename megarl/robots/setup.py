@@ -184,13 +184,13 @@ class Robots:
     """The simulators of one rank, and the player and policy that use them; implements `TaskPlayer`."""
 
     pool: SimulatorPool | None  # simulators; only on the first rank of a replica
-    tasks: Mapping[str, TaskSpec]  # what is played, on every rank
+    tasks: Mapping[str, TaskSpec]  # tasks that are played; on every rank
     body: Body
     trials: Mapping[Split, Trials]  # start states, by split
     prompt_ids: Callable[[str], list[int]]
-    player: Player | None = None  # plays; None until there is a policy
-    policy: SamplingPolicy | None = None  # acts; None as well
-    counts: PlayCounts = field(default_factory=PlayCounts)  # what was played last
+    player: Player | None = None  # plays episodes; None until there is a policy
+    policy: SamplingPolicy | None = None  # samples actions; None until there is a policy
+    counts: PlayCounts = field(default_factory=PlayCounts)  # counts of the last call of `play`
 
     def take_policy(self, engine: MegatronEngine, config: RunConfig, layout: Layout) -> None:
         """Use the weights of `engine` for all further episodes. Collective over a replica."""
@@ -297,7 +297,7 @@ def open_robots(
     robot = config.robot
     if robot is None:
         return None
-    sequences, pool = vla_layout(config, hf), None  # checks the model before simulators start, which takes long
+    sequences, pool = vla_layout(config, hf), None  # checks the model first, because simulators start slowly
     if layout.is_lead:
         settings = settings_at("robot.simulator", robot.simulator, SimulatorSettings)
         cuda = device().index if has_cuda() else None

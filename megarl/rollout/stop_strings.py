@@ -32,7 +32,7 @@ class StopStrings:
         #: Characters that are decoded again with every new token.
         self.kept = max(map(len, strings)) + _MARGIN
         self._last = "".join({string[-1] for string in strings})
-        # With these, a token without a string's last character may complete the string.
+        # With white space or clean-up, a token without a string's last character may complete the string.
         self._always = any(c.isspace() for c in self._last) or bool(tokenizer.clean_up_tokenization_spaces)
         self._completing: dict[int, bool] = {}
 

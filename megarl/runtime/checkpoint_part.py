@@ -84,7 +84,7 @@ class CheckpointPart:
         self._c, self._world = c, c.layout.world
         self._teams = teams_of(c)
         self._in_flight = PendingSave()
-        self.ends = False  # the launcher stops the other teams
+        self.ends = False  # always False here: the launcher stops teams other than the actor's
 
     def load(self, source: Path) -> None:
         """Restore this team's trained engines and random states from an RL checkpoint.

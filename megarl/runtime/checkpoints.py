@@ -256,7 +256,8 @@ class Checkpoints(CheckpointPart):
         kept = value > self.best and self._world.rank == 0 and checkpoint.keep_best(self._root, 0)
         if value > self.best and self._world.broadcast_json(kept):
             self.best, self.best_step = value, 0
-        if (self._c.config.trainer.best_metric or "").startswith("val/"):  # others come with the first step
+        # metrics of training exist only after the first step
+        if (self._c.config.trainer.best_metric or "").startswith("val/"):
             check_best_metric(self._c.config.trainer.best_metric, numbers)
 
     def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:

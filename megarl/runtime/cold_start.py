@@ -40,7 +40,8 @@ class ColdStartCheckpoints:
         self._c, self._examples, self._world = c, examples, c.layout.world
         self._root = c.run_dir / COLD_START
         self._requests = save_requests(c.run_dir)
-        self._chosen: tuple[Path, dict[str, Any]] | None = None  # its folder, and the contents of meta.json
+        # folder of the chosen checkpoint, and contents of its meta.json
+        self._chosen: tuple[Path, dict[str, Any]] | None = None
         self._read: FilesRead = {}
         self.step: int | None = None
         self.accuracy: float | None = None

@@ -94,7 +94,7 @@ def _is_base(c: RankState, resumed_from: Path | None) -> bool:
     Raises:
         ConfigError: the checkpoint's reference is the actor with adapters off, but now another team holds it.
     """
-    if c.config.model.lora is None:  # a resumed run cannot change it
+    if c.config.model.lora is None:  # no need to read the checkpoint: a resumed run cannot change model.lora
         return False
     together = c.team.placement.of_role(Role.REFERENCE) == c.team.plan
     if resumed_from is not None:

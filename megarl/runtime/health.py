@@ -53,7 +53,8 @@ _PEER_LOST = re.compile(
     re.IGNORECASE,
 )
 _PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
-_PEER_TYPES |= {"ActorDiedError", "ActorUnavailableError", "ObjectLostError", "OwnerDiedError"}  # of another team
+# errors of Ray after the loss of another team's process
+_PEER_TYPES |= {"ActorDiedError", "ActorUnavailableError", "ObjectLostError", "OwnerDiedError"}
 
 
 @dataclasses.dataclass(frozen=True)

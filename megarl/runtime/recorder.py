@@ -167,7 +167,7 @@ class Recorder:
         if leads:
             local.max("timing_s/step", seconds)
         for name, spent in _stage_seconds(events).items():
-            if leads or name != VALIDATE:  # a rollout's team sends the time of a validation with its results
+            if leads or name != VALIDATE:  # the rollout's team sends the time of a validation with the results
                 local.max(f"timing_s/{name}", spent)
         local.sum("perf/cpu_s", cpu_seconds)
         peak = peak_memory_gb()

@@ -226,7 +226,8 @@ class _InTurn:
     """Several engines, of which only the one named `on` may be on the device."""
 
     def __init__(self, engines: Mapping[str, MegatronEngine]) -> None:
-        self.engines, self.on = engines, list(engines)[-1]  # the last one loaded is on the device
+        # name of the engine on the device: the last one that was loaded
+        self.engines, self.on = engines, list(engines)[-1]
 
     @property
     def parts(self) -> frozenset[str]:

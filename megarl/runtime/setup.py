@@ -93,7 +93,7 @@ def build_rank_state(
     team = team or TeamContext.of_all(config)
     seed_generators(config.trainer.seed)
     layout = init_processes(config, run_dir, team.plan.parallel)
-    with phase("load_data"), keep_beating():  # downloads, and reading and tokenizing all rows
+    with phase("load_data"), keep_beating():  # downloads data, and reads and tokenizes all rows
         tokenizer = load_tokenizer(config.model)
         hf_config = load_hf_config(config.model)
         if trainable:

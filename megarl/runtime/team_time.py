@@ -61,12 +61,13 @@ class TeamTime:
         spent = {"wait_s": waited, "busy_s": max(0.0, seconds - waited)}
         spent |= {f"wait_for/{name}_s": s for name, s in whom.items()}
         spent |= {f"wait/{name}_s": s for name, s in kinds.items()}
-        for name, s in spent.items():  # the mean over ranks; more than one end in a step adds up
+        # summed over ranks, this is the mean over ranks; several calls in one step add up
+        for name, s in spent.items():
             metrics.sum(f"{self._name}/{name}", s / self._team.plan.devices)
         metrics.mean(f"{self._name}/busy", max(0.0, seconds - waited), seconds)
         if self._team.begins_again:
             metrics.max(f"{self._name}/restarts", self._team.restarts)
-        if tokens is not None:  # of all replicas, in the mean of their seconds
+        if tokens is not None:  # tokens of all replicas, divided by the mean of their seconds
             metrics.mean(f"{self._name}/tokens_per_s", tokens - self._tokens, seconds / self._team.plan.replicas)
             self._tokens = tokens
 

@@ -188,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.log_dir is not None:
         redirect_output(arguments.log_dir)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # a launcher asks for it before it ends a hung rank
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # a launcher sends this signal before it ends a hung rank
     sys.path.append(os.getcwd())  # user modules beside the recipe; last, so that no folder here hides a package
     watched = WATCHED in os.environ
     with leave_to_launcher(arguments.config.resolve().parent) if watched else contextlib.nullcontext():
@@ -211,14 +211,15 @@ def leave_to_launcher(run_dir: Path) -> Iterator[None]:
         if not working:
             return
         name = signal.Signals(number).name
-        with contextlib.suppress(OSError):  # the launcher asks, too, if it got the signal
+        with contextlib.suppress(OSError):  # the launcher also writes the request if it got the signal
             (run_dir / SAVE_REQUEST).touch()
             os.write(2, f"{own_worker_name()}: {name}: asks for a checkpoint; its launcher ends the run\n".encode())
 
     for number in _LEFT:
-        if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # nohup: it stays ignored
+        # a signal that nohup ignores stays ignored
+        if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, ask)
-            signal.siginterrupt(number, False)  # a call of a library goes on
+            signal.siginterrupt(number, False)  # the signal does not interrupt system calls of libraries
     os.register_at_fork(after_in_child=_as_always)
     try:
         yield

@@ -13,11 +13,12 @@ FIRST, LAST = 4, 2  # first and last steps that are not counted, because queues 
 class Shares(NamedTuple):
     """Shares of the time of a whole run. Teams work at the same time, so the shares need not sum to 1."""
 
-    training: float  # the actor's team computes
-    generating: float  # a replica decodes (mean over replicas)
-    push: float  # weights are being published
-    coordinator: float  # it replies to calls
-    # the actor's team waits for samples, or for samples that must be generated before new weights are sent
+    training: float  # share of the time in which the actor's team computes
+    generating: float  # share of the time in which a replica decodes (mean over replicas)
+    push: float  # share of the time in which weights are being published
+    coordinator: float  # share of the time in which the coordinator replies to calls
+    # share of the time in which the actor's team waits for samples, or for samples that must be generated before new
+    # weights are sent
     samples: float
 
 

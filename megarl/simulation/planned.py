@@ -44,7 +44,7 @@ class Assumptions:
     link_gbit: float = _H100.net_gbit  # link of a device to other machines, one way
     link_times: float = 1.0  # factor on all times that use links, also measured ones
     link_share: float = 0.8  # share of the link's rate that is reached
-    hop_us: float = 15.0  # latency of a hop of a ring between machines
+    hop_us: float = 15.0  # latency of one step of a ring collective between machines
     server_push_ms: float = 5.0  # time of the calls to a server for new weights
     push_fixed_s: float = 0.5  # fixed time of a weight update, whatever its size
     call_ms: float = 1.0  # time of a call to the coordinator

@@ -52,13 +52,13 @@ class Line:
 class Table:
     """Seconds from a table, measured or planned."""
 
-    token_s: Line  # seconds of a decoding step, by running samples
-    prefill_s: Line = field(default_factory=lambda: Line(0.0))  # seconds by tokens
+    token_s: Line  # seconds of a decoding step, by number of running samples
+    prefill_s: Line = field(default_factory=lambda: Line(0.0))  # seconds by number of tokens
     nodes: Mapping[str, Line] = field(default_factory=dict)  # seconds by node id; other nodes take no time
     push_s: float = 0.0  # seconds of a weight update
-    handover_s: Line = field(default_factory=lambda: Line(0.0))  # seconds by tokens
-    other_s: Mapping[str, float] = field(default_factory=dict)  # seconds by team
-    call_s: float = 0.001  # coordinator's seconds per call
+    handover_s: Line = field(default_factory=lambda: Line(0.0))  # seconds by number of tokens
+    other_s: Mapping[str, float] = field(default_factory=dict)  # seconds of a step outside all phases, by team
+    call_s: float = 0.001  # seconds that the coordinator takes per call
 
     def slower_links(self, times: float) -> Table:
         """Return the same table with links that take `times` times as long."""

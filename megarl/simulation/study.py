@@ -32,7 +32,7 @@ RECIPE, WHAT_IF = "unchanged", "--what-if"
 class StudyRow:
     """One simulated run."""
 
-    what: str  # the overrides, or `RECIPE`
+    what: str  # the row's overrides, or `RECIPE`
     system: System
     outcome: Simulated
     wall_s: float  # seconds that the simulation took
@@ -47,16 +47,17 @@ class StudyRow:
 class Study:
     """The settings of a simulation."""
 
-    recipe: str  # name or file, or a run folder
+    recipe: str  # name or file of a recipe, or a run folder
     overrides: tuple[str, ...] = ()  # `key.path=value` for all rows
     what_if: tuple[tuple[str, ...], ...] = ()  # for each further row: `key.path=value`, and `name=value` of assumptions
     assumed: tuple[str, ...] = ()  # `name=value` for all rows
-    run_dir: Path | None = None  # run folder with measurements; None: formulas
-    devices: tuple[int, ...] = ()  # numbers of devices; empty: the recipe's
-    grow: bool = False  # the batch grows with the devices
+    run_dir: Path | None = None  # run folder with measurements; None: times come from formulas
+    devices: tuple[int, ...] = ()  # numbers of devices; empty: only the recipe's number
+    grow: bool = False  # whether the batch grows with the devices
     steps: int = 100
     seed: int = 0  # seed of lengths and failures
-    refuse: Callable[[RunConfig, TaskGraph], None] = lambda config, graph: None  # raises what is wrong with a recipe
+    # raises an error if something is wrong with a recipe
+    refuse: Callable[[RunConfig, TaskGraph], None] = lambda config, graph: None
 
     def rows(self) -> list[StudyRow]:
         """Return all rows: the recipe first, with all numbers of devices. Raise UserError for an invalid recipe,

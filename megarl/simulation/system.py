@@ -22,9 +22,9 @@ class SimTeam:
     name: str
     devices: int  # number of workers, one per device
     replicas: int  # data-parallel size
-    nodes: tuple[str, ...]  # nodes that it walks, in order, except generation
-    takes: int = 0  # number of handovers that it receives per step
-    gives: int = 0  # number of handovers that it sends per step
+    nodes: tuple[str, ...]  # nodes that the team runs, in order, except generation
+    takes: int = 0  # number of handovers that the team receives per step
+    gives: int = 0  # number of handovers that the team sends per step
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class System:
     groups: int  # prompt groups per step, B
     samples: int  # samples per group
     prompt_tokens: int  # tokens per prompt
-    max_staleness: int  # k of `async`
+    max_staleness: int  # k, `async.max_staleness`
     order: str  # `async.order`
     partial: bool  # `async.partial`
     shares_tokens: bool  # whether `placement.share` is tokens

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_TILE = 8192  # words
+_TILE = 8192  # words per tile
 _WORD, _LONG = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 _SEED = 0x243F6A88
 _SEEDS = (_SEED, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _WORD)

@@ -19,8 +19,8 @@ from typing import Any
 
 _NONCE = 32
 _PROOF_S = 30.0
-_AGAIN_S = 0.1  # pause after a connection that failed
-_LIMIT = 64 << 30  # bytes of a message; a larger size is not from megarl
+_AGAIN_S = 0.1  # seconds between two attempts to connect
+_LIMIT = 64 << 30  # most bytes of a message; a message that claims to be larger is not from megarl
 
 Handler = Callable[[dict[str, Any], list[bytearray]], dict[str, Any]]
 Opened = Callable[[], contextlib.AbstractContextManager[Handler]]

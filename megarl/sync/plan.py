@@ -25,7 +25,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m
 FP8_BLOCK = 128
 SLAB_BYTES = 4 << 20  # trainer ranks exchange pieces in slabs of at most this many bytes, but at least one row
 _FIRST = 4  # the first bucket has a fourth of the others' size
-_NOT_FP8 = ("embed_tokens", "lm_head", ".gate.weight", "norm", "score", "visual.")  # encoders are small
+# vision encoders are small, so they are sent unquantised
+_NOT_FP8 = ("embed_tokens", "lm_head", ".gate.weight", "norm", "score", "visual.")
 
 
 @dataclass(frozen=True, slots=True)

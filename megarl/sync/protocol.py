@@ -33,7 +33,7 @@ class ReceiverUpdate:
     version: str  # name of the new version (`version_tag`)
     mode: PauseMode
     session: bool  # whether tensors come in buckets between begin and end; False: the receiver loads them in one call
-    step: UpdateStep  # name in errors, and deadline of each step
+    step: UpdateStep  # name of each step in errors, and its deadline
 
     def open(self) -> None:
         """Pause generation, and open the receiver for tensors."""

@@ -23,7 +23,7 @@ from megarl.sync.plan import Entry
 from megarl.sync.shared import Handle
 
 PauseMode = Literal["abort", "retract", "in_place"]
-Checksums = list[dict[str, str]]  # by rank of a receiver: parameter -> checksum
+Checksums = list[dict[str, str]]  # For each rank of a receiver: parameter -> checksum.
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SharedUse:
 
     update: str  # name of the update, equal for all its senders
     sender: str  # name of the buffer's sender
-    last: bool  # this is the sender's last bucket
+    last: bool  # whether this is the sender's last bucket
 
 
 @dataclass(frozen=True)

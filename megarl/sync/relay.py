@@ -53,7 +53,7 @@ class _Sender:
 
     bases: dict[int, _Base] = field(default_factory=dict)
     patch: Tensor = field(default_factory=lambda: shared_buffer(0, _HOST))
-    patched: tuple[int, int, int] | None = None  # of the delta: bucket, version, bytes
+    patched: tuple[int, int, int] | None = None  # bucket number, version and bytes of the delta
 
 
 class Relay:

@@ -226,7 +226,7 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = False)
     disk on return, so that a power cut leaves no empty file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not by mkstemp, whose files only their owner may read: here the umask decides.
+    # Not made by mkstemp, whose files only their owner may read: the umask decides who may read this file.
     name = path.parent / f".{path.name}.{uuid.uuid4().hex}"
     try:
         with open(name, "xb") as file:

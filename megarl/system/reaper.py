@@ -46,7 +46,7 @@ def guarded(*close: int) -> None:
     status = None
     try:
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        # for the worker to handle, which shares the group
+        # The worker, which is in the same process group, handles these signals.
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         for descriptor in close:
@@ -99,7 +99,8 @@ def _end_as(status: int | None) -> None:
     code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a waiting SIGTERM is dropped, or it would be taken for the end
+        # drops a pending SIGTERM, which would hide the signal that ended the worker
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with contextlib.suppress(OSError):  # SIGKILL and SIGSTOP cannot have handlers
             signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)

@@ -41,7 +41,7 @@ _FOLDER_TAG = "run_dir"  # tag of `run_tags` with the run folder
 _DELETED, _GONE = "deleted", "RESOURCE_DOES_NOT_EXIST"
 _REJECTED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 
-# format version of the file that holds the MLflow run's id
+# fields of the file that holds the MLflow run's id
 _ID_NEEDS: Needs = {"uri": str, "run_id": str, "status": str}
 _Call = Callable[[Any, str], None]
 
@@ -64,7 +64,7 @@ class MlflowLog:
         self._steps: dict[str, frozenset[int]] = {}
         self._names, self._rejected = SafeNames(), set[str]()
         self._start_error: Exception | None = None
-        self._opened: tuple[Any, str] | None = None  # client and run
+        self._opened: tuple[Any, str] | None = None  # MLflow's client, and the id of the run
         # id of the created MLflow run, so that a second attempt does not create another
         self._created: str | None = None
         self._down = self._refused = False
@@ -272,7 +272,7 @@ class MlflowLog:
         run = self._found(client, known["run_id"])
         if run is None or self._belongs_elsewhere(run):
             return None
-        client.set_tag(known["run_id"], _FOLDER_TAG, str(self._run.folder))  # the folder may have been moved
+        client.set_tag(known["run_id"], _FOLDER_TAG, str(self._run.folder))  # the run folder may have been moved
         client.update_run(known["run_id"], status="RUNNING")
         return str(known["run_id"])
 

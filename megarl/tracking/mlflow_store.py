@@ -30,7 +30,7 @@ def check_store(uri: str) -> None:
     MLflow has no store for this scheme, or the file cannot be written.
     """
     scheme, colon, _ = uri.partition(":")
-    kind = scheme.lower().partition("+")[0]  # postgresql+psycopg2
+    kind = scheme.lower().partition("+")[0]  # the part before + in postgresql+psycopg2
     if colon and kind not in _SCHEMES and scheme not in entry_points(group="mlflow.tracking_store").names:
         raise ConfigError(
             f"MLflow has no store for {kind!r}",

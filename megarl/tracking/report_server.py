@@ -17,7 +17,7 @@ from megarl.tracking.report import render, report_data
 from megarl.tracking.report_runs import load_run
 
 HOST = "127.0.0.1"
-_PERIOD_S = 5.0  # seconds after which a page looks for changes
+_PERIOD_S = 5.0  # seconds after which a page checks for changes
 _FILES = ("metrics.jsonl", "samples.jsonl", "training_samples.jsonl", "run.json", "restarts.jsonl", "graph.svg")
 
 
@@ -65,7 +65,7 @@ class ReportServer(ThreadingHTTPServer):
 
     def data(self) -> dict[str, Any]:
         """Return the page's data, with the tag and period that it needs to follow the runs."""
-        tag = self.tag()  # taken before the files are read, so that later changes are found at the next look
+        tag = self.tag()  # computed before the files are read, so that the next check finds later changes
         now = f"{datetime.datetime.now():%H:%M:%S}"
         data = report_data([load_run(folder) for folder in self.folders])
         return data | {"live": {"tag": tag, "at": now, "period_s": self._period_s}}

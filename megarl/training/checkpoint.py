@@ -126,7 +126,8 @@ def begin(
 def _commit(folder: Path, meta: dict[str, Any], keep_last: int, best: bool, checksums: dict[str, FileChecksum]) -> None:
     """Turn the folder into the checkpoint after all files are on disk, and remove old checkpoints."""
     root, step = folder.parent, meta["step"]
-    for name, (size, _) in checksums.items():  # other machines wrote some: check what this one sees
+    # other machines wrote some of the files: check that this machine sees them whole
+    for name, (size, _) in checksums.items():
         if size_at(folder / name) != size:
             problem = f"the file's size differs from the {size:,} bytes that were written"
             raise OSError(errno.EIO, problem, str(folder / name))
@@ -335,7 +336,7 @@ def _stranger(path: Path, tag: str) -> str | None:
     """Return a message if the file, one of a rank's, belongs to another checkpoint, else None."""
     if not path.name.startswith("rank_"):
         return None
-    with contextlib.suppress(CheckpointError, KeyError):  # the file is damaged, which its checksum shows
+    with contextlib.suppress(CheckpointError, KeyError):  # raised for a damaged file, which its checksum shows
         label = label_of(path)
         if label["tag"] != tag:
             return f"belongs to another checkpoint (step {label['step']})"

@@ -123,7 +123,7 @@ class MegatronEngine:
         self.model_config = configured(freeze=freeze, where=self._where, world=layout.world)
         self.model_config.variable_seq_lengths = parallel.vpp is None  # see microbatch.build_all
         self.chunks = build_policy(hf_config, self.model_config, value_head=value_head)
-        if lora is not None:  # before the weights: a critic begins with the actor's adapters
+        if lora is not None:  # attach adapters before the weights are read: a critic begins with the actor's adapters
             init_adapters(self.chunks, lora, seed)
         weights(self.chunks)
         if lora is not None:

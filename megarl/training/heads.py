@@ -85,7 +85,7 @@ def head_rows(
         rows = copy_to_tensor_model_parallel_region(hidden[micro.rows])
     start, stop = model.vocab_range
     weight = model.lm_head_weight
-    if columns is not None:  # some ranks may hold none of them
+    if columns is not None:  # some ranks may hold none of these columns
         first, last = (min(max(column, start), stop) for column in columns)
         start, weight = first, weight[first - start : last - start]
     return rows, weight, start
@@ -127,7 +127,7 @@ class SampledTokens:
         local = head_logits(rows[micro.rows], model.lm_head_weight[first - start : last - start]).float()
         logits = local.new_zeros(len(local), self.columns[1] - self.columns[0])
         logits[:, first - self.columns[0] : last - self.columns[0]] = local
-        if self.group.size > 1:  # each rank has some of the few columns
+        if self.group.size > 1:  # sum the logits of the ranks, each of which holds only some of the columns
             self.group.all_reduce(logits)
         logits = logits / (self.temperature or 1.0)
         score = logits

@@ -73,9 +73,7 @@ def park(wrapped: Iterable[Any], optimizer: Any | None, part: str, arena: HostAr
         both = [b for c in wrapped for b in (*getattr(c, "buffers", ()), *getattr(c, "expert_parallel_buffers", ()))]
         return Parked(unkept([buffer.grad_data for buffer in (both if optimizer is not None else [])]))
     storages = {p.untyped_storage().data_ptr(): p for c in wrapped for p in c.parameters()}
-    if (
-        part != PARAMETERS
-    ):  # the optimizer's state; masters of float32 parameters are views of these, and belong to them
+    if part != PARAMETERS:  # the optimizer's state, without float32 master weights that are views of the parameters
         state = {tensor.untyped_storage().data_ptr(): tensor for tensor in _optimizer_tensors(optimizer)}
         storages = {pointer: tensor for pointer, tensor in state.items() if pointer not in storages}
     return Parked(kept_in(arena, [tensor for tensor in storages.values() if tensor.is_cuda]))

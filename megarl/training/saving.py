@@ -29,8 +29,8 @@ from megarl.training.checksums import FileChecksum, few, size_at
 from megarl.training.shards import CheckpointError, Snapshot, write_file
 
 _POLL_S = 0.05
-_LOOK_S = 1.0  # between two measurements of how much another team has written
-_STUCK_S = 20.0  # without a new byte, after which a failing run stops waiting for its checkpoint
+_LOOK_S = 1.0  # seconds between two measurements of how much another team has written
+_STUCK_S = 20.0  # seconds without a new byte after which a failing run stops waiting for its checkpoint
 
 
 class _Stopped(Exception):

@@ -230,7 +230,7 @@ def _create_state(part: Any) -> None:
         for parameter in group["params"]:
             if part.optimizer.state[parameter]:
                 continue
-            if holds_masters(part):  # Megatron's init function lacks an argument of Transformer Engine
+            if holds_masters(part):  # Megatron's init function does not pass an argument that Transformer Engine needs
                 part.optimizer.initialize_state(parameter, store_param_remainders=False)
             else:
                 part.optimizer.state[parameter].update(

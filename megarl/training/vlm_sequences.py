@@ -22,7 +22,7 @@ class ImageLayout(TextLayout):
     """The layout of text with images: that of text, with positions of three numbers and each image once."""
 
     encoder: VisionEncoder  # the model's vision encoder
-    reads_images: bool = True  # samples have the fields of images; else all are text
+    reads_images: bool = True  # whether samples have the fields of images; otherwise all samples are text
 
     def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
         """Implement `SequenceLayout.patches`."""

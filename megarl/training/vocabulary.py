@@ -48,8 +48,8 @@ class WholeVocabulary:
     """The head that gives `base` for each row, and the divergence from a teacher over the policy's vocabulary."""
 
     base: LogProbs  # log-probs and entropies of the sampled tokens
-    teacher: Jagged  # [tokens of a sample, teacher's width] for every row of the batch, its hidden states
-    head: TeacherHead  # of the teacher
+    teacher: Jagged  # [tokens of a sample, teacher's width] for every row of the batch, the teacher's hidden states
+    head: TeacherHead  # the teacher's head
 
     @property
     def outputs(self) -> int:

@@ -125,7 +125,7 @@ def _labelled(first: str, second: str) -> bool:
     return bool(label[1]) and _equal(*pair, grouping=True)
 
 
-_ORDINAL = re.compile(r".*ths?")  # tenths
+_ORDINAL = re.compile(r".*ths?")  # for example tenths
 _FUNCTION = re.compile(r"[A-Za-z]\((?P<letter>[a-z])\)\s*=")
 _FOR_ALL = re.compile(
     r"(?:for (?:all|any|every)(?: real(?: numbers?)?)?\s*+(?P<inner>\})?|\\forall)\s*+\$?(?P<letter>[a-z])\$?"

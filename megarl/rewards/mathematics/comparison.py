@@ -44,7 +44,7 @@ def normal(node: Node) -> Node:
             and all(map(_is_name, node.sides[:-1]))
             and not _is_name(node.sides[-1])
         ):
-            lines = tuple(Relation((side, node.sides[-1]), ("=",)) for side in node.sides[:-1])  # x = y = 2
+            lines = tuple(Relation((side, node.sides[-1]), ("=",)) for side in node.sides[:-1])  # for example x = y = 2
             return normal(Compound("list", lines, ","))
         made = node
     else:
@@ -164,7 +164,7 @@ def _groups(a: Compound, b: Compound) -> bool:
             return False
         named, others = (a, b) if _names_many(a) else (b, a)
         if _names_many(named) and not any(isinstance(item, Relation) for item in others.items):
-            return _in_order(a.items, b.items)  # x = 1, y = 2 is not 2, 1
+            return _in_order(a.items, b.items)  # for example, x = 1, y = 2 is not 2, 1
         return _in_any_order(a.items, b.items)
     if kinds == {"set"} and dotted:
         return _in_order(a.items, b.items)
@@ -276,7 +276,7 @@ def _converted(a: Node, b: Node) -> bool:
         others = b.items if isinstance(b, Compound) and b.kind in ("list", "set") else ()
         return not any(isinstance(item, Relation) for item in others) and _in_any_order(values, others)
     if a.kind == "list" and a.marks == "and" and isinstance(b, Apply) and b.name == "mixed":
-        return _in_order(a.items, b.args)  # 5 feet and 3 inches
+        return _in_order(a.items, b.args)  # for example 5 feet and 3 inches
     if not isinstance(b, Compound):
         return a.kind == "list" and isinstance(b, Relation) and b.ops == ("=",) and _tuple_equation(a, b)
     if a.kind == "list" and a.marks in (",", "and") and b.kind == "tuple" and b.marks == "()":

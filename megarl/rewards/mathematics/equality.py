@@ -93,7 +93,7 @@ def _without_units(node: Node) -> Node | None:
         inner = _without_units(node.args[0])
         return None if inner is None else Apply("neg", (inner,))
     if isinstance(node, Apply) and node.name == "+" and not any(map(_has_units, node.args[:-1])):
-        inner = _without_units(node.args[-1])  # \frac{\pi}{4} - \frac12 cm^2
+        inner = _without_units(node.args[-1])  # for example \frac{\pi}{4} - \frac12 cm^2
         return None if inner is None else Apply("+", (*node.args[:-1], inner))
     if not isinstance(node, Apply) or node.name != "*":
         return None
@@ -230,7 +230,7 @@ def proportional(first: Node, second: Node, positive: bool) -> bool:
 def _is_multiple(first: Node, second: Node, names: list[str], base: float | None, positive: bool) -> bool:
     ratios, least = [], 0
     for left, right, digits in _values(first, second, names, base):
-        if not left or not right:  # one side is an identity
+        if not left or not right:  # an equation that holds at an arbitrary point is an identity
             return False
         ratios.append(left / right)
         least = min(least or digits, digits)

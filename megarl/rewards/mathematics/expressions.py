@@ -76,7 +76,7 @@ class ExpressionReader(TokenReader):
         return with_signs(signs, self._term())
 
     def _term(self) -> Node:
-        last = self._factor()  # without sign and division
+        last = self._factor()  # the newest factor, without its sign or division
         factors = [last]
         quantities: list[Node] = []
         while True:
@@ -88,7 +88,7 @@ class ExpressionReader(TokenReader):
                 factor = with_signs(signs, last)
                 factors.append(Apply("inv", (factor,)) if inverse else factor)
             elif self._starts_number() and is_unit(factors[-1]):
-                quantities.append(product(factors))  # 5 feet 3 inches
+                quantities.append(product(factors))  # for example 5 feet 3 inches
                 last = self._factor()
                 factors = [last]
             elif self._starts_number() and not (isinstance(last, Apply) and last.name in _CLOSED):
@@ -266,7 +266,7 @@ class ExpressionReader(TokenReader):
             node = Symbol(f"{node.name}^-1")
         called = (node.name[0] in _CALLED and not self.multiplies(node.name)) or (
             self.next_is(")", ahead=2) and self.next_is("=", ahead=3)
-        )  # y(x) = ...
+        )  # for example y(x) = ...
         if called and node.kind == "variable" and self.next_is("("):
             start = self.at
             self._enclosed(self.step().text)
@@ -458,7 +458,7 @@ class ExpressionReader(TokenReader):
                 self.at += 1
         inside = canonical(self.tokens[start : self.at])
         if not any(token.kind == "number" for token in self.tokens[start : self.at]):
-            inside = inside.replace(" ", "").replace("{", "").replace("}", "")  # A B and AB
+            inside = inside.replace(" ", "").replace("{", "").replace("}", "")  # A B means AB
         if not inside:
             raise UnreadError(f"the command \\{name} has an empty argument")
         if name in words.ALPHABETS:

@@ -201,7 +201,7 @@ class _Scanner:
             match = _TOKEN.match(text, position)
             assert match is not None, "the last alternative matches every character"
             kind = match.lastgroup
-            if kind not in _READERS:  # the last group is inside the group of the token
+            if kind not in _READERS:  # `lastgroup` may be a group inside the token's own group
                 kind = next(name for name in _READERS if match.group(name) is not None)
             position = _READERS[kind](self, match) or match.end()
         if self.braces:
@@ -263,7 +263,7 @@ class _Scanner:
         if len(inside) == 1 and (
             (name in ("mathrm", "rm") and inside in "eid") or (name != "mathrm" or not inside.isalpha())
         ):
-            self.braces.append("units")  # a constant, a letter of a list, a digit
+            self.braces.append("units")  # `inside` is a constant, one letter or one digit
         elif "_" in inside or "^" in inside or "\\" in inside.replace("\\ ", "").replace("\\%", ""):
             self.braces.append("units")
         else:
@@ -461,7 +461,7 @@ def _without_braces(tokens: list[Token]) -> tuple[list[Token], list[bool]]:
         elif token.text == "}" and token.kind == "mark" and opened:
             start = opened.pop()
             if index - start <= 1 or (index - start == 2 and (tokens[start + 1].kind != "word")):
-                dropped |= {start, index}  # not around a word: \\overline{CD} is no \\overline{C}D
+                dropped |= {start, index}  # keep braces around a word: \\overline{CD} is not \\overline{C}D
     bare: list[Token] = []
     spaced: list[bool] = []
     space = apart = False  # apart: a brace stood between two numbers
@@ -485,7 +485,7 @@ def _spelled(token: Token, prose: bool) -> str:
     if token.kind == "number":
         if token.places is not None:
             return token.text.rstrip("0").rstrip(".")
-        padded = token.text.startswith("0") and len(token.text) > 1  # 12:05
+        padded = token.text.startswith("0") and len(token.text) > 1  # for example the minutes of 12:05
         return token.text if padded or token.value.denominator != 1 else str(token.value)
     if token.kind == "word":
         short = len(token.text) <= 4 and token.text.isupper() and token.text.lower() not in _CHOSEN

@@ -37,8 +37,9 @@ class PicturePipeline:
 
     size: int  # height and width of the result
     rotate: bool = False  # turn by 180 degrees; LIBERO renders upside down, and its demonstrations were turned
-    # quality of a JPEG file that the frame goes through, at its rendered size; None: it goes through none. The
-    # demonstrations of published checkpoints were stored so, and their evaluation does it too.
+    # quality with which the frame is compressed to JPEG at its rendered size, and decompressed; None: it is not
+    # compressed. The demonstrations of published checkpoints were stored as JPEG, and their evaluation compresses
+    # frames too.
     jpeg: int | None = None
     # filter by which the frame becomes `size` x `size`, whatever its shape; None: it is not resized here
     resize: str | None = None
@@ -78,7 +79,7 @@ class PicturePipeline:
         if self.resize is not None and tuple(frames.shape[1:3]) != (self.size, self.size):
             frames = _levels(resize(frames.float(), self.size, self.size, self.resize))
         if self.crop is not None:
-            # TensorFlow converts levels to [0, 1] and back so: multiply by 255.5, and drop the fraction.
+            # As TensorFlow does: divide levels by 255, and later multiply by 255.5 and drop the fraction.
             shares = crop_centre(frames.float() * float(np.float32(1 / 255)), self.crop, self.size)
             frames = (shares.clamp(0, 1) * 255.5).to(torch.uint8)
         return frames
@@ -99,7 +100,7 @@ class Normalisation:
     """Turns pictures into the pixels of one or more vision towers: (level / 255 - mean) / deviation, per channel."""
 
     means: tuple[tuple[float, ...], ...]  # means of red, green and blue, for each tower
-    deviations: tuple[tuple[float, ...], ...]  # likewise
+    deviations: tuple[tuple[float, ...], ...]  # standard deviations of red, green and blue, for each tower
 
     @classmethod
     def of_checkpoint(cls, config: Mapping[str, Any], where: str) -> Normalisation:
@@ -176,7 +177,7 @@ class VideoPipeline:
 
     frames: int = 64  # length of the clip
     size: int = 384  # height and width; frames are resized until their shorter side is 256/224 of it, and cropped
-    # filter of resizing. V-JEPA 2's own transforms, its class in transformers and SRPO's are bilinear.
+    # filter of resizing. The transforms of V-JEPA 2, of its class in transformers and of SRPO are bilinear.
     filter: str = "bilinear"
     normalisation: Normalisation = IMAGENET
 

@@ -30,10 +30,10 @@ class Failure:
     # that are not finite; `frames`, pictures that do not fit the task; `differs`, the replay with the same actions gave
     # another episode
     kind: str
-    text: str  # what happened, in one clause
+    text: str  # what happened, in one clause of a sentence
     task: str
     trial: int
-    chunks: int  # policy calls that had been answered
+    chunks: int  # number of policy calls that had been answered
     output: str  # last lines of the process
 
 
@@ -50,12 +50,13 @@ class PoolCounts:
     """
 
     constructions: Counter[str] = field(default_factory=Counter)  # number of constructed simulators, by task
-    # of processes, by kind, whether or not the episode could be replayed
+    # number of failures of processes, by kind, whether or not the episode could be replayed
     failures: Counter[str] = field(default_factory=Counter)
     resets: int = 0
     chunks: int = 0
     steps: int = 0
-    # of all processes: `construct`, `reset`, `step`, and the parts that a simulator reports, `physics` and `render`
+    # seconds of all processes, by work: `construct`, `reset`, `step`, and what a simulator reports, `physics` and
+    # `render`
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 

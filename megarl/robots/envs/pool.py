@@ -49,7 +49,7 @@ class _Episode:
     sums: list[int] = field(default_factory=list)  # checksums of the answers so far: to the reset, and to policy calls
     record: Recording | None = None  # the recording of a clip; None: no clip
     advice: bool = False  # the expert's action is requested
-    failures: int = 0  # number of processes that failed in it
+    failures: int = 0  # number of processes that failed in this episode
 
     @property
     def owed(self) -> bool:
@@ -65,8 +65,8 @@ class _Slot:
     episode: _Episode | None = None
     played: int = 0  # answers that this process gave in this episode; fewer than the slot gave while it replays
     kept: list[str] = field(default_factory=list)  # tasks with a constructed simulator
-    failures: int = 0  # of its processes since the last finished or dropped episode
-    used: bool = False  # whether it has played
+    failures: int = 0  # failures of this slot's processes since the last finished or dropped episode
+    used: bool = False  # whether the slot has played
 
     @property
     def owed(self) -> bool:

@@ -42,10 +42,11 @@ class Episode:
     trial: int
     seen: list[Observation] = field(default_factory=list)  # observations before the calls
     chunks: list[Chunk] = field(default_factory=list)  # the policy's output
-    executed: list[int] = field(default_factory=list)  # environment steps of each chunk
+    executed: list[int] = field(default_factory=list)  # number of executed environment steps of each chunk
     end: Observation | None = None  # the observation after the last action; None: the episode is in flight
     success: bool = False
-    progress: float = math.nan  # completed part of the task at the end; NaN: the simulator does not measure it
+    # completed part of the task at the episode's end, 0 to 1; NaN: the simulator does not measure it
+    progress: float = math.nan
     failure: str = ""  # why the episode cannot be scored; empty: it can
     failure_kind: str = ""  # the reason in one word, see `megarl.robots.envs.Failure`
     # the recorded clip, see `Outcome.clip`; without frames if the simulator failed
@@ -77,7 +78,8 @@ class Episode:
         `blank` replaces the calls of an episode without any.
         """
         self.failure, self.failure_kind, self.success, self.progress = why, kind, False, math.nan
-        del self.seen[len(self.executed) :], self.chunks[len(self.executed) :]  # a call that was not answered
+        # drop a call that the simulator did not answer
+        del self.seen[len(self.executed) :], self.chunks[len(self.executed) :]
         frames = {name: np.zeros((*size, 3), np.uint8) for name, size in self.spec.cameras.items()}
         self.end = Observation(dict(frames), np.zeros(self.spec.state_dim, np.float32))
         if not self.chunks:

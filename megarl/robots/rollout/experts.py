@@ -109,7 +109,8 @@ class _Stage:
 
     def __post_init__(self) -> None:
         self._waiting = deque(range(len(self._episodes)))
-        self._constructed: dict[int, set[str]] = {slot: set() for slot in self._pool.slots}  # tasks, by slot
+        # tasks whose simulators were constructed, by slot
+        self._constructed: dict[int, set[str]] = {slot: set() for slot in self._pool.slots}
 
     def play(self) -> Iterator[Demonstration]:
         try:

@@ -47,7 +47,7 @@ class PlayError(MegarlError):
 class View:
     """Converts a simulator's observations for the policy once, where they arrive; batches hold the converted ones."""
 
-    cameras: Sequence[str]  # names, in the policy's order
+    cameras: Sequence[str]  # names of the cameras, in the policy's order
     pictures: PicturePipeline  # turns a frame into a picture
     states: ActionStatistics | None = None  # scales the robot's state; None: it is not scaled
 
@@ -88,7 +88,7 @@ class View:
 class EpisodeStart:
     """The start of an episode."""
 
-    sample_id: str  # its name in messages
+    sample_id: str  # the sample's name in messages
     task: str
     trial: int
     prompt_ids: list[int]
@@ -100,7 +100,7 @@ class PlayCounts:
     """The counts of a call of `play`."""
 
     wait_s: float = 0.0  # seconds in which the policy waited for simulators
-    act_s: float = 0.0  # seconds in the policy
+    act_s: float = 0.0  # seconds in which the policy computed actions
     calls: int = 0
     steps: int = 0
     failures: dict[str, int] = field(default_factory=dict)  # episodes that cannot be scored, by kind
@@ -167,7 +167,7 @@ class _Game:
         self._waiting = deque(range(len(starts)))
         self._playing: dict[int, int] = {}  # slot -> number of its episode
         self._kept: dict[int, set[str]] = {}  # slot -> tasks that it has played
-        self._come: dict[int, Answer] = {}  # first rank only: answers that are not used yet
+        self._come: dict[int, Answer] = {}  # received answers that are not used yet; only on the first rank
 
     def play(self) -> None:
         """Play until all episodes are over."""

@@ -29,8 +29,8 @@ class PolicyCall:
 class Chunk:
     """The output of a policy call: K actions of D numbers, sampled as K * D tokens."""
 
-    token_ids: list[int]  # action after action
-    logprobs: list[float]  # of these tokens at the sampling temperature
+    token_ids: list[int]  # tokens of all actions, one action after another
+    logprobs: list[float]  # log-probs of these tokens at the sampling temperature
     actions: Numbers  # float32 [K, D], as the simulator takes them
 
 

@@ -82,7 +82,7 @@ def part_trials(
     """
     pairs: dict[Split, list[tuple[str, int]]] = {"train": [], "val": []}
     for task in tasks:
-        available = task.trials - task.evaluation  # may be trained on
+        available = task.trials - task.evaluation  # number of start states that may be trained on
         if available < held_out + (trained or 1):
             raise _too_few(task, "held_out", f"{held_out} held out, {trained or 'the others'} trained on", available)
         generator = np.random.Generator(np.random.PCG64([seed % 2**64, zlib.crc32(task.name.encode())]))

@@ -29,11 +29,11 @@ import numpy as np
 
 from .protocol import Numbers, Observation, Outcome, Simulator, TaskSpec
 
-#: Suite to the environment steps after which OpenVLA's evaluation ends an episode.
+#: Suite -> environment steps after which OpenVLA's evaluation ends an episode.
 SUITES = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
-#: Value of `limits` -> suite to its limit.
+#: Value of `limits` -> suite -> limit in environment steps.
 LIMITS: Mapping[str, Mapping[str, int]] = {"common": dict.fromkeys(SUITES, 512), "openvla": SUITES}
-#: Camera to its name in robosuite.
+#: Camera -> its name in robosuite.
 CAMERAS = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}
 NOTHING = np.array([0, 0, 0, 0, 0, 0, -1], np.float64)
 MESHES = ("articulated_objects", "stable_scanned_objects", "turbosquid_objects", "stable_hope_objects", "scenes")
@@ -44,14 +44,14 @@ class Libero(Simulator):
     """One task of LIBERO."""
 
     settings: ClassVar[Mapping[str, Any]] = {
-        "suites": tuple(name for name in SUITES if name != "libero_90"),  # 90 more tasks, if named
+        "suites": tuple(name for name in SUITES if name != "libero_90"),  # libero_90, with 90 more tasks, must be named
         "limits": "common",  # environment steps of an episode: 512 in all suites; `openvla`: by suite, 220 to 520
         "max_steps": None,  # environment steps of an episode; overrides `limits`
         "size": 256,  # height and width of the pictures
         "cameras": tuple(CAMERAS),
-        "settle": 10,  # actions that do nothing, while objects placed in the air fall
+        "settle": 10,  # number of actions that do nothing, while objects placed in the air fall
         "shadows": True,  # shadows and reflections: up to a third of a picture's time without a GPU
-        "assets": None,  # folder of the meshes, if it is not one of LIBERO's own places
+        "assets": None,  # folder of the meshes, if LIBERO does not find it by itself
     }
 
     @classmethod
@@ -104,7 +104,7 @@ class Libero(Simulator):
     def _as_constructed(self) -> None:
         """Reset the state that a reset with rebuilding clears, and one without keeps from the last episode."""
         for observable in self._env.env._observables.values():
-            observable.reset()  # its clock
+            observable.reset()  # resets the observable's clock
             observable._sampled = False
         self._env.seed(0)
         self._reset()
@@ -136,7 +136,8 @@ class Libero(Simulator):
             raw, _, success, _ = self._env.step(action)
             if success:
                 break
-        if success and executed < len(chunk):  # nobody had requested this picture
+        # the picture after this action was not requested, because the chunk was expected to continue
+        if success and executed < len(chunk):
             self._render(True)
             self._env.env._update_observables(force=True)
             raw = self._env.env._get_observations()
@@ -201,7 +202,7 @@ def _construct(problem: str, cameras: Mapping[str, tuple[int, int]]) -> Any:
         camera_names=[CAMERAS[name] for name in cameras],
         camera_heights=height,
         camera_widths=width,
-        ignore_done=True,  # replaces its own limit of 1000 steps
+        ignore_done=True,  # turns robosuite's own limit of 1000 steps off
     )
 
 

@@ -23,7 +23,7 @@ class ManiSkill(Simulator):
     """One task of ManiSkill."""
 
     settings: ClassVar[Mapping[str, Any]] = {
-        "tasks": {},  # name to {instruction, max_steps}
+        "tasks": {},  # name -> {instruction, max_steps}
         "trials": 100,
         "control": "pd_ee_delta_pose",
         "cameras": ("base_camera",),
@@ -63,7 +63,7 @@ class ManiSkill(Simulator):
             sim_backend="cpu",
             sensor_configs={"width": chosen["size"], "height": chosen["size"]},
         )
-        self._env: Any = made.unwrapped  # replaces gymnasium's own limit of steps
+        self._env: Any = made.unwrapped  # without gymnasium's own limit of steps
         shape = tuple(self._env.single_action_space.shape)
         if shape != (self.spec.action_dim,):
             raise ValueError(f"{task}: an action has shape {shape}, not {(self.spec.action_dim,)}")

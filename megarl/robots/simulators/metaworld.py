@@ -77,7 +77,7 @@ INSTRUCTIONS = {
     "window-close-v3": "close the window",
     "window-open-v3": "open the window",
 }
-BLOCK = 50  # start states of one seed of Meta-World
+BLOCK = 50  # number of start states that Meta-World makes from one seed
 CAMERAS = ("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV")
 #: Ways of rendering, each with the system libraries that it loads and the Debian packages that hold them.
 LIBRARIES = {
@@ -85,7 +85,7 @@ LIBRARIES = {
     "osmesa": {"OSMesa": "libosmesa6"},
     "glfw": {"glfw": "libglfw3"},
 }
-LARGEST = 640  # height and width of MuJoCo's memory for pictures
+LARGEST = 640  # largest height and width of MuJoCo's memory for pictures
 
 
 class MetaWorld(Simulator):
@@ -97,7 +97,7 @@ class MetaWorld(Simulator):
         "cameras": ("corner2",),
         "seed": 0,  # seed of Meta-World's start states
         "trials": BLOCK,  # number of start states
-        "plain": False,  # pictures that take a quarter of the time
+        "plain": False,  # simpler pictures, rendered in a quarter of the time
     }
 
     @classmethod
@@ -131,7 +131,7 @@ class MetaWorld(Simulator):
         benchmark = metaworld.MT1(task, seed=chosen["seed"])
         self._blocks, self._seed, self._policy_class = {0: benchmark.train_tasks}, chosen["seed"], ENV_POLICY_MAP[task]
         self._env = benchmark.train_classes[task]()
-        self._env.max_path_length = 10**9  # replaces its own limit of steps
+        self._env.max_path_length = 10**9  # turns Meta-World's own limit of steps off
         self._renderer = _renderer(self._env.model, chosen["size"], chosen["plain"])
         self._seen: Any = None
         self._info: Mapping[str, Any] = {}

@@ -25,12 +25,12 @@ Numbers = NDArray[np.float32]
 class TaskSpec:
     """The facts about a task that a policy needs."""
 
-    name: str  # in recipes and metrics
+    name: str  # the task's name in recipes and metrics
     instruction: str  # the policy's instruction, for episodes without their own
     trials: int  # number of start states
     max_steps: int  # environment steps after which an episode is over
-    action_dim: int  # numbers of an action, D
-    state_dim: int  # numbers of the robot's own state; 0: it has none
+    action_dim: int  # number of values of an action, D
+    state_dim: int  # number of values of the robot's own state; 0: the robot has no state
     cameras: Mapping[str, tuple[int, int]]  # height and width of the pictures, by camera
     evaluation: int = 0  # number of start states, the last ones, that are only for evaluation
 
@@ -39,8 +39,8 @@ class TaskSpec:
 class Observation:
     """The input of a policy."""
 
-    frames: Mapping[str, Frame]  # uint8 [H, W, 3], by camera
-    state: Numbers  # float32 [state_dim]
+    frames: Mapping[str, Frame]  # pictures, uint8 [H, W, 3], by camera
+    state: Numbers  # the robot's own state, float32 [state_dim]
     # in an episode's first observation: its own instruction; empty: the task's. Equal in all episodes of a trial.
     instruction: str = ""
 
@@ -49,12 +49,13 @@ class Observation:
 class Outcome:
     """The result of a chunk of actions."""
 
-    observation: Observation  # after the last executed action
-    executed: int  # environment steps
-    success: bool  # the task is done
-    over: bool  # the task is done, or the limit of environment steps is reached
-    progress: float | None = None  # done part of the task, 0 to 1, if the simulator knows it; never shown to a policy
-    seconds: Mapping[str, float] = field(default_factory=dict)  # spent, by `physics` and `render`
+    observation: Observation  # observation after the last executed action
+    executed: int  # number of executed environment steps
+    success: bool  # whether the task is done
+    over: bool  # whether the task is done, or the limit of environment steps is reached
+    # completed part of the task, 0 to 1, if the simulator measures it; never shown to a policy
+    progress: float | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)  # spent seconds, by `physics` and `render`
     # frames uint8 [n, H, W, 3] by camera, at the end of a recorded episode; added by the simulator's process
     clip: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
 
@@ -64,13 +65,13 @@ class Recording:
     """Which clip of an episode to record for a score by a video encoder."""
 
     cameras: tuple[str, ...]  # cameras to record, as the simulator renders them
-    frames: int  # maximum per camera; evenly spaced over the environment steps
+    frames: int  # maximum number of frames per camera, evenly spaced over the environment steps
 
 
 class Simulator:
     """The base class of simulators: one task."""
 
-    spec: TaskSpec  # of this task
+    spec: TaskSpec  # the description of this task
     #: Keys of `settings`, with their defaults.
     settings: ClassVar[Mapping[str, Any]] = {}
     _steps, _over = 0, True  # executed environment steps of the episode, and whether it has ended

@@ -28,9 +28,9 @@ from .protocol import Frame, Numbers, Observation, Outcome, Simulator, TaskSpec
 
 Point = tuple[float, float]
 
-GRIPPER, DISC, SQUARE = 0.08, 0.14, 0.13  # radii, and half the side of a square
-EDGE = 0.7  # a disc is in the edge of the table when its centre is beyond this
-PARTS = 4  # of an environment step: a gripper moves less than its radius in each
+GRIPPER, DISC, SQUARE = 0.08, 0.14, 0.13  # radii of a gripper and a disc, and half the side of a square
+EDGE = 0.7  # a disc is at the table's edge when its centre is beyond this coordinate
+PARTS = 4  # number of parts of an environment step; in each of them a gripper moves less than its radius
 FAR = 0.35  # minimum distance between the centres of objects
 COLORS = {"red": (214, 48, 49), "green": (39, 158, 82), "blue": (41, 98, 214)}
 ORANGE, GREY, TABLE, RIM, BLACK = (240, 138, 24), (128, 128, 136), (236, 232, 222), (206, 200, 186), (24, 24, 28)
@@ -53,7 +53,7 @@ class Reach(Simulator):
         "size": 32,  # height and width of the picture
         "max_steps": 32,  # environment steps of an episode
         "trials": 1000,
-        "speed": 0.1,  # distance of an environment step along each axis, on a table of 2
+        "speed": 0.1,  # distance that a gripper moves along each axis in an environment step; the table's side is 2
     }
 
     @classmethod
@@ -82,7 +82,7 @@ class Reach(Simulator):
         self._kind, _, self._goal = task.partition("_")
         self._canvas = _Canvas(self.spec.cameras["top"][0])
         self._squares: dict[str, Point] = {}
-        self._discs: list[list[float]] = []  # the orange one first
+        self._discs: list[list[float]] = []  # centres of the discs, the orange one first
         self._x, self._y, self._lowered = 0.0, 0.0, False
         self._start = self._left = 0.0  # length of the path at the start, and now
 
@@ -123,7 +123,7 @@ class Reach(Simulator):
             return np.array([dx, dy, 1 if arrives else -1], np.float32)
         (ox, oy), (ux, uy) = self._discs[0], DIRECTIONS[self._goal]
         along = (self._x - ox) * ux + (self._y - oy) * uy
-        across = (self._y - oy) * ux - (self._x - ox) * uy  # to the left of the path
+        across = (self._y - oy) * ux - (self._x - ox) * uy  # the gripper's distance to the left of the disc's path
         reach = DISC + GRIPPER
         if abs(across) < 0.05 and ((self._lowered and along < 0) or -along > reach):
             back = min(1.0, max(-1.0, -across / self._speed))
@@ -168,7 +168,7 @@ class Reach(Simulator):
         rim, (first, second) = 1 - DISC, self._discs
         for disc in self._discs:
             _part(gripper, disc, DISC + GRIPPER, 0.0)
-        for _ in range(4):  # each halves the overlap that a disc at the rim did not yield
+        for _ in range(4):  # each round halves the overlap that is left because a disc at the rim cannot move
             _part(first, second, 2 * DISC, 0.5)
             for disc in self._discs:
                 disc[:] = [min(rim, max(-rim, at)) for at in disc]

@@ -72,7 +72,7 @@ def _from_file(file: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.append(str(file.parent))  # helper modules in its folder
+    sys.path.append(str(file.parent))  # the file may import helper modules in its folder
     sys.modules[name] = module  # dataclasses look their module up there
     spec.loader.exec_module(module)
     return module

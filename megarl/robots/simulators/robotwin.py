@@ -45,7 +45,7 @@ class RoboTwin(Simulator):
         "tasks": (),
         "seeds": None,
         "eval_seeds": None,
-        "config": "demo_clean",  # or demo_randomized: other light, tables and objects
+        "config": "demo_clean",  # or demo_randomized, with other light, tables and objects
         "cameras": ("head_camera", "left_camera", "right_camera"),
         "max_steps": {},
         "instructions": "task",  # or seen, unseen
@@ -124,10 +124,10 @@ class RoboTwin(Simulator):
         objects = self._env.get_info() if hasattr(self._env, "get_info") else self._env.play_once()["info"]
         made = importlib.import_module("description.utils.generate_episode_instructions")
         before = random.getstate()
-        random.seed(seed)  # it chooses with the module `random`
+        random.seed(seed)  # RoboTwin chooses the descriptions with the module `random`
         try:
             descriptions = made.generate_episode_descriptions(self.spec.name, [objects], 1)
-        except SystemExit as error:  # it prints this if a description is missing
+        except SystemExit as error:  # RoboTwin exits if a description is missing
             raise ValueError(f"{self.spec.name}, seed {seed}: RoboTwin has no description of {objects}") from error
         finally:
             random.setstate(before)

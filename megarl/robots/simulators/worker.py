@@ -39,7 +39,7 @@ from .protocol import Observation, Outcome, Recording, Simulator, TaskSpec
 from .registry import simulator_class
 from .wire import Inbox, clip_places, pack, places, plain_spec
 
-_TEXT = 2000  # characters of an error's message, and of an instruction
+_TEXT = 2000  # most characters of an error's message, and of an instruction
 
 
 class _Refused(Exception):
@@ -182,7 +182,7 @@ class _Work:
         for camera, start in clip_places(self._playing.spec, self._recording)[0].items():
             frames = clip[camera]
             np.ndarray(frames.shape, np.uint8, self._memory, start)[...] = frames
-        self._recorder = None  # its frames are released
+        self._recorder = None  # releases the recorder's frames
         return {"clip": {camera: len(frames) for camera, frames in clip.items()}}
 
     def _expert(self, _: Any, __: Any) -> None:
@@ -264,7 +264,8 @@ def serve(connection: int, memory: int) -> None:
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # a trainer that waits too long requests stack traces
-    end_with_parents()  # in any state; its guardian ends the rest
+    # end with the trainer, whatever this process does; its guardian ends the processes that it started
+    end_with_parents()
     with socket.socket(fileno=connection) as trainer:
         work, inbox = _Work(trainer, memory), Inbox(trusted=True)
         while data := trainer.recv(1 << 16):

@@ -52,7 +52,7 @@ class KVCache:
         size = slots * max_length * heads * head_dim
         self._keys = [torch.empty(size, dtype=dtype, device=device) for _ in range(layers)]
         self._values = [torch.empty(size, dtype=dtype, device=device) for _ in range(layers)]
-        if fixed:  # padded batches read (and mask) rows that were never written, and 0 * NaN is NaN
+        if fixed:  # padded batches read and mask rows that were never written, and 0 * NaN is NaN
             for flat in (*self._keys, *self._values):
                 flat.zero_()
         self._spare = None if fixed else torch.empty(size, dtype=dtype, device=device)
@@ -88,7 +88,7 @@ class KVCache:
             for layer, flat in enumerate(buffers):
                 if rows and copied:
                     self._view(spare, new)[:rows, :, :copied] = self._view(flat, self.length)[:rows, :, :copied]
-                    # Unwritten positions are masked, yet 0 * NaN is NaN in the product with the values.
+                    # Zero the unwritten positions: they are masked, but 0 * NaN is NaN in the product with the values.
                     self._view(spare, new)[:rows, :, copied:] = 0
                 buffers[layer], spare = spare, flat
         self.length, self._spare = new, spare

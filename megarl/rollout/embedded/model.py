@@ -144,7 +144,7 @@ class Layer:
         """
         if not len(hidden):
             return hidden if self._moe is None else self._moe(hidden, lockstep)
-        # Megatron keeps [q heads, k, v] of a group side by side, the grouping that decoding uses.
+        # Megatron stores the query heads, key and value of a group side by side, as decoding needs them.
         qkv = self._qkv(self._ops.add_norm(hidden, delta, self._attn_norm, self._eps)).view(len(hidden), *self._heads)
         context = attend(self._number, self._window, qkv, self._head_norm, rope)
         delta = self._mesh.tp.all_sum(self._proj(context))

@@ -198,7 +198,7 @@ class Session:
                 room = torch.tensor(self._sampling.max_new_tokens) if self._room is None else self._room[:-1].cpu()
                 logprobs = self._mesh.from_last_stage(self._logprobs)[:-1]
                 return self._cut(range(len(self._tokens) - 1), self._tokens[:-1], logprobs, room)
-            if batch:  # without the last token of each prompt
+            if batch:  # prefill all tokens of each prompt but the last
                 prompts = [self._requests[r] for r in batch.requests]
                 self._read([(prompt.prompt_ids[:-1], prompt.images) for prompt in prompts], batch.rows, lockstep)
             elif rows == 0:  # a pass without tokens, so that other ranks can use this rank's experts

@@ -20,7 +20,7 @@ class RunningTexts:
     def __init__(self, strings: StopStrings) -> None:
         self._strings = strings
         self._texts: dict[int, TurnText] = {}
-        self._ends: dict[int, int] = {}  # sample -> tokens after which it ends
+        self._ends: dict[int, int] = {}  # sample -> number of tokens after which it ends
 
     def begin(self, sample: int, begun: Sequence[int]) -> None:
         """Begin a sample whose turn already has the tokens `begun`."""

@@ -143,7 +143,7 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
         )
         if here and nvidia_devices() and not hidden:
             _check_cuda(config, python, checks)
-            if broadcast:  # gloo without GPUs
+            if broadcast:  # without GPUs broadcasts use gloo
                 check_same_nccl(python)
     except ConfigError as error:
         # the run is for another machine
@@ -206,7 +206,7 @@ def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: b
             fix="set rollout.sglang.host=null",
         )
     key = "rollout.sglang.servers"
-    if nnodes > 1 and (asking or not known):  # on some of the machines; see megarl.checks.placement
+    if nnodes > 1 and (asking or not known):  # servers run only on some of the machines; see megarl.checks.placement
         return
     per, by = nnodes // math.gcd(nnodes, servers.nnodes), "cluster.nnodes"
     by += " / rollout.sglang.nnodes" if servers.nnodes > 1 else ""

@@ -154,5 +154,6 @@ def _own(spec: ServerSpec, place: WorkerPlace, world: WorkerGroup) -> Fleet:
             gpus = server_gpus(config, len(here), local, place.workers, os.environ, nvidia_devices())
         owned[number] = ServerProcess(replace(spec, number=number, node=node, gpus=gpus))
     numbers = range(config.servers)
-    servers = [Server(number, ServerApi("", spec.api_key, f"server {number}")) for number in numbers]  # url: at start
+    # the server's URL is set when it starts
+    servers = [Server(number, ServerApi("", spec.api_key, f"server {number}")) for number in numbers]
     return Fleet(servers, config, owned, world=world)

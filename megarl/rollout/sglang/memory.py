@@ -26,7 +26,8 @@ class ServerMemory:
     def __init__(self, fleet: Fleet, deadline_s: float, world: WorkerGroup) -> None:
         self._fleet, self._deadline_s = fleet, deadline_s
         self._numbers = range(world.rank, len(fleet.servers), world.size)
-        self._parts: dict[tuple[int, int], set[str]] = {}  # by number and restarts: a restarted server has all parts
+        # parts on the devices, by number and restarts of the server: a restarted server has all parts
+        self._parts: dict[tuple[int, int], set[str]] = {}
 
     def hold(self, *parts: str) -> None:
         """Keep exactly these parts of the servers' memory (`WEIGHTS`, `CACHE`) on the devices.

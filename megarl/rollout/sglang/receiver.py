@@ -197,7 +197,7 @@ class SglangReceiver:
         """Return the server's checksums of its own parameters, by tensor-parallel rank."""
         answer = self._call("/weights_checker", {"action": "checksum"}, step)
         try:
-            # One list per data-parallel engine, of which servers have one.
+            # The server returns one list per data-parallel engine, and has one such engine.
             flat = [info for part in answer["ranks"] for info in (part if isinstance(part, list) else [part])]
             flat.sort(key=lambda info: info["parallelism_info"][0]["tp_rank"])
             return [info["checksums"] for info in flat]

@@ -48,8 +48,8 @@ class _Put:
     """A bucket's bytes, and what has changed in them since the version `base`."""
 
     parts: Sequence[Tensor]
-    base: int = -1  # -1: there is no earlier version
-    delta: Delta | None = None  # None: too much has changed
+    base: int = -1  # the version that the delta starts from; -1: there is no earlier version
+    delta: Delta | None = None  # the changes; None: too much has changed
 
 
 class DeltaTransport(Transport):
@@ -137,7 +137,7 @@ class DeltaTransport(Transport):
         if delta is not None and self._relayed[host][1] and receiver.takes_changes(step):
             header = patch_header(bucket.entries, delta)
             if receiver.take_changes(self._handles(receiver, number, "patch"), header, step):
-                return  # else it needs whole tensors
+                return  # otherwise the receiver needs whole tensors
         handles = self._handles(receiver, number, "handles")
         receiver.take_shared(handles, entries_by_rank(receiver, changed), None, step)
 

@@ -106,7 +106,8 @@ class OwnEmbedder(EpisodeEmbedder):
             negatives. None: no episode of any rank has three points.
         """
         lengths = episodes["states"].lengths.cpu()
-        usable = (valid_episodes(episodes) & (lengths >= 2)).nonzero().squeeze(1)  # with the end three points
+        # two calls and the end state are three points
+        usable = (valid_episodes(episodes) & (lengths >= 2)).nonzero().squeeze(1)
         ranks = self._group.all_gather_json([len(usable), episodes["states"].values.shape[1]])
         total, first = sum(count for count, _ in ranks), sum(count for count, _ in ranks[: self._group.rank])
         if not total:

@@ -51,7 +51,7 @@ def resampled(calls: Jagged, ends: Tensor, points: int) -> Tensor:
         ends: float [B, S], after the last call.
         points: at least 1.
     """
-    lengths = calls.lengths  # place `lengths[b]` is the end of episode b
+    lengths = calls.lengths  # index `lengths[b]` is the end state of episode b
     share = torch.linspace(0, 1, points, dtype=torch.float64) if points > 1 else torch.ones(1, dtype=torch.float64)
     at = lengths[:, None] * share
     before = at.floor().long()

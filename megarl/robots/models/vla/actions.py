@@ -159,7 +159,8 @@ class ActionCodec:
     """Converts between the tokens of policy calls and the actions that a simulator executes."""
 
     tokens: ActionTokens  # the rule of the vocabulary
-    statistics: ActionStatistics  # statistics of the actions in the policy's data set; their D is that of every action
+    # statistics of the actions in the policy's data set; every action has the same D numbers
+    statistics: ActionStatistics
     gripper: GripperRule = GripperRule()  # the simulator's rule
 
     @property

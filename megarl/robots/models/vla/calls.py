@@ -29,8 +29,8 @@ class PolicyFamily:
     # token that ends the prompt, and is added if the tokenizer does not add it; None: no such token. Llama's tokenizer
     # turns the space after `Out:` in training into 29871, an empty token.
     last_token: int | None = 29871
-    stop_token: int = 2  # follows the slots if these are predicted in one pass
-    parallel: bool = True  # the slots of a call are predicted in one pass
+    stop_token: int = 2  # token that follows the action slots if all slots are predicted in one pass
+    parallel: bool = True  # whether the slots of a call are predicted in one pass
 
 
 #: `small`: new policies with their own tokenizer, whose prompt is only the instruction.
@@ -92,8 +92,8 @@ class CallLayout:
     dim: int  # numbers of an action, D
     chunk: int  # actions of a call, K
     cameras: int = 1  # pictures of a call
-    state: bool = False  # one column stands for the robot's own state
-    parallel: bool = True  # see PolicyFamily
+    state: bool = False  # whether one column stands for the robot's own state
+    parallel: bool = True  # `parallel` of the policy family
 
     def __post_init__(self) -> None:
         # A prompt has at least BOS, which is before the pictures, and the token that predicts the first slot.

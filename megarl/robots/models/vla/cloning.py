@@ -90,7 +90,7 @@ class CloningExamples:
         self._prompts = {task: list(prompts[task]) for task in {shown.task for shown in self._shown}}
         self._starts = np.cumsum([0, *map(len, self._shown)])
         actions = np.concatenate([shown.actions for shown in self._shown])
-        self._tokens = codec.to_tokens(actions[:, None])  # [N, D], of each environment step
+        self._tokens = codec.to_tokens(actions[:, None])  # [N, D], tokens of the action of each environment step
         self._states = np.ascontiguousarray(states(np.concatenate([shown.states for shown in self._shown])), np.float32)
         self._kept: dict[int, Tensor] = {}
         self._room = keep // (len(self._cameras) * pictures.size**2 * 3)

@@ -41,8 +41,9 @@ def policy_config(
         )
     hf = load_hf_config(ModelConfig(hf_config={"model_type": "llama", **text}), f"{where}.text_config")
     VisionShape.from_config(config, hf.hidden_size, where)
-    hf.policy = dict(config)  # goes into the config.json of what is exported, as it is
-    hf.preprocessor = None if preprocessor is None else dict(preprocessor)  # likewise
+    hf.policy = dict(config)  # exports write it to config.json unchanged
+    # exports write it to preprocessor_config.json unchanged
+    hf.preprocessor = None if preprocessor is None else dict(preprocessor)
     return hf
 
 

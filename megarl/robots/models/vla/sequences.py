@@ -69,13 +69,13 @@ class VLALayout:
 
     shape: VisionShape  # the policy's vision part
     family: PolicyFamily  # the conventions of its sequences
-    normalise: Normalisation  # pictures to pixels of its towers
-    cameras: Sequence[str]  # names, in the policy's order
+    normalise: Normalisation  # turns pictures into the pixels of the policy's towers
+    cameras: Sequence[str]  # names of the cameras, in the policy's order
     dim: int
     chunk: int
     columns: tuple[int, int]  # first and one past the last action token
-    # only the slots and the stop token attend in both directions; else all columns do, as in published policies. Not
-    # used if slots are predicted one after another.
+    # whether only the slots and the stop token attend in both directions; otherwise all columns do, as in published
+    # policies. Not used if slots are predicted one after another.
     block_only: bool = False
 
     def rows(self, samples: Batch) -> Batch:

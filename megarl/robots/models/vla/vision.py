@@ -32,9 +32,9 @@ class Seen:
     """The visual and state inputs of the policy calls of a stream."""
 
     pixels: Tensor  # [n, 3 * towers, side, side], pictures in each tower's normalisation, concatenated by channels
-    places: Tensor  # int64 [n * patches], columns of the stream that get the embeddings of pictures
-    states: Tensor  # [m, state]
-    state_places: Tensor  # int64 [m], columns that get the embeddings of states
+    places: Tensor  # int64 [n * patches], columns of the packed stream that get the embeddings of pictures
+    states: Tensor  # [m, state], the robot's own states
+    state_places: Tensor  # int64 [m], columns of the packed stream that get the embeddings of states
     blank: Tensor  # int64, columns whose embedding is zero: slots of actions that are predicted in one pass
 
     def to(self, device: torch.device) -> Seen:
