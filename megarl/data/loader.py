@@ -33,10 +33,10 @@ class Described(Indexed, Protocol):
 
 @runtime_checkable
 class Mismatched(Protocol):
-    """A data set whose samples also get the response of another sample: the one before them (KTO)."""
+    """A data set that can add to each sample the response of another sample, as KTO needs."""
 
     def set_mismatched(self, batch: Batch, indices: Sequence[int], others: Sequence[int]) -> None:
-        """Add to the samples of `batch`, with these indices, the responses of the samples with the indices `others`."""
+        """Add to `batch`, which holds the samples at `indices`, the responses of the samples at `others`."""
         ...
 
 
@@ -44,11 +44,11 @@ class PromptLoader:
     """The iterator over this rank's share of each global batch.
 
     Epochs follow each other without a gap, each in an order drawn from (seed, epoch), and are cut into global batches
-    of `batch_size`. So every sample comes exactly once per epoch, every batch is full, and none is dropped; a batch may
-    hold the last samples of an epoch and the first of the next. Rank r of d takes samples r, r + d, r + 2 d, ... of
-    each global batch, so that the first k samples of all ranks are the first k * d of the batch: a mini-batch holds the
-    same samples whatever the number of ranks. The state contains the next sample and no rank, so a run resumes on
-    another number of ranks with the same batches.
+    of `batch_size`. So every sample is used exactly once per epoch, every batch is full, and no sample is dropped; a
+    batch may hold the last samples of an epoch and the first of the next. Rank r of d takes samples r, r + d, r + 2 d,
+    ... of each global batch, so that the first k samples of all ranks are the first k * d of the batch: a mini-batch
+    holds the same samples whatever the number of ranks. The state contains the number of the next sample but nothing
+    about ranks, so a run that resumes on a different number of ranks gets the same batches.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class PromptLoader:
         refuse_other_data(self.state_dict(), state)
 
     def _pieces(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (epoch, dataset indices) of the next global batch, one part for each epoch in it."""
+        """Yield (epoch, dataset indices) of the next global batch, one pair for each epoch that it has samples of."""
         epoch, first, left = self._epoch, self._position, self.batch_size
         while left > 0:
             indices = self._indices(epoch)[first : first + left]
@@ -152,7 +152,7 @@ class PromptLoader:
 
 
 def refuse_other_data(state: dict[str, Any], other: dict[str, Any]) -> None:
-    """Raise an error if a loader with `state` cannot continue at the state `other` of a checkpoint."""
+    """Raise an error if a loader's `state` and the state `other` in a checkpoint belong to different data."""
     if any(state[name] != other[name] for name in ("samples", "fingerprint")):
         raise DataError(
             "the data is not what the checkpoint was trained on, so the loader cannot continue in it",
@@ -164,7 +164,9 @@ def refuse_other_data(state: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def others_before(order: Sequence[int]) -> list[int]:
-    """Return for each place the nearest earlier number that differs, going round from the end; itself if all are equal.
+    """Return, for each entry of `order`, the nearest earlier number that differs from it.
+
+    The last entry counts as the one before the first. If all numbers are equal, return them unchanged.
 
     >>> others_before([3, 3, 5])
     [5, 5, 3]
@@ -178,7 +180,7 @@ def others_before(order: Sequence[int]) -> list[int]:
 
 
 def rounds(dataset: Indexed, batch_size: int | None, dp_rank: int = 0, dp_size: int = 1) -> Iterator[Batch]:
-    """Yield one pass in order, for validation: this rank's share of each round of `batch_size` samples (None: all).
+    """Yield this rank's share of each round of `batch_size` samples (None: all samples), in order, for validation.
 
     All ranks get the same number of rounds; in the last, shorter round a rank's share may be empty.
     """

@@ -49,7 +49,7 @@ def without_weight(messages: list[Message]) -> list[Message]:
 
 
 def extra_keys(message: Message) -> list[str]:
-    """Return the message's keys other than the content that a chat template has to write."""
+    """Return the keys of a message that a chat template must write in addition to its role and content."""
     known = ("role", "content", WEIGHT, *(_OF_CALLS if message.get("role") == "tool" else ()))
     return [key for key in message if key not in known]
 
@@ -95,7 +95,7 @@ def prompt_messages(value: Any, row: Row, column: str, *, whole: bool, images: b
 
 
 def response_of(row: Row, prompt_key: str, response_key: str, *, images: bool = False) -> list[Message]:
-    """Return a row's response: messages of which the assistant's are learnt. See `response_messages`."""
+    """Return a row's response as messages; the assistant's messages are trained on. See `response_messages`."""
     value = row.column(response_key, "sft.response_key")
     whole = prompt_key == response_key
     if whole and not isinstance(value, list):
@@ -162,7 +162,7 @@ def response_messages(
 
 
 def _refuse_unlearnt(messages: list[Message], key: str, row: Row) -> None:
-    """Raise an error if two of the assistant's messages follow each other, or none is to be learnt."""
+    """Raise an error if two assistant messages follow each other, or no assistant message is trained on."""
     roles = [message["role"] for message in messages]
     twice = next((i for i in range(1, len(roles)) if roles[i - 1 : i + 1] == [ASSISTANT, ASSISTANT]), None)
     if twice is not None:
@@ -215,7 +215,7 @@ def _read(message: dict[str, Any], number: int, value: Any, row: Row, column: st
 
 
 def _joined(parts: list[Any], number: int, row: Row, column: str, images: bool) -> str | None:
-    """Join content that is given in parts; None: the list does not consist of parts."""
+    """Join the parts of a message's content into text; return None if the list does not consist of parts."""
     texts = []
     for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):

@@ -70,7 +70,7 @@ def taken_apart(observation: Any, images: ImagePrompts | None) -> tuple[Any, lis
 
 
 def _read(part: Any, images: ImagePrompts | None, number: int) -> ImageSet:
-    """Read a part that is an image, the `number`-th of an observation."""
+    """Read the image in a part; it is the `number`-th image of an observation."""
     if not isinstance(part, dict) or not is_image(part):
         raise DataError("a part of the observation is neither text nor an image", found=f"{part!r:.80}", allowed=_PARTS)
     if images is None:
@@ -84,7 +84,7 @@ def _read(part: Any, images: ImagePrompts | None, number: int) -> ImageSet:
 
 
 def _cleaned(value: Any, plain: Callable[[str], str]) -> Any:
-    """Return JSON's values with plain texts."""
+    """Apply `plain` to all texts in a JSON value, keys included."""
     if isinstance(value, str):
         return plain(value)
     if isinstance(value, list):

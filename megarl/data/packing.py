@@ -36,7 +36,7 @@ def pack(lengths: Lengths, budget: int) -> list[list[int]]:
 def bundles(
     lengths: Sequence[int], shared: Sequence[Mapping[int, int]], budget: int
 ) -> tuple[list[list[int]], list[int]]:
-    """Group sequences that share extra input (a teacher's context, for example), so that the input is paid for once.
+    """Group sequences that share extra input (a teacher's context, for example), so that it is processed only once.
 
     Returns the sequence indices of each bundle and its cost in tokens. A bundle costs at most `budget` where its
     sequences allow that. If bundling would need more micro-batches than single sequences, every sequence is a bundle.
@@ -101,7 +101,7 @@ def _ordered(parts: list[list[int]], count: int) -> list[list[int]]:
 
 
 def _divide(parts: list[list[int]], count: int) -> list[list[int]]:
-    """Halve the part with the most sequences until there are `count`; half of a single sequence is empty."""
+    """Halve the micro-batch with the most sequences until there are `count`; one half of a single sequence is empty."""
     parts = list(parts)
     while len(parts) < count:
         most = max(range(len(parts)), key=lambda number: (len(parts[number]), -number))
@@ -112,7 +112,7 @@ def _divide(parts: list[list[int]], count: int) -> list[list[int]]:
 
 
 def _best_fit(sizes: np.ndarray, budget: int) -> list[list[int]]:
-    """Pack the longest first, each into the fullest micro-batch that still has room."""
+    """Pack sequences, the longest first, each into the fullest micro-batch that still has room for it."""
     parts: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, micro-batch), sorted
     order = np.argsort(-sizes, kind="stable")

@@ -98,8 +98,8 @@ class PromptDataset:
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
         """Return the prompts at `indices`: prompt_ids, images, columns uid, prompt_text, answer, data_source, row.
 
-        `row` has the columns of the data row whose value no other column of the batch has; the prompt stays in it if
-        templates changed it. uid is `<split>-<epoch>-<index>`, so that a prompt is another group in a later epoch.
+        `row` has the columns of the data row that no other column of the batch repeats; it has the prompt if templates
+        changed the prompt. uid is `<split>-<epoch>-<index>`, so that a prompt forms a new group in each epoch.
         """
         picked = [self.rows[i] for i in indices]
         prompts = self.prompt_ids.select(torch.tensor(indices, dtype=torch.int64))

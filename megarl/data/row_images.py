@@ -58,7 +58,7 @@ def row_images(row: Row, key: str, prompt_key: str, limit: int | None) -> list[A
 
 
 def _marks(value: Any) -> Iterator[Any]:
-    """Yield, for each image placeholder of a prompt, the image in it; None if it stands for one of the image column."""
+    """Yield the image in each image placeholder of a prompt; None if it stands for an image of the image column."""
     if isinstance(value, str):
         yield from [None] * value.count(MARK)
     elif isinstance(value, list):
@@ -72,7 +72,7 @@ def _marks(value: Any) -> Iterator[Any]:
 
 
 def own_image(part: Mapping[str, Any]) -> Any:
-    """Return the image inside an image part of a message; None if the part stands for one of the image column."""
+    """Return the image inside an image part of a message; None if the part stands for an image of the image column."""
     value = next((part[name] for name in _KINDS[part["type"]] if part.get(name) is not None), None)
     return value.get(_ADDRESS) if isinstance(value, Mapping) and _ADDRESS in value else value
 

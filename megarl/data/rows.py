@@ -128,7 +128,7 @@ def _inside(value: Any, parts: list[str], before: str) -> Any:
 
 
 def _hint(row: Row, key: str) -> str:
-    """Return the end of the fix for a row without the column that `key` names: a better column or pipeline."""
+    """Return text for the end of an error's fix: a better column for `key`, or a pipeline that suits the row."""
     if {"chosen", "rejected"} <= row.keys():
         return (
             ". The row is a preference pair: train on it with algorithm.pipeline: dpo and a section preference, or on "
@@ -155,8 +155,9 @@ def reference_of(row: Row, key: str | None, *, demanded: bool) -> Any:
 
 
 def hidden_columns(row: Row, prompt_key: str, answer_key: str | None) -> list[str]:
-    """Return the columns that a reward function reads only as `sample["row"][name]`, because `sample[name]` is another
-    value."""
+    """Return the columns that a reward function reads only as `sample["row"][name]`, because `sample[name]` holds
+    something else.
+    """
     columns = {"prompt": prompt_key, "messages": prompt_key, "answer": answer_key}
     return [name for name in row if name in SAMPLE_KEYS and columns.get(name) != name]
 

@@ -182,7 +182,7 @@ class SFTDataset(PromptDataset):
         return examples
 
     def notes(self) -> str:
-        """Return the end of a log line: the number of responses whose reasoning is missing or dropped, with a row."""
+        """Return the end of a log line: how many responses have no or dropped reasoning, and the first such row."""
         return "".join(
             f"; {count(len(rows), 'response')} {note} ({rows[0].where})" for rows, note in self._noted if rows
         )
@@ -218,7 +218,7 @@ def response_tokens(
 
 
 def _response(tokenizer: Any, turns: Sequence[tuple[Turn, list[int], list[int]]], end: int) -> Response:
-    """Join the turns of a conversation; each has the tokens before it, and the tokens of that text plus the turn."""
+    """Join the turns of a conversation; each comes with the tokens of the text before it, and of both together."""
     ids, learnt = list[int](), list[bool]()
     for number, (turn, before, whole) in enumerate(turns):
         between = before[1:] if number else []  # `before` starts with the previous turn's end token, which `ids` has

@@ -91,7 +91,7 @@ def as_prompts(data: DataConfig, texts: Sequence[str]) -> DataConfig:
 
 
 def system_messages(data: DataConfig) -> set[str]:
-    """Return the different system messages of the first training rows; "" stands for a row without one.
+    """Return the distinct system messages of the first training rows; "" stands for a row without one.
 
     Return an empty set for data from the hub, which would have to be downloaded, and for unreadable data.
     """
@@ -571,8 +571,9 @@ _PACKED = (".gz", ".zst", ".bz2", ".xz")
 
 
 def foreign_kind(path: Path) -> tuple[str, str] | None:
-    """Return what a file is by its first bytes, and the fix; None for text, unknown kinds and files named .parquet
-    that are parquet."""
+    """Return the kind of a file by its first bytes, and the fix; None for text, unknown kinds, and parquet files that
+    are named .parquet.
+    """
     try:
         with path.open("rb") as file:
             head = file.read(32)

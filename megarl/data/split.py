@@ -21,7 +21,8 @@ def split_rows(rows: Sequence[Row], config: DataConfig, split: Split) -> list[Ro
     """Return the held-out rows (split "val"), or all others ("train").
 
     Rows with the same prompt and images are in the same split. A hash of both selects held-out prompts: for a share,
-    hashes below that share of the range, so that added rows move no other row; for a count, the smallest hashes.
+    hashes below that share of the range, so that added rows do not move other rows to the other split; for a count, the
+    smallest hashes.
     """
     assert config.val_split is not None, "split_rows needs data.val_split"
     numbers = []

@@ -207,9 +207,9 @@ class ChatTemplate:
         return self.observed(messages, row)
 
     def observed(self, messages: list[Message], row: Row) -> str:
-        """Return the text of an environment's messages, as a call does, but allow tokens that begin or end turns.
+        """Return the text of an environment's messages like `__call__`, but allow tokens that begin or end turns.
 
-        A tool may quote its input, or a web page contain such tokens; that must not end the run.
+        A tool may quote such tokens, or a web page may contain them; that must not end the run.
         """
         text = self.write(messages, row)
         self._refuse_dropped(messages, range(len(messages)), row, text)
@@ -219,7 +219,8 @@ class ChatTemplate:
     def _delimiters(self) -> list[str]:
         """Special tokens that begin or end a text or a turn, the longest first.
 
-        Other special tokens may be in a prompt: its subject, such as `<filename>`, or a form it requests, `[THINK]`.
+        A prompt may contain other special tokens: its subject, such as `<filename>`, or a format it requests,
+        `[THINK]`.
         """
         added = self._tokenizer.added_tokens_decoder.values()
         special = {*self._tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
@@ -260,7 +261,7 @@ class ChatTemplate:
         return text
 
     def write(self, messages: list[Message], row: Row, *, prompt: bool = True) -> str:
-        """Return the template's text of the messages; `prompt`: end it where the answer begins."""
+        """Return the template's text of the messages; with `prompt`, the text ends where the answer begins."""
         if self._tools.system:
             messages = _with_system(messages, self._tools.system)
         return self._rendered(messages, self._announced(row), row, prompt=prompt)
@@ -305,7 +306,7 @@ class ChatTemplate:
     ) -> None:
         """Raise an error if the template leaves out a key of the messages at `places`.
 
-        Content is checked for messages with keys other than role and content, and once per role.
+        The content is checked if a message has keys other than role and content, and else once for each role.
         """
         for place in places:
             message, keys = messages[place], extra_keys(messages[place])

@@ -102,7 +102,7 @@ class Trajectory:
         self.end("error")
 
     def end_unsaid(self, end_token: int, version: int) -> None:
-        """End the episode at the limit of seconds, before the first token of a turn: drop the last observation.
+        """End the episode because its time limit passed before the first token of a turn; drop the last observation.
 
         An episode without a finished turn becomes one end token that is not trained on.
         """

@@ -75,7 +75,7 @@ class Block:
         return cls(tuple(np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers))
 
     def tobytes(self) -> bytes:
-        """Return the file as bytes."""
+        """Return the whole safetensors file as bytes."""
         return b"".join(part.tobytes() for part in self.parts) if len(self.parts) > 1 else self.parts[0].tobytes()
 
 
@@ -144,7 +144,7 @@ class Packer:
             _check_plain(name, column)
 
     def spans(self, parts: Sequence[Sequence[int]], together: Sequence[int] = ()) -> Iterator[Span]:
-        """Yield what `Batch.to_blocks` yields."""
+        """Implement `Batch.to_blocks`."""
         owners = _owners([int(self._sizes[part].sum()) for part in parts], together)
         members: dict[int, list[int]] = {}
         for number, owner in enumerate(owners):
@@ -213,7 +213,7 @@ def _owners(sizes: Sequence[int], together: Sequence[int]) -> list[int]:
 
 
 def _runs(places: np.ndarray) -> np.ndarray:
-    """Merge consecutive places into ranges (start, stop), int64 [runs, 2]; no places give one empty range.
+    """Merge consecutive places into ranges (start, stop), int64 [runs, 2]; without places, return one empty range.
 
     >>> _runs(np.array([4, 5, 6, 2, 9, 10])).tolist()
     [[4, 7], [2, 3], [9, 11]]
@@ -275,7 +275,7 @@ class Opened(NamedTuple):
     def kinds(self) -> tuple[list[tuple[str, bool, str, list[int]]], list[str]]:
         """Name, whether dense, dtype and inner shape of each field, and the names of the columns.
 
-        All blocks of one batch have the same.
+        They are equal for all blocks of one batch.
         """
         layout = [(name, cut is None, self.entries[_FIELD + name]) for name, cut in self.head["layout"].items()]
         fields = [(name, dense, entry["dtype"], entry["shape"][1:]) for name, dense, entry in layout]
@@ -332,7 +332,7 @@ def open_block(block: Block) -> Opened:
 
 
 def gather(ranges: Sequence[Range]) -> Parts:
-    """Copy the samples of all ranges, in order, into new memory: fields, columns and size of a batch.
+    """Copy the samples of all ranges, in order, into new memory; return fields, columns and size of the batch.
 
     Args:
         ranges: at least one; the blocks must have equal `Opened.kinds`.

@@ -74,7 +74,7 @@ def flow_files(
         ready: finished groups.
         versions: version of the weights that generated the first tokens of each group, by number.
         partials: partial trajectories of groups in flight, by number.
-        again: numbers of prompts to generate again that are not in flight; empty but on the team's first rank.
+        again: numbers of prompts to generate again that are not in flight; empty except on the team's first rank.
         carried: metrics of rejected groups, which count with the next finished group.
     """
     if not layout.is_lead:

@@ -137,7 +137,7 @@ class AsReadyLoop:
         return open_groups(c.context, c.rollout, sampling, groups * sampling.n)
 
     def _open(self) -> None:
-        """Open the buffer at the loader's place, and hand over the finished groups of a checkpoint."""
+        """Open the buffer's flow of groups at the loader's next prompt; hand over a checkpoint's finished groups."""
         c, buffer, restored = self.c, self.c.buffer, self.restored
         assert c.loader is not None, "checks refuse a training run without data"
         late = None
@@ -260,7 +260,7 @@ class AsReadyLoop:
         return self.c.buffer.has_come(UpdateWanted.name_of(self._update_number))
 
     def _score(self, groups: Sequence[tuple[int, list[Trajectory]]]) -> None:
-        """Make samples of generated groups, and run this team's nodes up to the first that waits for rewards."""
+        """Turn generated groups into samples, and run this team's nodes up to the first that waits for rewards."""
         c, numbers = self.c, [number for number, _ in groups]
         with self._measuring(Metrics()) as metrics:
             prompts = Batch.concat([self._prompts.pop(number) for number in numbers])
@@ -285,14 +285,14 @@ class AsReadyLoop:
             context.metrics = outer
 
     def _next_is_scored(self) -> bool:
-        """Return whether the first waiting groups have their rewards. Collective over the replica."""
+        """Return whether the rewards of the oldest pending groups have arrived. Collective over the replica."""
         if not self._scoring:
             return False
         lead = self.c.layout.is_lead
         return bool(self.c.layout.mp_group.broadcast_json(is_scored(self._scoring[0].batch) if lead else None))
 
     def _finish_scored(self, *, least: int) -> None:
-        """Finish groups whose rewards have arrived; wait for rewards until at least `least` entries are finished."""
+        """Finish the `PendingGroups` whose rewards have arrived; wait until at least `least` of them are finished."""
         while self._scoring and (least > 0 or self._next_is_scored()):
             self._finish(self._scoring.popleft())
             least -= 1
@@ -354,7 +354,7 @@ class AsReadyLoop:
         return version
 
     def _save(self, version: int, generator: GroupGenerator) -> None:
-        """Write this team's part of the checkpoint of step `version`, if there is one."""
+        """Write this team's part of the checkpoint of step `version`, if one is due."""
         c = self.c
         if not SavesStep.read(c.mail, version).saves:
             self.checkpoints.poll()

@@ -21,7 +21,7 @@ class CallBatcher:
 
     Args:
         places: how many groups the replica generates at a time.
-        most: how many groups it may have, with the reserve, so that other replicas get their share.
+        most: how many groups it may have, prompts in reserve included, so that other replicas get their share.
 
     Attributes:
         in_hand: how many prompts it keeps in reserve.

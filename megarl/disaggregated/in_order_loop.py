@@ -97,7 +97,7 @@ class InOrderLoop:
         return generated
 
     def _post_generated(self) -> None:
-        """Post the loader's place, and report that this replica has generated the current step."""
+        """Post the loader's state, and report that this replica has generated the current step."""
         c = self.c
         post_loader_place(c)
         # Replicas report one by one, because a collective has a deadline and one of them may take much longer.
@@ -119,7 +119,7 @@ class InOrderLoop:
             evaluate_last(self.c, self.recorder, version)
 
     def _save(self, version: int) -> None:
-        """Write this team's part of the checkpoint of step `version`, if there is one."""
+        """Write this team's part of the checkpoint of step `version`, if one is due."""
         self._ahead = [generated for generated in self._ahead if generated.step > version]
         files = partial(files_ahead, self.c.layout, version, self._ahead)
         self.checkpoints.write_part(version, last=version == self.c.config.trainer.steps, files=files)

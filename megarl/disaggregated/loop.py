@@ -143,7 +143,9 @@ def all_ready(c: RankState) -> None:
 
 
 def resume(c: RankState, checkpoints: CheckpointPart, source: Path, *, begun: bool) -> None:
-    """Restore this team's part of the checkpoint at `source`; only the loader if RL has not `begun` there."""
+    """Restore this team's part of the checkpoint at `source`, or only the loader if RL had not `begun` at the
+    checkpoint.
+    """
     with phase("resume"):
         if begun:
             checkpoints.load(source)

@@ -32,7 +32,7 @@ class RemoteLoader:
     """The rollout team's loader, whose position is part of the actor team's checkpoints.
 
     Args:
-        context: `state_dict` returns the loader's state for its current step.
+        context: `state_dict` returns the loader's state for the current step of `context`.
         team: name of the rollout team.
         policy: staleness policy if `async.order` is in_order; None: only saved steps have a state.
     """
@@ -43,7 +43,7 @@ class RemoteLoader:
         self._state = LoaderAtStart.read(mail).state
 
     def state_dict(self) -> dict[str, Any]:
-        """Wait for the loader's state that belongs into the checkpoint of the current step, and return it."""
+        """Wait for the loader's state for the checkpoint of the current step, and return it."""
         if self._context.step != self._step:
             self._step = self._context.step
             generated = self._step + (0 if self._policy is None else self._policy.steps_ahead(self._step))
@@ -75,7 +75,7 @@ def share_loader(c: RankState) -> None:
 
 
 def post_loader_place(c: RankState) -> None:
-    """Post the loader's place after the current step, for a checkpoint. Only the rollout team calls this."""
+    """Post the loader's state after the current step, for a checkpoint. Only the rollout team calls this."""
     if c.layout.rank == 0:
         LoaderPlace(c.context.step, _loader_state(c)).post(c.mail)
 

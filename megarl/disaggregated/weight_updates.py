@@ -73,7 +73,7 @@ class InOrderUpdates(WeightUpdates):
     def _push_waiting(self, must_go: Callable[[int], bool]) -> bool:
         """Send queued versions in order while the rollout team accepts them; return whether the queue is empty.
 
-        For versions that `must_go`, wait until it accepts them.
+        For versions that `must_go`, wait until the rollout team accepts them.
         """
         while self._waiting:
             version, values = self._waiting[0]

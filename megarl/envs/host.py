@@ -60,7 +60,7 @@ class Reply:
     before: list[Reply] = field(default_factory=list)
 
     def refuse(self, error: str) -> None:
-        """Mark the reply as unusable, with the reason; the environment would give it again."""
+        """Mark the reply as unusable, with the reason; a repeated episode would get the same reply."""
         self.error, self.repeats = error, True
 
 
@@ -105,7 +105,7 @@ class Host:
         return environment
 
     def start(self, work: Coroutine[Any, Any, Reply]) -> Future[Reply]:
-        """Start `work` concurrently with everything else."""
+        """Start the coroutine `work` in the thread of all coroutines."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ class Host:
 
 
 class HostSession:
-    """The episodes of one call for samples. Environments live until `forget`, whatever is generated meanwhile."""
+    """The episodes of one request for samples. Environments live until `forget`, whatever is generated meanwhile."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -262,7 +262,8 @@ def _contained(method: Callable[..., Any], arguments: tuple[Any, ...]) -> _Outco
 
 
 async def _settled(work: Awaitable[Any]) -> _Outcome:
-    """Return the result or exception of a coroutine; a SystemExit that left a task would end the thread of all."""
+    """Return the result or exception of a coroutine; a SystemExit that escaped a task would end the thread of all
+    coroutines."""
     try:
         return await work, None
     except _CONTAINED as error:

@@ -22,7 +22,7 @@ Observation = str | list[dict[str, Any]] | list[int]
 
 
 class EnvSettings(Section):
-    """The own keys of an environment, in addition to `name` and `on_error`. Give every field a description."""
+    """The keys of the section `env` that only this environment has. Give every field a description."""
 
     @property
     def longest_s(self) -> float | None:
@@ -74,9 +74,9 @@ class Environment:
         Settings: model of the recipe's keys for it.
         scores: the environment gives the rewards. If false, the recipe's reward function scores the episode, with the
             last turn of the policy as the response.
-        replayable: the same row, seed and actions give the same answers, and do no harm if they come again. If true, a
-            run that is resumed plays the recorded turns of an unfinished episode into a new object and goes on from
-            there; if false, the episode begins again from its prompt.
+        replayable: the same row, seed and actions give the same replies, and repeating the actions does no harm. If
+            true, a run that is resumed plays the recorded turns of an unfinished episode into a new object and goes on
+            from there; if false, the episode begins again from its prompt.
     """
 
     Settings: ClassVar[type[EnvSettings]] = EnvSettings
@@ -126,12 +126,12 @@ class Environment:
         """Begin the episode.
 
         Args:
-            row: the columns of the data, with `prompt` (as text), `answer` and `data_source`; where `data.image_key` is
-                set also `images`, those of the prompt as PIL in the size that the model sees.
+            row: the columns of the data, with `prompt` (as text), `answer` and `data_source`; with `data.image_key`
+                also `images`, the prompt's images as PIL images in the size that the model sees.
             seed: equal for all samples of a prompt, so that a group starts from one state.
 
         Returns:
-            The first observation; None: the prompt of the data.
+            The first observation; None: the policy sees the prompt of the data.
         """
         return None
 

@@ -197,7 +197,7 @@ def check_environment(config: RunConfig, limit_s: float = _IMPORT_S) -> ConfigEr
 
 
 def check_tool_template(config: RunConfig) -> None:
-    """Refuse a chat template without tools, if the template can be read here."""
+    """Raise an error for a chat template that cannot write tools, if the template can be read on this machine."""
     from megarl.data.light_tokenizer import brings_chat_template, chat_template_of  # imports numpy, so not at the top
     from megarl.data.render import uses_chat
 
@@ -215,8 +215,8 @@ def check_tool_template(config: RunConfig) -> None:
 
 
 def _load(env: dict[str, Any]) -> tuple[bool, float | None, bool]:
-    """Load the environment and the components that its settings name; return its `scores`, `longest_s` and
-    `needs_tool_template`.
+    """Load the environment and the components that its settings name; return the environment's `scores`, `longest_s`
+    and `needs_tool_template`.
     """
     kind, settings = load_environment(env)
     kind.check(settings)

@@ -176,9 +176,8 @@ def majority(group: Sequence[Scored]) -> float:
     """Return the score of the most frequent vote (the answer that a sample gives) among one prompt's samples.
 
     Samples without a vote abstain; if all abstain, the mean of their scores is returned. A tie gives the mean over the
-    tied votes,
-    which is the expectation under a random tie break. If samples with the same vote have different scores, the vote has
-    their mean.
+    tied votes, which is the expectation under a random tie break. If samples with the same vote have different scores,
+    the vote has their mean.
     """
     votes: dict[str | None, list[float]] = defaultdict(list)
     for sample in group:

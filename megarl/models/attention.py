@@ -122,7 +122,7 @@ class VarlenCall:
 
 @dataclass(frozen=True)
 class VarlenPlan:
-    """The kernel calls for a stream.
+    """The kernel calls for a packed stream.
 
     `q_index` [t] reorders the queries so that each call takes an equal share (None: no reordering); `restore` [t] is
     its inverse, for the outputs."""
@@ -153,7 +153,7 @@ def varlen_attention(
 
 
 def plan_varlen(packed: PackedSequences, where: torch.device) -> VarlenPlan:
-    """Return the kernel calls for a stream; computed once per stream and used by all layers."""
+    """Return the kernel calls for a packed stream; computed once per stream and used by all layers."""
     cp, rank = packed.cp_size, packed.cp_rank
     if cp == 1:
         cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
@@ -188,10 +188,10 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def varlen_kernel(q: Tensor) -> Callable[..., Tensor] | None:
-    """Return the variable-length kernel for such queries, or None (CPU, float32).
+    """Return the variable-length kernel for queries like `q`, or None (CPU, float32).
 
-    The first that is available: FlashAttention 3 or 4 through torch, flash-attn, torch's own kernel. Call it with q, k,
-    v, a `VarlenCall`, the scale and the window.
+    It is the first available one of FlashAttention 3 or 4 through torch, flash-attn, and torch's own kernel. Call it
+    with q, k, v, a `VarlenCall`, the scale and the window.
     """
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -292,7 +292,8 @@ class AttentionBucket:
     def mask(self, window: int | None) -> Tensor | None:
         """Return the mask, bool [count or 1, 1, q_length, k_length], True where a query sees a key.
 
-        None: plain causality, or no restriction at all (`sees_all`)."""
+        None: the plain causal mask, or no mask at all (`sees_all`).
+        """
         if self.open_from is not None and self.ends is not None:
             if self.sees_all:
                 return None
@@ -312,7 +313,8 @@ class AttentionBucket:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """All buckets of a stream; `restore` [t] indexes their concatenated outputs (None: they are already in order)."""
+    """All buckets of a packed stream; `restore` [t] indexes their concatenated outputs (None: they are already in
+    order)."""
 
     buckets: tuple[AttentionBucket, ...]
     restore: Tensor | None

@@ -35,7 +35,7 @@ _SCORES = 1 << 19
 
 
 def runs(lengths: Sequence[int], heads: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first token, sequences, length) of batches of neighbours of equal length that fit in the cache."""
+    """Yield (first token, sequences, length) of batches of adjacent, equally long sequences that fit in the cache."""
     start = first = 0
     while first < len(lengths):
         length = lengths[first]

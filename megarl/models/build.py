@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head: bool = False) -> list[PolicyModel]:
-    """Return this process's chunks, one per virtual pipeline stage, on its device, with uninitialised parameters.
+    """Return this process's chunks of the model (one per virtual pipeline stage) on its device, uninitialised.
 
     Megatron's parallel state must be initialised. Then call `load_weights` or `init_random` from models.weights.
     """
@@ -88,7 +88,7 @@ def _mark_split(chunk: PolicyModel) -> None:
 
 
 def _dispatch(chunk: PolicyModel) -> None:
-    """Replace the dispatcher of layers with experts by this package's; Megatron can only choose its own, by name."""
+    """Replace the token dispatcher of layers with experts by this package's; Megatron only selects its own, by name."""
     for module in chunk.modules():
         if isinstance(module, MoELayer):
             kind = DeepEPDispatcher if chunk.config.dispatch == "deepep" else TokenDispatcher

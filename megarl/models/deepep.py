@@ -126,7 +126,7 @@ class _Dispatch(torch.autograd.Function):
         """Return received rows, their probabilities and local experts, the number of rows of each expert, and a handle.
 
         Rows are [m, h]; probabilities float32 [m, k]; experts int64 [m, k] are numbers within this process, -1 for an
-        expert of another process. The handle is for the way back.
+        expert of another process. `_Combine` needs the handle to return the rows.
 
         Args:
             tokens: [n, h].

@@ -60,7 +60,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def is_one_kernel(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether `grouped_linear` by a weight [groups, out, in] in `dtype` is one kernel that no host waits for."""
+    """Return whether `grouped_linear` by a weight [groups, out, in] in `dtype` is one kernel without host waits."""
     if not weight.is_cuda or dtype != torch.bfloat16 or not _is_aligned(weight, dtype):
         return False
     return torch.cuda.get_device_capability(weight.device) in ((9, 0), (10, 0))

@@ -320,5 +320,5 @@ def checkpoint_names(hf: PretrainedConfig) -> Callable[[str], str]:
 
 
 def check_layout(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
-    """Raise an error if the layout does not divide the model; it names the sizes that do."""
+    """Raise an error if the layout does not divide the model; the error names the sizes that divide it."""
     raise_problems(layout_problems("parallel", parallel, facts_of(hf)))

@@ -62,8 +62,8 @@ class Adapter(torch.nn.Module):
         experts: number of experts, 1 for a layer without experts.
 
     Attributes:
-        a: [E * n * r, in], or this rank's columns.
-        b: [E * out, r] with rows in the order of the layer's weight, or this rank's rows.
+        a: [experts * projections * rank, in], or this tensor-parallel rank's columns.
+        b: [experts * out, rank] with rows in the order of the layer's weight, or this tensor-parallel rank's rows.
         enabled: False disables the adapter.
     """
 

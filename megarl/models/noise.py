@@ -42,7 +42,7 @@ def uniforms(seeds: Tensor, index: Tensor, vocab_ids: Tensor) -> Tensor:
         vocab_ids: int64 [V].
 
     Returns:
-        float32 [n, V]. Small values, which decide a race, keep full relative precision.
+        float32 [n, V]. Small values, which decide which token is sampled, keep full relative precision.
     """
     key = _mix64(_mix64(seeds + _signed(0x9E3779B97F4A7C15, 64)) + index)
     low, high = key.to(torch.int32)[:, None], (key >> 32).to(torch.int32)[:, None]
@@ -52,5 +52,5 @@ def uniforms(seeds: Tensor, index: Tensor, vocab_ids: Tensor) -> Tensor:
 
 
 def race(seeds: Tensor, index: Tensor, vocab_ids: Tensor) -> Tensor:
-    """Return log E of the race, float32 [n, V]: the token with the largest logit minus this wins. See `uniforms`."""
+    """Return log E, float32 [n, V]: the token with the largest logit - log E is sampled. Arguments as in `uniforms`."""
     return torch.log(-torch.log1p(-uniforms(seeds, index, vocab_ids)))

@@ -40,7 +40,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class _KernelRMSNorm(torch.autograd.Function):
-    """The norm by Triton kernels, which keep only x and the weight for the gradient and round it once."""
+    """RMSNorm by Triton kernels, which keep only x and the weight for the backward pass and round the gradient once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kernels: ModuleType) -> Tensor:
@@ -58,7 +58,7 @@ class _KernelRMSNorm(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The norm on a CPU, where torch's own passes over fp32 copies of the whole input many times.
+    """RMSNorm on a CPU, where torch's own RMSNorm would pass over fp32 copies of the whole input many times.
 
     Only the input is kept for the gradient. With n = x / rms and a = dy * weight,
     dx = (a - n * mean(a * n)) / rms,  dweight = sum of dy * n.

@@ -40,7 +40,7 @@ class PackedSequences(PackedSeqParams):
 
 @dataclass(frozen=True)
 class PackedStream:
-    """This rank's share of a stream of `t` tokens."""
+    """This rank's share of a packed stream: `t` tokens, padding included."""
 
     params: PackedSequences  # the model's argument `packed_seq_params`
     index: Tensor  # int64 [t], index of each token in the unpadded concatenation of all sequences; -1: padding
@@ -80,7 +80,7 @@ def pack_stream(
         multiple: the share's token count is padded to a multiple of this (the tensor-parallel size under sequence
             parallelism, else 1).
         open_from: see `PackedSequences`, one number per sequence; empty with context parallelism.
-        device: where the index tensors live.
+        device: device of the index tensors.
     """
     if not lengths or min(lengths) < 1:
         raise ValueError(f"a stream needs at least one sequence and no empty one, got lengths {list(lengths)[:8]}")

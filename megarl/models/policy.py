@@ -107,8 +107,8 @@ class PolicyModel(GPTModel):
         return decoder_input, None, None, None, None, padding_mask
 
     def _insert(self, hidden: Tensor, packed: PackedSequences, first: int) -> Tensor:
-        """Insert image features into the embeddings [t, 1, hidden] of the stream's columns from `first` on; none for
-        text."""
+        """Insert image features into the embeddings [t, 1, hidden] of the stream's columns from `first` on; a text
+        model inserts none."""
         return hidden
 
     def _postprocess(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:

@@ -24,8 +24,8 @@ class Rope(torch.nn.Module):
     Args:
         hf: the model's configuration.
         sections: for positions of three numbers: how many frequencies use each number.
-        interleaved: frequencies use the three numbers in turns, and those left over the first number; otherwise in
-            consecutive sections.
+        interleaved: frequencies use the three numbers in turns, and the remaining frequencies use the first number;
+            otherwise in consecutive sections.
     """
 
     def __init__(self, hf: PretrainedConfig, sections: Sequence[int] = (), *, interleaved: bool = False) -> None:
@@ -59,7 +59,8 @@ class Rope(torch.nn.Module):
     def angles(self, length: int, where: torch.device) -> Tensor:
         """Return the angles [length, 1, 1, head_dim] float32 of positions 0 .. length - 1, for Transformer Engine.
 
-        It has no argument for `scale`; the softmax scale includes its square instead."""
+        Transformer Engine has no argument for `scale`; the softmax scale includes its square instead.
+        """
         self.frequencies = self.frequencies.to(where)
         half = torch.outer(torch.arange(length, dtype=torch.float32, device=where), self.frequencies)
         return torch.cat([half, half], -1)[:, None, None]

@@ -17,7 +17,7 @@ from megarl.kernels import gpu
 
 
 class RowRoute(NamedTuple):
-    """Which row belongs to which token."""
+    """The assignment of rows to tokens."""
 
     tokens: Tensor  # int64 [m], the token of each row
     # int32 or int64 [n, k], the rows of each token; negative entries fill up tokens with fewer than k rows
@@ -32,7 +32,7 @@ class RowRoute(NamedTuple):
         return _Spread.apply(tokens, *self)
 
     def collect(self, rows: Tensor, count: int) -> Tensor:
-        """Sum the rows [m, h] of each of `count` tokens: [count, h]. Kernels take the count from `places`."""
+        """Sum the rows [m, h] of each of `count` tokens: [count, h]. The kernels read the count from `places`."""
         if self.kernels is None:
             # The backward pass of index_add_ would keep the rows.
             total = rows.new_zeros(count, rows.shape[1])

@@ -78,7 +78,7 @@ Instance = tuple[WeightRule, tuple[int, str], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class WeightTable:
-    """The tensors of a model in a checkpoint and the rules that make parameters of them, read once from its config."""
+    """The tensors of a model in a checkpoint, and the rules that turn them into parameters; read from its config."""
 
     rules: tuple[WeightRule, ...]  # rules of all parameters except those of the vision part
     sizes: dict[str, int]  # sizes of the model by name, from which the rules compute shapes

@@ -45,7 +45,7 @@ class Needed:
 
     @property
     def bytes(self) -> float:
-        """Sum of all parts."""
+        """The sum of all fields."""
         return self.kept + self.passing + self.head
 
 
@@ -54,7 +54,7 @@ class Activations:
 
     Args:
         element: bytes of a number of the model's dtype.
-        gpu: GPU kernels are used, which keep no probabilities.
+        gpu: GPU kernels are used, which do not keep attention probabilities for the backward pass.
         logit_copies: float32 tensors with the size of a chunk's logits, for a head that compares distributions.
     """
 
@@ -175,7 +175,8 @@ class Activations:
 
     @property
     def passing(self) -> float:
-        """Temporary bytes while one layer is computed: gradients, or parts of experts; the recomputed layer again."""
+        """Temporary bytes while one layer is computed: gradients or expert rows, and the layer's activations if
+        recomputed."""
         facts, t, element, tp = self.facts, self.passes.tokens, self.element, self.parallel.tp
         width = (facts.dense_ffn if facts.is_moe else facts.ffn) / tp
         products = 2 * t * width + self.held * facts.hidden
@@ -208,7 +209,7 @@ class Activations:
 
     @property
     def head(self) -> float:
-        """Bytes of the vocabulary's head: a chunk's logits and their gradient; the weight's and the rows' gradients."""
+        """Bytes of the output head: a chunk's logits and their gradient; gradients of weight and hidden states."""
         n, h, columns, element = self.passes.rows, self.facts.hidden, self._columns, self.element
         if self.value_head:
             return FULL * 4 * self.held * h  # hidden states and their gradients in float32
@@ -224,7 +225,7 @@ class Activations:
     # -- peak -----------------------------------------------------------------------------------------------------
 
     def needed(self, *, last: bool) -> Needed:
-        """Return the bytes of the passes' fullest moment on a rank of the first stage; `last`: of the last."""
+        """Return the bytes when passes take most memory, on a rank of the first stage, or of the last with `last`."""
         alone, flying = self.parallel.pp == 1, self.in_flight(last=last)
         moments = [Needed(flying * self.micro_batch, self.passing)]
         if last or alone:

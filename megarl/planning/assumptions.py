@@ -72,8 +72,8 @@ def _number(name: str, text: str, where: str) -> float:
 
 @dataclass(frozen=True)
 class PlanAssumptions:
-    """Reached shares of the hardware's peak, fixed times, and values that a recipe does not set; the defaults are for
-    GPUs."""
+    """Reached shares of the hardware's peak rates, fixed times, and values that a recipe does not set. The defaults are
+    for GPUs."""
 
     gemm_share: float = 0.6  # share of the peak that large matrix products reach
     expert_share: float = 0.4  # share of the peak that the products of experts reach

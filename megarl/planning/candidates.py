@@ -217,7 +217,10 @@ class Space:
         ]
 
     def _rollout_devices(self) -> list[int]:
-        """Return sizes of a generating team: eighths of all (or multiples of 1), whole machines, the recipe's."""
+        """Return the numbers of devices to try for a team that generates.
+
+        They are multiples of an eighth of all devices (or of 1), whole machines, and the recipe's own number.
+        """
         hardware, given = self.hardware, self.config.placement.asking
         step, machines = max(1, hardware.devices // _EIGHTHS), max(1, hardware.nodes // (2 * _EIGHTHS))
         whole = range(machines * hardware.per_node, hardware.devices, machines * hardware.per_node)
@@ -234,7 +237,7 @@ class Space:
         return ((train, rest, trains), (draw if draw != train else "draw", (Role.ROLLOUT.value,), generates))
 
     def _as_given(self) -> list[Spread]:
-        """Return assignments of the recipe's teams to devices in whole eighths, or multiples of 1."""
+        """Return assignments of the recipe's teams to multiples of an eighth of all devices, or of 1 device."""
         teams = [(name, tuple(team.roles)) for name, team in self.config.placement.teams.items()]
         if len(teams) < 2 or self.config.rollout.servers is not None:
             return []

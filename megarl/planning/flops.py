@@ -35,7 +35,7 @@ def pair_flops(facts: ModelFacts) -> dict[int | None, float]:
     """Return the forward FLOPs of one (query, key) pair, summed over the layers with the same sliding window: a table
     from the window in tokens (None: full attention) to FLOPs.
 
-    The score is a product of two heads, and so is the weighted value: 2 x 2 FLOPs per element of all heads.
+    The score takes 2 FLOPs per element of all heads, and adding the weighted value another 2.
     """
     each = 4.0 * facts.heads * facts.head_dim
     return {window: count * each for window, count in Counter(facts.windows or (None,) * facts.layers).items()}

@@ -93,7 +93,7 @@ _SOURCES = {
 
 
 def _kinds() -> Iterator[Hardware]:
-    """Yield the kinds of devices in the table above."""
+    """Yield the kinds of devices in the table `_NUMBERS`."""
     (_, *names), *rows = (line.split() for line in _NUMBERS.strip().splitlines())
     for name, *texts in rows:
         numbers: dict[str, Any] = dict(zip(names, map(float, texts), strict=True))

@@ -24,21 +24,21 @@ class Links:
         return size * stride <= self.hardware.joined
 
     def rate(self, *, inside: bool) -> float:
-        """Return a device's bytes per second."""
+        """Return the bytes that a device sends per second over fast links (`inside`) or the network."""
         hardware, given = self.hardware, self.given
         if inside:
             return hardware.node_gb_s * 1e9 * given.node_share
         return hardware.net_gbit / 8 * 1e9 * given.link_share
 
     def hop(self, *, inside: bool) -> float:
-        """Return the seconds until a message begins to arrive."""
+        """Return the seconds until a message over fast links (`inside`) or the network begins to arrive."""
         return (self.given.node_hop_us if inside else self.given.hop_us) / 1e6 / self.hardware.pace
 
     def ring(self, sent: float, size: int, stride: int = 1, *, steps: float = 1.0, sums: bool = False) -> float:
         """Return the seconds of `steps` ring collectives, in which a rank sends `sent` bytes in total.
 
-        Formula L1 of docs/planning.md. Each takes size - 1 steps of the ring between ranks that are `stride` apart;
-        with `sums` they sum rather than gather or scatter.
+        Formula L1 of docs/planning.md. Each collective passes data size - 1 times to the next rank, which is `stride`
+        ranks away; with `sums` it is an all-reduce, otherwise it gathers or scatters.
         """
         if size == 1:
             return 0.0

@@ -59,7 +59,7 @@ _LOGIT_COPIES = {"forward_kl": 7, "forward_kl_topk": 7, "reverse_kl": 7, "jsd": 
 
 @dataclass(frozen=True)
 class GpuRoom:
-    """A GPU that may also run a server."""
+    """The memory of a GPU that may also run a server."""
 
     bytes: float
     # share of the free memory that a server takes at its start, if the recipe does not set it
@@ -193,7 +193,7 @@ def _held_out(config: RunConfig) -> int | None:
 def _samples(config: RunConfig, dp: int, job: str) -> list[tuple[str, int, int, SamplingConfig]]:
     """Return (key of the number of prompts, samples of one call on a rank, certain samples, sampling) of `job`.
 
-    Of held-out prompts only one is certain, since the size of their files is not known here.
+    Only one held-out prompt is certain, since the size of the files is not known here.
     """
     calls = []
     if job == "train":
@@ -345,7 +345,7 @@ def _decoding_weights(config: RunConfig, facts: ModelFacts, team: TeamPlan, job:
 
 
 class _Models:
-    """The parts of a team's models, by role, and of servers on their devices."""
+    """The memory of a team's models, by role, and of servers on the same devices."""
 
     def __init__(self, config: RunConfig, sizes: Sizes, team: TeamPlan, servers: list[Term], *, gpu: bool) -> None:
         self._gpu, dtype, dp = gpu, config.model.dtype, team.replicas
@@ -381,7 +381,7 @@ class _Models:
         self._offloads = dict.fromkeys(self.state, config.actor.engine.offload) | others
 
     def resident(self, phase: str, role: str | None = None) -> list[Term]:
-        """Return the parts on the device in a phase (see `offload_schedule`). On a CPU only gradients can leave."""
+        """Return the parts on the device in a phase (see `offload_schedule`). On a CPU only gradients can be freed."""
         wanted = needed(phase, role)
         return self._always + [
             part

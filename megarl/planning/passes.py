@@ -52,7 +52,7 @@ class Cost:
 
 @lru_cache(maxsize=4096)
 def _trained_parameters(facts: ModelFacts, parallel: ParallelConfig, value_head: bool) -> tuple[float, float]:
-    """Return `stage_parameters`, cached, since a search asks for the same layouts with many engines."""
+    """Return `stage_parameters`, cached, since a search tries the same layouts with many engines."""
     return stage_parameters(facts, parallel, value_head=value_head, trained=True)
 
 
@@ -105,7 +105,7 @@ class ModelPass:
 
     @property
     def _pairs(self) -> int:
-        """Factor of (query, key) pairs that are computed over those that count; GPU kernels skip the others."""
+        """Ratio of computed (query, key) pairs to pairs that the mask allows; GPU kernels skip the others."""
         return 2 if self.parallel.cp > 1 and not (self.hardware.gpu and self.dtype == "bf16") else 1
 
     @property
@@ -153,7 +153,7 @@ class ModelPass:
         return costs
 
     def _micro_batch(self, share: Share, *, train: bool) -> list[Cost]:
-        """Return the costs of the fullest stage, which is the last one: its layers and the head."""
+        """Return the costs of a micro-batch on the slowest stage, which is the last one: its layers and the head."""
         again = train and self.engine.recompute == "full"
         passes = 3 + again if train else 1
         facts, given = self.facts, self.given
@@ -177,7 +177,8 @@ class ModelPass:
     def _encoder(self, share: Share, passes: float, *, train: bool) -> float:
         """Return the seconds of the vision encoder, which each tensor-parallel rank computes whole.
 
-        With pipeline stages, only those by which the first stage (with the encoder) exceeds the last (with the head).
+        With pipeline stages, only the seconds by which the first stage (with the encoder) exceeds the last (with the
+        head).
         """
         encoder, given, peak = self.facts.encoder, self.given, self.hardware.peak(self.dtype)
         if encoder is None or not share.patches:
@@ -258,7 +259,7 @@ class ModelPass:
 
     @property
     def _each_element(self) -> float:
-        """Seconds of the work on one kept element, in forward and backward together."""
+        """Seconds of forward and backward work on one element of an activation that is kept for the backward pass."""
         moved = self.given.element_bytes / (self.hardware.memory_tb_s * 1e12 * self.given.memory_share)
         return max(moved, self.given.element_flops / self.hardware.peak("fp32"))
 
@@ -321,7 +322,7 @@ class ModelPass:
         return _trained_parameters(self.facts, self.parallel, self.value_head)
 
     def _reduce(self, share: Share) -> list[Cost]:
-        """Return the cost of gradients: fp32 scattered and parameters gathered, or unsharded all-reduced in fp32."""
+        """Return the cost of reducing fp32 gradients: an all-reduce, or a reduce-scatter and a gather of parameters."""
         parallel, engine = self.parallel, self.engine
         dense, expert = self._trained
         each = GRADIENT + (self._element if engine.distributed_optimizer else GRADIENT)
@@ -344,7 +345,7 @@ class ModelPass:
         return [Cost("T9", what, seconds, sent)] if seconds else []
 
     def _optimizer(self) -> Cost:
-        """Return the cost of AdamW over gradient, master, moments and parameter; in fp32 that is the master."""
+        """Return the cost of AdamW over gradient, master, moments and parameter; in fp32 the parameter is the master."""
         engine = EngineConfig(distributed_optimizer=self.engine.distributed_optimizer)
         sizes = self.facts, self.parallel, engine, self.replicas
         if self.lora is None:

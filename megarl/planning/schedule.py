@@ -29,7 +29,7 @@ class Schedule:
         return cls(nodes, actor.name, rollout.name, config.async_.max_staleness > 0)
 
     def run(self, seconds: Mapping[str, float], between: float, pause: float) -> tuple[dict[str, float], float]:
-        """Return the begin of each node, and the seconds of a step (formula S1 of docs/planning.md).
+        """Return the start time of each node, and the seconds of a step (formula S1 of docs/planning.md).
 
         A team works on one node at a time, in the graph's order; a node begins when the nodes that it depends on have
         ended. Then comes the work between steps. If generation runs ahead, the team that is busy longest sets the pace.

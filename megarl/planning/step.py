@@ -65,7 +65,7 @@ def server_devices(config: RunConfig) -> int:
 
 
 def occupied(config: RunConfig, placement: Placement) -> int:
-    """Return the number of devices of a run: those of workers, and those of servers that no worker lends."""
+    """Return the number of devices of a run: those of workers, and those of servers that share no worker's device."""
     workers, servers = sum(team.devices for team in placement.teams), config.rollout.servers
     if servers is None:
         return workers
@@ -168,9 +168,10 @@ class StepFormulas:
         return (servers.tp_size, servers.ep_size, servers.colocated, *teams)
 
     def _server_cache(self) -> float:
-        """Return a server device's bytes for keys and values; plans that differ only in an update's memory share them.
+        """Return a server device's bytes for keys and values, cached for plans that differ only in an update's memory.
 
-        The memory plan has those of servers that the run starts, not of servers that already run on other devices.
+        The memory plan has these bytes for servers that the run starts, but not for servers that already run on other
+        devices.
         """
         fraction = self.config.rollout.sglang.memory_fraction
         key = (*self._spread, self.config.actor.engine.offload, self.config.critic.engine.offload, fraction)
@@ -191,7 +192,7 @@ class StepFormulas:
         return server_bytes(self.config, self.policy)
 
     def _embedded_room(self, token: float) -> ServerRoom:
-        """Return the room of embedded engines, whose rows have the maximum length; `token`: bytes of one on a rank."""
+        """Return the room of embedded engines, with rows of the maximum length; `token`: a token's bytes on a rank."""
         config, decoder, team = self.config, self.decoder, self.placement.home(Role.ROLLOUT)
         engines = team.replicas * team.parallel.cp
         row = self._longest * token
@@ -289,7 +290,8 @@ class StepFormulas:
 
     @cached_property
     def _moved(self) -> dict[Role, float]:
-        """Bytes per step to and from host memory, by role: optimizer state both ways, frozen parameters only back."""
+        """Bytes per step to and from host memory, by role: optimizer state in both directions, frozen parameters only
+        to the device."""
         moved: dict[Role, float] = {}
         dtype = self.config.model.dtype
         for team in self.placement.teams:

@@ -62,10 +62,10 @@ def image_patches(config: RunConfig, encoder: VisionEncoder) -> float:
 def patch_bytes(encoder: VisionEncoder, element: int, *, recompute: bool) -> float:
     """Return the bytes that an encoder keeps of one patch until its gradient is computed.
 
-    They are its pixels, and per block: queries, keys and values before and after rotation, the inputs of the four maps
-    and the norms, and the wide layer before and after its activation (with a gate in Qwen2.5-VL, whose norms also keep
-    parts). With `recompute` they are every block's input and all of one block. A merger keeps the inputs of its two
-    products and the first product's result.
+    They are its pixels, and per block: queries, keys and values before and after rotation, the inputs of the four
+    linear layers and the norms, and the wide layer before and after its activation (with a gate in Qwen2.5-VL, whose
+    norms also keep parts). With `recompute` they are every block's input and all of one block. A merger keeps the
+    inputs of its two products and the first product's result.
     """
     block = _block_numbers(encoder)
     kept = encoder.blocks * encoder.width + block if recompute else encoder.blocks * block
@@ -81,8 +81,8 @@ def _block_numbers(encoder: VisionEncoder) -> int:
 def patch_tokens(facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, *, learns: bool) -> float:
     """Return how many tokens take as much memory in a micro-batch as one patch; 0.0 for a model without images.
 
-    Both are on the first pipeline stage, which has the encoder (whole on each tensor-parallel rank) and a part of the
-    decoder. A frozen encoder keeps nothing, and uses the memory of one block at a time.
+    Patches and tokens are on the first pipeline stage, which has the encoder (whole on each tensor-parallel rank) and a
+    part of the decoder. A frozen encoder keeps no activations, and uses the memory of one block at a time.
     """
     encoder, element = facts.encoder, 2
     if encoder is None:

@@ -111,8 +111,8 @@ class Workload:
     def share(self, replicas: int, groups: int | None = None) -> Share:
         """Return the share of the fullest of `replicas` replicas of `groups` prompts (None: all of a step).
 
-        The tokens of n samples vary by v / sqrt(n) of their mean, and the largest of R such sums is approximately
-        sqrt(2 ln R) standard deviations above it.
+        The mean of n lengths has a standard deviation of `Lengths.variation` / sqrt(n) times the mean, and the largest
+        of R such means is approximately sqrt(2 ln R) standard deviations above it.
         """
         number = (groups or self.groups) * self.samples / replicas
         mean = self.lengths.expected

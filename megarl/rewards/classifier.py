@@ -92,7 +92,7 @@ def classifier(samples: list[Sample], **settings: Any) -> list[Any]:
 
 @lru_cache(maxsize=2)
 def _load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
-    """Return model and tokenizer, loaded once per process; raise ConfigError without weights of the score."""
+    """Return model and tokenizer, loaded once per process; raise ConfigError if the model has no score weights."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

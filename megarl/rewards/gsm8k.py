@@ -44,8 +44,8 @@ def gsm8k(sample: dict[str, Any], *, method: Literal["strict", "flexible"] = "st
 
     Args:
         sample: `response` and `answer`; the answer may be the whole solution of the data set (`... #### 18`).
-        method: strict reads the number after the last `####` that one follows; flexible takes the last number of the
-            response.
+        method: strict reads the number after the last `####` that is followed by a number; flexible takes the last
+            number of the response.
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f"method must be strict or flexible, not {method!r}")

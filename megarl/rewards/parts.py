@@ -149,7 +149,7 @@ def with_model_scores(cfg: RewardConfig, results: Sequence[Result], scores: Sequ
 
 
 def raise_part_problems(cfg: RewardConfig) -> None:
-    """Raise ConfigError for parts whose names metrics cannot have, for several parts that name the reward model, and
+    """Raise ConfigError for parts whose names are invalid in metrics, for several parts that name the reward model, and
     for a recipe with both a single reward and parts."""
     for label in cfg.parts:
         if not _LABEL.fullmatch(label) or label in RESERVED_PARTS | _MEANINGS:

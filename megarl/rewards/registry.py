@@ -32,7 +32,7 @@ class RewardSpec(Spec):
     """The declaration of a reward.
 
     Attributes:
-        package: required distribution that megarl does not install; None: none.
+        package: distribution that the reward requires and megarl does not install; None: it requires none.
         prepare: called with the settings, once in the scoring process, before the first sample.
         names: returns the names that every sample must have for these settings; None: those that all samples have.
         limit: name of the setting with the CPU seconds per sample, enforced by an alarm. An alarm needs the main thread

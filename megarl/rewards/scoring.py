@@ -57,7 +57,7 @@ def score(scorer: Scorer, samples: list[Sample], stop_at_failure: bool) -> Itera
 def _score_batch(
     scorer: Scorer, indices: list[int], samples: list[Sample], stop_at_failure: bool
 ) -> Iterator[tuple[int, Outcome]]:
-    """Score all samples with one call. If it raises, single calls find those to blame; the others go together."""
+    """Score all samples with one call. If it raises, calls per sample find the culprits; one call scores the others."""
     raised, results = _call_batch(scorer, [samples[i] for i in indices])
     if raised is None:
         yield from zip(indices, results, strict=True)

@@ -27,7 +27,7 @@ DEMONSTRATIONS = "demonstrations"  # folder for demonstrations in the run folder
 def load_calls(c: RankState, robots: Robots) -> PromptLoader:
     """Return the loader of policy calls from the demonstrations in `sft.train_files`. Collective over a team.
 
-    What experts show is written to RUN_DIR/demonstrations by one rank, and read by all.
+    One rank writes the experts' demonstrations to RUN_DIR/demonstrations, and all ranks read them.
     """
     config, layout, body = c.config, c.layout, robots.body
     robot = robot_of(config)

@@ -87,7 +87,7 @@ class Answer(NamedTuple):
     Attributes:
         reply: the environment's reply, without its observation.
         token_ids: tokens of the observation; None: `reset` kept the data's prompt, or the episode has no next turn.
-        images: images of the observation, by their places in it.
+        images: images of the observation, by their positions in its tokens.
         differs: the replayed turns got answers that differ from the recorded ones, or an error.
     """
 

@@ -36,7 +36,7 @@ class BufferActor:
         self._last_changes: dict[tuple[str, int], tuple[int, int, Any]] = {}
 
     async def ping(self, team: str, rank: int, ping: Ping) -> None:
-        """Record a worker's report on where it stands."""
+        """Record a worker's report of its progress."""
         self._progress.ping(team, rank, ping, time.monotonic())
 
     async def end(self) -> None:
@@ -54,7 +54,7 @@ class BufferActor:
         Args:
             start: number of the team's restarts when this worker started.
             serial: number of this worker's call.
-            arguments: in a list, because Ray would fetch the bytes of references that are arguments themselves.
+            arguments: in a list, because Ray would fetch the bytes of references that are passed directly.
         """
         if start != self._core.starts(team):
             raise HandoverError(
@@ -75,7 +75,9 @@ class BufferActor:
         return last[2]
 
     async def restart_team(self, team: str, number: int, limit_s: float) -> int | None:
-        """Prepare for restart `number` of a team (`Core.restart_team`), which other teams wait for up to `limit_s`."""
+        """Prepare for restart `number` of a team (`Core.restart_team`); other teams wait for it up to `limit_s`
+        seconds.
+        """
         finished = self._core.restart_team(team, number)
         self._wake(list(self._waiting))
         self._progress.restart(team, time.monotonic(), limit_s)

@@ -37,7 +37,7 @@ NAMES = ("uid", "sample_id")
 
 @dataclass(frozen=True)
 class SentSamples:
-    """The groups that a rank sent in one walk under one key, and their samples with the sent fields."""
+    """The groups that a rank sent for one handover in one walk of the graph, and their samples with the sent fields."""
 
     node: str
     groups: list[GroupInfo]
@@ -216,7 +216,10 @@ def outgoing(handover: Handover, batch: Batch) -> Batch:
 
 
 def groups_of(batch: Batch, replica: int = 0, replicas: int = 1) -> list[GroupInfo]:
-    """Return the groups of a batch, numbered as in it, or as prompts dealt to `replica` of `replicas` in turn."""
+    """Return the groups of a batch with the numbers that its column ORDINAL holds.
+
+    Without this column, group i of replica r gets number i * `replicas` + r, as prompts are dealt to replicas in turn.
+    """
     tokens, ids = tokens_of(batch), batch["sample_id"]
     return [
         GroupInfo(
@@ -266,7 +269,7 @@ class GroupChannel:
         is_lead: whether this worker gives the samples of its replica.
 
     Attributes:
-        aside: fields for other teams of the samples that the nodes are working on, by handover key.
+        aside: fields that other teams will read, of the samples that the nodes are working on, by handover key.
         tokens: number of tokens of all collected samples, prompts included.
     """
 
@@ -323,7 +326,7 @@ class GroupChannel:
 def unused_groups(
     client: BufferClient, step: int, part: int, parts: int
 ) -> tuple[list[FinishedGroups], dict[int, int]]:
-    """Return one of `parts` shares of the finished groups that no step up to `step` uses, and their weight versions."""
+    """Return share `part` of `parts` of the finished groups that no step up to `step` uses, and their versions."""
     finished, versions = [], {}
     for group in sorted(client.unused(step, part, parts), key=lambda group: group.number):
         assert group.info is not None, "the group is finished"

@@ -35,7 +35,7 @@ _AGAIN_S = 0.5  # seconds between two attempts of a call
 
 
 class BufferClient:
-    """One worker's connection, made by `connect`. Every call blocks.
+    """One worker's connection to the buffer, made by `connect`. Every call blocks.
 
     Args:
         name: name of the buffer, for error messages.
@@ -84,7 +84,7 @@ class BufferClient:
         self._change(f"post {name!r}", "post", name, text, self._start > 0)
 
     def arrive(self, name: str, text: str) -> None:
-        """Report that this replica is ready to post a message; it is posted when all replicas of its team are."""
+        """Report that this replica is ready to post a message; it is posted once all replicas of its team are ready."""
         self._change(f"record the arrival at {name!r}", "arrive", self.team, self.rank, name, text)
 
     def read(self, name: str) -> str:
@@ -96,7 +96,7 @@ class BufferClient:
         return bool(self._query(f"look for mail {name!r}", "is_posted", name))
 
     def has_come(self, name: str) -> bool:
-        """Return whether a message is posted under a name, by the buffer's last reply.
+        """Return whether a message is posted under a name, according to the buffer's last reply.
 
         It never waits, so it is cheap enough for a tight loop. A call for the message is always pending in the buffer.
         """
@@ -226,9 +226,11 @@ class BufferClient:
         return self._query("return the position in the prompts", "flow_state")
 
     def unused(self, step: int, part: int, parts: int) -> list[FlowGroup]:
-        """Return one of `parts` shares of the finished groups that no step up to `step` uses; `refs` are payloads.
+        """Return share `part` of `parts` of the finished groups that no step up to `step` uses, with payloads in
+        `refs`.
 
-        Later steps stay in the buffer meanwhile: their takers finish them only after the checkpoint.
+        The groups stay in the buffer during this call, because the teams that take them finish later steps only after
+        the checkpoint.
         """
         unused: list[FlowGroup] = self._query(f"list the groups that no step up to {step} uses", "unused", step)
         groups = [group for group in unused if group.number % parts == part]

@@ -242,7 +242,7 @@ class Core:
         teams have taken.
 
         Returns:
-            The last finished step, after which the team begins; None: no step is finished.
+            The last finished step, after which the team continues; None: no step is finished.
 
         Raises:
             HandoverError: a later restart was announced before.
@@ -286,7 +286,7 @@ class Core:
     # -- groups that are handed over when they are finished ------------------------------------------------------
 
     def open_flow(self, step: int, number: int, begun: Sequence[tuple[int, int]], again: Sequence[int]) -> Change:
-        """Open the flow of groups; see `Flow.open`, whose result is the answer.
+        """Open the flow of groups, and return the result of `Flow.open`.
 
         Args:
             begun: pairs of a group's number and its weight version.
@@ -437,7 +437,7 @@ class Core:
         """Return the text of the message with this name; None: it has not been posted.
 
         Raises:
-            HandoverError: it was dropped because newer messages of its series arrived.
+            HandoverError: the message was dropped because newer messages of its series arrived.
         """
         if self._is_forgotten(name):
             raise HandoverError(f"message {name!r} has been dropped: only the last {KEPT} of its series are kept")

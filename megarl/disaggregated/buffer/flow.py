@@ -23,8 +23,8 @@ class Finished(NamedTuple):
     """A group whose samples are complete.
 
     Attributes:
-        info: its samples; the ordinal has no meaning yet.
-        metrics: metrics of its samples, as JSON text; None: they are with another group.
+        info: describes its samples; `GroupInfo.ordinal` has no meaning yet.
+        metrics: metrics of its samples, as JSON text; None: another group has them.
     """
 
     number: int
@@ -38,7 +38,7 @@ class FlowGroup:
 
     Attributes:
         version: version of the weights that generated its first tokens.
-        info: its samples; None: it is in flight.
+        info: describes its samples; None: the group is in flight.
         refs: references to its bytes by key of handover.
         metrics: metrics of its samples, as JSON text.
     """
@@ -151,7 +151,8 @@ class Flow:
         self._begun -= 1
 
     def form(self) -> list[FlowGroup] | None:
-        """Return the groups of the next step by rising number; None: the step has to wait.
+        """Return the groups of the next step by rising number; None: the policy waits for more groups, or no step is
+        left.
 
         Raises:
             PolicyError: the policy chooses groups that cannot form a step, or would wait for ever.
@@ -188,12 +189,12 @@ class Flow:
 
     @property
     def finished(self) -> list[FlowGroup]:
-        """The groups that are ready."""
+        """The finished groups that are in no step yet."""
         return [group for group in self._groups.values() if group.info is not None]
 
     @property
     def counts(self) -> tuple[int, int]:
-        """The numbers of groups in flight and ready."""
+        """The number of groups in flight, and the number of finished groups that are in no step yet."""
         finished = sum(map(len, self._finished.values()))
         return len(self._groups) - finished, finished
 

@@ -35,14 +35,14 @@ def handover_bytes(config: RunConfig, handover: Handover) -> int:
 def steps_held(config: RunConfig) -> int:
     """Return the number of steps whose samples may exist at the same time, for any `async.order`.
 
-    These are groups that have begun and are not trained on yet, and one step that a team has finished and another may
-    still read.
+    These are groups that have begun and are not trained on yet, and one step that one team has finished and another
+    team may still read.
     """
     return 1 + policy_of(config).capacity // config.data.batch_size
 
 
 def object_store_bytes(config: RunConfig, placement: Placement | None) -> int:
-    """Return the size of the object store of a Ray started for a run: `steps_held` of all handovers, at least `LEAST`.
+    """Return the bytes of Ray's object store for a run: all handovers of `steps_held` steps, at least `LEAST`.
 
     If a run hands over more samples, it fails; with `placement.spill` Ray moves objects to disk.
     """

@@ -33,7 +33,7 @@ _GIVE_UP_S = 10.0  # seconds after a turn's deadline to end a process
 
 
 class ToolSettings(EnvSettings):
-    """The own keys of the environment `tools`."""
+    """The keys of the section `env` that only the environment `tools` has."""
 
     tools: list[str] = Field(
         default_factory=list, description="functions that the model may call: file.py:fn, pkg.mod:fn"
@@ -65,7 +65,7 @@ class ToolSettings(EnvSettings):
 
 
 class Tools(Environment):
-    """Replies to calls with messages of the role `tool`, including errors of a call."""
+    """Replies to the policy's tool calls with messages of the role `tool`, also if a call fails."""
 
     Settings = ToolSettings
     scores: ClassVar[bool] = False
@@ -104,7 +104,8 @@ class Tools(Environment):
 
     @classmethod
     def announcement(cls, settings: ToolSettings) -> Announcement:
-        """Return the schemas for the chat template, or as text for the system message; neither for `none`."""
+        """Return the schemas for the chat template, or as text for the system message; with `announce: none` return
+        neither."""
         schemas = cls.tools(settings)
         if settings.announce == "system":
             return Announcement(system=system_text(settings.parser, schemas))
@@ -214,7 +215,7 @@ class Callers:
 
     Attributes:
         names: names of the tools.
-        asks_images: some tool uses the images of its episode.
+        asks_images: at least one tool uses the images of its episode.
     """
 
     def __init__(self) -> None:

@@ -82,7 +82,7 @@ class Functions:
 
     Attributes:
         names: names of the tools.
-        seeing: names of those that use images.
+        seeing: names of the tools that use images.
 
     Raises:
         ConfigError: a process could not load a tool.

@@ -117,7 +117,7 @@ class McpServers:
     ) -> tuple[str, bool]:
         """Run a tool; see `megarl.envs.tools.environment.Caller`.
 
-        A server whose connection has ended is first started or connected again. It gets no `images`.
+        A server whose connection has ended is first started or connected again. `images` are not sent to servers.
 
         Raises:
             ConfigError: the server is gone; `env.on_error` decides what follows, since this is not the tool's result.
@@ -176,7 +176,7 @@ class McpServers:
 
 
 class _Connection:
-    """The connection to one server. `schemas` holds those of all its tools, by name."""
+    """The connection to one server. `schemas` holds the schemas of all its tools, by name."""
 
     def __init__(self, name: str, server: McpServer) -> None:
         self.name, self.server = name, server
@@ -316,7 +316,7 @@ def _text_of(result: CallToolResult) -> tuple[str, bool]:
 
 
 def _reason(error: BaseException, limit_s: float) -> str:
-    """Return the innermost error of a group in one line."""
+    """Return the innermost error of an exception group in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):

@@ -74,7 +74,7 @@ def _next(text: str, tag: str, place: int, last: int) -> int:
 
 
 def parse_llama3(text: str) -> list[Call]:
-    """Return the calls in the order of the text. Text that begins neither with the tag nor with a brace is not
+    """Return the calls in the order of the text. Text that begins neither with `<|python_tag|>` nor with a brace is not
     a call.
 
     >>> parse_llama3('{"name": "add", "parameters": {"a": 1}}')
@@ -120,7 +120,7 @@ def system_text(parser: str, schemas: Sequence[dict[str, Any]]) -> str:
 
 
 def _checked(value: Any, key: str) -> Call:
-    """Return the call in a JSON value. Both names of the arguments are accepted, and arguments as a string of JSON."""
+    """Return the call in a JSON value. The key `arguments` or `parameters` has an object, or its JSON as a string."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return Call(error=f'a call is a JSON object {{"name": ..., "{key}": {{...}}}}')
     arguments = value.get("arguments", value.get("parameters", {}))

@@ -77,7 +77,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     {'x': {'description': 'the number.', 'type': 'integer'}}
 
     Raises:
-        ConfigError: no docstring, or an argument without a type or with one that JSON lacks.
+        ConfigError: the function has no docstring, or an argument has no type or a type that JSON lacks.
     """
     name = getattr(function, "__name__", repr(function))
     summary, described = _docstring(function)

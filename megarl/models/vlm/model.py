@@ -173,8 +173,8 @@ class VisionLanguageModel(PolicyModel):
 
     @torch.inference_mode()
     def insert_for_decoding(self, hidden: Tensor, images: Images) -> list[Tensor]:
-        """Write image features into the embeddings [n, hidden]; return those to add after the first layers, each [F,
-        hidden]."""
+        """Write image features into the embeddings [n, hidden]; return the features to add after each of the first
+        layers, each [F, hidden]."""
         features, deeper = self.look(images)
         hidden[images.places] = features[images.features].to(hidden.dtype)
         return [x[images.features].to(hidden.dtype) for x in deeper]
@@ -196,7 +196,7 @@ class VisionLanguageModel(PolicyModel):
         return whole.reshape(len(patches), -1).to(self.config.params_dtype)
 
     def _nothing(self, device: torch.device) -> Images:
-        """Return an image of the smallest size that is placed nowhere, so that the encoder runs."""
+        """Return a smallest image whose features are not inserted, so that the encoder runs on every rank."""
         merge, none = self.encoder.merge, torch.zeros(0, dtype=torch.int64, device=device)
         patches = torch.zeros(merge**2, 3 * self.encoder.patch**2, dtype=torch.uint8, device=device)
         return Images(patches, torch.full((1, 2), merge, device=device), none, none)

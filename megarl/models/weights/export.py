@@ -129,7 +129,7 @@ def _gathered(
 def iter_on_all_ranks(
     chunks: Sequence[PolicyModel], world: WorkerGroup, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every Hugging Face tensor in export order, whole, on `device` of every rank; it may be a parameter's
+    """Yield every Hugging Face tensor in export order, whole, on `device` of every rank; it may share a parameter's
     memory.
 
     Collective over `world`, all ranks that hold the model. Broadcasts do not open a connection for each pair of ranks,

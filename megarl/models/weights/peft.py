@@ -68,7 +68,7 @@ def export_adapter(
 def peft_config(lora: LoraConfig, names: Iterable[str], base: str | None, *, mixture: bool) -> dict[str, Any]:
     """Return the adapter_config.json of adapters whose tensors are `names`, for the model `base`.
 
-    PEFT takes every module that is named like an expert's projection for the fused experts of transformers 5. So the
+    PEFT mistakes every module that is named like an expert's projection for the fused experts of transformers 5. So the
     dense layers of a mixture are listed as parameters, which PEFT adapts by the same formula, but without dropout.
     """
     stems = [name.removesuffix(DOWN) for name in names if name.endswith(DOWN)]

@@ -155,7 +155,7 @@ def _step(node: Node) -> Fraction | None:
 
 
 def _rounded(reference: Fraction, answer: Fraction, step: Fraction) -> bool:
-    """Return whether `answer`, a decimal, rounds `reference`: within one in its last place, and relatively near."""
+    """Return whether the decimal `answer` rounds `reference`: it is within `step` of it, and relatively near."""
     distance = abs(reference - answer)
     return distance < step and distance <= _RELATIVE * max(abs(reference), abs(answer))
 

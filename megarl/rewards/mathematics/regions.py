@@ -163,7 +163,7 @@ def _relation(node: Relation) -> Region:
 
 
 def _inequality(left: Node, op: str, right: Node) -> Region:
-    """Return the region of a linear inequality, or of one of a distance, in one variable."""
+    """Return the region of an inequality in one variable that is linear, or bounds a distance such as |x - 1|."""
     if not _free(left):
         left, right, op = right, left, _FLIPPED[op]
     free = _free(left) | _free(right)

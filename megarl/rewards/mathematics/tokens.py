@@ -24,7 +24,7 @@ class Token:
         spaced: white space stands before the token.
         value: exact value of a number.
         places: decimal places of a number written as a decimal.
-        base: base of a number written with one.
+        base: base of a number that is written with a base.
     """
 
     kind: Kind

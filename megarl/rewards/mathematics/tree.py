@@ -18,8 +18,8 @@ class Number:
 
     Attributes:
         value: exact value.
-        places: decimal places if it is written as a decimal; None: an exact number.
-        base: base if it is written with one.
+        places: decimal places if the number is written as a decimal; None: an exact number.
+        base: base if the number is written with a base.
     """
 
     value: Fraction

@@ -105,7 +105,7 @@ class Evaluation:
         digits: decimal digits of the arithmetic.
 
     Attributes:
-        spread: binary orders of magnitude between the terms of a sum, which smaller terms lose.
+        spread: largest ratio between terms of a sum, in bits; the smaller term loses these bits.
     """
 
     def __init__(self, values: Mapping[str, Any], real: bool, log_base: float | None, digits: int = DIGITS) -> None:

@@ -58,7 +58,7 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class OpenDemonstration:
-    """A demonstration whose frames are read on demand; its few numbers per step are in memory."""
+    """A demonstration whose frames are read on demand; its states and actions are in memory."""
 
     task: str
     where: str  # file or folder, for messages

@@ -189,10 +189,10 @@ def open_lerobot(
     """Yield the demonstrations of the wanted tasks in a data set, in order.
 
     Args:
-        folder: with meta/info.json.
+        folder: the data set's folder, which contains meta/info.json.
         tasks: instruction of each wanted task, by the task's name. An episode belongs to the task whose name or
             instruction its own instruction equals, ignoring case.
-        cameras: name of a feature by the simulator's camera; `observation.images.` may be left out.
+        cameras: name of the data set's feature for each camera of the simulator; `observation.images.` may be left out.
         task: task of all episodes, whatever their instructions; None: the instructions decide.
     """
     data = LeRobotFolder(Path(folder))

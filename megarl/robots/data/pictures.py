@@ -106,7 +106,7 @@ class Normalisation:
     def of_checkpoint(cls, config: Mapping[str, Any], where: str) -> Normalisation:
         """Return the normalisation with `means` and `stds` of a checkpoint's preprocessor_config.json.
 
-        They are worth reading: OpenVLA's are rounded to bfloat16 (0.484375 for 0.485).
+        They may differ from the usual numbers: OpenVLA's are rounded to bfloat16 (0.484375 for 0.485).
         """
         try:
             parts = [tuple(tuple(float(x) for x in tower) for tower in config[key]) for key in ("means", "stds")]
@@ -152,8 +152,9 @@ def policy_normalisation(
     """Return the image normalisation of a robot policy.
 
     Args:
-        preprocessor: content of its preprocessor_config.json; None: it has none, and gets the usual numbers.
-        side: side of their pictures, in pixels.
+        preprocessor: content of its preprocessor_config.json; None: it has none, so the usual numbers are used.
+        towers: number of vision towers.
+        side: side of the towers' pictures, in pixels.
     """
     if preprocessor is None:
         return _OF_TOWERS[towers]

@@ -23,7 +23,7 @@ class Failure:
     """An episode that cannot be scored. Its process has been replaced; the slot is free.
 
     Attributes:
-        task, trial: of the episode.
+        task, trial: the episode's task and start state.
     """
 
     # `crash`, the process died; `hang`, no answer in time; `raised`, the simulator raised an error; `state`, numbers

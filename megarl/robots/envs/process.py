@@ -38,8 +38,8 @@ class SimulatorProcess:
     """A started process, which handles one call at a time.
 
     Attributes:
-        waiting: the pending answers, in order.
-        since: start time of the first of them.
+        waiting: kinds of the pending answers, in order.
+        since: time since when the first pending answer is awaited.
     """
 
     def __init__(self, settings: SimulatorSettings, where: str, cuda_device: int | None) -> None:

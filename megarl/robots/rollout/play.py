@@ -45,7 +45,7 @@ class PlayError(MegarlError):
 
 @dataclass(frozen=True)
 class View:
-    """Converts a simulator's observations for the policy once, where they arrive; batches hold the converted ones."""
+    """Converts a simulator's observations for the policy once, as they arrive; batches hold the converted ones."""
 
     cameras: Sequence[str]  # names of the cameras, in the policy's order
     pictures: PicturePipeline  # turns a frame into a picture

@@ -102,7 +102,7 @@ class Libero(Simulator):
         flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
 
     def _as_constructed(self) -> None:
-        """Reset the state that a reset with rebuilding clears, and one without keeps from the last episode."""
+        """Reset the state that a reset without rebuilding the scene would keep from the last episode."""
         for observable in self._env.env._observables.values():
             observable.reset()  # resets the observable's clock
             observable._sampled = False

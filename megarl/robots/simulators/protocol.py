@@ -69,7 +69,7 @@ class Recording:
 
 
 class Simulator:
-    """The base class of simulators: one task."""
+    """The base class of simulators; an object simulates one task."""
 
     spec: TaskSpec  # the description of this task
     #: Keys of `settings`, with their defaults.

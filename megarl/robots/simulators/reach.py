@@ -47,7 +47,7 @@ RANGES = {"size": (16, 512), "max_steps": (1, 1000), "trials": (1, 1 << 32), "sp
 
 
 class Reach(Simulator):
-    """One task of reach and push."""
+    """One task of the simulator `reach`: reaching or pushing."""
 
     settings: ClassVar[Mapping[str, Any]] = {
         "size": 32,  # height and width of the picture
@@ -209,7 +209,7 @@ def _separate_places(numbers: Iterator[float], count: int) -> list[Point]:
 
 
 def _part(one: list[float], other: list[float], distance: float, share: float) -> None:
-    """Move two centres to `distance` from each other along their line, `one` by its `share` of it."""
+    """Move two centres apart to `distance` along their line; `one` moves by `share` of the missing distance."""
     dx, dy = other[0] - one[0], other[1] - one[1]
     now = math.hypot(dx, dy)
     if now >= distance:
@@ -221,7 +221,7 @@ def _part(one: list[float], other: list[float], distance: float, share: float) -
 
 
 class _Canvas:
-    """A canvas of antialiased shapes: a pixel takes a shape's colour by the covered part."""
+    """A canvas of antialiased shapes: a shape's colour is blended into a pixel by the part that the shape covers."""
 
     def __init__(self, size: int) -> None:
         self._pixel = 2.0 / size

@@ -161,7 +161,7 @@ class _Work:
         self._observed({"call": "step", **result, "parts": parts, **clip}, outcome.observation, seconds)
 
     def _step_by_step(self, recorder: ClipRecorder, actions: NDArray[Any]) -> Outcome:
-        """Execute a chunk action by action, so that every environment step is seen."""
+        """Execute a chunk action by action, so that every environment step is recorded."""
         assert self._playing is not None
         layout, executed, seconds = places(self._playing.spec)[0], 0, dict[str, float]()
         while True:

@@ -269,7 +269,7 @@ def attend_gpu(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: flo
 
 
 def window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return bool [length, length]: which positions each prompt position reads; None: the window hides none."""
+    """Return bool [length, length]: which positions each prompt position reads; None: the window hides no position."""
     if window is None or length <= window:
         return None
     at = torch.arange(length, device=device)

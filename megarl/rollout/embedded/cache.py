@@ -28,7 +28,7 @@ def _round_up(length: int) -> int:
 
 
 class KVCache:
-    """The cache of `slots` rows of up to `max_length` positions for the layers of this process.
+    """The key/value cache of `slots` rows of up to `max_length` positions for the layers of this process.
 
     Args:
         heads: key/value heads of this rank.
@@ -61,7 +61,7 @@ class KVCache:
 
     @staticmethod
     def bytes_per_row(layers: int, max_length: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Return the bytes of one row, spare buffer included."""
+        """Return the bytes of one row, with its part of the buffer into which layers are copied when they grow."""
         return (2 * layers + 1) * max_length * heads * head_dim * dtype.itemsize
 
     def _view(self, flat: Tensor, length: int) -> Tensor:

@@ -44,7 +44,7 @@ def length_bucket(needed: int, max_length: int) -> int:
 
 @functools.cache
 def capture_stream(device: int) -> torch.cuda.Stream:
-    """Return the stream of all graph captures on a device and of their warm-up runs.
+    """Return the CUDA stream of all graph captures on a device and of their warm-up runs.
 
     cuBLAS keeps a workspace (32 MiB on an H100) for every stream it has used until the process ends, so a stream per
     capture would leak memory.
@@ -69,7 +69,7 @@ class DecodeGraphs:
         self._pool: torch.cuda._POOL_HANDLE | None = None
 
     def run(self, step: Callable[[int, int, int], None], rows: int, length: int) -> None:
-        """Run `step(rows, length, rows)` as a graph. It must use persistent buffers and change state in place."""
+        """Run `step(rows, length, rows)` as a graph. `step` must use persistent buffers and change state in place."""
         key = (rows, length)
         if key not in self._graphs:
             self._capture(step, key)

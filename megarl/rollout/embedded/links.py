@@ -43,7 +43,8 @@ class SharedWeights(WeightLink):
 class ReceivedWeights(WeightLink):
     """The rollout team's end: receives weights for its engine. Collective over the rollout team.
 
-    It posts the addresses of its inboxes. Each replica is one receiver; replicas that share experts are one together.
+    It posts the addresses of its inboxes. Each replica is one receiver; replicas that share experts are one receiver
+    together.
 
     Raises:
         ConfigError: replicas that share experts are on several machines.

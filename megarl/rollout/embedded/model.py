@@ -41,7 +41,7 @@ Linear = Callable[[Tensor], Tensor]
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Return whether this CPU multiplies by packed weights of `dtype`; bf16 needs AVX-512 or newer."""
+    """Return whether this CPU can multiply by packed weights of `dtype`; bf16 needs AVX-512 or newer."""
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())

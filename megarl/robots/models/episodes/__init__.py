@@ -25,8 +25,8 @@ class EpisodeEmbedder(ABC):
         """Return the embeddings float32 [B, E] on the CPU, in the order of the batch.
 
         Args:
-            episodes: fields as `megarl.robots.rollout.episode` writes them. An episode with an `env_error` gets zeros,
-                which no other one has.
+            episodes: fields as `megarl.robots.rollout.episode` writes them. An episode with an `env_error` gets zeros;
+                no other episode has zeros only.
         """
 
     @property

@@ -59,7 +59,9 @@ class PointEncoder(nn.Module):
 
 
 class OwnEmbedder(EpisodeEmbedder):
-    """The encoder with its training. Deterministic on CPUs: random numbers depend on seed, step and update only.
+    """Embeds episodes with a `PointEncoder` that it trains during the run.
+
+    It is deterministic on CPUs: random numbers depend only on seed, step and update.
 
     Args:
         settings: the mapping `robot.reward.embedding`.

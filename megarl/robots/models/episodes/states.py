@@ -43,8 +43,7 @@ def valid_episodes(episodes: Batch) -> Tensor:
 def resampled(calls: Jagged, ends: Tensor, points: int) -> Tensor:
     """Return each episode's states at evenly spaced points in time, linearly interpolated, float32 [B, points, S].
 
-    The first point is the first call, the last one the end; of one point there is the end only. Between two calls
-    numbers are interpolated.
+    The first point is the first call, and the last point is the end; with one point, it is the end.
 
     Args:
         calls: float [calls, S] of each episode.

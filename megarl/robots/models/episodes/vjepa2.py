@@ -27,9 +27,9 @@ class VideoEmbedder(EpisodeEmbedder):
 
     Args:
         source: folder or hub name of a checkpoint of transformers' VJEPA2Model, as safetensors.
-        cameras: whose clips are embedded, each for itself.
-        device: bfloat16 on CUDA, float32 on CPUs.
-        batch_size: clips at a time.
+        cameras: cameras whose clips are embedded, each separately.
+        device: device of the encoder, which computes in bfloat16 on CUDA and in float32 on CPUs.
+        batch_size: number of clips embedded at a time.
         by_steps: a clip is what the simulator showed after every environment step; else what the policy saw before
             each call, and at the end.
     """

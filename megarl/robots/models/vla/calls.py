@@ -104,7 +104,7 @@ class CallLayout:
 
     @property
     def actions(self) -> int:
-        """Slots of a call, K * D."""
+        """Number of action tokens of a call, K * D."""
         return self.chunk * self.dim
 
     @property
@@ -140,5 +140,5 @@ class CallLayout:
 
     @property
     def length(self) -> int:
-        """Columns of the sequence."""
+        """Number of columns of the sequence."""
         return self.slots.stop + self.parallel

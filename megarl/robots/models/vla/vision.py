@@ -106,7 +106,7 @@ class _Block(nn.Module):
 
 
 class Vision(nn.Module):
-    """The towers and projectors.
+    """The vision towers of a robot policy, and the projectors of their features.
 
     Args:
         dtype: dtype of parameters and features.
