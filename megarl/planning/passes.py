@@ -345,7 +345,7 @@ class ModelPass:
         return [Cost("T9", what, seconds, sent)] if seconds else []
 
     def _optimizer(self) -> Cost:
-        """Return the cost of AdamW over gradient, master, moments and parameter; in fp32 the parameter is the master."""
+        """Return the cost of AdamW over gradient, master, moments and parameter; an fp32 parameter is the master."""
         engine = EngineConfig(distributed_optimizer=self.engine.distributed_optimizer)
         sizes = self.facts, self.parallel, engine, self.replicas
         if self.lora is None:

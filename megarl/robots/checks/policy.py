@@ -73,8 +73,7 @@ def _check_statistics(config: RunConfig, robot: RobotConfig) -> DatasetStatistic
 
 
 def _check_shown(files: list[str], robot: RobotConfig) -> None:
-    """Check that `robot.statistics=demonstrations` has files of demonstrations and no experts, who need no statistics.
-    """
+    """Check that `robot.statistics=demonstrations` has files of demonstrations; experts need no statistics."""
     if not files or EXPERTS in files:
         raise ConfigError(
             "robot.statistics=demonstrations needs files of demonstrations, and no experts",
