@@ -23,6 +23,7 @@ from megarl.models.config import PolicyConfig
 from megarl.models.deepep import DeepEPDispatcher
 from megarl.models.experts import GroupedExperts, TokenDispatcher, expert_groups
 from megarl.models.hf import encoder_of, moe_layers, vision_of
+from megarl.models.layer_forms import parts_of
 from megarl.models.lora import attach
 from megarl.models.norm import RMSNorm
 from megarl.models.policy import PolicyModel
@@ -78,12 +79,13 @@ def _build_chunk(
 def _mark_split(chunk: PolicyModel) -> None:
     """Mark each weight that tensor parallelism splits, with the dimension of the split.
 
-    Megatron sets these marks only if it initialises the weight itself. Without them the gradient norm would take the
-    other ranks' shards for copies and leave them out."""
+    megatron-core 0.16 sets these marks only if it initialises the weight itself. Without them the gradient norm would
+    take the other ranks' shards for copies and leave them out.
+    """
     kinds = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
     for module in chunk.modules():
         dim = next((dim for kind, dim in kinds.items() if isinstance(module, kind)), None)
-        if dim is not None and module.weight is not None:
+        if dim is not None and module.weight is not None and not hasattr(module.weight, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
 
 
@@ -135,9 +137,9 @@ def local_layer_spec(config: PolicyConfig, *, sparse: bool) -> ModuleSpec:
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if sparse:
-        parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
+        parts_of(parts.mlp).experts = ModuleSpec(module=GroupedExperts)
     else:
-        parts.mlp.submodules.activation_func = SwiGLU
+        parts_of(parts.mlp).activation_func = SwiGLU
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec

@@ -113,9 +113,16 @@ class GroupedExperts(MegatronModule):
     Args:
         experts: number of experts of this process.
         pg_collection: process groups; `ep` distributes experts, `expt_tp` splits each expert.
+        name: not used; megatron-core 0.19 passes the module's name.
     """
 
-    def __init__(self, experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+    def __init__(
+        self,
+        experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        name: str | None = None,
+    ) -> None:
         super().__init__(config=config)
         self.experts, self._groups = experts, pg_collection
         width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()

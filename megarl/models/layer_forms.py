@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -173,6 +174,11 @@ def table_name(parameter: str) -> str:
     for fused, plain in _TABLE_NAMES:
         parameter = parameter.replace(fused, plain)
     return parameter
+
+
+def parts_of(spec: Any) -> Any:
+    """Return the parts of a module's spec; megatron-core keeps them in a `functools.partial` from 0.19 on."""
+    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 class LayerNorms(NamedTuple):

@@ -23,6 +23,7 @@ from transformer_engine.pytorch.ops import SwiGLU
 
 from megarl.models.attention import attend_over_ranks
 from megarl.models.config import PolicyConfig
+from megarl.models.layer_forms import parts_of
 from megarl.models.packing import PackedSequences
 
 FINAL_NORM = TENorm
@@ -34,7 +35,7 @@ def te_layer_spec(config: PolicyConfig, experts: ModuleSpec | None) -> ModuleSpe
     parts = spec.submodules
     parts.self_attention.submodules.core_attention = TEPackedAttention
     if experts is None:
-        parts.mlp.submodules.activation_func = FusedSwiGLU
+        parts_of(parts.mlp).activation_func = FusedSwiGLU
     else:
         parts.mlp, parts.pre_mlp_layernorm = experts, TENorm
         # Megatron's plain layer and dense layers use this checkpoint key for the norm.

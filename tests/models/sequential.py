@@ -11,10 +11,11 @@ def submodules(experts: int) -> Any:
     """What Megatron's SequentialMLP is built of, for so many experts of a process."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
+    from megarl.models.layer_forms import parts_of
     from megarl.models.swiglu import SwiGLU
 
     spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, normalization="RMSNorm")
-    parts = spec.submodules.mlp.submodules.experts.submodules
+    parts = parts_of(parts_of(spec.submodules.mlp).experts)
     parts.activation_func = SwiGLU
     return parts
 

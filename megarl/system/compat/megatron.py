@@ -1,9 +1,9 @@
 """Megatron-Core without CUDA, Transformer Engine or Apex: the only place that changes its source.
 
-megatron-core 0.16 assumes a GPU and, in places, Transformer Engine. `install()` puts an import hook in front of
-`megatron.core.*` that rewrites those few spots while the modules are loaded. Nothing else in the process changes:
-`torch.cuda` itself stays as it is. Every change is an entry of `REWRITES` or `PATCHES` with its reason, and
-tests/system/compat notices when an entry no longer matches the installed version or is no longer needed.
+megatron-core (tested: 0.16.1 and 0.19.2) assumes a GPU and, in places, Transformer Engine. `install()` puts an import
+hook in front of `megatron.core.*` that rewrites those few spots while the modules are loaded. Nothing else in the
+process changes: `torch.cuda` itself stays as it is. Every change is an entry of `REWRITES` or `PATCHES` with its
+reason, and tests/system/compat notices when an entry no longer matches the installed version or is no longer needed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _STAND_IN = "_megarl_cuda"
 
 @dataclass(frozen=True)
 class Rewrite:
-    """One change of source text in modules (glob patterns), with `cpu_only` only without CUDA."""
+    """One change of source text in modules (glob patterns).
+
+    `cpu_only` changes are made only without CUDA; from version `fixed_in` on Megatron needs the change no more.
+    """
 
     name: str
     modules: tuple[str, ...]
@@ -38,6 +41,7 @@ class Rewrite:
     replacement: str
     reason: str
     cpu_only: bool = True
+    fixed_in: str | None = None
 
     def applies(self, module: str) -> bool:
         """Return whether this entry applies to `module` (dotted name)."""
@@ -117,7 +121,7 @@ REWRITES: tuple[Rewrite, ...] = (
         "sharded-tensors",
         ("megatron.core.utils", "megatron.core.distributed.*", "megatron.core.transformer.fsdp_dtensor_checkpoint"),
         r"^( +)from torch\.distributed(?:\._tensor|\.tensor\.placement_types|\.fsdp| import DeviceMesh).*$"
-        r"|^( +)from megatron\.core\.distributed\.fsdp\.src\.megatron_fsdp import .*$",
+        r"|^( +)from megatron\.core\.distributed\.fsdp\.src\.megatron_fsdp import (?:\([^)]*\)|.*)$",
         r"\1\2raise ImportError",
         "no code here uses DTensors, and importing torch.distributed.tensor takes a second of CPU time",
     ),
@@ -143,6 +147,7 @@ REWRITES: tuple[Rewrite, ...] = (
         r"\1\2if key != 'step':\n\2    \3",
         "torch's Adam keeps 'step' with each parameter, a checkpoint keeps it once: KeyError without Apex and TE",
         cpu_only=False,
+        fixed_in="0.19",
     ),
     Rewrite(
         "adam-step-shared",
