@@ -47,6 +47,13 @@ campaign-torch-%:
 	$(CACHE)/torch-$*/bin/python -m pip install --quiet -c $(CACHE)/torch-$*/constraints.txt -e '.[dev]'
 	$(CACHE)/torch-$*/bin/pytest -n $(JOBS) --dist loadfile -m "not servers" $(addprefix tests/,$(TORCH_SLICE))
 
+# What depends on Megatron-Core, with its current version on Python 3.12: `make campaign-megatron-0.19.2`. 7 GB in the
+# cache folder.
+MEGATRON_SLICE := models rollout robots/models sync system/compat training
+campaign-megatron-%: $(STAMP)
+	$(BIN)/python tools/megatron_env.py $* $(CACHE)/megatron-$*
+	$(CACHE)/megatron-$*/bin/pytest -n $(JOBS) --dist loadfile -m "not servers" $(addprefix tests/,$(MEGATRON_SLICE))
+
 lint: $(STAMP) ## style, types, layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

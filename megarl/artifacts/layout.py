@@ -96,24 +96,38 @@ def tensor_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> Con
 
 
 def pipeline_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> ConfigError | None:
-    """Return an error if the layers do not split into equal stages and chunks, else None."""
-    if facts.layers % (parallel.pp * (parallel.vpp or 1)) == 0:
-        return None
-    if facts.layers % parallel.pp:
-        fit = divisors(facts.layers)
+    """Return an error if a pipeline chunk would have no layers, or the first or last one more than there are."""
+    chunks = parallel.pp * (parallel.vpp or 1)
+    ends = {name: getattr(parallel, name) for name in ("first_stage_layers", "last_stage_layers")}
+    ends = {name: count for name, count in ends.items() if count is not None}
+    if ends and parallel.pp == 1:
+        name, count = ends.popitem()
         return ConfigError(
-            f"{facts.layers} layers cannot be split evenly over pp {parallel.pp}",
-            where=f"{key}.pp",
-            found=parallel.pp,
-            allowed=fit,
-            fix=f"set {key}.pp to {min(fit, key=lambda size: abs(size - parallel.pp))}",
+            "a model without pipeline stages has no first and last one",
+            where=f"{key}.{name}",
+            found=count,
+            allowed="null with pp=1",
+            fix=f"remove {key}.{name}, or set {key}.pp",
         )
-    per_stage = facts.layers // parallel.pp
+    counts = parallel.chunk_layers(facts.layers)
+    if min(counts) > 0 and sum(counts) == facts.layers:
+        return None
+    if ends and chunks <= facts.layers:
+        return ConfigError(
+            f"{facts.layers} layers cannot be split into {chunks} chunks with these ends",
+            where=f"{key}.{next(iter(ends))}",
+            found=", ".join(f"{name}={count}" for name, count in ends.items()),
+            allowed="every chunk has at least one layer, and all together have the model's layers",
+            fix=f"remove {' and '.join(f'{key}.{name}' for name in ends)}",
+        )
+    name = "vpp" if parallel.vpp and parallel.pp <= facts.layers else "pp"
+    most = facts.layers // parallel.pp if name == "vpp" else facts.layers
     return ConfigError(
-        f"a stage's {per_stage} layers cannot be split into {parallel.vpp} chunks",
-        where=f"{key}.vpp",
-        found=parallel.vpp,
-        allowed=divisors(per_stage),
+        f"{facts.layers} layers are fewer than {chunks} pipeline chunks",
+        where=f"{key}.{name}",
+        found=getattr(parallel, name),
+        allowed=f"at most {most}",
+        fix=f"set {key}.{name} to {most} or less",
     )
 
 

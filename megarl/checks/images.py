@@ -63,7 +63,7 @@ def _deep_layers_fit(config: RunConfig, facts: ModelFacts, checks: Checklist) ->
     """Check that all layers which get features of encoder blocks are in the first pipeline chunk."""
     assert facts.encoder is not None, "the model sees images"
     parallel, deep = config.actor.parallel, len(facts.encoder.deepstack)
-    layers = facts.layers // (parallel.pp * (parallel.vpp or 1))
+    layers = parallel.chunk_layers(facts.layers)[0]
     if layers >= deep:
         return True
     checks.fail(

@@ -174,10 +174,11 @@ def _check_model(key: str, role: str, parallel: ParallelConfig, facts: ModelFact
         )
         return
     widths = ", ".join(f"{name} {width}" for name, width in tensor_widths(facts).items())
-    tensor, chunks = tensor_problem(key, parallel, facts), parallel.pp * (parallel.vpp or 1)
+    tensor, chunks = tensor_problem(key, parallel, facts), parallel.chunk_layers(facts.layers)
     if tensor is None or not checks.failed(f"{key}.tp"):
         _report([tensor], f"tp {parallel.tp} divides {widths}", checks.of(f"{role} tensor split"))
-    text = f"{facts.layers} layers = {chunks} chunks of {facts.layers // chunks}"
+    sizes = chunks[:1] if len(set(chunks)) == 1 else chunks
+    text = f"{facts.layers} layers = {len(chunks)} chunks of {', '.join(map(str, sizes))}"
     _report([pipeline_problem(key, parallel, facts)], text, checks.of(f"{role} pipeline split"))
     problems = expert_problems(key, parallel, facts)
     if facts.is_moe or problems:

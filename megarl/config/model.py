@@ -108,6 +108,23 @@ class ModelConfig(Section):
         return None
 
 
+def split_layers(layers: int, chunks: int, first: int = 0, last: int = 0) -> list[int]:
+    """Return how many layers each of a model's pipeline chunks has.
+
+    If they cannot have equally many, some have one more: chunks in the middle before the first one, which keeps the
+    activations of most micro-batches, and the last one, which has the head.
+
+    Args:
+        first, last: layers of the first and the last chunk; 0: as above.
+    """
+    sizes = {0: first, chunks - 1: last} if chunks > 1 else {}
+    fixed = {chunk: size for chunk, size in sizes.items() if size}
+    free = [chunk for chunk in range(chunks) if chunk not in fixed]
+    base, more = divmod(layers - sum(fixed.values()), len(free) or 1)
+    larger = sorted(free, key=lambda chunk: (chunk == chunks - 1, -chunk))[:more]
+    return [fixed.get(chunk, base + (chunk in larger)) for chunk in range(chunks)]
+
+
 class ParallelConfig(Section):
     """How a model is split over processes. The data-parallel size is processes / (tp * pp * cp)."""
 
@@ -115,6 +132,16 @@ class ParallelConfig(Section):
     pp: PositiveInt = Field(1, description="pipeline parallel size")
     vpp: PositiveInt | None = Field(
         None, description="virtual pipeline chunks per stage; null: one, without interleaving"
+    )
+    first_stage_layers: PositiveInt | None = Field(
+        None,
+        description="layers of the first pipeline stage (with vpp: of the first chunk), which also has the embedding; "
+        "null: as many as the others, or one less",
+    )
+    last_stage_layers: PositiveInt | None = Field(
+        None,
+        description="layers of the last pipeline stage (with vpp: of the last chunk), which also has the head; null: "
+        "as many as the others, or one less",
     )
     cp: PositiveInt = Field(1, description="context parallel size")
     ep: PositiveInt = Field(1, description="expert parallel size (mixture of experts only)")
@@ -135,6 +162,20 @@ class ParallelConfig(Section):
     def model_parallel_size(self) -> int:
         """Number of processes that hold one replica: tp * pp * cp."""
         return self.tp * self.pp * self.cp
+
+    def chunk_layers(self, layers: int) -> list[int]:
+        """Return how many of a model's `layers` each pipeline chunk has, in the order of the model."""
+        chunks = self.pp * (self.vpp or 1)
+        return split_layers(layers, chunks, self.first_stage_layers or 0, self.last_stage_layers or 0)
+
+    def stage_layers(self, layers: int) -> list[int]:
+        """Return how many of a model's `layers` each pipeline stage has."""
+        chunks = self.chunk_layers(layers)
+        return [sum(chunks[stage :: self.pp]) for stage in range(self.pp)]
+
+    def most_layers(self, layers: int) -> int:
+        """Return how many of a model's `layers` the fullest pipeline stage has."""
+        return max(self.stage_layers(layers))
 
     @property
     def expert_tp(self) -> int:

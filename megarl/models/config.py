@@ -52,6 +52,10 @@ class PolicyConfig(TransformerConfig):
     lora: LoraConfig | None = None
     """The model's low-rank adapters, if it has any."""
 
+    first_stage_layers: int = 0
+    """Layers of the first pipeline chunk if the recipe sets them, else 0; `last_stage_layers` those of the last one."""
+    last_stage_layers: int = 0
+
 
 def transformer_config(
     hf: PretrainedConfig,
@@ -79,7 +83,8 @@ def transformer_config(
     fields = {**_model_fields(hf, dtype), "lora": lora, "layers": form}
     if form == "te":
         fields["softmax_scale"] = head_dim(hf) ** -0.5 * Rope(hf).scale ** 2
-    fields |= _parallel_fields(parallel) | _moe_fields(hf, parallel) | _recompute_fields(engine) | _fp8_fields(engine)
+    fields |= _parallel_fields(parallel) | _stage_fields(parallel, hf.num_hidden_layers)
+    fields |= _moe_fields(hf, parallel) | _recompute_fields(engine) | _fp8_fields(engine)
     # Megatron refuses to train experts under tensor parallelism without sequence parallelism.
     fields["sequence_parallel"] = parallel.tp > 1 and (parallel.sp or num_experts(hf) is not None)
     config = PolicyConfig(**fields)
@@ -138,6 +143,21 @@ def _parallel_fields(parallel: ParallelConfig) -> dict[str, Any]:
         "batch_p2p_comm": False,
         "overlap_p2p_comm": False,
         "deallocate_pipeline_outputs": True,
+    }
+
+
+def _stage_fields(parallel: ParallelConfig, layers: int) -> dict[str, Any]:
+    """Return the fields for pipeline chunks that differ in their number of layers; Megatron divides others itself."""
+    counts = parallel.chunk_layers(layers)
+    if len(set(counts)) == 1:
+        return {}
+    layout = [["decoder"] * count for count in counts]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return {
+        "pipeline_model_parallel_layout": layout,
+        "first_stage_layers": parallel.first_stage_layers or 0,
+        "last_stage_layers": parallel.last_stage_layers or 0,
     }
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.tensors import TIED_HEAD, UNTIED_HEAD, VALUE_BIAS, VALUE_HEAD, WeightRule, part_of
+from megarl.config.model import split_layers
 from megarl.models.hf import checkpoint_names, dimensions, moe_layers, value_bias, visual_tensors
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ class Coordinate:
     ep_rank: int = 0
     etp: int = 1
     etp_rank: int = 0
+    first: int = 0
+    """Layers of the first pipeline chunk if the recipe sets them, else 0; `last` those of the last one."""
+    last: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,11 +127,15 @@ class WeightTable:
         """Yield every rule for every layer that lives at `at`."""
         if at.pp_rank == 0:
             yield from self._outer("embedding", 0)
-        per_chunk, per_rank = len(self.sparse) // (at.pp * at.vpp), self.sizes["experts"] // at.ep
+        counts, per_rank = (
+            split_layers(len(self.sparse), at.pp * at.vpp, at.first, at.last),
+            self.sizes["experts"] // at.ep,
+        )
         local_experts = range(at.ep_rank * per_rank, (at.ep_rank + 1) * per_rank)
         for chunk in range(at.vpp):
-            first = (chunk * at.pp + at.pp_rank) * per_chunk
-            for layer in range(first, first + per_chunk):
+            place = chunk * at.pp + at.pp_rank
+            first = sum(counts[:place])
+            for layer in range(first, first + counts[place]):
                 parts = ("layer", "moe", "expert") if self.sparse[layer] else ("layer", "dense")
                 for rule in (rule for rule in self.rules if rule.part in parts):
                     experts = local_experts if rule.part == "expert" else range(1)

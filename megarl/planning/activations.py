@@ -158,7 +158,7 @@ class Activations:
     def micro_batch(self) -> float:
         """Bytes of all layers of one stage for one micro-batch."""
         each = self.stream if self.engine.recompute == "full" else self.layer
-        return self.facts.layers / self.parallel.pp * each + self.stream
+        return self.parallel.most_layers(self.facts.layers) * each + self.stream
 
     def in_flight(self, *, last: bool) -> float:
         """Return the most micro-batches whose activations the first stage holds at once; with `last` the last stage."""

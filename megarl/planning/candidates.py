@@ -259,7 +259,7 @@ class Space:
         roles = next((roles for _, roles, _ in spread.teams if Role.ACTOR.value in roles), self.roles)
         layouts = []
         for tp in tensor_sizes(facts):
-            for pp in divisors(facts.layers):
+            for pp in (pp for pp in divisors(devices) if _is_even(facts.layers, pp)):
                 for cp in contexts:
                     if tp * pp * cp > devices or devices % (tp * pp * cp) or tp > self.hardware.joined:
                         continue
@@ -317,6 +317,11 @@ class Space:
         copied = policy_of(self.config).copies > 0
         offloads = [given.offload] if not self.hardware.gpu else [False] if by_itself or copied else [False, True]
         return [(number, offload) for number in tokens for offload in offloads]
+
+
+def _is_even(layers: int, pp: int) -> bool:
+    """Return whether the fullest of `pp` pipeline stages has at most a tenth more layers than the mean."""
+    return pp <= layers and -(-layers // pp) * pp <= 1.1 * layers
 
 
 def _powers(most: int) -> list[int]:

@@ -181,7 +181,7 @@ def cache_bytes(
     share = -(-rows * sampling.n // (dp * parallel.cp))
     tokens = config.data.max_prompt_tokens + config.response_tokens(sampling)
     element = BYTES[config.rollout_dtype]
-    row = tokens * 2 * facts.kv_heads * facts.head_dim / parallel.tp * facts.layers / parallel.pp * element
+    row = tokens * 2 * facts.kv_heads * facts.head_dim / parallel.tp * parallel.most_layers(facts.layers) * element
     return row, min(config.rollout.max_running, share) * row
 
 

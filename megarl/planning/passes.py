@@ -158,7 +158,7 @@ class ModelPass:
         passes = 3 + again if train else 1
         facts, given = self.facts, self.given
         fixed_ms = facts.layers * given.layer_ms + facts.copies["router"] * given.experts_ms
-        fixed = fixed_ms / self.parallel.pp / 1e3 / self.hardware.pace
+        fixed = fixed_ms / self._stages / 1e3 / self.hardware.pace
         return [
             *self._products(share, passes, train=train),
             Cost("T2", "element-wise work", self._elementwise(share, passes)),
@@ -218,25 +218,30 @@ class ModelPass:
         pairs += self._counter.unevenness(share.length, share.variance)
         scores = share.samples * (pairs - share.length * self._counter.per_token) * self._pairs
         frozen = self._frozen(train)
-        linear = tokens * (self._counter.per_token - self._expert_flops) / parallel.pp
-        once = scores / parallel.pp if train and self.engine.recompute == "selective" else 0.0
+        linear = tokens * (self._counter.per_token - self._expert_flops) / self._stages
+        once = scores / self._stages if train and self.engine.recompute == "selective" else 0.0
         rows = tokens / parallel.cp
-        work = (passes - frozen) * linear + passes * scores / parallel.pp + self._adapters(tokens) * passes
+        work = (passes - frozen) * linear + passes * scores / self._stages + self._adapters(tokens) * passes
         work += self._head_work(share, train=train) + once
         costs = [Cost("T1", "matrix products", work / ranks / (peak * given.gemm_share * self._filled(rows)))]
         if self._expert_flops:
             rows *= facts.experts_per_token * parallel.ep * parallel.expert_tp / (parallel.tp * facts.experts)
-            work = (passes - frozen) * tokens * self._expert_flops / parallel.pp / ranks
+            work = (passes - frozen) * tokens * self._expert_flops / self._stages / ranks
             rate = peak * given.expert_share * self._filled(rows)
             costs.append(Cost("T1", "experts' matrix products", work / rate))
         return costs
+
+    @cached_property
+    def _stages(self) -> float:
+        """How many times the fullest pipeline stage's layers make the model: pp if all stages have equally many."""
+        return self.facts.layers / self.parallel.most_layers(self.facts.layers)
 
     def _adapters(self, tokens: float) -> float:
         if self.lora is None:
             return 0.0
         dense, expert = adapter_parameters(self.facts, ParallelConfig(), self.lora)
         active = expert / self.facts.experts * self.facts.experts_per_token if expert else 0.0
-        return 2 * tokens * (dense + active) / self.parallel.pp
+        return 2 * tokens * (dense + active) / self._stages
 
     def _filled(self, rows: float) -> float:
         """Return the share of the rate of large products that a product of `rows` rows reaches."""
@@ -250,7 +255,7 @@ class ModelPass:
         if not self.hardware.gpu:  # CPU attention writes its probabilities
             square = share.length**2 + share.variance
             elements += self._pairs * share.samples * facts.heads / parallel.tp * square / parallel.cp
-        elements *= facts.layers / parallel.pp
+        elements *= facts.layers / self._stages
         if not self.value_head:
             logits = share.samples * share.response * facts.vocab / (parallel.tp * parallel.cp)
             # Recomputed layers do not compute logits again.
@@ -272,9 +277,9 @@ class ModelPass:
         # Each sum happens once in a forward and once in a backward pass. Recomputation adds a forward pass. With sp, a
         # backward pass also gathers its input again.
         times = (2 + (passes == 4) if train else 1) + (0.5 if train and self._split_residual > 1 else 0.0)
-        sent = times * sums / parallel.pp * 2 * (tp - 1) / tp * whole
+        sent = times * sums / self._stages * 2 * (tp - 1) / tp * whole
         split = self._split_residual > 1
-        seconds = self._links.ring(sent, tp, steps=times * sums / parallel.pp * 2, sums=not split)
+        seconds = self._links.ring(sent, tp, steps=times * sums / self._stages * 2, sums=not split)
         return Cost("T4", "tensor and sequence parallel", seconds, sent)
 
     def _context(self, share: Share, passes: float, *, train: bool) -> Cost:
@@ -282,8 +287,8 @@ class ModelPass:
         facts, parallel = self.facts, self.parallel
         cp, times = parallel.cp, passes - 1 if train else 1
         keys = share.tokens * 2 * facts.kv_heads * facts.head_dim / parallel.tp * self._element
-        sent = times * facts.layers / parallel.pp * (cp - 1) / cp * keys
-        seconds = self._links.ring(sent, cp, parallel.tp, steps=times * 2 * facts.layers / parallel.pp)
+        sent = times * facts.layers / self._stages * (cp - 1) / cp * keys
+        seconds = self._links.ring(sent, cp, parallel.tp, steps=times * 2 * facts.layers / self._stages)
         return Cost("T5", "context parallel", seconds, sent)
 
     def _experts(self, share: Share, forwards: int, *, train: bool) -> list[Cost]:
@@ -294,7 +299,7 @@ class ModelPass:
         facts, parallel = self.facts, self.parallel
         if not facts.is_moe:
             return []
-        ep, etp, layers = parallel.ep, parallel.expert_tp, facts.copies["router"] / parallel.pp
+        ep, etp, layers = parallel.ep, parallel.expert_tp, facts.copies["router"] / self._stages
         times = forwards + train
         routed = share.tokens / (parallel.cp * parallel.tp) * facts.experts_per_token * facts.hidden * self._element
         sent = times * layers * 2 * routed * (ep - 1) / ep

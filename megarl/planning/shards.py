@@ -47,9 +47,9 @@ def stage_parameters(
     """Return the (dense, expert) parameters that the fullest rank holds.
 
     Tensor parallelism divides every matrix except the router, and biases; norms, routers and a robot policy's vision
-    parts are on all of its ranks. The vocabulary is padded to equal rows. Pipeline stages have equally many layers; the
-    first has the embedding and the vision towers, the last the final norm and the head, which a tied model holds twice
-    if it has several stages. If layers differ (some with experts, some without), a stage is taken to have the mean.
+    parts are on all of its ranks. The vocabulary is padded to equal rows. The first pipeline stage has the embedding
+    and the vision towers, the last the final norm and the head, which a tied model holds twice if it has several
+    stages. If layers differ (some with experts, some without), a stage is taken to have the mean.
     """
     visual = sum(size for part, size in facts.visual_parts.items() if not trained or part not in facts.frozen)
     if trained and "language_model" in facts.frozen:
@@ -61,15 +61,17 @@ def stage_parameters(
         "dense": facts.copies["mlp"] / facts.layers,
         "moe": facts.copies["router"] / facts.layers,
     }
-    layers = facts.layers / parallel.pp
     first = part["embedding"] + visual
     last = part["final"] + (facts.hidden if value_head else part["embedding"])
     if parallel.pp == 1:
-        ends = first + part["final"] if facts.tied and not value_head else first + last
+        ends = [first + part["final"] if facts.tied and not value_head else first + last]
     else:
-        ends = max(first, last)
-    dense = layers * sum(part[name] * times for name, times in share.items()) + ends
-    return dense, layers * part["expert"] * facts.experts / parallel.ep * share["moe"]
+        ends = [first, *[0] * (parallel.pp - 2), last]
+    dense, expert = sum(part[name] * times for name, times in share.items()), part["expert"] * share["moe"]
+    stages = parallel.stage_layers(facts.layers)
+    expert *= facts.experts / parallel.ep
+    layers, end = max(zip(stages, ends, strict=True), key=lambda stage: stage[0] * (dense + expert) + stage[1])
+    return layers * dense + end, layers * expert
 
 
 def key_value_bytes(facts: ModelFacts, tp: int, dtype: str) -> float:
@@ -110,7 +112,7 @@ def adapter_parameters(facts: ModelFacts, parallel: ParallelConfig, lora: LoraCo
         whole = sum(math.prod(size[dimension] for dimension in source.shape) for source in rule.sources)
         split = parallel.expert_tp if rule.part == "expert" else parallel.tp
         counts[rule.part] += whole / (1 if rule.split == "stack" else split) * per_layer[rule.part]
-    share = facts.layers / parallel.pp
+    share = parallel.most_layers(facts.layers)
     return (counts["layer"] + counts["dense"]) * share, counts["expert"] * share
 
 

@@ -365,7 +365,6 @@ cluster.nproc=2 & actor.parallel.tp=4 -> actor.parallel.tp
 cluster.nproc=4 & actor.parallel.tp=4 -> actor.parallel.tp
 actor.parallel.tp=3
 cluster.nproc=8 & actor.parallel.pp=8 -> actor.parallel.pp
-cluster.nproc=3 & actor.parallel.pp=3 -> actor.parallel.pp
 actor.parallel.pp=2 -> cluster.nproc
 cluster.nproc=2 & actor.parallel.vpp=2 -> actor.parallel.vpp
 cluster.nproc=2 & actor.parallel.ep=2 -> actor.parallel.ep

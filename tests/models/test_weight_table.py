@@ -32,12 +32,22 @@ def test_what_is_checked_before_a_run_is_what_is_loaded(name, tied):
         assert found == loaded
 
 
-def coordinates(tp: int, pp: int, vpp: int, ep: int, etp: int):
+def coordinates(tp: int, pp: int, vpp: int, ep: int, etp: int, *ends: int):
     for t, p, e, x in itertools.product(range(tp), range(pp), range(ep), range(etp)):
-        yield Coordinate(tp, t, pp, p, vpp, ep, e, etp, x)
+        yield Coordinate(tp, t, pp, p, vpp, ep, e, etp, x, *ends)
 
 
-LAYOUTS = [(1, 1, 1, 1, 1), (2, 1, 1, 1, 2), (1, 2, 1, 1, 1), (1, 2, 2, 2, 1), (2, 2, 2, 2, 2), (2, 1, 1, 4, 1)]
+LAYOUTS = [
+    (1, 1, 1, 1, 1),
+    (1, 3, 1, 1, 1),
+    (1, 2, 1, 1, 1, 1),
+    (1, 2, 1, 1, 1, 0, 1),
+    (2, 1, 1, 1, 2),
+    (1, 2, 1, 1, 1),
+    (1, 2, 2, 2, 1),
+    (2, 2, 2, 2, 2),
+    (2, 1, 1, 4, 1),
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

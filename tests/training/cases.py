@@ -75,8 +75,9 @@ def make_engine(model: str = "dense", parallel: ParallelConfig | None = None, **
 
 
 def layers_for(sizes: dict) -> int:
-    """Return how deep a model is that these sizes can cut: two stages of two parts need four layers."""
-    return 4 if "vpp" in sizes else 2
+    """Return how deep a model is that these sizes can cut: two stages of two parts need four layers; stages of
+    different depth have one more."""
+    return (4 if "vpp" in sizes else 2) + any(name.endswith("_stage_layers") for name in sizes)
 
 
 def kind(name: str, layers: int) -> str:

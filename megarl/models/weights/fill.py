@@ -46,6 +46,8 @@ def coordinate(chunks: Sequence[PolicyModel]) -> Coordinate:
         ep_rank=mpu.get_expert_model_parallel_rank(),
         etp=mpu.get_expert_tensor_parallel_world_size(),
         etp_rank=mpu.get_expert_tensor_parallel_rank(),
+        first=chunks[0].config.first_stage_layers,
+        last=chunks[0].config.last_stage_layers,
     )
 
 
