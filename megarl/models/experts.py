@@ -52,7 +52,8 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         transposed = weight.transpose(1, 2)
         # On compute capability 10 torch's kernel may leave the gradient of a group without rows undefined
         # (pytorch/pytorch#172439).
-        if transposed.requires_grad and weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] == 10:
+        on_gpu = weight.device.type == "cuda"
+        if transposed.requires_grad and on_gpu and torch.cuda.get_device_capability(weight.device)[0] == 10:
             empty = ends.diff(prepend=ends.new_zeros(1)) == 0
             transposed.register_hook(lambda grad: grad.masked_fill(empty[:, None, None], 0))
         return F.grouped_mm(x, transposed, offs=ends)
