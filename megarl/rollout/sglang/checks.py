@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from megarl.architectures.vision_language import VisionEncoder
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.layout import divisors
+from megarl.config.rollout import HeldOutSamplingConfig, SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.config.sglang import SGLangConfig, url_problem
 from megarl.dag.placement import Placement
@@ -402,7 +403,11 @@ def _check_limits(config: RunConfig, checks: Checklist) -> None:
 
 def _check_abilities(config: RunConfig, checks: Checklist) -> None:
     rollout = config.rollout.sampling
-    for key, sampling in {"rollout.sampling": rollout, "validation.sampling": config.validation.sampling}.items():
+    samplings: tuple[tuple[str, SamplingConfig | HeldOutSamplingConfig], ...] = (
+        ("rollout.sampling", rollout),
+        ("validation.sampling", config.validation.sampling),
+    )
+    for key, sampling in samplings:
         if sampling.min_new_tokens:
             checks.fail(
                 f"{key}.min_new_tokens",
