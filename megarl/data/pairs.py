@@ -124,7 +124,7 @@ def _no_response(row: Row, key: str, value: Any) -> DataError:
 
 
 def _with_prompt(row: Row, config: DataConfig, settings: PreferenceConfig, chosen: Any, rejected: Any) -> Row:
-    """Return the row with a prompt column; without one, split the common beginning off both responses.
+    """Return the row with a prompt column; if it has none, the common beginning of both responses is the prompt.
 
     Responses that are conversations contain the whole prompt. A text column of the prompt beside them, as in
     UltraFeedback, repeats only a part of it and is replaced.

@@ -168,5 +168,5 @@ class LabelledDataset(SFTDataset):
 
 
 def _cut(rows: Jagged, limits: Sequence[int]) -> Jagged:
-    """Cut each row to its number of entries in `limits`."""
+    """Cut row i to at most `limits[i]` entries."""
     return Jagged.from_list([row[:limit] for row, limit in zip(rows.unbind(), limits, strict=True)], dtype=rows.dtype)

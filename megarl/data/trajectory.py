@@ -165,7 +165,7 @@ class Trajectory:
         return self.token_ids[self.turn_ends[turn] : begins[0]]
 
     def images_of(self, turn: int) -> ImageSet | None:
-        """Return the images of the observation after a turn, with positions in it; turn -1: images of the prompt."""
+        """Return the images of the observation after a turn, with positions in its tokens; turn -1: of the prompt."""
         if self.images is None:
             return None
         if turn < 0:

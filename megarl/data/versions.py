@@ -34,7 +34,7 @@ def runs_of(versions: Iterable[int]) -> VersionRuns:
 
 
 def append_runs(runs: VersionRuns, more: VersionRuns) -> None:
-    """Append the runs `more` of the tokens that follow to `runs`, in place.
+    """Append to `runs`, in place, the runs `more` of the tokens that follow.
 
     >>> runs = [[3, 2]]
     >>> append_runs(runs, [[3, 1], [4, 5]])

@@ -124,8 +124,9 @@ class VarlenCall:
 class VarlenPlan:
     """The kernel calls for a packed stream.
 
-    `q_index` [t] reorders the queries so that each call takes an equal share (None: no reordering); `restore` [t] is
-    its inverse, for the outputs."""
+    `q_index` [t] reorders the queries so that each call takes an equal, contiguous share (None: no reordering);
+    `restore` [t] is its inverse, for the outputs.
+    """
 
     calls: tuple[VarlenCall, ...]
     q_index: Tensor | None = None

@@ -104,7 +104,8 @@ def _vla_policy(
 ) -> PretrainedConfig:
     """Return the configuration of a robot policy, for which transformers has no class.
 
-    Small files next to config.json are part of it. With `follow_files`, a model on the hub is fetched with its weights.
+    Small files next to config.json are part of the configuration. With `follow_files`, a model on the hub is fetched
+    with its weights.
     """
     from megarl.robots.models.vla.config import policy_config, read_policy_config
 

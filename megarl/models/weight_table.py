@@ -157,8 +157,7 @@ _Cut = tuple[tuple[int, ...], tuple[Piece, ...]]
 
 
 def sources_of(rule: WeightRule, names: Sequence[str], size: dict[str, int]) -> Sources:
-    """Return the tensors of a parameter with their shapes; `names` has the names of `rule`, or those for each
-    expert."""
+    """Return the tensors of a parameter with their shapes; `names` are those of `rule`, or of each expert in turn."""
     shapes = [tuple(size[d] for d in source.shape) for source in rule.sources]
     return list(zip(names, shapes * (len(names) // len(shapes)), strict=True))
 

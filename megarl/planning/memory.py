@@ -207,7 +207,7 @@ def _samples(config: RunConfig, dp: int, job: str) -> list[tuple[str, int, int, 
 
 
 def response_terms(config: RunConfig, dp: int, job: str) -> list[Term]:
-    """Return terms for the samples of one generation call: full-length buffers, then tokens and log-probs."""
+    """Return memory terms for the samples of one generation call: full-length buffers, then tokens and log-probs."""
     if not config.task.writes_text:
         return []
     certain = _TOKEN_CERTAIN if config.rollout.holds_model else 0.0

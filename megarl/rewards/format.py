@@ -29,7 +29,7 @@ def format_reward(sample: dict[str, Any], *, think: bool = True, boxed: bool = T
     Args:
         sample: `response`, and `prompt`, which some chat templates end with `<think>`, continued by the response.
         think: the response starts with exactly one `<think>...</think>` that is not empty.
-        boxed: the rest (the whole response without `think`) holds a closed, non-empty `\\boxed{...}`.
+        boxed: the rest (without `think`, the whole response) contains a closed, non-empty `\\boxed{...}`.
         answer: the rest is exactly one `<answer>...</answer>` that is not empty.
     """
     rest = sample["response"]

@@ -179,7 +179,7 @@ class ScorerPool:
                 self._start_missing()
 
     def _with_news(self, wait_s: float) -> list[PoolProcess]:
-        """Return the processes that wrote, ended or can receive more; an empty list after `wait_s` seconds."""
+        """Return the processes that wrote, ended or can receive more within `wait_s` seconds."""
         poll, by_handle = select.poll(), {worker.fileno(): worker for worker in self._workers}
         for handle, worker in by_handle.items():
             poll.register(handle, select.POLLIN | (select.POLLOUT if worker.unsent else 0))

@@ -34,7 +34,8 @@ class RewardSpec(Spec):
     Attributes:
         package: distribution that the reward requires and megarl does not install; None: it requires none.
         prepare: called with the settings, once in the scoring process, before the first sample.
-        names: returns the names that every sample must have for these settings; None: those that all samples have.
+        names: returns the keys that every sample must have for these settings; None: only the keys that all samples
+            have.
         limit: name of the setting with the CPU seconds per sample, enforced by an alarm. An alarm needs the main thread
             of a process, so such a reward gets its own process. Only for included rewards, because the process that
             starts others does not load a user's file.

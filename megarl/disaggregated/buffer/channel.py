@@ -47,19 +47,19 @@ class SentSamples:
 class TeamChannel:
     """The channel of a rank in a team that works step by step; implements `megarl.dag.executor.Channel`.
 
-    It records in `context.metrics` the GB (10^9 bytes) that this rank gave (`store/given_gb`) and read
+    It records in `context.metrics` the GB (10^9 bytes) that this rank handed over (`store/given_gb`) and read
     (`store/read_gb`). Ranks do not communicate with each other for this.
 
     Args:
         replica: number of this worker's replica.
-        is_lead: whether this worker gives the samples of its replica.
-        keeps: whether to keep the given samples in `given`.
+        is_lead: whether this worker hands over the samples of its replica.
+        keeps: whether to keep the samples that were handed over in `given`.
         dealt: whether `placement.share` assigns groups to replicas by their numbers.
         stays: keep the samples of a step in the buffer until `done` is called, not just until the last node has run,
             because the team repeats the step if its process dies before.
 
     Attributes:
-        given: samples given in the last step, by handover key; empty unless it `keeps` them.
+        given: samples handed over in the last step, by handover key; empty unless the channel `keeps` them.
         tokens: number of tokens of all samples that its replica has worked on, prompts included.
     """
 
@@ -127,7 +127,7 @@ class TeamChannel:
                 self._client.done(context.step)
 
     def done(self, step: int) -> None:
-        """Mark `step` done if the channel `stays`; call it when other teams have received everything of the step."""
+        """Mark `step` done if the channel `stays`; call this when other teams have received everything of the step."""
         if self._stays:
             self._client.done(step)
 
@@ -248,7 +248,7 @@ class FinishedGroups:
     metrics: Metrics
 
     def select(self, numbers: Sequence[int]) -> FinishedGroups:
-        """Return some of the groups, with the metrics if the first group is among them."""
+        """Return the groups with these numbers, and the metrics if the first group is among them."""
         places = [self.numbers.index(number) for number in numbers]
 
         samples = {}
@@ -266,7 +266,7 @@ class GroupChannel:
     with each other for this.
 
     Args:
-        is_lead: whether this worker gives the samples of its replica.
+        is_lead: whether this worker hands over the samples of its replica.
 
     Attributes:
         aside: fields that other teams will read, of the samples that the nodes are working on, by handover key.

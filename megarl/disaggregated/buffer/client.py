@@ -222,7 +222,7 @@ class BufferClient:
         return bool(self._query("return whether all groups are generated", "drained", version))
 
     def flow_state(self) -> dict[str, Any]:
-        """Return the position in the prompts; see `Core.flow_state`."""
+        """Return the position in the sequence of prompts; see `Core.flow_state`."""
         return self._query("return the position in the prompts", "flow_state")
 
     def unused(self, step: int, part: int, parts: int) -> list[FlowGroup]:

@@ -67,7 +67,7 @@ class GroupInfo(NamedTuple):
 
 @dataclass
 class _Sent:
-    """The groups sent under one key in one step."""
+    """The groups that were sent for one handover in one step."""
 
     givers: set[int] = field(default_factory=set)  # ranks that sent their groups
     refs: dict[str, Any] = field(default_factory=dict)  # reference to the bytes of each group, by uid
@@ -93,8 +93,9 @@ class Core:
     Args:
         placement: the teams, and the fields that they hand over to each other.
         groups_per_step: largest number of groups of a step.
-        share: how the replicas of a team share groups. dealt: group k goes to replica k modulo their number, as inside
-            one team. tokens: each gets the same number of groups of every mini-batch, with tokens as even as possible.
+        share: how the replicas of a team share groups. dealt: group k goes to replica k modulo the number of replicas,
+            as inside one team. tokens: each replica gets the same number of groups of every mini-batch, with tokens as
+            even as possible.
         flow: settings for forming steps of finished groups; None: groups arrive step by step.
     """
 
@@ -130,7 +131,8 @@ class Core:
         """Record the groups that one replica hands over in one call.
 
         Raises:
-            HandoverError: this team does not hand over these groups, or has given them before. No group is recorded.
+            HandoverError: this team does not hand over these groups, or has handed them over before. No group is
+                recorded.
         """
         handover = self._known(key)
         at = f"step {step}, {key!r}, given by team {team!r} rank {rank}"
@@ -199,13 +201,13 @@ class Core:
         return state.parts[samples, team][part]
 
     def fetch(self, team: str, step: int, key: str, uids: Sequence[str]) -> list[Any] | None:
-        """Return references to the bytes of these groups, in this order; None: some replicas have not given theirs.
+        """Return references to the bytes of these groups, in order; None: some replicas have not sent their groups.
 
         The groups then count as taken by `team`. A replica without groups still needs the names and types of the
         fields: without `uids`, the result is one arbitrary group.
 
         Raises:
-            HandoverError: a group is missing although all replicas have given theirs.
+            HandoverError: a group is missing although all replicas have handed over their groups.
         """
         handover = self._known(key)
         self._form_until(step)
@@ -344,7 +346,7 @@ class Core:
         return self._need_flow().drained(version)
 
     def flow_state(self) -> dict[str, Any]:
-        """Return the position in the prompts.
+        """Return the position in the sequence of prompts.
 
         `next` is the number of the first prompt that was never admitted (None: the flow is not open); `again` lists
         earlier prompts that must be generated again.

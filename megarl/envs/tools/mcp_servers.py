@@ -294,7 +294,7 @@ def bounded_errors(name: str) -> Iterator[TextIO]:
 
 
 async def _tools_of(client: Client) -> dict[str, dict[str, Any]]:
-    """Return the schemas by name, from all pages that the server has."""
+    """Return the schemas of all tools of a server, by name; the server may list them in several pages."""
     schemas: dict[str, dict[str, Any]] = {}
     cursor = None
     while True:

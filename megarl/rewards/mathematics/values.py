@@ -100,7 +100,7 @@ class Evaluation:
 
     Args:
         values: values of the variables and units, by name.
-        real: values off the real line are outside the domain.
+        real: values that are not real are outside the domain.
         log_base: base of `\\log` without a base.
         digits: decimal digits of the arithmetic.
 
@@ -212,7 +212,7 @@ class Evaluation:
         return total if total and ctx.mag(total) > least else ctx.zero
 
     def _settled(self, value: Any, argument: Any) -> Any:
-        """Return a value of a function, with rounding errors at zeros and poles removed."""
+        """Return `value`, or zero if it is only the rounding error of a zero. Raise OutsideError at a pole."""
         ctx = self.ctx
         if not value or ctx.isinf(value) or ctx.isinf(argument) or not argument or ctx.mag(argument) < -20:
             return value

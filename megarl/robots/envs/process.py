@@ -39,7 +39,7 @@ class SimulatorProcess:
 
     Attributes:
         waiting: kinds of the pending answers, in order.
-        since: time since when the first pending answer is awaited.
+        since: time when the wait for the first pending answer began.
     """
 
     def __init__(self, settings: SimulatorSettings, where: str, cuda_device: int | None) -> None:

@@ -21,7 +21,7 @@ class ClipRecorder:
 
     Args:
         cameras: cameras to record.
-        frames: maximum number in a clip; up to `4 * frames + 2` per camera are kept.
+        frames: maximum number of frames in a clip; up to `4 * frames + 2` per camera are kept.
     """
 
     def __init__(self, cameras: Sequence[str], frames: int) -> None:

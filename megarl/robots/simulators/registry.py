@@ -25,7 +25,7 @@ FORMS = ("file.py:Class", "pkg.mod:Class")
 
 
 def is_known(name: str) -> bool:
-    """Return whether `name` is an included simulator, or has one of the other forms."""
+    """Return whether `name` is an included simulator or has one of the `FORMS`."""
     return name in SIMULATORS or all(name.rpartition(":")[::2])
 
 

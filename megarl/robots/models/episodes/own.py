@@ -207,8 +207,8 @@ def neighbours_loss(vectors: Tensor, exists: Tensor) -> tuple[Tensor, int, int]:
         exists: bool [n, P], points that exist: the first ones.
 
     Returns:
-        The sum over pairs (point, neighbour) that have a negative, how many are more alike than all negatives, and
-        their number.
+        The loss, summed over the pairs (point, neighbour) that have a negative; how many of these pairs are more alike
+        than all their negatives; and the number of these pairs.
     """
     alike = vectors @ vectors.transpose(1, 2) / _TEMPERATURE
     number = torch.arange(exists.shape[1], device=exists.device)

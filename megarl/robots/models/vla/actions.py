@@ -121,7 +121,7 @@ class GripperRule:
     invert: bool = False  # the simulator has the opposite sign
 
     def to_simulator(self, actions: ArrayLike) -> Floats:
-        """Convert the actions [..., D] of a policy to the simulator's convention; a copy."""
+        """Return a copy of a policy's actions [..., D] in the simulator's convention."""
         actions = np.array(actions, dtype=np.float32)
         for place in self.dims:
             value = actions[..., place]
@@ -131,7 +131,7 @@ class GripperRule:
         return actions
 
     def to_policy(self, actions: ArrayLike) -> Floats:
-        """Convert the actions [..., D] of demonstrations from the simulator's units to the policy's; a copy."""
+        """Return a copy of demonstrations' actions [..., D] in the policy's convention instead of the simulator's."""
         actions = np.array(actions, dtype=np.float32)
         for place in self.dims:
             value = actions[..., place]
@@ -188,7 +188,7 @@ class ActionCodec:
 
 
 def _refuse(values: NDArray[Any], wrong: NDArray[np.bool_], what: str, name: str, allowed: str) -> None:
-    """Raise for the first wrong value, with its place."""
+    """Raise DataError for the first value that is `wrong`, with its place."""
     if not wrong.any():
         return
     place = tuple(int(number) for number in np.argwhere(wrong)[0])

@@ -52,7 +52,7 @@ def cloning_statistics(
 
 
 class CloningExamples:
-    """The policy calls to learn, of D numbers an action; a data set for a `PromptLoader`.
+    """The policy calls to learn, with D numbers per action; a data set for a `PromptLoader`.
 
     States and action tokens are in memory. Pictures are processed when an example is first used, and kept until they
     take `keep` bytes; pictures of further examples are processed each time.
