@@ -171,7 +171,7 @@ def test_a_recipe_with_a_secret_is_refused_and_shown_masked(setting: str, key: s
     (check,) = [check for check in check_config(config).items if check.name == "secrets"]
     assert (check.status, check.key) == ("fail", key)
     assert "export it" in str(check.problem())
-    text = "".join(section(config) for section in (dry_run._full_text, dry_run._changed_text)) + str(check.problem())
+    text = "".join(dry_run._config_text(config, full=full) for full in (True, False)) + str(check.problem())
     assert "sesame" not in text
     assert "7357" not in text
     with pytest.raises(ConfigError) as caught:

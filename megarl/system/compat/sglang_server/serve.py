@@ -167,7 +167,7 @@ def hook(target: str, function: Any, when: str = "AROUND") -> None:
     """Make SGLang call `function` around the function `target` (a dotted name), or after it."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(target, function, HookType[when])
+    HookRegistry.register(target, function, getattr(HookType, when))
 
 
 def insist_on_hooks() -> None:
