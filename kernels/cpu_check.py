@@ -70,7 +70,7 @@ def _gate(kernels: CpuKernels, draw: _Draw) -> Iterator[tuple[str, Tensor, Tenso
 
 
 def _attend(kernels: CpuKernels, draw: _Draw, size: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    groups, heads, length, scale = 2, 7, 40, size**-0.5  # 7 heads are processed as 4, 2 and 1
+    groups, heads, length, scale = 2, 7, 40, size**-0.5  # the kernel processes 7 heads as 4, 2 and 1
     positions = torch.tensor([0, 17, 39], device="cpu")
     for window, norm in ((None, draw(2, size)), (5, None)):
         qkv, n = draw(3, groups, heads + 2, size), len(positions)

@@ -133,7 +133,7 @@ class Attempts:
         self._job = dataclasses.replace(job, config=job.config.model_copy(update={"trainer": trainer}))
         again = f"{job.config.name} starts again ({self._used} of {cluster.max_restarts}; {start})"
         job.log.say(f"megarl: {again}: {end.why}")
-        close_mlflow(job.run_dir, "failed")  # a resumed run opens it again
+        close_mlflow(job.run_dir, "failed")  # a resumed run opens the MLflow run again
         note_restart(job.run_dir, end.why, start)
         deadline = time.monotonic() + cluster.start_timeout_s
         while True:

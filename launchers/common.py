@@ -199,7 +199,7 @@ def make_run_dir(
     parent = run_dir or inside or Path(config.tracking.dir) / re.sub(r"[^\w.+-]+", "-", config.name)
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=parent) as file:  # to detect full or read-only disks now
+        with tempfile.TemporaryFile(dir=parent) as file:  # detects a full or read-only disk before the run starts
             file.write(bytes(_LEAST_ROOM))
     except (FileExistsError, NotADirectoryError) as error:
         obstacle = next(path for path in (parent, *parent.parents) if path.exists())
@@ -285,7 +285,7 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
                 if lock.machine == 0 and lock.is_ours() and not folder.is_gone():
                     _leave_folder(job, ended, attempts.started)
                 with contextlib.suppress(OSError):
-                    remove_leftovers()  # files of workers that had to be killed
+                    remove_leftovers()  # removes the files of workers that had to be killed
 
 
 def _open_log(config: RunConfig, run_dir: Path, lock: FolderLock, placement: Placement | None) -> OutputLog:

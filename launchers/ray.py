@@ -126,7 +126,7 @@ class RayWorkers:
         self._causes: dict[int, str] = {}
         self._group: Any = None
         self._reservation: Reservation
-        self._apart: list[str] = []  # teams with their own nodes
+        self._apart: list[str] = []  # names of teams that have nodes of their own
         self._places: list[Place] = []
         self._server_places: list[Place] = []
         self._buffer: Any = None

@@ -335,10 +335,10 @@ def saved_in_time(job: Submission) -> RunConfig:
 def _minutes(time: str) -> float:
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
-    if dash:  # D-HH[:MM[:SS]]
+    if dash:  # format D-HH[:MM[:SS]]
         hours, minutes, seconds = [*parts, 0, 0][:3]
         return 1440.0 * int(days) + 60.0 * hours + minutes + seconds / 60
-    if len(parts) < 3:  # MM[:SS]
+    if len(parts) < 3:  # format MM[:SS]
         return parts[0] + [*parts, 0][1] / 60
     return 60.0 * parts[0] + parts[1] + parts[2] / 60
 

@@ -267,7 +267,7 @@ class SlurmJob:
                 self._before_the_end(step)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 step.wait(LOOK_S)
-        if self.ended and code:  # scancel also ends the step
+        if self.ended and code:  # an error may only be that scancel has ended the step
             raise self._stopped()
         return code
 
@@ -330,5 +330,5 @@ class SlurmJob:
 
     def _end_guard(self) -> None:
         if self.guard is not None:
-            self.nodes.stop(self.guard, 5.0)  # its node may be lost
+            self.nodes.stop(self.guard, 5.0)  # the guard's node may be lost
             self.guard = None

@@ -60,7 +60,7 @@ class TokenInputs:
     # float32 [N, K + 1, 2], the teacher's most likely tokens, see `MegatronEngine.top_tokens`
     teacher_topk: Tensor | None = None
     is_weights: Tensor | None = None  # importance weights of rollout correction
-    copies: Tensor | None = None  # int64 [B], how often each sample counts; None: once
+    copies: Tensor | None = None  # int64 [B], how often each sample counts; None: each counts once
     # further inputs of the policy loss by name: fields that it reads, and the results of its `prepare`
     own: Mapping[str, Any] = field(default_factory=dict)
 

@@ -241,7 +241,7 @@ def _radius(apart: np.ndarray, dims: int, settings: ProgressSettings) -> float:
     curve = np.sort((apart + np.diag([math.inf] * len(apart))).min(1))
     below = np.linspace(curve[0], curve[-1], len(curve)) - curve
     knee = int(below.argmax()) if below.max() > _ALIKE * curve[-1] else -1
-    return float(curve[knee]) * (1 + _ALIKE) + 1e-12  # must not be 0 for equal points
+    return float(curve[knee]) * (1 + _ALIKE) + 1e-12  # the result must not be 0 if all points are equal
 
 
 def _standardised(points: np.ndarray) -> np.ndarray:

@@ -48,6 +48,6 @@ def adapter_rules(table: tuple[WeightRule, ...], targets: Collection[str] | None
             name, (rows, columns) = source.name.removesuffix(".weight"), source.shape
             down.append(WeightSource(name + DOWN, ("rank", columns)))
             up.append(WeightSource(name + UP, (rows, "rank")))
-        by_columns = rule.split == "row"  # how the weight is split
+        by_columns = rule.split == "row"  # whether tensor parallelism splits the weight's columns
         yield WeightRule(f"{stem}a", rule.part, "row" if by_columns else "stack", tuple(down))
         yield WeightRule(f"{stem}b", rule.part, "stack" if by_columns else rule.split, tuple(up))

@@ -38,7 +38,8 @@ _SIZES = (
     "decoder_sparse_step",
 )
 _FLAGS = ("tie_word_embeddings", "use_sliding_window", "norm_topk_prob", "output_router_logits")
-_FLOATS = ("rms_norm_eps", "router_aux_loss_coef", "router_jitter_noise")  # transformers refuses 0 for 0.0
+# for these keys transformers refuses integers such as 0
+_FLOATS = ("rms_norm_eps", "router_aux_loss_coef", "router_jitter_noise")
 
 
 def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -47,7 +48,8 @@ def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     values = read_keys(raw)
 
     def refuse(key: str, value: object, allowed: object, what: str | None = None) -> None:
-        where = f"{source}.{key}" if source == "model.hf_config" else f"{source}: {key}"  # key or file
+        # the recipe key, or the file and its key
+        where = f"{source}.{key}" if source == "model.hf_config" else f"{source}: {key}"
         shown = "null" if value is None else value
         raise ConfigError(what or f"invalid value of {key}", where=where, found=shown, allowed=str(allowed))
 

@@ -15,7 +15,7 @@ from megarl.architectures.vision import STATE_PROJECTOR, VisionShape
 from megarl.system.errors import ConfigError, count
 
 _SHOWN = ("quant_method", "fmt", "weight_block_size", "scale_fmt", "activation_scheme")
-_NAMED = 5  # tensors listed in a message
+_NAMED = 5  # most tensors that a message lists
 #: RoPE's frequencies, which older versions of transformers saved; they follow from config.json.
 _COMPUTED = ".rotary_emb.inv_freq"
 _SCALES = "_scale_inv"

@@ -271,7 +271,7 @@ def _touched(path: Path) -> float | None:
         with path.open() as file:
             return os.fstat(file.fileno()).st_mtime
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ESTALE):  # ESTALE: another machine has just removed it
+        if error.errno not in (errno.ENOENT, errno.ESTALE):  # ESTALE: another machine has just removed the file
             raise
         return None
 

@@ -210,7 +210,7 @@ def end_family(process: subprocess.Popen[bytes], folder: Path) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             relative.kill()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # children that outlived the process
+        os.killpg(process.pid, signal.SIGKILL)  # kills children that outlived the process
     psutil.wait_procs(family, timeout=_GRACE_S)
 
 

@@ -187,7 +187,7 @@ def check_arguments(config: RunConfig, limit_s: float = _IMPORT_S) -> None:
     if not data.loader_kwargs:
         return
     if any(is_function(source) for source in [*data.train_files, *data.val_files, *more]):
-        kwargs = dict.fromkeys(data.loader_kwargs)  # only the names matter
+        kwargs = dict.fromkeys(data.loader_kwargs)  # only the names of the arguments are checked
         files = {"train_files": data.train_files, "val_files": data.val_files, "more": more}
         ask(_check_names, {"loader_kwargs": kwargs, **files}, limit_s, where="data.train_files / data.val_files")
     else:

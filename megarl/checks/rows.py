@@ -273,7 +273,8 @@ class _Rows:
         order = sorted(range(len(contents)), key=lambda i: len(contents[i]))
         sample = order if len(order) <= _SAMPLE else [*order[: _SAMPLE // 2], *order[-_SAMPLE // 2 :]]
         lengths = self._count(contents, sample, counter)
-        if data.overlong != "error" and min(lengths.values()) > limit:  # check whether there is a shorter one
+        # a prompt outside the sample may be short enough
+        if data.overlong != "error" and min(lengths.values()) > limit:
             lengths = self._count(contents, order, counter)
         longest = max(lengths, key=lengths.__getitem__)
         tokens = f"{_range(lengths.values())} tokens without what the chat template adds"

@@ -92,8 +92,8 @@ def load_config(
     # Some sections have defaults that differ from their model's (rollout.sampling.n is 8, not 1). Setting one key of
     # such a section keeps the others.
     defaults = Document(RunConfig(name="").model_dump())
-    del defaults.data["cluster"]["max_restarts"]  # its default depends on the placement
-    del defaults.data["sft"]["optim"]["lr"]  # its default depends on the model
+    del defaults.data["cluster"]["max_restarts"]  # the default of max_restarts depends on the placement
+    del defaults.data["sft"]["optim"]["lr"]  # the default of the learning rate depends on the model
     _merge(defaults, document)
     document = defaults
     overrides, problems = split_overrides(overrides)

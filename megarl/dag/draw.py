@@ -11,7 +11,7 @@ from megarl.dag.layout import Drawing, Point, lay_out
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 
-_WIDTH = 80  # columns of the text
+_WIDTH = 80  # width of the graph as text, in columns
 # Fill and line per role; one pair for light and one for dark pages. Text takes the page's text colour.
 _COLOURS = {
     Role.DEFAULT: ("#eef1f5", "#8a94a3", "#2a2f37", "#7d8796"),

@@ -74,7 +74,7 @@ class _History:
         self.resampler: str | None = None
         self._since: list[str] = []  # nodes since the last one that resampled
         self._trained: dict[str, str] = {}  # last node that trained each model
-        self._users: dict[str, list[str]] = {}  # nodes that have used each model since then
+        self._users: dict[str, list[str]] = {}  # nodes that have used each model since it was last trained
 
     @property
     def available(self) -> list[str]:

@@ -139,14 +139,14 @@ class Message:
 class LoaderAtStart(Message, topic="loader"):
     """The data loader's initial state; the rollout's team sends it before the actor's team chooses a checkpoint."""
 
-    state: dict[str, Any]  # `PromptLoader.state_dict`
+    state: dict[str, Any]  # the result of `PromptLoader.state_dict`
 
 
 class RunStart(Message, topic="start"):
     """The point at which the run begins; the actor's team sends it to all teams once it has the initial actor."""
 
     resumed_at: int | None  # step of the checkpoint that the run resumes from; None: it starts without a checkpoint
-    source: str | None  # folder of this checkpoint, RUN_DIR/checkpoints/step_N
+    source: str | None  # folder of the checkpoint that the run resumes from, RUN_DIR/checkpoints/step_N
     reference: str | None  # folder of the reference's weights; None: there is no reference
     # folder of the weights that a critic of another team starts from; None: `critic.path` or `source`
     critic: str | None

@@ -35,7 +35,7 @@ class Field:
 
     dtype: str
     shape: str
-    writer: str  # the stages, or other parts of the program, that write it
+    writer: str  # the stages, or other parts of the program, that write the field
     meaning: str
     example: str  # value of one sample
 

@@ -102,7 +102,7 @@ def label_of(row: Row, settings: PreferenceConfig) -> bool:
     label = row.column(key, "preference.label_key")
     if isinstance(label, str):
         label = _LABEL_TEXTS.get(label.strip().lower(), label)
-    if label not in (True, False):  # also 1, 0, 1.0 and 0.0
+    if label not in (True, False):  # 1, 0, 1.0 and 0.0 are also accepted, because they equal True or False
         raise DataError(
             f"column {key!r} is not a label of true or false",
             where=row.where,

@@ -220,7 +220,8 @@ def _plain(value: Any, row: Row, column: str, depth: int = 0) -> Any:
                     fix="write it as text",
                 ) from error
         return value
-    if value is None or type(value) in (float, bool, bytes) or hasattr(value, "getexif"):  # PIL images have getexif
+    # an object with getexif is a PIL image
+    if value is None or type(value) in (float, bool, bytes) or hasattr(value, "getexif"):
         return value
     if depth > MAX_DEPTH:
         raise DataError(f"column {column!r} nests lists and objects more than {MAX_DEPTH} levels deep", where=row.where)
@@ -283,6 +284,6 @@ def _is_media(value: Any) -> bool:
         return True
     if isinstance(value, dict) and any(isinstance(item, bytes) for item in value.values()):
         return True
-    if isinstance(value, dict):  # as the `datasets` package stores them
+    if isinstance(value, dict):  # the `datasets` package stores images as dictionaries
         return value.keys() in ({"bytes", "path"}, {"array", "path", "sampling_rate"})
     return isinstance(value, str) and _FILE.fullmatch(value[:_LOOKED_AT]) is not None

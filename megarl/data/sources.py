@@ -467,7 +467,7 @@ def _unreadable_cell(table: pyarrow.Table) -> tuple[str, int]:
         for number, cell in enumerate(table[column], 1):
             try:
                 cell.as_py()
-            except Exception:  # whatever to_pylist stumbled over
+            except Exception:  # to_pylist raises many types of errors
                 return column, number
     raise AssertionError("to_pylist fails, but every cell can be read")
 

@@ -361,7 +361,7 @@ def _on_day(template: str, day: datetime.datetime) -> str:
     values = [("%%", "\ue000"), *((f"%{sign}", day.strftime(f"%{sign}")) for sign in _STRFTIME), ("\ue000", "%")]
     filters = "".join(f" | replace({json.dumps(sign)}, {json.dumps(value)})" for sign, value in values)
     macro = f"{{%- macro strftime_now(format) -%}}{{{{ format{filters} }}}}{{%- endmacro %}}"
-    return f"{macro}\n{template}"  # a line break right after a block is dropped
+    return f"{macro}\n{template}"  # Jinja drops a line break right after a block
 
 
 def _with_system(messages: list[Message], text: str) -> list[Message]:
@@ -399,7 +399,7 @@ def _names_read(template: str) -> set[str] | None:
     import jinja2
     from jinja2 import meta
 
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])  # parsed, not rendered
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])  # the template is parsed, not rendered
     try:
         return meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
     except jinja2.TemplateError:

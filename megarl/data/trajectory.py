@@ -120,7 +120,7 @@ class Trajectory:
     def _need_token(self, end_token: int, version: int) -> None:
         if not self.token_ids:
             self._append([end_token], sampled=False, logprobs=[0.0], versions=[[version, 1]])
-            self.turn_starts, self.turn_ends = [1], [1]  # an empty turn
+            self.turn_starts, self.turn_ends = [1], [1]  # records an empty turn
 
     def _append(
         self, token_ids: Sequence[int], *, sampled: bool, logprobs: Sequence[float], versions: VersionRuns
@@ -178,7 +178,7 @@ class Trajectory:
         images = self.images
         layout = None if images is None else {n: getattr(images, n) for n in ("places", "sizes", "digests")}
         fields = {**vars(self), "images": layout}
-        fields["drawn"] = fields.pop("sampled")  # its name in checkpoints
+        fields["drawn"] = fields.pop("sampled")  # checkpoints call the field "drawn"
         return fields
 
     @classmethod

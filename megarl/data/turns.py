@@ -64,7 +64,7 @@ class Turns:
             return self._plain(observation)
         if self._render is not None:
             return self._ids(observation)
-        ids = self._tokenizer(observation)["input_ids"]  # with a begin token, like prompts of the data
+        ids = self._tokenizer(observation)["input_ids"]  # adds a begin token, as for prompts of the data
         return self._known(to_continue(self._tokenizer, [ids])[0], observation)
 
     def following(self, observation: str | Messages | list[int], *, ended: bool) -> list[int]:
@@ -111,7 +111,7 @@ class Turns:
         unknown = self._tokenizer.unk_token_id
         if unknown is None or unknown not in ids:
             return ids
-        rest = text.replace(self._tokenizer.unk_token, "")  # an environment may quote it
+        rest = text.replace(self._tokenizer.unk_token, "")  # an environment may quote the unknown token
         strange = next((c for c in rest if unknown in self._tokenizer(c, add_special_tokens=False)["input_ids"]), None)
         if strange is None:
             return ids

@@ -64,8 +64,8 @@ def find_buffered_groups(source: Path) -> BufferedGroups | None:
 class PendingGroups:
     """Generated groups whose rewards are still being computed."""
 
-    numbers: list[int]  # numbers of their prompts
-    batch: Batch  # their samples
+    numbers: list[int]  # numbers of the groups' prompts
+    batch: Batch  # samples of the groups
     metrics: Metrics  # metrics of these samples so far
     aside: dict[str, Batch]  # fields for other teams (`GroupChannel.aside`)
 
@@ -94,7 +94,7 @@ class AsReadyLoop:
     _prompts: dict[int, Batch] = field(default_factory=dict)  # prompts of groups in flight, by number
     # weight version that generated the first tokens of each unfinished group, by the number of its prompt
     _versions: dict[int, int] = field(default_factory=dict)
-    _waiting: list[int] = field(default_factory=list)  # numbers of prompts to begin as soon as there is room
+    _waiting: list[int] = field(default_factory=list)  # numbers of prompts to begin as soon as the engine has room
     _partials: dict[int, list[Trajectory]] = field(default_factory=dict)  # partial trajectories of waiting prompts
     _scoring: deque[PendingGroups] = field(default_factory=deque)  # oldest first; rewards arrive in this order
     _carried: Metrics = field(default_factory=Metrics)  # metrics of rejected samples, added to the next accepted group

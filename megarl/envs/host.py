@@ -146,7 +146,8 @@ class Host:
                 work = self._loop.run_in_executor(self._threads, _contained, method, arguments)
                 result = await self._in_time(work)
             except _Late:
-                self._threads.shutdown(wait=False)  # the thread is lost; the others continue
+                # only the thread of the late call is lost; calls in the other threads continue
+                self._threads.shutdown(wait=False)
                 self._threads = ThreadPoolExecutor(_THREADS, "environment")
                 raise
         return await self._in_time(_settled(result)) if inspect.isawaitable(result) else result

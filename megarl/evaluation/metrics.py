@@ -17,7 +17,8 @@ from megarl.system.errors import ConfigError
 from megarl.system.metrics import Metrics
 
 CORRECT_ABOVE = 0.5  # pass@k counts a sample as correct if its value is above this
-_ACCURACY_PARTS = ("acc", "accuracy", "overall")  # a reward function's accuracy part, else its score
+# parts of a reward that measure accuracy; without any, the score counts
+_ACCURACY_PARTS = ("acc", "accuracy", "overall")
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def _model_fields(hf: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
         "persist_layer_norm": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
-        "cuda_graph_scope": [],  # the default, "full", warns
+        "cuda_graph_scope": [],  # Megatron warns about the default, "full"
         "calculate_per_token_loss": True,
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",

@@ -139,7 +139,7 @@ def _follow_files(config: PretrainedConfig, source: str) -> None:
 
     folder = resolve_folder(source)
     if not CheckpointReader.has_weights(folder):
-        return  # only sizes are needed; reading the weights raises the error
+        return  # only sizes are needed here; reading the weights raises the error
     reader = CheckpointReader(folder)
     if "score.weight" in reader:
         config.token_classification_bias = "score.bias" in reader
@@ -266,7 +266,7 @@ def dimensions(hf: PretrainedConfig) -> dict[str, int]:
 
 def normalizes_experts(hf: PretrainedConfig) -> bool:
     """Return whether the probabilities of the chosen experts are divided by their sum."""
-    return bool(_keys(hf).get("norm_topk_prob", True))  # Mixtral always does
+    return bool(_keys(hf).get("norm_topk_prob", True))  # Mixtral always normalises
 
 
 def value_bias(hf: PretrainedConfig) -> bool:

@@ -58,7 +58,8 @@ def route_by_expert(tokens: Tensor, routing_map: Tensor, each: int, like: Tensor
     if kernels is None:
         return RowRoute(tokens)
     count = len(routing_map)
-    following = routing_map.T.reshape(-1).cumsum(0, dtype=torch.int32)  # one past each entry's row, by expert
+    # one past the row of each entry of the routing map, by expert
+    following = routing_map.T.reshape(-1).cumsum(0, dtype=torch.int32)
     experts = torch.nonzero_static(routing_map, size=count * each)[:, 1].view(count, each)
     entries = experts * count + torch.arange(count, device=experts.device)[:, None]
     return RowRoute(tokens, following.gather(0, entries.view(-1)).view(count, each) - 1, kernels)

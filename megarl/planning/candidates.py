@@ -42,7 +42,7 @@ class Spread:
     workers: int
     servers: int = 0  # servers that the run starts; 0: none, or the recipe's stay
     tp_size: int = 1  # ranks per server
-    colocated: bool = False  # servers share the trainer's devices
+    colocated: bool = False  # whether servers share the trainer's devices
     teams: tuple[tuple[str, tuple[str, ...], int], ...] = ()  # (name, roles, devices) of each team; empty: one team
     rollout: ParallelConfig | None = None  # layout of a team that only generates, with an embedded engine
 
@@ -67,8 +67,8 @@ class Choice:
     spread: Spread
     parallel: ParallelConfig
     micro_batch_tokens: int  # tokens per micro-batch of the training engines
-    recompute: str  # recomputation of these engines
-    offload: bool  # offloading of these engines
+    recompute: str  # recomputation in the training engines
+    offload: bool  # whether the training engines offload
     # memory fraction of servers on the trainer's devices; None: as in the recipe
     memory_fraction: float | None = field(default=None, compare=False)
 

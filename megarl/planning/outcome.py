@@ -23,8 +23,8 @@ class PlannedPhase:
 
     name: str  # the node's id; `weights`, `moves` and `other` are not nodes
     team: str
-    parts: tuple[Cost, ...]  # costs by formula
-    begins: float = 0.0  # seconds after the start of the step
+    parts: tuple[Cost, ...]  # the phase's costs, one for each formula
+    begins: float = 0.0  # seconds from the step's start to the phase's start
 
     @property
     def seconds(self) -> float:
@@ -61,7 +61,7 @@ class StepPlan:
     phases: tuple[PlannedPhase, ...]  # phases in the order of the graph
     step_s: float  # seconds of a step (formula S1)
     tokens: float  # prompt and response tokens of a step, for formula S2
-    generated: float  # generated tokens among them
+    generated: float  # generated tokens of a step
     flops: float  # FLOPs of the policy in a step (formula F2)
     dtype: str
     filled: tuple[Filled, ...]  # memory of each team's fullest device in each moment of a step (formula M1)

@@ -40,7 +40,7 @@ from megarl.planning.workload import Share
 class Cost:
     """The seconds of a phase by one formula of docs/planning.md."""
 
-    formula: str  # tag of the formula
+    formula: str  # tag of the formula in docs/planning.md, such as T4
     what: str  # kind of work
     seconds: float  # seconds of the fullest rank in one step
     bytes: float = 0.0  # bytes that this rank sends, reads or writes for it; 0: the cost does not depend on bytes
@@ -273,7 +273,7 @@ class ModelPass:
         facts, parallel = self.facts, self.parallel
         tp = parallel.tp
         whole = share.tokens / parallel.cp * facts.hidden * self._element
-        sums = 2 * facts.layers - facts.copies["router"]  # the sums of experts are in T6
+        sums = 2 * facts.layers - facts.copies["router"]  # the sums of experts are in formula T6
         # Each sum happens once in a forward and once in a backward pass. Recomputation adds a forward pass. With sp, a
         # backward pass also gathers its input again.
         times = (2 + (passes == 4) if train else 1) + (0.5 if train and self._split_residual > 1 else 0.0)

@@ -48,7 +48,7 @@ class FoundPlan:
 class SearchResult:
     """The result of a search."""
 
-    best: tuple[FoundPlan, ...]  # fastest first
+    best: tuple[FoundPlan, ...]  # the best plans, the fastest first
     compared: int  # number of layouts in placements that were considered
     without_room: int  # how many of them do not fit into memory; the memory of slower layouts was not checked
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 #: Names that the reference answer has in sources: in a sample, or as a parameter of other trainers' functions.
 _READS = re.compile(r"\b(answer|answers|ground_truth|ground_truths)\b")
 _SCORES = re.compile(r"\bscores\s*(:\s*\w+\s*)?=\s*False\b")
-#: The included environment that leaves the score to the reward.
+#: Name of the included environment that leaves the score to the reward.
 _TOOLS = "tools"
 
 

@@ -94,7 +94,7 @@ def _embedding(config: RunConfig) -> EmbeddingSettings | None:
     try:
         return settings_at("robot.reward.embedding", robot.reward.embedding, EmbeddingSettings)
     except ConfigError:
-        return None  # another check reports it
+        return None  # another check reports the error
 
 
 def _encoder(path: str | None) -> _Encoder:

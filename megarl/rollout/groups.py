@@ -158,8 +158,8 @@ class GroupGenerator:
         self._seconds = None if rules is None else rules.limits.seconds
         self._stop_ids = frozenset() if sampling.ignore_eos else frozenset([*eos_ids, *sampling.stop_token_ids])
         self._groups: dict[int, _InFlightGroup] = {}
-        self._samples: dict[int, _Sample] = {}  # by slot
-        self._free = list(range(slots))  # a heap
+        self._samples: dict[int, _Sample] = {}  # samples by slot
+        self._free = list(range(slots))  # the free slots, as a heap
         self._answers = None if rules is None else Answers(rules)
         self._generation: Generation | None = None
         self._submitted: set[int] = set()  # slots whose turns were submitted to the generation
@@ -499,7 +499,8 @@ class GroupGenerator:
         if self._rules is None and not plain:  # an episode of a recipe that had an environment
             return False
         if partial.ended_by:
-            return self._rules is None or partial.ended_by != PLAIN  # a plain sample needs an environment's answer now
+            # a sample that ended without an environment now needs an environment's answer
+            return self._rules is None or partial.ended_by != PLAIN
         room, turns = self._room(partial), partial.turns + (not partial.is_unanswered)
         between_turns = not (partial.in_turn or partial.is_unanswered)
         if not partial.segments or room < 0 or (room == 0 and between_turns):

@@ -192,7 +192,7 @@ class Checkpoints(CheckpointPart):
             if not self._begun:
                 self._leave_others()
             take_up_reference(self._c.run_dir)
-            self._requests[-1].unlink(missing_ok=True)  # a killed launcher may have left it
+            self._requests[-1].unlink(missing_ok=True)  # a killed launcher may have left a request
             if self._withdraws:
                 forget_exported(self._c.run_dir)
             if self.best_step is not None:
@@ -217,7 +217,8 @@ class Checkpoints(CheckpointPart):
         c.loading.load_state_dict(state["loader"])
         c.context.kl_controller.load_state_dict(state["kl"])
         parts = state["surplus_parts"]
-        if parts and self._why_no_surplus() is None:  # else every later checkpoint would carry them along unused
+        # otherwise every later checkpoint would contain the samples unused
+        if parts and self._why_no_surplus() is None:
             c.context.surplus = read_surplus(c.context, source, parts)
         if c.context.scores is not None:
             c.context.scores.load(source)

@@ -63,7 +63,7 @@ def _write_best(c: RankState, checkpoints: Path) -> None:
         if c.layout.rank == 0:
             write_exported(c.run_dir, [*written, Exported(BEST, step, "best")])
     elif c.layout.rank == 0:
-        shutil.rmtree(c.run_dir / BEST, ignore_errors=True)  # written by an earlier end of this run
+        shutil.rmtree(c.run_dir / BEST, ignore_errors=True)  # an earlier end of this run may have written the folder
 
 
 def _load_best(c: RankState, source: Path) -> int | None:

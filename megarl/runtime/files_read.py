@@ -22,7 +22,8 @@ from megarl.training.checksums import FileChecksum, checksum_of, few, text_check
 FilesRead = dict[str, dict[str, FileChecksum]]
 
 _SECTIONS = ("model", "algorithm", "data", "reward", "env", "critic", "reward_model", "teacher", "sft", "preference")
-_MODELS, _FOLDERS = ("path", "tokenizer"), ("path", "tokenizer", "train_files", "val_files")  # last parts of keys
+# last parts of keys that name models, and of keys whose value may be a folder
+_MODELS, _FOLDERS = ("path", "tokenizer"), ("path", "tokenizer", "train_files", "val_files")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _INDEX = ".index.json"
 _CACHE = "cache"  # a judge's cache, which the run itself writes

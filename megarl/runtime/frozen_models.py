@@ -128,7 +128,7 @@ def _kept(c: RankState, checkpoint: Path) -> ReferencePlace:
     Raises the errors of `keep_reference`.
     """
     recorded = frozen_in(checkpoint).get("reference")
-    if recorded is not None and recorded.key == _INITIAL:  # the checkpoint records the path, too
+    if recorded is not None and recorded.key == _INITIAL:  # the checkpoint also records the path
         _note_origin(c, recorded.path)
         return ReferencePlace(recorded.path, _INITIAL)
     folder = find_kept(checkpoint)
@@ -188,7 +188,7 @@ def keep_start(c: RankState) -> str:
     folder = c.run_dir / NEXT_REFERENCE
     # Only rank 0 looks: on a shared file system two ranks may see different folders.
     exists = (folder / "config.json").is_file() if c.layout.rank == 0 else None
-    if not c.layout.world.broadcast_json(exists):  # else the new reference is the same model
+    if not c.layout.world.broadcast_json(exists):  # otherwise the new reference is the same model
         folder = c.run_dir / START_WEIGHTS
         _export_actor(c, folder)
     return str(folder)
@@ -303,8 +303,8 @@ class Frozen:
     """The path and checksums of a frozen model at the start of the run."""
 
     key: str  # recipe key that names the model; empty: it is in the run folder
-    path: str  # value of that key; empty if `key` is
-    files: Mapping[str, FileChecksum]  # checksums of all its files that are read, by name
+    path: str  # value of the recipe key; empty if `key` is empty
+    files: Mapping[str, FileChecksum]  # checksums of all files of the model that are read, by name
 
 
 def frozen_in(checkpoint: Path | str | None) -> dict[str, Frozen]:

@@ -244,7 +244,7 @@ def old_errors(run_dir: Path) -> Old:
     """Return the files that are in RUN_DIR/errors now."""
     files = set()
     for path in (run_dir / "errors").glob("rank_*.json"):
-        with contextlib.suppress(FileNotFoundError):  # the first machine removes them
+        with contextlib.suppress(FileNotFoundError):  # the first machine removes the files
             files.add(_mark(path))
     return frozenset(files)
 
@@ -266,7 +266,7 @@ def read_errors(run_dir: Path, old: Old = frozenset()) -> dict[int, RankFailure]
     """Return the failures in RUN_DIR/errors by rank, without `old` and damaged files."""
     failures = []
     for path in (run_dir / "errors").glob("rank_*.json"):
-        with contextlib.suppress(FileNotFoundError):  # another machine's launcher may move it aside
+        with contextlib.suppress(FileNotFoundError):  # another machine's launcher may move the file aside
             if (not old or _mark(path) not in old) and (record := read_record(path, _FAILURE_NEEDS)):
                 known = {name: value for name, value in record.items() if name in _FAILURE_FIELDS}
                 failures.append(RankFailure(**known))

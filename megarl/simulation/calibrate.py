@@ -40,8 +40,8 @@ class Calibration:
     seconds: Table
     lengths: Lengths
     system: System  # the system on which the run was measured
-    prompt_tokens: int  # mean tokens of its prompts
-    step_s: float  # mean seconds of its steps
+    prompt_tokens: int  # mean tokens of the run's prompts
+    step_s: float  # mean seconds of the run's steps
 
 
 def calibrate(run_dir: Path) -> Calibration:

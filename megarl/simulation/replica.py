@@ -29,7 +29,7 @@ class ReplicaClock:
         self._prompt_s = seconds.prefill(prompt)
         # seconds per token, by number of running samples
         self._pace = [seconds.token(running) for running in range(slots + 1)]
-        self._running: list[_Sample] = []  # ordered by end
+        self._running: list[_Sample] = []  # running samples, ordered by their end
         self._queue: deque[tuple[int, int]] = deque()  # waiting samples: (group, tokens)
         self._left: dict[int, int] = {}  # number of unfinished samples per group
         self._clock = 0.0  # tokens that a sample running since the start would have

@@ -144,7 +144,7 @@ def answer(listener: socket.socket, opened: Opened, key: str, name: str) -> None
     while True:
         try:
             sock, _ = listener.accept()
-        except OSError:  # the trainer hung up at once, too many files are open, or the listener is closed
+        except OSError:  # the trainer closed the connection at once, too many files are open, or the listener is closed
             time.sleep(_AGAIN_S)
             if listener.fileno() < 0:
                 return

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-Handle = dict[str, Any]  # JSON
+Handle = dict[str, Any]  # a JSON object
 _CUDA = ("offset", "device", "handle", "bytes", "start", "counter", "counter_offset", "event", "wait")
 _BINARY = ("handle", "counter", "event")
 # Cache: each call of torch's `_share_cuda_` wraps the storage again, and freeing all wrappers recurses.

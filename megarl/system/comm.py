@@ -34,7 +34,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 #: Two ranks all-reduce small tensors by one exchange: 0.4 ms for 16 KB on two cores of an AMD EPYC, where gloo's
 #: reduction takes 0.8 (docs/benchmarks.md, measured once). The sum of two numbers is the same in either order.
 _BOTH: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
-_SMALL = 1 << 19  # bytes; for larger tensors both ways take equally long
+_SMALL = 1 << 19  # bytes; for larger tensors an exchange takes as long as gloo's reduction
 _TOO_LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 
 

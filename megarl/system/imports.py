@@ -120,7 +120,7 @@ def location(error: BaseException, file: str) -> str | None:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
     inside = [frame for frame in frames if frame.filename == file] or list(frames)
-    if not inside or "importlib" in inside[-1].filename:  # there is no such frame when the module is missing
+    if not inside or "importlib" in inside[-1].filename:  # a missing module has no frame in its own code
         return None
     frame = inside[-1]
     return f"{frame.filename}:{frame.lineno}: {linecache.getline(frame.filename, frame.lineno or 0).strip()}"
@@ -190,7 +190,7 @@ def _exits_are_errors() -> Iterator[None]:
         raise
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and not _is_raised_by_code(error):
-            raise  # a signal, which may interrupt any code
+            raise  # raised for a signal, which may interrupt any code
         text = f"it raises {type(error).__name__} while it is imported: {text_of(error)}".rstrip(": ")
         raise ModuleExitError(text).with_traceback(error.__traceback__) from error
 

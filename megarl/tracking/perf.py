@@ -84,7 +84,7 @@ def _remembered_peak(dtype: str) -> float:
         known = {}
     if key not in known:
         known[key] = measure_peak(dtype)
-        with contextlib.suppress(OSError):  # with a read-only home it is measured again next time
+        with contextlib.suppress(OSError):  # if the home folder is read-only, the peak is measured again next time
             write_atomically(path, json.dumps(known, indent=1))
     return float(known[key])
 

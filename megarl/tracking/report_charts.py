@@ -215,7 +215,8 @@ def _line_chart(runs: list[Run], stage: str, row: Chart, used: set[str]) -> dict
             dash = ("", "5 3", "2 3")[m % 3] if len(runs) > 1 else ""
             x, y = shown(name, have[name])
             line = {"label": text, "x": x, "y": y, "tint": r if len(runs) > 1 else m, "dash": dash}
-            before = run.series.get("sft", {}).get(name)  # the supervised phase measured it before the first RL step
+            # the supervised phase measured the metric before the first RL step
+            before = run.series.get("sft", {}).get(name)
             if stage == "train" and before is not None and name.startswith("val/"):
                 line["start"] = {"x": before[0], "y": before[1]}
             lines.append(line)

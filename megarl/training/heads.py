@@ -47,7 +47,7 @@ class LogProbs:
     temperature: float  # divides the logits
     chunk_tokens: int  # number of rows whose logits exist at the same time
     group: WorkerGroup  # tensor-parallel ranks
-    entropy: bool = True  # also return the entropy
+    entropy: bool = True  # whether to return the entropy too
     # first and one past the last token of the softmax, which includes all targets; None: all tokens
     columns: tuple[int, int] | None = None
 

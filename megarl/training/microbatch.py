@@ -32,7 +32,7 @@ class MicroBatch:
     rows: Tensor  # int64 [n], indices of the t tokens that predict a response token; n = N without context parallelism
     order: Tensor  # int64 [n], which of the N response tokens each row predicts
     targets: Tensor  # int64 [n], the tokens to predict
-    tokens: int  # N
+    tokens: int  # N, the number of response tokens
 
 
 def plan(

@@ -46,7 +46,7 @@ class Teams:
     """The teams that write one checkpoint, from the view of one of them."""
 
     name: str  # name of this team
-    first: int  # number of its first worker; 0 in the team that leads
+    first: int  # number of the team's first worker; 0 in the team that leads
     mail: Mail  # the mailbox
     deadline_s: float  # seconds without growth after which the leading team stops waiting for a team's files
     others: tuple[str, ...] = ()  # only in the leading team: the other teams that write a part

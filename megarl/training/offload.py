@@ -27,7 +27,7 @@ class ParkedBlock:
 
     storage: torch.UntypedStorage
     nbytes: int
-    copy: Tensor | None  # uint8 on the host; None if the contents are dropped
+    copy: Tensor | None  # uint8 copy on the host; None if the contents are dropped
 
 
 class Parked:

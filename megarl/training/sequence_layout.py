@@ -20,9 +20,9 @@ class PackedRows:
     """Rows packed end to end: T columns, N response tokens."""
 
     lengths: list[int]  # number of columns of each row
-    tokens: Tensor  # int64 [T], input
+    tokens: Tensor  # int64 [T], the input tokens
     predicts: Tensor  # int64 [T], which of the N response tokens each column predicts; -1 for none
-    targets: Tensor  # int64 [N]
+    targets: Tensor  # int64 [N], the response tokens to predict
     open_from: Sequence[int] = ()  # see `megarl.models.packing.PackedSequences`
     seen: Any = None  # image inputs, with their places among the T columns
     # int64 [3, T], for models whose positions have three numbers; None: the index in the row

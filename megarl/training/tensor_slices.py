@@ -99,7 +99,7 @@ def cut(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
         yield (), ()
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), end // row  # whole rows
+    first, last = -(-start // row), end // row  # the first whole row, and one past the last whole row
     if first > last:
         yield from _in_row(shape, last, start - last * row, end - last * row)
         return

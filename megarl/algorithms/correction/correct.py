@@ -91,7 +91,7 @@ def correct(
         factor = mean_weight(*all_sum(normaliser.cpu()).tolist())
         bag.mean("rollout_corr/is_batch_norm", factor, 1)
         weights.div_(factor)
-    weights.masked_fill_(~accepted, 0)  # a product would keep the NaN of rejected tokens
+    weights.masked_fill_(~accepted, 0)  # multiplication by the mask would keep the NaN of rejected tokens
     return Correction(weights.view(mask.shape), accepted.view(mask.shape), keep, bag, normaliser)
 
 

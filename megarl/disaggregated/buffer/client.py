@@ -135,7 +135,8 @@ class BufferClient:
         """Put the blocks of payloads into this machine's object store; return the pieces and the number of bytes."""
         import ray
 
-        objects: WeakKeyDictionary[Block, Any] = WeakKeyDictionary()  # no block stays longer than its last payload
+        # a block is dropped together with its last payload
+        objects: WeakKeyDictionary[Block, Any] = WeakKeyDictionary()
         pieces, size = [], 0
         for block, start, stop in payloads:
             if block not in objects:

@@ -464,7 +464,7 @@ def _without_braces(tokens: list[Token]) -> tuple[list[Token], list[bool]]:
                 dropped |= {start, index}  # keep braces around a word: \\overline{CD} is not \\overline{C}D
     bare: list[Token] = []
     spaced: list[bool] = []
-    space = apart = False  # apart: a brace stood between two numbers
+    space = apart = False  # apart: whether a brace stood between two numbers
     for index, token in enumerate(tokens):
         space = space or token.spaced
         if index in dropped or token.text == "quad":

@@ -36,7 +36,7 @@ class Demonstration:
 
     task: str
     frames: Mapping[str, NDArray[np.uint8]]  # uint8 [T, H, W, 3] by camera: the observation before each action
-    states: NDArray[np.float32]  # float32 [T, S], likewise; S may be 0
+    states: NDArray[np.float32]  # float32 [T, S]: the robot's own state before each action; S may be 0
     actions: NDArray[np.float32]  # float32 [T, D]
 
     def __post_init__(self) -> None:

@@ -40,8 +40,8 @@ class Episode:
 
     spec: TaskSpec
     trial: int
-    seen: list[Observation] = field(default_factory=list)  # observations before the calls
-    chunks: list[Chunk] = field(default_factory=list)  # the policy's output
+    seen: list[Observation] = field(default_factory=list)  # observations before the policy calls
+    chunks: list[Chunk] = field(default_factory=list)  # the policy's output in each call
     executed: list[int] = field(default_factory=list)  # number of executed environment steps of each chunk
     end: Observation | None = None  # the observation after the last action; None: the episode is in flight
     success: bool = False

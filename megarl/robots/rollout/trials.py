@@ -26,7 +26,7 @@ class Trials:
     """The (task, start state) pairs of a split, task after task; see `megarl.data.loader.Indexed`."""
 
     split: Split
-    pairs: Sequence[tuple[str, int]]  # pairs of all tasks
+    pairs: Sequence[tuple[str, int]]  # (task, start state) pairs of all tasks
     prompts: Mapping[str, Sequence[int]]  # tokens of each task's instruction
     texts: Mapping[str, str]
     # validation set of each pair whose data source is not just the task's name

@@ -48,7 +48,7 @@ class RoboTwin(Simulator):
         "config": "demo_clean",  # or demo_randomized, with other light, tables and objects
         "cameras": ("head_camera", "left_camera", "right_camera"),
         "max_steps": {},
-        "instructions": "task",  # or seen, unseen
+        "instructions": "task",  # other values: seen, unseen
     }
 
     @classmethod

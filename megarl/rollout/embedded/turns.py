@@ -167,7 +167,7 @@ class TurnSession(Session):
         self._state.done[rows] = False
         self._reach = max(self._reach, *state[2])
         for sequence in [s for s in self._cached if s not in self._rows.holders]:
-            del self._cached[sequence]  # its row was evicted
+            del self._cached[sequence]  # the sequence's row was evicted
         self._cache.reserve(*self._extent(0))
         self._read_fresh(admission)
         self._read_new(admission)
@@ -220,7 +220,8 @@ class TurnSession(Session):
         turns = self._cut(sequences, self._tokens[place], logprobs, self._rooms[place].cpu())
         sampled = dict(zip(sequences, turns, strict=True))
         for sequence, (tokens, _, _) in sampled.items():
-            self._cached[sequence] = len(self._contexts[sequence]) + len(tokens) - 1  # the last was never an input
+            # the last token was never an input
+            self._cached[sequence] = len(self._contexts[sequence]) + len(tokens) - 1
         moves = self._rows.retire(finished)
         self._move(moves, self._rows.running)
         return sampled

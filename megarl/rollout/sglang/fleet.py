@@ -194,7 +194,7 @@ class Fleet:
         self._check(give_up=True)
         self.share_failures()
         self._restart()
-        for server in self.servers if self.external else ():  # the user may have restarted it
+        for server in self.servers if self.external else ():  # the user may have restarted a failed server
             if self._may_restart(server):
                 server.state, server.restarts = "starting", server.restarts + 1
         waited = self._starting()
@@ -348,7 +348,7 @@ class Fleet:
         """Share each server's state from the rank that tracks it with all ranks. Collective."""
         for reports in self._world.all_gather_json([_report(server) for server in self._mine()]):
             self.adopt(reports)
-        self._end_failed()  # the other node processes of servers that were given up
+        self._end_failed()  # ends the other node processes of servers that were given up
         self.need_one()
 
     def reports(self) -> list[dict[str, Any]]:

@@ -72,7 +72,7 @@ class Keeper:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # a signal to the trainer's process group must not reach it
+                start_new_session=True,  # a signal to the trainer's process group must not reach the keeper
             )
         assert process.stdin is not None
         self._pipe = process.stdin
@@ -98,7 +98,8 @@ class Keeper:
         """Close the pipe. The keeper then restores the servers whose update is not done, and ends."""
         with contextlib.suppress(BrokenPipeError):
             self._pipe.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it restores servers, and does so without the trainer
+        # a keeper that still restores servers does so without the trainer
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
 
     def _send(self, message: dict[str, Any]) -> None:

@@ -118,7 +118,8 @@ class ServerSpec:
             values |= {
                 "--speculative-algorithm": draft.algorithm,
                 "--speculative-draft-model-path": draft.draft_path,
-                "--speculative-draft-load-format": None if draft.draft_path is None else "auto",  # never `dummy`
+                # the draft model is always read, never `dummy`
+                "--speculative-draft-load-format": None if draft.draft_path is None else "auto",
                 "--speculative-num-steps": draft.steps,
                 "--speculative-eagle-topk": draft.topk,
                 "--speculative-num-draft-tokens": draft.draft_tokens,

@@ -202,13 +202,14 @@ class ServerTurns:
         self._strings, self._advance, self._whole = strings, advance or ignore_progress, advance is not None
         self._replica = engine.replica
         self._client: TurnClient | None = None
-        self._samples: dict[int, ServedSample] = {}  # sequence -> its turn, until `wait` returns it
+        self._samples: dict[int, ServedSample] = {}  # sequence -> its turn, until `wait` returns the turn
         self._to_send: dict[int, ServedSample] = {}  # turns that no server has
         self._numbers = itertools.count()
         self._prompts: dict[Hashable, int] = {}  # first tokens and images -> the router's number of the prompt
         self._begins: dict[int, Hashable] = {}  # sequence -> its first tokens and images
         self._users: Counter[Hashable] = Counter()  # number of sequences with the same first tokens and images
-        self._images: WeakValueDictionary[Hashable, ServedImages] = WeakValueDictionary()  # alive while turns use them
+        # images, alive while turns use them
+        self._images: WeakValueDictionary[Hashable, ServedImages] = WeakValueDictionary()
         self._busy = True
         self._recoveries = 0
         self._checked = time.monotonic()  # when the ranks last checked starting servers

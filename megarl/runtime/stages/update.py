@@ -185,7 +185,7 @@ def token_inputs(
     def flat(name: str) -> Any:
         value = samples[name]
         value = value.values if isinstance(value, Jagged) else value
-        return value.to(device) if hasattr(value, "to") else value  # a column is a list
+        return value.to(device) if hasattr(value, "to") else value  # a column is a list, which stays on the host
 
     return TokenInputs(
         offsets=samples["response_mask"].offsets.to(device),

@@ -122,7 +122,7 @@ def _names(file: Path) -> list[str]:
     with file.open("rb") as handle:
         size = int.from_bytes(handle.read(8), "little")
         table = json.loads(handle.read(size))
-        size_now = os.fstat(handle.fileno()).st_size  # of the open file: NFS may cache an older size for the name
+        size_now = os.fstat(handle.fileno()).st_size  # size of the open file: NFS may cache an older size for its name
     if size_now < 8 + size + max(e["data_offsets"][1] for n, e in table.items() if n != "__metadata__"):
         raise WorkerError(f"{file} is shorter than its header declares")
     return [name for name in table if name != "__metadata__"]

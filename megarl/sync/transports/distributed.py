@@ -55,7 +55,7 @@ class _Link:
     name: str
     url: str
     group: dist.ProcessGroup
-    store: dist.TCPStore  # kept as long as the group
+    store: dist.TCPStore  # the store must live as long as the group
 
 
 class DistributedTransport(Transport):

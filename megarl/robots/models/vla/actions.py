@@ -118,7 +118,7 @@ class GripperRule:
     dims: tuple[int, ...] = ()
     unit: bool = False  # the policy's numbers are from 0 to 1, the simulator's from -1 to 1
     binarise: bool = False  # the simulator gets the sign: -1 or 1, or 0 for exactly the middle, which moves nothing
-    invert: bool = False  # the simulator has the opposite sign
+    invert: bool = False  # whether the simulator has the opposite sign
 
     def to_simulator(self, actions: ArrayLike) -> Floats:
         """Return a copy of a policy's actions [..., D] in the simulator's convention."""

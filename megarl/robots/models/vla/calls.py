@@ -25,7 +25,7 @@ class PolicyFamily:
 
     # template of the prompt; `{task}` is the instruction
     template: str = "In: What action should the robot take to {task}?\nOut:"
-    lower: bool = True  # the instruction is written in small letters
+    lower: bool = True  # whether the instruction is written in lower case
     # token that ends the prompt, and is added if the tokenizer does not add it; None: no such token. Llama's tokenizer
     # turns the space after `Out:` in training into 29871, an empty token.
     last_token: int | None = 29871
@@ -89,9 +89,9 @@ class CallLayout:
 
     prompt: int  # tokens of the prompt, BOS among them
     patches: int  # patches of one picture
-    dim: int  # numbers of an action, D
-    chunk: int  # actions of a call, K
-    cameras: int = 1  # pictures of a call
+    dim: int  # number of values of an action, D
+    chunk: int  # number of actions of a call, K
+    cameras: int = 1  # number of pictures of a call
     state: bool = False  # whether one column stands for the robot's own state
     parallel: bool = True  # `parallel` of the policy family
 

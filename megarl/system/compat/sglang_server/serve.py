@@ -159,7 +159,8 @@ def name_shared_memory() -> None:
         return str(call(*args, **kwargs)).replace("sgl_shm_", f"sgl_shm_{INSTANCE}_", 1)
 
     hook("sglang.srt.server_args.PortArgs.init_new", name_loads, "AFTER")
-    queue = "sglang.srt.distributed.device_communicators.shm_broadcast.make_shm_name"  # queues between ranks
+    # makes the names of queues between ranks
+    queue = "sglang.srt.distributed.device_communicators.shm_broadcast.make_shm_name"
     hook(queue, name_queue)
 
 
