@@ -121,9 +121,7 @@ def build_rank_state(
             if source is not None and source.player is not None:
                 source.player.take_policy(engine, config, layout)
         elif source is not None and config.rollout.holds_model:
-            # The actor's team publishes all weights before the first sample.
-            no_weights: Weights = lambda chunks: None  # noqa: E731
-            chunks = build_engine(config, hf_config, layout, no_weights, trainable=False, name="rollout").chunks
+            chunks = build_engine(config, hf_config, layout, _published, trainable=False, name="rollout").chunks
         else:
             chunks = []
         if source is not None:
@@ -138,6 +136,10 @@ def build_rank_state(
         None if source is None else source.val_data,
         pairs.held_out,
     )
+
+
+def _published(chunks: object) -> None:
+    """Leave the weights as they are: the actor's team publishes all of them before the first sample."""
 
 
 def _load_data(

@@ -151,11 +151,8 @@ def server_environment(
         colocated: its memory is released between calls, when a health check that generates would crash it.
         temporary: folder for its sockets, which it never removes; None: the system's.
     """
-    env = {
-        name: value
-        for name, value in base.items()
-        if name not in _TRAINER_ONLY and not name.startswith(_TRAINER_PREFIXES)
-    }
+    trainers = {name for name in base if name in _TRAINER_ONLY or name.startswith(_TRAINER_PREFIXES)}
+    env = {name: value for name, value in base.items() if name not in trainers}
     env |= {
         "MEGARL_SERVER_KEY": api_key,
         "MEGARL_SERVER_INSTANCE": instance,
