@@ -26,7 +26,7 @@ _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 
 class DeltaKernels:
-    """The compiled kernels."""
+    """The compiled kernels that list and apply changes of weights."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._diff, self._patch = library.megarl_diff, library.megarl_patch

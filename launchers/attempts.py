@@ -30,7 +30,7 @@ RETRY_S = 5.0  # seconds between attempts to restart: a machine may come back
 
 def next_start(run_dir: Path, resume: str, *, begun: bool) -> tuple[str, str]:
     """Return `trainer.resume` for the next attempt, and a description of the checkpoint from which it continues.
-    `begun`: the run has begun; otherwise the checkpoints in the folder are an earlier run's.
+    `begun`: whether the run has begun; if not, the checkpoints in the folder are an earlier run's.
     """
     steps = steps_in(run_dir / "checkpoints") if begun or resume == "auto" else []
     if steps:
@@ -47,7 +47,7 @@ def next_start(run_dir: Path, resume: str, *, begun: bool) -> tuple[str, str]:
 
 
 class Attempts:
-    """All attempts at a run by one command."""
+    """All attempts that one command makes at a run."""
 
     def __init__(self, start: Callable[[Job], Workers], job: Job) -> None:
         self._start, self._job = start, job

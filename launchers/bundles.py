@@ -115,8 +115,8 @@ def apart(config: RunConfig, nodes: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def server_gpus(config: RunConfig, lent: int) -> int:
-    """Return the GPUs of a machine's servers in addition to the workers' GPUs, of which `lent` are lent to servers. On
-    several machines lent GPUs are enough for all servers: a check of the recipe ensures it.
+    """Return how many GPUs a machine's servers need in addition to the `lent` GPUs, which workers leave to them. On
+    several machines the lent GPUs are enough for all servers; a check of the recipe ensures it.
     """
     servers, machines = config.rollout.sglang, config.cluster.nnodes
     if not chooses_gpus(config) or (lent and machines > 1):

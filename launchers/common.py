@@ -91,11 +91,11 @@ class Job:
 
     `placement` has the teams of a command whose roles may be in several; None: all workers are one team. `old` holds
     errors that another machine's launcher found when it began; they belong to an earlier command until the first
-    machine's launcher has removed them. (A launcher that begins after workers of the first machine failed takes their
-    errors for old ones, and its own workers wait for them until `cluster.start_timeout_s`.) `folder` watches `run_dir`,
-    whose loss ends the run. `began` is the unix time at which the job began, for all attempts. `machine` is this
-    machine's number among the machines with a launcher of the command. `lock` is the lock of the run folder. `attempt`
-    is the attempt's name; empty: the one set by the first machine's launcher.
+    machine's launcher has removed them. (A launcher that begins after workers of the first machine failed mistakes
+    their errors for old errors; its own workers then wait for the failed workers until `cluster.start_timeout_s`.)
+    `folder` watches `run_dir`, whose loss ends the run. `began` is the unix time at which the job began, for all
+    attempts. `machine` is this machine's number among the machines with a launcher of the command. `lock` is the lock
+    of the run folder. `attempt` is the attempt's name; empty: the one set by the first machine's launcher.
     """
 
     entry: str
@@ -338,8 +338,8 @@ def clear(run_dir: Path) -> None:
 
 
 def with_date(config: RunConfig, run_dir: Path) -> RunConfig:
-    """Return the recipe with `data.date` set, the date that chat templates get: that of the run in this folder or of
-    the resumed run, which may continue on another day; else today.
+    """Return the recipe with `data.date`, the date for chat templates, set to the date of the run in this folder or of
+    the resumed run, which may continue on another day, or else to today.
     """
     resume, date = config.trainer.resume, config.data.date
     if date is None and resume != "never":
@@ -357,9 +357,9 @@ def process_of(run_dir: Path) -> object:
 
 
 def machine_number(launcher: str, machines: int) -> int:
-    """Return this machine's number among those with a launcher, from NODE_RANK (0 when unset). Only torchrun on several
-    machines has more than one launcher; otherwise NODE_RANK has another meaning. Raise ConfigError if the number is not
-    below `machines`.
+    """Return this machine's number among the machines that have a launcher, from NODE_RANK (0 when unset). Only
+    torchrun on several machines has more than one launcher; otherwise NODE_RANK has another meaning. Raise ConfigError
+    if the number is not below `machines`.
     """
     if launcher != "torchrun" or machines == 1:
         return 0

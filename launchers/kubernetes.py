@@ -71,10 +71,10 @@ _Dumper.add_representer(
 
 @dataclass(frozen=True)
 class KubernetesJob:
-    """The job to submit.
+    """The Kubernetes job to submit.
 
     Attributes:
-        name: name of the objects.
+        name: name of its Kubernetes objects.
         run_dir: the run folder, as a path in the pods.
         command: train, sft or eval.
         launcher: torchrun or ray.
@@ -93,8 +93,8 @@ class KubernetesJob:
 
     @property
     def in_pods(self) -> RunConfig:
-        """The recipe as used in the pods: without restarts, since the JobSet restarts them and launchers on several
-        machines cannot.
+        """The recipe as used in the pods: without restarts, since the JobSet restarts the pods, and launchers on
+        several machines cannot restart a run.
         """
         cluster = self.config.cluster
         if self.launcher != "torchrun" or cluster.nnodes == 1:
@@ -353,14 +353,14 @@ def object_name(name: str, stamp: str) -> str:
 
 
 def manifests(job: KubernetesJob) -> list[Manifest]:
-    """Return the objects, in the order of their creation."""
+    """Return the Kubernetes objects of a job, in the order of their creation."""
     recipe = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(job, queued=False)}
     recipe["data"] = {RECIPE: dump_config(job.in_pods)}
     return [recipe, _ray_job(job) if job.launcher == "ray" else _job_set(job)]
 
 
 def as_yaml(objects: list[Manifest]) -> str:
-    """Return the YAML for kubectl."""
+    """Return Kubernetes objects as YAML for kubectl."""
     return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120)
 
 

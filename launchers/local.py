@@ -26,8 +26,8 @@ from megarl.system.rendezvous import LISTENER, listen
 
 
 def start(job: Job) -> Workers:
-    """Start `cluster.nproc` workers with their rendezvous on a port of the loopback device; several teams use their own
-    Ray.
+    """Start `cluster.nproc` workers with their rendezvous on a port of the loopback device; with several teams, start a
+    Ray of its own for the run.
     """
     cluster = job.config.cluster
     if cluster.nnodes != 1:

@@ -54,8 +54,8 @@ def node_name() -> str:
 
 
 def check_node(run_dir: Path, gpus: int, disk_gb: float) -> dict[str, NodeCheck]:
-    """Run all checks of a single node; return the results by name. It needs `disk_gb` free in the run folder, which all
-    nodes share, and for temporary files.
+    """Run all checks of a single node; return the results by name. `disk_gb` must be free in the run folder, which all
+    nodes share, and in the folder of temporary files.
     """
     results = {"run folder": check_run_folder(run_dir), "disk": check_disk(run_dir, disk_gb)}
     if gpus:
@@ -100,7 +100,7 @@ class CommandOutput(NamedTuple):
 
 
 def ask(*command: str) -> CommandOutput:
-    """Run a program for at most half a minute."""
+    """Run a program for at most half a minute and return its output."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_ANSWER_S, check=False, stdin=subprocess.DEVNULL
@@ -175,7 +175,7 @@ def versions() -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the checks. Exit code 0 means that the results were written, good or bad."""
+    """Run the checks. Exit code 0 means that the results were written, also if a check failed."""
     parser = argparse.ArgumentParser(prog="preflight", description="Test this node before a run starts on it.")
     parser.add_argument("part", choices=("node", "links"))
     parser.add_argument("folder", type=Path, help="folder for the results")

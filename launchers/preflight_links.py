@@ -98,7 +98,7 @@ def measure(folder: Path, gpus: int, limit_s: float, local: int) -> int:
 
 
 def members_of(store: Store, nodes: int, limit_s: float) -> list[int]:
-    """Return the nodes that joined in time."""
+    """Return the numbers of the nodes that joined within `limit_s`."""
     end = time.monotonic() + limit_s
     missing = set(range(nodes))
     while missing and time.monotonic() < end:
@@ -108,8 +108,9 @@ def members_of(store: Store, nodes: int, limit_s: float) -> list[int]:
 
 
 def _clocks(store: Store, node: int, members: list[int], limit_s: float) -> dict[int, float]:
-    """Return by how many seconds each clock is ahead of the first node's; empty on other nodes. The first node requests
-    the time of one node after the other. The shortest of a few exchanges counts; half of its round trip is the error.
+    """Return by how many seconds each node's clock is ahead of the first node's; empty on other nodes. The first node
+    requests the time of one node after the other. The shortest of a few exchanges counts; half of its round trip is the
+    error.
     """
     limit = datetime.timedelta(seconds=limit_s)
     if node != 0:

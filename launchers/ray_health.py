@@ -118,7 +118,7 @@ class ClusterRay:
         return lost_text(f"Ray's control store at {self._host}:{self._port}", f"has not answered for {silent:.0f} s")
 
     def forget(self) -> None:
-        """Do nothing, since none of the cluster belongs to this run."""
+        """Do nothing, since the cluster does not belong to this run."""
 
     def leave(self) -> None:
         """Leave the cluster without a message; its nodes end the processes that they started."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class TeamWorkers(Protocol):
-    """The workers of several teams."""
+    """The workers of a run with several teams, of which single teams can be restarted."""
 
     def end_team(self, team: TeamPlan) -> None:
         """Kill the running workers of a team, and wait until they are gone. Raise WorkerError if they are not gone
@@ -40,7 +40,7 @@ class TeamWorkers(Protocol):
 
 
 class Restarts:
-    """The restarts of one run."""
+    """Restarts single teams of a run after one of their workers died or hung."""
 
     def __init__(self, workers: Workers, job: Job, watch: Watch) -> None:
         self._job, self._watch = job, watch
@@ -48,8 +48,8 @@ class Restarts:
         self._begun = {team.name: 0 for team in job.teams if job.separate and begins_again(job.config, team)}
 
     def after_death(self, failure: RankFailure, why: str, ended: dict[int, int]) -> bool:
-        """Restart the team of `failure`; return False if it must not be, and the run ends. Raise WorkerError if the
-        team did not start.
+        """Restart the team of `failure`; return False if the team must not be restarted, so that the run ends. Raise
+        WorkerError if the team did not start.
         """
         if failure.repeats or failure.user_error or (failure.type and not failure.out_of_memory):
             return False

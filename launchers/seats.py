@@ -24,7 +24,7 @@ NODES_OF = "MEGARL_NODES_OF"
 
 
 def resource(team: str) -> str:
-    """Return the resource that marks a team's own nodes; for an empty name that of the shared nodes."""
+    """Return the name of the Ray resource that marks a team's own nodes, or for an empty name the shared nodes."""
     return f"megarl_team_{team}" if team else "megarl_other_teams"
 
 
@@ -59,7 +59,7 @@ def seats(places: Sequence[Place], teams: Sequence[TeamPlan], units: Mapping[str
 def assign_seats_by_team(
     places: Sequence[Place], teams: Sequence[TeamPlan], units: Mapping[str, int], apart: Collection[str]
 ) -> list[int]:
-    """Return `seats` in the workers' order, where the teams in `apart` have their own nodes."""
+    """Return what `seats` returns, in the workers' order, with each team in `apart` on its own nodes."""
     chosen: dict[str, list[int]] = {}
     shared = [team for team in teams if team.name not in apart]
     for group in [*([team] for team in teams if team.name in apart), shared]:

@@ -156,7 +156,7 @@ def plan(job: Submission) -> dict[str, Any]:
 
 
 def node_script(job: Submission) -> str:
-    """Return the script that srun starts once per node: it runs the run, or with `preflight ...` the node's tests."""
+    """Return the script that srun starts once per node. It starts the run, or with `preflight ...` the node's tests."""
     slurm = job.slurm
     lines = ["#!/bin/bash", f"# One node of {JOB}: its number is SLURM_NODEID.", "set -euo pipefail"]
     lines += [f"cd {shlex.quote(str(job.workdir))}", *([] if slurm.image else _modules(slurm)), *_own_lines(slurm)]
@@ -185,7 +185,9 @@ def node_script(job: Submission) -> str:
 
 
 def _modules(slurm: SlurmConfig) -> list[str]:
-    """Return lines that load modules, whose code uses unset variables and which batch shells may lack."""
+    """Return script lines that load modules. They allow the unset variables that modules use, and define `module` where
+    a batch shell lacks it.
+    """
     if not slurm.modules:
         return []
     loads = [f"module load {shlex.quote(module)}" for module in slurm.modules]

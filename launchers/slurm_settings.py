@@ -155,7 +155,7 @@ def _section(part: Component) -> str:
 
 
 def _check_environment(slurm: SlurmConfig) -> None:
-    """Check the variables: scripts are plain text, and the job itself sets those of the rendezvous."""
+    """Refuse credentials, since scripts are plain text, and variables of the rendezvous, which the job itself sets."""
     for name in slurm.environment:
         where = f"launch.slurm.environment.{name}"
         if CREDENTIAL.search(name):

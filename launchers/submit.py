@@ -198,7 +198,7 @@ def state_of(number: str) -> JobState:
 
 
 def cancel(number: str) -> None:
-    """End a job."""
+    """Cancel a Slurm job."""
     _ask("scancel", number)
 
 

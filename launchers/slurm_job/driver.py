@@ -27,7 +27,7 @@ class Over(Exception):
 
 
 class SlurmJob:
-    """One job."""
+    """One Slurm job of a run: it tests the nodes, runs the attempts and handles signals."""
 
     def __init__(self, run_dir: Path) -> None:
         self.files, self.job = Folder(run_dir), os.environ["SLURM_JOB_ID"]

@@ -107,7 +107,7 @@ class Folder:
             print(f"megarl: {file} cannot be written: {error}", flush=True)
 
     def chain(self) -> int:
-        """Return how many jobs may still follow."""
+        """Return how many further jobs may continue the run after this job."""
         try:
             return int((self.path / "chain").read_text())
         except (OSError, ValueError) as error:
@@ -115,7 +115,7 @@ class Folder:
             return 0
 
     def set_chain(self, left: int) -> None:
-        """Record how many jobs may still follow."""
+        """Record how many further jobs may continue the run after this job."""
         self._write(self.path / "chain", f"{left}", "w")
 
     def note_job(self, number: str) -> None:

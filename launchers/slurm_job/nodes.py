@@ -263,7 +263,9 @@ def odd_versions(versions: dict[str, dict[str, str]]) -> dict[str, str]:
 
 
 def wrong_clocks(offsets: dict[str, float], limit_s: float) -> dict[str, str]:
-    """Return the nodes whose clock is too far from the median. `offsets` are seconds ahead of one of the nodes."""
+    """Return the nodes whose clock is too far from the median. `offsets` are the seconds by which each clock is ahead
+    of the clock of one node.
+    """
     if not offsets:
         return {}
     middle = statistics.median_low(offsets.values())

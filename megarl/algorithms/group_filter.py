@@ -147,7 +147,7 @@ def uncut_groups(
 
     Args:
         finish_step: int [B], environment steps that each episode executed.
-        max_steps: int [B], their limit.
+        max_steps: int [B], limit of each episode's environment steps.
         uid: B group names.
         live: bool [B], samples that count; None: all.
 

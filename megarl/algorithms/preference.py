@@ -76,7 +76,7 @@ def rounding(logp: Tensor, responses: Responses, dtype: torch.dtype) -> Tensor:
 
 
 def score_rounding(scores: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return by how much each score of a reward model may differ between two passes over equal weights, like `scores`.
+    """Return by how much each of a reward model's `scores` may differ between two passes over equal weights.
 
     A float32 score is a sum over the hidden state; a narrower dtype adds in float32 and rounds the result once."""
     narrow = dtype.itemsize < torch.float32.itemsize

@@ -62,7 +62,7 @@ class Rows:
         return torch.segment_reduce(values, "sum", offsets=self.offsets, initial=0)
 
     def masked_sum(self, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of each row's valid values, [B], and whether it has any, bool [B]; not differentiable.
+        """Return the sum of each row's valid values, [B], and whether the row has any, bool [B]; not differentiable.
 
         Sums have the dtype of the values, at least float32. The sums are computed in blocks, so that no temporary
         tensor is as large as the batch.

@@ -90,7 +90,7 @@ GENERIC = MEANINGS | _TYPES
 
 
 def check_generic(raw: Mapping[str, Any], refuse: Refuse) -> None:
-    """Refuse keys whose value changes the model, and values with which transformers cannot load it."""
+    """Refuse values that change the model in an unsupported way, or with which transformers cannot load it."""
     for key, (legal, allowed, wrong) in GENERIC.items():
         if key in raw and not legal(raw[key]):
             refuse(key, raw[key], allowed, wrong)

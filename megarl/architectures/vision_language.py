@@ -293,7 +293,7 @@ class ImageSettings:
     def from_config(
         cls, encoder: VisionEncoder, processor: Mapping[str, Any] | None = None, where: str = ""
     ) -> ImageSettings:
-        """Build the settings from a model's preprocessor_config.json; None: those of its published models."""
+        """Build the settings from a model's preprocessor_config.json; None: the settings of the published models."""
         given, published = processor or {}, _PROCESSORS[encoder.model_type == "qwen2_5_vl"]
         limits = given.get("size") or {}
         for key, size in (("patch_size", encoder.patch), ("merge_size", encoder.merge)):

@@ -42,7 +42,7 @@ class ActionStatistics:
 
     @property
     def dim(self) -> int:
-        """Number of numbers, D."""
+        """Number of values of an action or state, D."""
         return len(self.mean)
 
     @classmethod
@@ -98,7 +98,7 @@ class ActionStatistics:
         return cls(**rows, mask=mask, bounds=bounds)
 
     def to_json(self) -> dict[str, list[Any]]:
-        """Return the lists by name, with the mask."""
+        """Return the statistics and the mask as lists, by name."""
         return {name: getattr(self, name).tolist() for name in (*NAMES, "mask")}
 
     @property
@@ -146,7 +146,7 @@ class DatasetStatistics:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], where: str, bounds: Bounds = "q99") -> DatasetStatistics:
-        """Read the statistics from an entry of the file, which has `action`."""
+        """Read the statistics from a data set's entry in a statistics file; the entry must have `action`."""
         state = entry.get("proprio")
         return cls(
             ActionStatistics.from_json(entry["action"], f"{where}.action", bounds),
@@ -156,7 +156,7 @@ class DatasetStatistics:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of the file."""
+        """Return the data set's entry for a statistics file."""
         state = {} if self.state is None else {"proprio": self.state.to_json()}
         sizes = {"num_transitions": self.transitions, "num_trajectories": self.trajectories}
         return {"action": self.action.to_json(), **state, **sizes}

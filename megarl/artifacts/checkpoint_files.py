@@ -38,9 +38,9 @@ def file_names(files: Sequence[Path]) -> str:
 def weight_files(folder: Path, raw: Mapping[str, Any]) -> list[Path]:
     """Return the safetensors files that transformers reads in `folder`, in its order; other files are ignored.
 
-    These are `transformers_weights` of its config.json `raw`, else model.safetensors, else the files in the index
-    (`_get_resolved_checkpoint_files` in transformers 5.23). If two files of an index have a tensor of the same name,
-    the later file counts.
+    The files are `transformers_weights` of the folder's config.json `raw`, else model.safetensors, else the files in
+    the index (`_get_resolved_checkpoint_files` in transformers 5.23). If two files of an index have a tensor of the
+    same name, the later file counts.
     """
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(

@@ -42,7 +42,7 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_record(path: Path, needs: Needs | None = None, *, tell: bool = True) -> dict[str, Any]:
-    """Read the JSON object in a file; {} if the file is missing or, which is logged once, damaged.
+    """Read the JSON object in a file; {} if the file is missing or damaged. Damage is logged once.
 
     Args:
         path: the file.

@@ -126,7 +126,7 @@ def folder_gone(run_dir: Path) -> UserError:
 
 
 def refuse_other_files(run_dir: Path) -> None:
-    """Raise an error if a folder for a run has files, but none of a run: a run would write among them."""
+    """Raise an error if a folder for a run has files, but none that belongs to a run."""
     if not run_dir.is_dir():
         return
     names = sorted(os.listdir(run_dir))

@@ -83,7 +83,7 @@ class Result:
 
     Attributes:
         section: the section's name.
-        status: `failed` if a check failed, or the section's process did.
+        status: `failed` if a check or the section's process failed.
         reason: why it was skipped or failed.
         seconds: seconds that it took.
         findings: lines that the section wrote, see `Findings`.

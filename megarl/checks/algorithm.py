@@ -105,7 +105,7 @@ def _check_teacher(config: RunConfig, roles: Roles, checks: Checklist) -> None:
 
 
 def _check_teachers(settings: TeacherConfig, checks: Checklist) -> None:
-    """Check several teachers against each other; their files are checked with those of other models."""
+    """Check several teachers against each other; other checks cover their files."""
     if settings.path is not None:
         checks.fail(
             "teacher.path",

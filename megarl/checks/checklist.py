@@ -49,7 +49,7 @@ class Checklist:
     name: str = ""
 
     def of(self, name: str) -> Checklist:
-        """Return the same list with the subject `name`."""
+        """Return a view of this list that records checks under the subject `name`."""
         return Checklist(self.items, name)
 
     def _add(self, status: Status, message: str, *more: Any) -> None:

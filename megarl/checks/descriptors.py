@@ -22,7 +22,7 @@ _USUAL = 1024  # the limit that most systems start processes with
 
 
 def group_sizes(nproc: int, parallel: ParallelConfig) -> list[int]:
-    """Return the size of each process group of a rank: Megatron's groups and that of its replica, without the world.
+    """Return the size of each process group of a rank: Megatron's groups and the replica's group, without the world.
     This is the largest count of any rank, that of the first pipeline stage; other ranks are in fewer groups.
     """
     tp, pp, cp, ep, etp = parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.expert_tp
@@ -41,8 +41,8 @@ def descriptors(nproc: int, parallel: ParallelConfig) -> int:
 
 
 def _connections(size: int, lazy: bool) -> int:
-    """Return a rank's connections in a group; if lazy, those of rings (2), trees and barriers (2 per doubling of the
-    size).
+    """Return a rank's connections in a group; if lazy, only those of rings (2), trees and barriers (2 per doubling of
+    the size).
     """
     return min(size - 1, 2 + 2 * size.bit_length()) if lazy else size - 1
 

@@ -37,7 +37,7 @@ ROWS_SHOWN = 64
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A plan as text, with the problems that prevent the run; the text names exactly these."""
+    """A plan as text, with the problems that prevent the run; the text lists exactly these problems."""
 
     text: str
     problems: list[ConfigError]
@@ -134,7 +134,7 @@ def _graph_text(config: RunConfig, checked: Checked) -> str:
 
 
 def _teams_text(config: RunConfig, checked: Checked, placement: Placement, machine: Machine) -> str:
-    """Describe each team's roles, workers and ranks' needs, and the needs of samples between teams."""
+    """Describe each team's roles, workers and memory per rank, and the shared memory for samples between teams."""
     rows = [("team", "roles", "layout", "workers", "GB per rank", "nodes")]
     known = checked.sizes[Role.ACTOR] is not None
     for team in placement.teams:
@@ -172,7 +172,7 @@ def _measured_lines(config: RunConfig, graph: TaskGraph, placement: Placement) -
 
 
 def _layout_text(team: TeamPlan) -> str:
-    """Describe how a layout differs from one process per replica, and the number of replicas."""
+    """Describe a layout's parallel sizes that are not 1, and its number of replicas."""
     sizes = team.parallel.model_dump(exclude_defaults=True)
     words = [name if value is True else f"{name} {value}" for name, value in sizes.items()]
     return ", ".join([*words, f"dp {team.replicas}"])

@@ -19,7 +19,7 @@ from megarl.tracking.loggers import LOGGERS
 def check_packages(
     config: RunConfig, placement: Placement | None, checks: Checklist, launcher: str | None, job: str, *, starts: bool
 ) -> None:
-    """Check the packages of launcher, tracking, rewards and data files, beyond those that every run needs."""
+    """Check the packages of launcher, tracking, rewards and data files, beyond the packages that every run needs."""
     sources = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
     tables = next((key for key, names in sources.items() if any(n.endswith(".parquet") for n in names)), None)
     if launcher == "ray":
@@ -92,7 +92,7 @@ def _is_installed(module: str) -> bool:
 
 
 def check_secrets(config: RunConfig, checks: Checklist) -> None:
-    """Refuse credentials in the recipe: files of the run would show them, so they belong into the environment."""
+    """Refuse credentials in the recipe: files of the run would show them, so they belong in the environment."""
     uri = config.tracking.mlflow_uri
     if uri is not None and mask(without := take_out(uri, {})) != without:
         checks.of("tracking").fail(

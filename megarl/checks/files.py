@@ -387,7 +387,7 @@ def check_other_models(
     config: RunConfig, roles: Roles, facts: ModelFacts | None, checks: Checklist
 ) -> dict[Role, ModelFacts | None]:
     """Check the files of reference, critic, teacher and reward model if they are on this machine. `facts` are the
-    policy's.
+    policy's sizes.
 
     Returns:
         The sizes of each role's model (of the largest teacher, if there are several); None if they are unknown here.
@@ -428,7 +428,7 @@ def check_other_models(
 
 
 def _fits_the_policy(role: str, key: str, found: ModelFacts, policy: ModelFacts | None, checks: Checklist) -> bool:
-    """Return whether a model has the policy's tokens; a critic must have one value per token."""
+    """Return whether a model has the policy's vocabulary; a critic must also return one value per token."""
     checks = checks.of(role)
     if role == "critic" and found.labels not in (None, 1):
         checks.fail(
@@ -454,7 +454,9 @@ def _fits_the_policy(role: str, key: str, found: ModelFacts, policy: ModelFacts 
 
 
 def _is_reward_model(key: str, found: ModelFacts, policy: ModelFacts | None, checks: Checklist) -> bool:
-    """Return whether this model is a reward model with one score that reads the tokens of `policy` (None: any)."""
+    """Return whether this model is a reward model with one score, and has the vocabulary of `policy` (None: any
+    vocabulary).
+    """
     role = Role.REWARD_MODEL.value
     if found.labels == 1:
         return _fits_the_policy(role, key, found, policy, checks)

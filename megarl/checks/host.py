@@ -66,7 +66,7 @@ def _ranks_here(config: RunConfig, team: TeamPlan) -> int:
 
 
 def _team_memory(config: RunConfig, sizes: Sizes, facts: ModelFacts, team: TeamPlan, *, gpu: bool, job: str) -> Memory:
-    """Estimate the memory of a team's ranks on one machine. `facts` are the policy's."""
+    """Estimate the memory of a team's ranks on one machine. `facts` are the policy's sizes."""
     ranks, parallel, dp, actor = _ranks_here(config, team), team.parallel, team.replicas, config.actor
     state = state_bytes(facts, parallel, actor.engine, config.model.dtype, dp, lora=config.model.lora)
     adapters = state["gradients"] / GRADIENT * BYTES[config.model.dtype]
@@ -100,7 +100,9 @@ def _times(ranks: int, part: Term) -> Term:
 
 
 def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *, gpu: bool, job: str) -> list[Term]:
-    """Return terms for data, reward processes, CPU servers (with their workers), and stored older or newer weights."""
+    """Return the memory terms of data, reward processes, CPU servers (with their workers), and stored older or newer
+    weights.
+    """
     terms = []
     generates = job in ("eval", "generate")
     team = placement.of_role(Role.ROLLOUT) or placement.teams[0]

@@ -60,7 +60,7 @@ def _check_numbers(config: RunConfig, encoder: VisionEncoder, vocab: int, checks
 
 
 def _deep_layers_fit(config: RunConfig, facts: ModelFacts, checks: Checklist) -> bool:
-    """Check that all layers which get features of encoder blocks are in the first pipeline chunk."""
+    """Check that all decoder layers that receive features of encoder blocks are in the first pipeline chunk."""
     assert facts.encoder is not None, "the model sees images"
     parallel, deep = config.actor.parallel, len(facts.encoder.deepstack)
     layers = parallel.chunk_layers(facts.layers)[0]

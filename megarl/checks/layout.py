@@ -60,7 +60,7 @@ def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) ->
 
 
 def _check_even(config: RunConfig, checks: Checklist) -> None:
-    """Check that every machine has equally many workers; with teams the fix has to change teams, too."""
+    """Check that every machine has equally many workers; with several teams the fix also changes the teams."""
     nproc, nnodes, teams = config.cluster.nproc, config.cluster.nnodes, config.placement.teams
     if nproc % nnodes == 0 or not teams:
         checks.divides("cluster.nproc", nproc, nnodes, "cluster.nproc", "cluster.nnodes")

@@ -33,7 +33,9 @@ def refuse_plan(config: RunConfig, graph: TaskGraph) -> None:
 
 
 def refuse_lengths(config: RunConfig, graph: TaskGraph) -> None:
-    """Check the lengths, which no layout changes. Raise ConfigError if samples are longer than the model's limit."""
+    """Check the lengths of samples, which do not depend on the layout. Raise ConfigError if samples are longer than the
+    model's limit.
+    """
     _refuse_pairs(config, graph)
     checks = Checklist()
     check_sampling(config, model_sizes(config, graph)[Role.ACTOR], checks)

@@ -153,7 +153,7 @@ def _check_learning(
 
 
 def _check_parts(config: RunConfig, facts: ModelFacts | None, placement: Placement | None, checks: Checklist) -> None:
-    """Check what a model has in addition to its decoder, and the places of its servers."""
+    """Check the model's parts other than the decoder, and the placement of the servers."""
     check_lora(config, facts, placement, checks)
     check_images(config, placement, facts, checks)
     check_places(config, checks)

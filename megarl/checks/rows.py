@@ -64,7 +64,7 @@ def check_rows(
     Raises:
         DataError: a broken file, no rows, a missing column, a prompt without tokens, or no prompt that is short enough;
             the message names file and line.
-        ConfigErrors: several of these; one per file and kind.
+        ConfigErrors: several of these problems; one per file and kind.
         ConfigError: a chat template is required but the tokenizer has none, or data.format_prompt cannot be parsed.
     """
     data = config.data
@@ -106,7 +106,7 @@ def check_rows(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Reads rows and records problems until its time is over.
+    """Reads rows and records their problems within a time limit.
 
     Attributes:
         tokenizer: None if the exact text of prompts is unknown here.
@@ -235,7 +235,7 @@ class _Rows:
             self.sizes[tuple(sources)] = samples
 
     def _check_texts(self, split: Split, sources: list[str], known: list[Row], response: str | None) -> None:
-        """Render and tokenise rows while there is time."""
+        """Render and tokenise rows within the time limit."""
         data, whole = self.config.data, self.config.whole_conversations
         answers = [self._response(row, response) for row in known if response]
         ids: list[list[int]] = []
@@ -306,7 +306,7 @@ class _Rows:
         return [] if data.image_key is None else row_images(row, data.image_key, data.prompt_key, data.limit_images)
 
     def _check_images(self, rows: Sequence[Row]) -> None:
-        """Open the images of rows while there is time, and check their format and size."""
+        """Open the images of rows within the time limit, and check their format and size."""
         folder = image_folder(self.config.data)
         for row in rows:
             for value in self._images(row):

@@ -46,15 +46,15 @@ class _Job:
 
 @dataclass(frozen=True)
 class Owner:
-    """The reader of the keys below `prefix`.
+    """The part of a run that reads the keys below `prefix`.
 
     Attributes:
         prefix: dotted key of a section.
-        reads: returns whether a job has the reader.
-        lacks: what the job lacks if it has no reader.
-        fix: how to get the reader.
-        but: keys below `prefix` that something else reads, or that switch the reader on.
-        only: the keys below `prefix` that it reads; empty: all except `but`.
+        reads: returns whether a job has this part.
+        lacks: what the job lacks without this part.
+        fix: recipe change that adds this part.
+        but: keys below `prefix` that something else reads, or that switch this part on.
+        only: the keys below `prefix` that this part reads; empty: all except `but`.
     """
 
     prefix: str
@@ -165,7 +165,7 @@ OWNERS = (
 
 
 def check_unused(config: RunConfig, graph: TaskGraph | None, placement: Placement | None, checks: Checklist) -> None:
-    """Warn of keys that the user wrote, with other values than the defaults, that nothing reads."""
+    """Warn of keys that the user set to other values than their defaults, but that nothing reads."""
     if graph is None or not config.written:
         return
     checks, job = checks.of("unused keys"), _Job(config, graph, placement)

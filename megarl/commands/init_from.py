@@ -26,8 +26,8 @@ def settings_from(
     arguments: argparse.Namespace, machine: Machine, prompts: Sequence[str], answers: Sequence[str]
 ) -> Translation:
     """Translate the settings in `arguments.source` to a recipe; options of the command override them. Raise UserError
-    if the file cannot be read, has settings of no known trainer, or names no model. `prompts` and `answers` are usual
-    names of their columns.
+    if the file cannot be read, has settings of no known trainer, or names no model. `prompts` and `answers` are the
+    usual names of these columns.
     """
     made = translate(read_settings(arguments.source), arguments.gpus)
     given = {

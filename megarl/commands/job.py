@@ -284,8 +284,8 @@ def refuse_trained(run_dir: Path, command: str) -> None:
 
 
 def command_to_go_on(arguments: argparse.Namespace, run_dir: Path, resume: str, *, begun: bool) -> str:
-    """Return the command that continues the run in its folder, and a description of the checkpoint. `begun`: this run
-    has begun; otherwise the checkpoints in the folder are an earlier run's.
+    """Return the command that continues the run in its folder, and a description of the checkpoint. `begun`: whether
+    this run has begun; if not, the checkpoints in the folder are an earlier run's.
     """
     from megarl.launchers.attempts import next_start
 

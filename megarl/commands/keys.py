@@ -131,7 +131,7 @@ def _default(info: FieldInfo) -> Any:
 
 
 def find_entries(pattern: str, entries: Sequence[KeyEntry]) -> tuple[list[KeyEntry], str]:
-    """Return the keys that `pattern` means, and a note that is usually empty.
+    """Return the keys that match `pattern`, and a note that is usually empty.
 
     The first search with a result counts: a key or section with this name and all keys below it; keys whose name ends
     with or contains the pattern; keys that have this name in another project; keys that accept it as a value; keys
@@ -175,7 +175,7 @@ def _is_within(path: str, wanted: str) -> bool:
 
 
 def show_keys(pattern: str | None) -> str:
-    """Return the text of the keys that `pattern` means; for None a list of all sections."""
+    """Return the text of the keys that match `pattern`, or for None a list of all sections."""
     entries = all_entries()
     width = min(shutil.get_terminal_size((80, 24)).columns, _WIDEST)
     if pattern is None:

@@ -187,8 +187,8 @@ _DEADLINE_S = 600.0  # deadline of collectives; a single process never waits for
 
 
 def parity(source: Path, dtype: str = "fp32", *, server: bool = True) -> Parity:
-    """Compare the implementations on random tokens; with `server` also the log-probs of an SGLang server. `source` is a
-    Hugging Face folder, or a checkpoint of a run (RUN_DIR/checkpoints/step_N).
+    """Compare a model's implementations on random tokens; with `server` also the log-probs of an SGLang server.
+    `source` is a Hugging Face folder, or a checkpoint of a run (RUN_DIR/checkpoints/step_N).
     """
     from megarl.models.config import load_hf_config
     from megarl.models.weights.files import CheckpointReader

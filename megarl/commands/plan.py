@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def choose_hardware(text: str | None, config: RunConfig, graph: TaskGraph, *, search: bool) -> Hardware:
-    """Return the hardware that `--hardware` names, with as many devices as the recipe takes if it gives no number.
+    """Return the hardware that `--hardware` names, with the recipe's number of devices if `--hardware` gives no number.
     Raise ConfigError if there is no such hardware, or the recipe uses a different number of devices.
     """
     from megarl.dag.placement import place

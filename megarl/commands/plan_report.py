@@ -157,7 +157,7 @@ def _no_room(plan: StepPlan) -> list[str]:
 
 
 def _keys(filled: Filled) -> str:
-    """Return the keys that change the memory of a moment."""
+    """Return the recipe keys that change the memory use at one moment of a step."""
     largest = sorted(filled.moment.terms, key=lambda part: -part.bytes)[:3]
     return f"{_GOES_BY} {'; '.join(dict.fromkeys(part.keys for part in largest))}"
 

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, refuse: Callable[[RunConfig, TaskGraph], None]) -> int:
-    """Simulate and print the result; return the exit code. `refuse` raises what is wrong with a recipe."""
+    """Simulate and print the result; return the exit code. `refuse` raises an error for an invalid recipe."""
     from rich.console import Console
 
     from megarl.simulation.planned import Assumptions

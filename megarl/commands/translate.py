@@ -100,7 +100,9 @@ def read_settings(file: Path) -> OtherSettings:
 
 
 def _of_words(words: list[str]) -> OtherSettings:
-    """Return the settings in the words of a script, with its variables, their defaults and `HOME` filled in."""
+    """Return the settings in the words of a script, with the values of the script's variables, their defaults and
+    `HOME` filled in.
+    """
     settings, variables = OtherSettings({}), {"HOME": os.path.expanduser("~")}
     name = ""
     for raw in words:
@@ -160,8 +162,8 @@ def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
 
 
 def translate(source: OtherSettings, gpus: int | None) -> Translation:
-    """Return the recipe's keys for the settings of TRL, verl or NeMo-RL; `gpus` is the run's devices if the settings
-    have none of their own.
+    """Return the recipe's keys for the settings of TRL, verl or NeMo-RL; `gpus` is the number of devices if the
+    settings do not give it.
     """
     heads = {name.partition(".")[0] for name in source.values}
     if "actor_rollout_ref" in heads:

@@ -160,7 +160,7 @@ class RewardConfig(Section):
 
     @property
     def functions(self) -> dict[str, RewardConfig]:
-        """The section of each scoring function by its part's name; without parts this section, nameless."""
+        """The section of each scoring function by its part's name; without parts, this section under an empty name."""
         if not self.parts:
             return {"": self}
         return {

@@ -400,8 +400,8 @@ def _note_inherited(below: Document, above: Document) -> None:
 
 
 def _drop_inherited(document: Document, components: Components) -> list[str]:
-    """Remove inherited keys of a reward or environment that the newly named one does not have; return notes about them.
-    Keys of a component whose keys are unknown are kept: validation refuses wrong ones later, by name.
+    """Remove inherited keys that the newly named reward or environment does not have; return notes about them. If a
+    component's keys are unknown, inherited keys are kept; validation later refuses the wrong keys by name.
     """
     lines = []
     for name_key, path, shared in _OTHERS:

@@ -381,7 +381,7 @@ _SECTIONS = {key.path.rpartition(".")[2] for key in iter_keys() if key.section i
 
 
 def meaning_of(path: tuple[str, ...]) -> str | None:
-    """Return what to do instead of setting a key of another project; None when no such name is known.
+    """Return what to set instead of a key of another project; None for an unknown name.
 
     >>> meaning_of(("trainer", "save_steps"))
     'here this is trainer.save_every'

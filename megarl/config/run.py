@@ -317,7 +317,9 @@ class RunConfig(Section):
 
     @property
     def rollout_dtype(self) -> str:
-        """Precision in which responses are generated, fp32 or bf16: `rollout.dtype`, with `model` resolved."""
+        """Precision in which responses are generated, fp32 or bf16: `rollout.dtype`, where `model` stands for the
+        model's precision.
+        """
         return self.model.dtype if self.rollout.dtype == "model" else self.rollout.dtype
 
     @property

@@ -85,7 +85,7 @@ class _History:
         return self._values.setdefault(name, _Value(None, available=False))
 
     def waits(self, node: Node) -> list[str]:
-        """Return the nodes that must run before `node`, the next one of the list."""
+        """Return the nodes that must run before `node`, the next node in the list."""
         contract, before = node.declared, list(node.deps)
         if self.resampler is not None:
             before.append(self.resampler)
@@ -101,7 +101,8 @@ class _History:
         return before
 
     def sources(self, node: Node) -> dict[str, str]:
-        """Return the writer of each field that `node`, the next one, uses, except fields from the graph's entry.
+        """Return the writer of each field that `node`, the next in the list, uses, except fields from the graph's
+        entry.
 
         A node that resamples keeps all fields, whether it reads them or not, so it uses them all.
         """

@@ -59,7 +59,7 @@ class Mail(Protocol):
     """The mailbox between the teams of a run: texts by name."""
 
     def post(self, name: str, text: str) -> None:
-        """Keep a text under a new name."""
+        """Store a text under a name that is not in use yet."""
 
     def read(self, name: str) -> str:
         """Wait until a text is posted under this name, and return it."""
@@ -72,7 +72,7 @@ class NoMail:
         """Drop the text, since there is no other team."""
 
     def read(self, name: str) -> str:
-        """Raise, because the message would never arrive."""
+        """Raise an error, because the message would never arrive."""
         raise AssertionError(f"the run has only one team, so message {name!r} would never arrive")
 
 

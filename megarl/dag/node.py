@@ -75,7 +75,7 @@ class Node:
 
     @property
     def kind(self) -> Kind:
-        """Kind of work."""
+        """The kind of work that the node does."""
         return self.declared.kind
 
     @property

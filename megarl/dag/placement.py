@@ -119,7 +119,7 @@ class Placement:
         return next(team for team in self.teams if id in team.nodes)
 
     def given(self, id: str) -> list[Handover]:
-        """Return the transfers after this node."""
+        """Return the transfers of this node's fields to other teams."""
         return [handover for handover in self.handovers if handover.node == id]
 
     def given_by(self, team: str) -> list[Handover]:
@@ -137,7 +137,7 @@ def devices_key(config: RunConfig, team: TeamPlan) -> str:
 
 
 def roles_of(graph: TaskGraph) -> tuple[Role, ...]:
-    """Return the models that a run of this graph holds.
+    """Return the roles whose models a run of this graph needs.
 
     There is always an actor, and a rollout unless the data have responses.
     """
@@ -320,7 +320,7 @@ def _handovers(graph: TaskGraph, nodes: dict[str, str], config: RunConfig) -> It
 
 
 def _check_together(node: Node, samples: Node | None, graph: TaskGraph, nodes: dict[str, str]) -> None:
-    """Check that a node is in one team with the nodes before it if it resamples, requests more prompts or reads them.
+    """Check that a node which resamples, requests more prompts or reads prompts is in the team of the nodes before it.
 
     Args:
         samples: node that made the samples that `node` reads; None: it reads prompts.
@@ -346,7 +346,7 @@ def _check_together(node: Node, samples: Node | None, graph: TaskGraph, nodes: d
 
 
 def _one_team(*nodes: Node) -> str:
-    """Return the fix for nodes that must be in one team, by the roles that determine their teams."""
+    """Return the advice for nodes that must be in one team, in terms of the roles that determine their teams."""
     roles_needed: list[str] = []
     for node in nodes:
         roles = [role.value for role in (node.role, *(ROLES[name] for name in node.needs_roles)) if role in MODEL_ROLES]

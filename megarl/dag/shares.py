@@ -62,7 +62,8 @@ def share_out(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dic
 
 
 def batch_sizes(config: RunConfig, roles: Sequence[Role]) -> dict[str, int]:
-    """Return the sizes, by key, that the number of replicas of a team must divide; empty: any number is possible.
+    """Return the batch sizes, by recipe key, that a team's number of replicas must divide; empty if any number is
+    possible.
 
     Updates need equal shares; teams that only generate or score samples can have any number of replicas.
     """
@@ -128,7 +129,7 @@ def _measured(config: RunConfig, graph: TaskGraph, teams: Sequence[Roles]) -> li
 
 
 def _work(config: RunConfig, graph: TaskGraph, team: Roles) -> float:
-    """Return the work of a team per token: parameters times passes over them, counting at least one pass."""
+    """Return the work of a team per token: parameters times the passes over them, with at least one pass."""
     passes = {role: sum(_passes(config, node) for node in graph if node.role is role) for role in team}
     passes[team[0]] = max(passes[team[0]], 1.0)
     return sum(number * _facts(config, role).computing_parameters for role, number in passes.items() if number)

@@ -104,8 +104,8 @@ def stage(
         optional: fields that it uses if an earlier stage writes them.
         may_write: fields that it adds or replaces in some steps only; later stages read them as `optional`.
         consumes: fields that it needs and that later stages cannot read, such as handles of pending work.
-        kind: kind of work.
-        role: its role.
+        kind: kind of work that it does.
+        role: role to which it belongs.
         resamples: it may return different samples; all their fields are kept, whether it reads them or not.
         refills: it also gets `more`: `more()` returns the next prompts, processed by all stages before it.
         needs: `needs(config)` returns further fields that it needs under these settings.

@@ -112,8 +112,9 @@ class StalenessPolicy(ABC):
     def may_begin(self, version: int) -> int:
         """Return how many groups of the run, including trained ones, may have begun while samples use `version`.
 
-        Must not decrease with the version. At least (version + 1) B, or step version + 1 could not be formed; at most
-        B per step until `last_step(version)`, or some groups would be too old for every step.
+        The number must not decrease with the version. It is at least (version + 1) B, since otherwise step version + 1
+        could not be formed, and at most B per step until `last_step(version)`, since otherwise some groups would be too
+        old for every step.
         """
         return self.last_step(version) * self.groups
 
@@ -131,7 +132,7 @@ class StalenessPolicy(ABC):
         """Return whether anything is sampled with `version`, so that these weights must be sent to the engines.
 
         Args:
-            version: 1 or more.
+            version: weight version, 1 or more.
             validates: whether this version generates held-out responses.
         """
         return version == self.steps or validates or self.may_begin(version) > self.may_begin(version - 1)

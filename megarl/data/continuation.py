@@ -36,7 +36,7 @@ def continued(tokenizer: Any, prompt: Sequence[int], whole: Sequence[int], text:
     """Return the tokens of `text` after `prompt`.
 
     Args:
-        prompt: tokens of the text before it.
+        prompt: tokens of the text that precedes `text`.
         whole: tokens of both texts together.
     """
     if list(whole[: len(prompt)]) == list(prompt):

@@ -109,7 +109,7 @@ class Conversations:
         return message
 
     def _plain(self, prompt: str, given: str | list[Message], talk: Sequence[Message], row: Row) -> Turn:
-        """Return the response as one turn after the prompt's text, for prompts without a template for conversations."""
+        """Return the response as one turn after the prompt's text, for prompts without a chat template."""
         message, keys = talk[0], extra_keys(talk[0])
         if self._chat is None and (keys or len(talk) > 1):
             kind = (
@@ -150,8 +150,8 @@ class Conversations:
     def _start(
         self, chat: ChatTemplate, messages: list[Message], place: int, text: str, prompt: str, row: Row
     ) -> tuple[int, str]:
-        """Find message `place`, an answer, in the conversation's text where it does not follow its prompt's text: the
-        prompt's `<think>` or the reasoning of earlier turns is missing there.
+        """Find an answer, message number `place`, in the text of a conversation that does not contain the answer's
+        prompt exactly, because the prompt's `<think>` or the reasoning of earlier turns is missing.
 
         Returns:
             The position, and the prompt where the template begins answers and prompts differently, else empty text.

@@ -68,7 +68,7 @@ class ImagePrompts:
         return cls(config.image_key, config.prompt_key, folder, config.limit_images, limits, token, token_text, text)
 
     def values(self, row: Row) -> list[Any]:
-        """Return a row's images, which are not read yet; raises DataError as `row_images`."""
+        """Return a row's images, which are not read yet; raises DataError like `row_images`."""
         return row_images(row, self.key, self.prompt_key, self.limit)
 
     def marked(self, text: str, row: Row) -> str:
@@ -98,7 +98,7 @@ class ImagePrompts:
         return tokens
 
     def read(self, value: Any, where: str) -> ImageSet:
-        """Read an image; raises DataError as `patches_of`, with `where`."""
+        """Read an image; raises DataError like `patches_of`, with `where`."""
         return patches_of(value, self.settings, self.folder, where)
 
     def patches(self, row: Row) -> list[ImageSet]:

@@ -69,7 +69,7 @@ class Jagged:
     def from_list(cls, rows: Iterable[Tensor | Sequence], dtype: torch.dtype | None = None) -> Jagged:
         """Concatenate rows (tensors [n_i, ...] or Python sequences).
 
-        `dtype` is only needed for Python rows without any number.
+        `dtype` is only needed for Python rows without any element.
         """
         rows = list(rows)
         if any(isinstance(row, Tensor) for row in rows):

@@ -79,8 +79,8 @@ def tir_optimal_token_baseline(
     """Compute `optimal_token_baseline` with positions counted over valid tokens only, for responses with tool output.
 
     The k-th token that the policy wrote in one sample is compared with the k-th token in another sample, whatever text
-    tools returned before. Arguments and source as for `optimal_token_baseline`; without holes in the mask both are
-    equal.
+    tools returned before. Arguments and source as for `optimal_token_baseline`; without holes in the mask both
+    estimators are equal.
     """
     rows, groups = score_groups(token_rewards, mask, uid, offsets, allow_singleton)
     inputs = [token_rewards, old_logp, sum_pi_squared, *_squared(is_weights, is_weighted)]

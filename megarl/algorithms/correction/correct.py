@@ -96,7 +96,7 @@ def correct(
 
 
 def _total(items: Tensor, chosen: Tensor, copies: Tensor | None) -> Tensor:
-    """Return the sum and the number of the chosen weights, float64 [2]; each counts as often as its `copies`."""
+    """Return the sum and the number of the chosen weights, float64 [2]; each weight counts `copies` times."""
     # A NaN ratio is left out; if it is not rejected, the loss raises an error.
     counted = chosen & ~items.isnan()
     times = counted.to(items.dtype)
@@ -106,7 +106,7 @@ def _total(items: Tensor, chosen: Tensor, copies: Tensor | None) -> Tensor:
 
 
 def _rejection(moments: Moments, ratios: Ratios, rules: Sequence[Rule], veto: float) -> tuple[Tensor, Tensor]:
-    """Return the accepted tokens, bool [N], and the rows that keep at least one token, bool [B]; count the rejected."""
+    """Return the accepted tokens, bool [N], and the rows that keep a token, bool [B]; record how many were rejected."""
     if not rules and veto <= 0:
         return ratios.mask, ratios.live.new_ones(len(ratios.rows))
     trained, counts = reject(ratios, rules, veto)

@@ -27,15 +27,15 @@ class Moments:
         self._highs: dict[str, list[Tensor]] = {}
 
     def sum(self, name: str, value: Tensor) -> None:
-        """Add a scalar to a total."""
+        """Add a scalar to the total `name`."""
         self._sums.setdefault(name, []).append(value)
 
     def low(self, name: str, value: Tensor) -> None:
-        """Keep the smallest scalar."""
+        """Update the minimum `name` with a scalar."""
         self._lows.setdefault(name, []).append(value)
 
     def high(self, name: str, value: Tensor) -> None:
-        """Keep the largest scalar."""
+        """Update the maximum `name` with a scalar."""
         self._highs.setdefault(name, []).append(value)
 
     def bag(self) -> Metrics:

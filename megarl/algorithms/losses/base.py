@@ -60,7 +60,7 @@ def checked_loss(
     """Check the return value of a policy loss and return its token loss and metrics.
 
     Args:
-        logp: the log-probs that the loss got.
+        logp: the log-probs with which the loss was called.
         inputs: the loss's other inputs.
     """
     kind = POLICY_LOSSES.kind

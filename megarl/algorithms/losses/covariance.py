@@ -16,7 +16,7 @@ from megarl.system.metrics import Metrics
 
 
 class FractionSettings(Settings):
-    """The share of the mini-batch's tokens that are restrained."""
+    """The share of the mini-batch's tokens whose update the loss restricts."""
 
     cov_fraction: float = Field(2e-4, gt=0, le=1, description="share of tokens that are restrained")
 
@@ -142,7 +142,7 @@ def kl_cov(
     r as in `dppo_tv`.
 
     Arguments and covariances as in `clip_cov`; cfg has cov_kl_coef and ratio_cap, and cov_fraction for the selection.
-    pg_clipfrac is the share of selected tokens, pg_clipfrac_lower that of tokens with a truncated ratio.
+    pg_clipfrac is the share of selected tokens, pg_clipfrac_lower the share of tokens with a truncated ratio.
 
     Source: The Entropy Mechanism of RL for Reasoning LLMs (arXiv 2505.22617), KL-Cov.
     """
