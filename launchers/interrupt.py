@@ -74,7 +74,7 @@ def _why_unsaved(workers: Workers, job: Job, limit_s: float) -> str | None:
 
 
 def _newest(job: Job) -> int:
-    """Return the step of the newest checkpoint, or without one of the cold start's newest checkpoint; 0 without either."""
+    """Return the step of the newest checkpoint, or else of the newest cold-start checkpoint; 0 without either."""
     return max(steps_in(job.run_dir / "checkpoints") or steps_in(job.run_dir / COLD_START), default=0)
 
 
