@@ -36,7 +36,7 @@ def open_preferences(
 
 
 class PairDataset:
-    """The preference pairs of a split, in file order, without pairs of equal responses and overlong ones.
+    """The preference pairs of a split, in file order, without overlong pairs and pairs of equal responses.
 
     Attributes:
         fingerprint: hash of all remaining pairs; resuming a checkpoint with other data is an error.
@@ -104,7 +104,7 @@ class PairDataset:
 
 
 class LabelledDataset(SFTDataset):
-    """The KTO examples of a split, without overlong ones.
+    """The KTO examples of a split, without overlong examples.
 
     Pairs become two examples each: all chosen responses come first, then all rejected ones.
 
@@ -133,7 +133,7 @@ class LabelledDataset(SFTDataset):
         self.fingerprint = fingerprint(self.labels, self.fingerprint)
 
     def describe(self) -> str:
-        """Return a log line with the number of examples, of desirable ones, of tokens, and of dropped ones."""
+        """Return a log line with the numbers of examples, desirable examples, tokens and dropped examples."""
         lengths = self.prompt_ids.lengths + self.response_ids.lengths
         text = f"{self.split}: {count(len(self), 'example')} of {tokens_text(lengths)}"
         text += f", {int(self.labels.sum())} desirable"
@@ -154,7 +154,7 @@ class LabelledDataset(SFTDataset):
 
         Args:
             batch: the examples at `indices`.
-            others: for each of them, the index of the example whose response it gets.
+            others: for each example, the index of the example whose response it gets.
         """
         places = torch.tensor(others, dtype=torch.int64)
         responses, learnt = self.response_ids.select(places), self._learnt.select(places)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class PromptDataset:
-    """The prompts of a split, in file order, without overlong ones.
+    """The prompts of a split, in file order, without overlong prompts.
 
     Attributes:
         rows: the row of each prompt; `rows[i].where` is the place it was read from.
@@ -54,7 +54,8 @@ class PromptDataset:
         Args:
             rows: the rows of the split if they have been read already; None: read them from the split's files.
             tools: the environment's tools, which every prompt lists.
-            whole: the prompt column has whole conversations, responses included; a prompt is the part before them.
+            whole: the prompt column has whole conversations, responses included; a prompt is the part before the
+                responses.
             answered: the run reads reference answers, so every row needs one.
             images: reads the images of a vision-language model's prompts; None: prompts have no images.
         """

@@ -49,7 +49,7 @@ def open_examples(
     """Read the supervised examples of a split: `train` to train on, `val` to validate.
 
     Args:
-        positions: the most tokens the model takes; None: no limit.
+        positions: maximum sequence length of the model; None: no limit.
         stop_ids, tools, images: as in SFTDataset.
     """
     settings, data = config.sft, config.data
@@ -101,7 +101,7 @@ class SFTDataset(PromptDataset):
             overlong: how to treat longer examples: `filter` drops them, `cut` drops the end of the response, `error`
                 raises an error. None: as data.overlong.
             tools, images, rows: as in PromptDataset.
-            stop_ids: tokens that end a turn, in addition to the tokenizer's end token. A response ends with the one
+            stop_ids: tokens that end a turn, in addition to the tokenizer's end token. A response ends with the token
                 that the chat template writes.
         """
         whole = response_key == config.prompt_key

@@ -230,7 +230,7 @@ def is_saved_set(folder: Path) -> bool:
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """Return the files in a folder and its subfolders, sorted, without hidden ones; links to folders are followed."""
+    """Return the files in a folder and its subfolders, sorted, without hidden files; links to folders are followed."""
     files, known = list[Path](), set[str]()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)

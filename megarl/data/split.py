@@ -18,7 +18,7 @@ _BITS = 64
 
 
 def split_rows(rows: Sequence[Row], config: DataConfig, split: Split) -> list[Row]:
-    """Return the held-out rows (split "val"), or all others ("train").
+    """Return the held-out rows (split "val"), or all other rows ("train").
 
     Rows with the same prompt and images are in the same split. A hash of both selects held-out prompts: for a share,
     hashes below that share of the range, so that added rows do not move other rows to the other split; for a count, the

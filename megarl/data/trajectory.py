@@ -208,7 +208,7 @@ def trajectory_values(
     """Return the batch fields and columns of trajectories, one entry per sample.
 
     Args:
-        trajectories: finished ones only.
+        trajectories: finished trajectories.
         by_turn: True for episodes, which also get fields per turn and their own prompts; False for plain answers.
         patch_values: numbers per image patch, for episodes with images; None: there are no images.
     """

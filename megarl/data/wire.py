@@ -335,7 +335,7 @@ def gather(ranges: Sequence[Range]) -> Parts:
     """Copy the samples of all ranges, in order, into new memory; return fields, columns and size of the batch.
 
     Args:
-        ranges: at least one; the blocks must have equal `Opened.kinds`.
+        ranges: ranges of samples, at least one, of blocks with equal `Opened.kinds`.
     """
     ranges = _merged(ranges)
     first, size = ranges[0][0], sum(stop - start for _, start, stop in ranges)

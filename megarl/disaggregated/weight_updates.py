@@ -36,7 +36,7 @@ class WeightUpdates:
         """Send the weights that must be sent before `step` is trained."""
 
     def after_step(self, step: int, *, saves: Callable[[int], bool]) -> None:
-        """Send the weights of `step`, or queue them; `saves(step)`: whether a checkpoint of it may be written."""
+        """Send the weights of `step`, or queue them; `saves(step)`: whether a checkpoint of a step may be written."""
 
 
 class InOrderUpdates(WeightUpdates):

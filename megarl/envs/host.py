@@ -74,7 +74,7 @@ class Host:
         images: how images of observations are read; None: observations are text.
 
     Raises:
-        Exception: whatever `kind.open` raises.
+        Exception: any error that `kind.open` raises.
     """
 
     def __init__(

@@ -37,7 +37,8 @@ _BUCKET_RATIO = 0.85  # shortest / longest sequence of a bucket: at most 1 - 0.8
 
 
 class PackedAttention(MegatronModule):
-    """Attention of each sequence of a packed stream to itself, with grouped queries, sliding windows and context ranks.
+    """Self-attention within each sequence of a packed stream, with grouped queries, sliding windows and context
+    parallelism.
 
     Raises, when it is called:
         ValueError: a sliding window is shorter than a sequence with bidirectional tokens.

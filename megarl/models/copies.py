@@ -17,7 +17,7 @@ class ParameterCopies:
     """Copies of the parameters that this process holds.
 
     Args:
-        chunks: this process's parts of the model; values are written into their parameters in place.
+        chunks: this process's chunks of the model; values are written into their parameters in place.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel]) -> None:

@@ -57,7 +57,7 @@ class FusedSwiGLU(SwiGLU):
 
 
 class TEPackedAttention(TEDotProductAttention):
-    """Attention of each sequence of a packed stream to itself by Transformer Engine, with its RoPE and context
+    """Self-attention within each sequence of a packed stream by Transformer Engine, with its RoPE and context
     parallelism.
 
     Under context parallelism keys and values go round the ranks. `models.attention` computes what the kernels cannot:

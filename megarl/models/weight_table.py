@@ -157,7 +157,7 @@ _Cut = tuple[tuple[int, ...], tuple[Piece, ...]]
 
 
 def sources_of(rule: WeightRule, names: Sequence[str], size: dict[str, int]) -> Sources:
-    """Return the tensors of a parameter with their shapes; `names` are those of `rule`, or of each expert in turn."""
+    """Return the tensors of a parameter with their shapes; `names`: tensors of `rule`, for one or all experts."""
     shapes = [tuple(size[d] for d in source.shape) for source in rule.sources]
     return list(zip(names, shapes * (len(names) // len(shapes)), strict=True))
 

@@ -19,7 +19,7 @@ def refuse_longer(mean: float, longest: int, where: str, allowed: str) -> None:
     """Refuse an assumed mean above the longest response; a mean of 0 stands for none.
 
     Raises:
-        ConfigError: names `where` the mean was given, and what is `allowed`.
+        ConfigError: the mean is above `longest`; the error names `where` it was set, and what is `allowed`.
     """
     if mean > longest:
         problem = "the mean response cannot be longer than the longest one"

@@ -224,7 +224,8 @@ class Search:
         return formulas.room.fits
 
     def _note(self, choice: Choice, formulas: StepFormulas) -> None:
-        """Remember the choice that came nearest to fitting; one whose state fits comes before all others."""
+        """Remember the choice that came nearest to fitting; a choice whose state fits is always nearer than one whose
+        state does not."""
         fullest = max(formulas.filled(), key=lambda device: device.bytes)
         if self._nearest is None or self._nearest[2] is None or fullest.bytes < self._nearest[0]:
             self._nearest = (fullest.bytes, choice, fullest)

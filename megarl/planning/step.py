@@ -65,7 +65,7 @@ def server_devices(config: RunConfig) -> int:
 
 
 def occupied(config: RunConfig, placement: Placement) -> int:
-    """Return the number of devices of a run: those of workers, and those of servers that share no worker's device."""
+    """Return the number of devices of a run: the workers', and those of servers that share no worker's device."""
     workers, servers = sum(team.devices for team in placement.teams), config.rollout.servers
     if servers is None:
         return workers

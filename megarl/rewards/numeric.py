@@ -49,7 +49,7 @@ def numeric(
     Args:
         sample: `response` and `answer`.
         tolerance: |response - answer| may be at most tolerance * max(1, |answer|).
-        extract: whole: the response is nothing but the number; first or last: that number of the response.
+        extract: `whole` expects a response that is only a number; `first` or `last` reads that number of the response.
         evaluated: refuse a response written as a quotient, which would let `48/2` answer the prompt `48/2=`.
     """
     if not tolerance >= 0:

@@ -37,8 +37,8 @@ class RewardSpec(Spec):
         names: returns the keys that every sample must have for these settings; None: only the keys that all samples
             have.
         limit: name of the setting with the CPU seconds per sample, enforced by an alarm. An alarm needs the main thread
-            of a process, so such a reward gets its own process. Only for included rewards, because the process that
-            starts others does not load a user's file.
+            of a process, so such a reward gets its own process. Only included rewards may set it, because the process
+            that starts others does not load a user's file.
         reference: reads a reference answer from its text, or raises a ValueError with the reason; None: the reward
             reads no answer. `meeting_any` adds lists.
         batch: an included reward that takes the list of samples, and may return a `ScoringFailure` for a sample.

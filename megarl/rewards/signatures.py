@@ -28,7 +28,7 @@ class Convention:
         mark: parameter that identifies the convention.
         given: parameters that the convention fills, in addition to columns of the data.
         unknown: parameters that the other trainer fills and that do not exist here.
-        batch: whether arguments are lists over the samples; otherwise values of one sample.
+        batch: whether arguments are lists over the samples instead of values of one sample.
     """
 
     owner: str = ""
@@ -58,8 +58,8 @@ def form_of(signature: inspect.Signature) -> Convention:
 
 
 def settings_of(signature: inspect.Signature) -> list[inspect.Parameter]:
-    """Return the parameters that `reward.kwargs` fills: those after the samples, or all that the convention does not
-    fill."""
+    """Return the parameters that `reward.kwargs` fills: the parameters after the samples, or all that the convention
+    does not fill."""
     form, parameters = form_of(signature), list(signature.parameters.values())
     filled = set(form.given) | set(form.unknown) if form is not OWN else {p.name for p in parameters[:1]}
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -158,7 +158,8 @@ def _images(sample: Sample) -> list[Any]:
 def _arguments(
     form: Convention, signature: inspect.Signature, samples: Sequence[Sample], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return another trainer's arguments from its convention, the columns and `reward.kwargs`, or raise ValueError."""
+    """Return a function's arguments by another trainer's convention, from columns and `reward.kwargs`, or raise
+    ValueError."""
     parameters = signature.parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     columns = dict.fromkeys(name for sample in samples for name in _columns(sample))

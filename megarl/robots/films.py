@@ -31,7 +31,7 @@ def film_rows(run_dir: Path, step: int, episodes: Batch, count: int) -> list[dic
     If a step is repeated, its new films replace the old ones.
 
     Args:
-        episodes: with the fields of megarl/robots/rollout/episode.py.
+        episodes: a batch with the fields of megarl/robots/rollout/episode.py.
     """
     folder = Path(FOLDER) / f"step_{step}"
     (run_dir / folder).mkdir(parents=True, exist_ok=True)

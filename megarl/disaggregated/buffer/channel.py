@@ -341,7 +341,7 @@ def merge_handovers(given: Mapping[str, Batch]) -> Batch:
     """Return one batch with the ids of the samples and all fields that were handed over.
 
     Args:
-        given: at least one batch, by handover key; all have the same samples in the same order.
+        given: the batch of each handover, by its key; at least one, all with the same samples in the same order.
     """
     batch: Batch | None = None
     for key, samples in given.items():

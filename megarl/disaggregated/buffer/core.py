@@ -317,9 +317,9 @@ class Core:
 
         Args:
             refs: by key of handover, a reference to the bytes of each finished group.
-            useless: in-flight groups whose samples no step will be trained on; others may begin in their place.
+            useless: in-flight groups whose samples no step will be trained on; other groups may begin in their place.
             version: version of the weights with which the admitted groups begin.
-            most: how many groups to admit; fewer are admitted if more may not begin before a newer version.
+            most: how many groups to admit; fewer are admitted if the others must wait for a newer version.
 
         Raises:
             HandoverError: this team does not hand over these groups, or they are not in flight.
@@ -355,7 +355,7 @@ class Core:
         return {"next": flow.next, "again": list(flow.again)}
 
     def unused(self, step: int) -> list[FlowGroup]:
-        """Return the finished groups that belong to no step up to `step`: those of later steps and of no step yet."""
+        """Return the finished groups that belong to no step up to `step`: to a later step, or to no step yet."""
         later = [group for number, state in self._steps.items() if number > step for group in state.formed]
         return [*later, *self._need_flow().finished]
 

@@ -79,7 +79,7 @@ class McpServers:
     """Connections to servers, with the schemas of their tools.
 
     Args:
-        servers: servers by their name in messages.
+        servers: the servers, by the names that messages use.
         timeout_s: a call that takes longer gets an error.
 
     Attributes:

@@ -173,7 +173,8 @@ class CheckpointReader:
         """Check that the folder's tensors are those of the model.
 
         Args:
-            shapes: of the model's tensors by name. Those of a value head may be missing: it then starts at zero.
+            shapes: shapes of the model's tensors, by name. Tensors of a value head may be missing: it then starts at
+                zero.
             sight: vision part of a VLA policy, whose towers have unused parts.
         """
         refuse_unread(self.names(), shapes, sight, str(self.folder))

@@ -146,7 +146,7 @@ class AdapterReader:
         """Raise an error if the adapter has tensors that are not A or B of a linear layer of the model.
 
         Args:
-            shapes: of the model's weights, by name.
+            shapes: shapes of the model's weights, by name.
         """
         rank = self.settings["r"]
         expected: dict[str, list[int]] = {}

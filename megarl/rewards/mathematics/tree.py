@@ -32,7 +32,7 @@ class Symbol:
     """A letter, a constant, a unit or a word.
 
     Attributes:
-        name: identifies it among its kind.
+        name: name that is unique among the symbols of its kind.
         kind: variables have any value; constants are e, i, pi and infinity; units have a dimension; words stand for
             themselves, `dots` among them.
     """

@@ -99,7 +99,7 @@ def crop_centre(pictures: Tensor, area: float, size: int) -> Tensor:
     Args:
         pictures: float32 [N, H, W, C].
         area: share of the area to keep, above 0, up to 1.
-        size: at least 2.
+        size: side of the result in pixels, at least 2.
     """
     side = np.sqrt(np.float32(area))
     low = (np.float32(1) - side) / np.float32(2)

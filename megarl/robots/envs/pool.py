@@ -81,7 +81,7 @@ class SimulatorPool:
         cuda_device: this rank's CUDA device, as `settings.egl_devices` numbers it; None: it has none.
 
     Attributes:
-        settings: as given.
+        settings: the argument `settings`.
         tasks: available tasks, by name.
         counts: counters so far.
     """

@@ -163,7 +163,7 @@ class Reach(Simulator):
         self._lowered = lower and (pushes or free)
 
     def _push(self) -> None:
-        """Let the gripper push discs, and discs push each other; an object at the rim stops the one that pushes it."""
+        """Let the gripper push discs, and discs push each other; an object at the rim stops whatever pushes it."""
         gripper = [self._x, self._y]
         rim, (first, second) = 1 - DISC, self._discs
         for disc in self._discs:

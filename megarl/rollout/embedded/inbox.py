@@ -48,7 +48,7 @@ class WeightInbox:
 
     Args:
         chunks: this process's part of the model; its parameters are overwritten.
-        key: secret that trainers must prove to have.
+        key: secret by which trainers authenticate.
         group: the ranks of the engine.
         host: address to listen on, reachable by trainers.
 

@@ -204,7 +204,7 @@ def neighbours_loss(vectors: Tensor, exists: Tensor) -> tuple[Tensor, int, int]:
 
     Args:
         vectors: unit vectors [n, P, D] of points in the order of time.
-        exists: bool [n, P], points that exist: the first ones.
+        exists: bool [n, P], True for points that exist; they come first.
 
     Returns:
         The loss, summed over the pairs (point, neighbour) that have a negative; how many of these pairs are more alike

@@ -46,9 +46,9 @@ def resampled(calls: Jagged, ends: Tensor, points: int) -> Tensor:
     The first point is the first call, and the last point is the end; with one point, it is the end.
 
     Args:
-        calls: float [calls, S] of each episode.
-        ends: float [B, S], after the last call.
-        points: at least 1.
+        calls: states before each policy call, float [calls, S] of each episode.
+        ends: states after the last call, float [B, S].
+        points: number of points, at least 1.
     """
     lengths = calls.lengths  # index `lengths[b]` is the end state of episode b
     share = torch.linspace(0, 1, points, dtype=torch.float64) if points > 1 else torch.ones(1, dtype=torch.float64)

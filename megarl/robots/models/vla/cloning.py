@@ -58,7 +58,7 @@ class CloningExamples:
     take `keep` bytes; pictures of further examples are processed each time.
 
     Args:
-        demonstrations: together they have at least one environment step.
+        demonstrations: demonstrations with at least one environment step in total.
         prompts: tokens of the instruction, by task.
         codec: converts recorded actions to tokens.
         pictures: turns frames into the policy's pictures, [size, size, 3] each.

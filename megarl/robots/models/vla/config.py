@@ -29,7 +29,7 @@ def policy_config(
 
     Args:
         config: a policy's config.json, with the additions of the files next to it.
-        preprocessor: its preprocessor_config.json, if there is one.
+        preprocessor: the policy's preprocessor_config.json, if it has one.
     """
     text = config.get("text_config")
     if config.get("model_type") != VLA_TYPE or not isinstance(text, Mapping):
