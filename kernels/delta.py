@@ -75,7 +75,7 @@ def patch(base: Tensor, distances: Tensor, values: Tensor, itemsize: int) -> Non
         ValueError: an element is outside of `base`.
     """
     if len(values) != len(distances) * itemsize:
-        raise ValueError(f"number of distances ({len(distances)}) does not match the values ({len(values)} bytes)")
+        raise ValueError(f"the number of distances ({len(distances)}) does not match the values ({len(values)} bytes)")
     kernels = _load()
     (patch_reference if kernels is None else kernels.patch)(base, distances, values, itemsize)
 

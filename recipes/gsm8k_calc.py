@@ -133,4 +133,4 @@ def _value(node: ast.expr) -> Fraction:
             return -_value(operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
             return OPERATORS[type(op)](_value(left), _value(right))
-    raise SyntaxError(f"not an arithmetic expression: {ast.dump(node)}")
+    raise SyntaxError(f"this is not an arithmetic expression: {ast.dump(node)}")

@@ -67,7 +67,7 @@ def _pipeline(pipeline: str, title: str, config: RunConfig) -> Pipeline:
     if loss not in losses:
         other = next(name for name, names in _LOSSES.items() if loss in names)
         raise ConfigError(
-            f"this loss belongs to another pipeline than {pipeline}",
+            f"this loss does not belong to the pipeline {pipeline}",
             where="preference.loss",
             found=loss,
             allowed=", ".join(losses),

@@ -52,7 +52,7 @@ def _check_logger(name: str, checks: Checklist, *, starts: bool) -> None:
         allowed = [*LOGGERS, "file.py:Class", "pkg.mod:Class"]
         checks.fail(key, "unknown tracker", found=name, allowed=allowed, fix=value_fix(key, name) or "correct the name")
     else:
-        _require(name, key, name, "take it out of the list", checks)
+        _require(name, key, name, "remove it from the list", checks)
         if name == "wandb" and not _wandb_has_a_key():
             text = "no API key of W&B is known here, without which the run ends after its first validation"
             fix = "wandb login, or WANDB_MODE=offline for a copy in the run folder"

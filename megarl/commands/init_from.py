@@ -41,7 +41,7 @@ def settings_from(
     made.settings |= {key: value for key, value in given.items() if value is not None}
     for key, option in (("model.path", "--model"), ("data.train_files", "--data")):
         if key not in made.settings:
-            raise UserError("the settings name no model, and a recipe needs one", where=key, fix=f"add {option}")
+            raise UserError(f"the settings lack {key}, which a recipe needs", where=key, fix=f"add {option}")
     made.settings.pop("name", None)  # the recipe is named after its file
     devices = made.settings["cluster.nproc"] if arguments.gpus is None else arguments.gpus
     if arguments.gpus is None and devices == 1 and not machine.has_gpu:

@@ -129,7 +129,7 @@ def settle(node: Node, batch: Batch, output: Any, before: Mapping[str, int]) -> 
     if not isinstance(output, Batch):
         returned = "None" if output is None else type(output).__name__
         raise ContractError(
-            f"{name} returned {returned}, but a stage must return a batch\n  fix:     end it with `return batch`"
+            f"{name} returned {returned}, but a stage must return a batch\n  fix:     end the stage with `return batch`"
         )
     made = {**output.fields, **output.columns}
     lost = [field for field in contract.writes if field not in made]
@@ -148,8 +148,8 @@ def settle(node: Node, batch: Batch, output: Any, before: Mapping[str, int]) -> 
         return Batch(*by_kind(remaining), size=len(output))
     if len(output) != len(batch):
         raise ContractError(
-            f"{name} returned {len(output)} samples for {len(batch)}; only a stage with `resamples=True` may change "
-            "the number of samples"
+            f"{name} returned {len(output)} samples for {len(batch)} samples; only a stage with `resamples=True` may "
+            "change the number of samples"
         )
     other = [
         field for field in made if field in batch and field not in allowed and not _same(batch[field], made[field])
@@ -170,7 +170,7 @@ def _check_forms(name: str, written: Mapping[str, Tensor | Jagged | list]) -> No
         expected = known(field)
         if expected is not None and (form := expected.misfit(value)):
             raise ContractError(
-                f"{name} sets {field!r} to a value of another form\n"
+                f"{name} sets {field!r} to a value of the wrong form\n"
                 f"  found:   {form}\n"
                 f"  allowed: {expected.form}: {expected.meaning}\n"
                 "  fix:     convert it, or choose another name for your field"

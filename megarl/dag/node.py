@@ -115,7 +115,7 @@ def _settled(contract: Contract, settings: Any, where: str) -> Contract:
         raise UserError(
             "the fields of this stage depend on the run's configuration, but the pipeline was made without one",
             where=where,
-            fix="make it with Pipeline(id, description, config)",
+            fix="make the pipeline with Pipeline(id, description, config)",
         )
     more = () if contract.needs is None else tuple(contract.needs(settings))
     made = () if contract.gives is None else tuple(contract.gives(settings))
@@ -158,7 +158,9 @@ def _check_trains(role: Role, named: tuple[str, ...], where: str) -> None:
     if role.value in models:
         return
     fix = (
-        f"declare @stage(..., role=Role.{ROLES[models[0]].name})" if models else "take it: def ...(c, batch, *, actor)"
+        f"declare @stage(..., role=Role.{ROLES[models[0]].name})"
+        if models
+        else "take the model: def ...(c, batch, *, actor)"
     )
     raise UserError(
         f"this stage trains (kind MODEL_TRAIN, role {role.name}), but does not take the role's model as an argument",
@@ -182,7 +184,7 @@ def _check_call(func: Callable[..., Any], config: Mapping[str, Any], where: str)
             f"the stage cannot be called as func(context, batch{''.join(f', {k}=...' for k in config)}): {error}",
             where=where,
             found=f"{getattr(func, '__qualname__', func)}{signature}",
-            fix="make it take context, batch and the keys of the node's config",
+            fix="make the stage take context, batch and the keys of the node's config",
         ) from error
 
 

@@ -225,7 +225,7 @@ def _check_names(names: Iterable[str]) -> None:
     wrong = [name for name in names if not _NAME.fullmatch(name)]
     if wrong:
         raise ConfigError(
-            "invalid team name",
+            "the name of a team is invalid",
             where="placement.teams",
             found=", ".join(map(repr, wrong)),
             allowed="letters, digits, _ and -, beginning with a letter",

@@ -42,7 +42,9 @@ def balance(lengths: Lengths, k: int, equal_counts: bool = False) -> list[list[i
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if sizes.ndim != 1 or k < 1 or (len(sizes) and sizes.min() < 0):
-        raise ValueError(f"need k >= 1 and non-negative lengths [n], got k={k}, lengths of shape {sizes.shape}")
+        raise ValueError(
+            f"balancing needs k >= 1 and non-negative lengths [n], got k={k}, lengths of shape {sizes.shape}"
+        )
     if equal_counts:
         table = _rows(sizes, k)
     else:

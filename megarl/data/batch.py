@@ -50,7 +50,7 @@ class Batch:
             raise ValueError(f"fields or columns do not have {size} entries, as the batch does: {wrong}")
         both = fields.keys() & columns.keys()
         if both:
-            raise ValueError(f"names of both a field and a column: {sorted(both)}")
+            raise ValueError(f"a name must not be both a field and a column: {sorted(both)}")
         self._size = size
         self._td = TensorDict({}, batch_size=[size])
         self._jagged: dict[str, Jagged] = {}
@@ -72,7 +72,7 @@ class Batch:
             return value
         near = close_matches(name, self.names())
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise KeyError(f"batch has no {name!r}; it has {', '.join(self.names()) or 'nothing'}{hint}")
+        raise KeyError(f"the batch has no {name!r}; it has {', '.join(self.names()) or 'nothing'}{hint}")
 
     def _value(self, name: str) -> Tensor | Jagged | list | None:
         """Return the tensor, Jagged or list of that name, or None."""
@@ -84,11 +84,11 @@ class Batch:
     def set(self, name: str, value: Tensor | Jagged | list) -> None:
         """Add or replace a field (Tensor [B, ...], Jagged) or a column (list of B)."""
         if isinstance(value, Tensor) and value.ndim == 0:
-            raise ValueError(f"{name!r}: a field has one entry per sample, got a scalar tensor")
+            raise ValueError(f"the field {name!r} needs one entry per sample, not a scalar tensor")
         if len(value) != self._size:
             raise ValueError(f"{name!r} has {len(value)} entries for {self._size} samples")
         if not isinstance(value, Tensor | Jagged | list):
-            raise ValueError(f"{name!r}: expected Tensor, Jagged or list, got {type(value).__name__}")
+            raise ValueError(f"{name!r} must be a Tensor, Jagged or list, not {type(value).__name__}")
         for values in (self._jagged, self._td, self._columns):
             values.pop(name, None)
         if isinstance(value, Jagged):
@@ -265,7 +265,7 @@ def _cut(fields: Mapping[str, Tensor | Jagged], columns: Mapping[str, list], sta
 def _joined(every: Sequence[Parts]) -> Batch:
     """Return the batch for `Batch.concat`; each part is (fields, columns, number of samples)."""
     if not every:
-        raise ValueError("cannot concat an empty list of batches: the names of the fields are unknown")
+        raise ValueError("cannot concatenate an empty list of batches: the names of the fields are unknown")
     first, columns, _ = every[0]
     for number, other in enumerate(every[1:], 1):
         _check_alike(every[0], other, number)

@@ -95,7 +95,7 @@ class Conversations:
         message = {**message, "content": content.removesuffix(end)}
         if not message["content"] and not extra_keys(message):
             if end:
-                raise DataError("the response consists of an end token only", where=row.where, fix="take the row out")
+                raise DataError("the response consists of an end token only", where=row.where, fix="remove the row")
             raise DataError("the text has no tokens", where=row.where, found=content, fix=row.way_out)
         text = json.dumps(message, ensure_ascii=False)
         inside = next((end for end in self._ends if end in text), None)
@@ -104,7 +104,7 @@ class Conversations:
                 "the response contains an end token before its end, where the model would stop",
                 where=row.where,
                 found=f"{inside} in {content[:200]!r}",
-                fix="write a conversation as messages, or take the end token out of the text",
+                fix="write a conversation as messages, or remove the end token from the text",
             )
         return message
 

@@ -116,7 +116,7 @@ class ImagePrompts:
                 "the text contains the model's image token",
                 found=f"{ids.count(self.token)} tokens, {count(len(images), 'image')}",
                 allowed="images as parts, and no such token in text",
-                fix="take the token out of the text",
+                fix="remove the token from the text",
             )
         left, tokens, starts = iter(images), list[int](), list[int]()
         for token in ids:

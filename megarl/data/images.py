@@ -139,7 +139,7 @@ def readable(where: str) -> Iterator[None]:
         raise DataError(
             f"the image cannot be read: {str(error) or type(error).__name__}",
             where=where,
-            fix="copy the file again, or take the row out",
+            fix="copy the file again, or remove the row",
         ) from error
 
 
@@ -153,7 +153,7 @@ def _check_size(image: Image, where: str) -> None:
             "the image has a size that no vision encoder accepts",
             where=where,
             found=f"{width} x {height}",
-            allowed=f"sides of at least {_LEAST_SIDE} pixels, one at most {_MOST_RATIO} times the other",
+            allowed=f"sides of at least {_LEAST_SIDE} pixels, the longer at most {_MOST_RATIO} times the shorter",
         )
 
 
@@ -195,11 +195,11 @@ def _decoded(url: str, where: str) -> bytes:
     head, _, text = url.partition(",")
     try:
         if not head.endswith(";base64"):
-            raise ValueError("not base64")
+            raise ValueError("the data is not base64")
         return base64.b64decode(text, validate=True)
     except (ValueError, binascii.Error) as error:
         raise DataError(
-            "invalid data URL of an image", where=where, found=url[:60], allowed="data:image/png;base64,..."
+            "the data URL of an image is invalid", where=where, found=url[:60], allowed="data:image/png;base64,..."
         ) from error
 
 
@@ -214,11 +214,11 @@ def _path(text: str, where: str) -> Path:
         )
     try:
         if len(text) > _LONGEST_PATH or "\0" in text:
-            raise ValueError(f"longer than {_LONGEST_PATH} characters, or with a NUL character")
+            raise ValueError(f"the text has more than {_LONGEST_PATH} characters, or a NUL character")
         return Path(text).expanduser()
     except (ValueError, RuntimeError) as error:  # raised for ~name if no user has this name
         raise DataError(
-            f"not the path of an image: {error}",
+            f"this text is not the path of an image: {error}",
             where=where,
             found=text[:60],
             allowed=FORMS,
@@ -229,7 +229,7 @@ def _path(text: str, where: str) -> Path:
 def _opened(file: Path, where: str) -> BinaryIO:
     try:
         if is_special(file):
-            raise OSError("it is a pipe, socket or device")
+            raise OSError("the path is a pipe, socket or device")
         return file.open("rb")
     except OSError as error:
         raise DataError(

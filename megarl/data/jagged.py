@@ -20,10 +20,10 @@ def as_index(index: Index, size: int, device: torch.device) -> Tensor:
     """
     tensor = torch.as_tensor(index, device=device)
     if tensor.ndim != 1:
-        raise IndexError(f"index must have one dimension, got shape {tuple(tensor.shape)}")
+        raise IndexError(f"the index must have one dimension, got shape {tuple(tensor.shape)}")
     if tensor.dtype == torch.bool:
         if len(tensor) != size:
-            raise IndexError(f"mask of {len(tensor)} places for {size} samples")
+            raise IndexError(f"the mask has {len(tensor)} entries for {size} samples")
         return tensor.nonzero().squeeze(1)
     tensor = tensor.to(torch.int64)
     if len(tensor) and tensor.device.type == "cpu":
@@ -55,7 +55,9 @@ class Jagged:
         if offsets.device.type == "cpu":
             ends = (int(offsets[0]), int(offsets[-1]))
             if ends != (0, len(values)) or bool((offsets[1:] < offsets[:-1]).any()):
-                raise ValueError(f"offsets must rise from 0 to {len(values)}, got {offsets.tolist()[:16]}")
+                raise ValueError(
+                    f"offsets must not decrease, and lead from 0 to {len(values)}, got {offsets.tolist()[:16]}"
+                )
 
     @classmethod
     def from_lengths(cls, values: Tensor, lengths: Tensor | Sequence[int]) -> Jagged:

@@ -155,7 +155,7 @@ def refuse_other_data(state: dict[str, Any], other: dict[str, Any]) -> None:
     """Raise an error if a loader's `state` and the state `other` in a checkpoint belong to different data."""
     if any(state[name] != other[name] for name in ("samples", "fingerprint")):
         raise DataError(
-            "the data is not what the checkpoint was trained on, so the loader cannot continue in it",
+            "the data is not what the checkpoint was trained on, so the run cannot continue at its place in the data",
             where="data.train_files",
             found=f"{state['samples']} samples ({str(state['fingerprint'])[:8]})",
             allowed=f"{other['samples']} samples ({str(other['fingerprint'])[:8]})",

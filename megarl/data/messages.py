@@ -81,7 +81,7 @@ def prompt_messages(value: Any, row: Row, column: str, *, whole: bool, images: b
             found=shortened(messages[-1]["content"]),
             allowed="a prompt that ends with the user's message, or a tool's",
             fix=f"for supervised fine-tuning set sft.response_key to {column!r}, too: the prompt is then what comes "
-            "before the assistant's first message. For RL, take the assistant's last message out of the column",
+            "before the assistant's first message. For RL, remove the assistant's last message from the column",
         )
     prompt = before_assistant(messages) if whole else messages
     if not prompt:
@@ -89,7 +89,7 @@ def prompt_messages(value: Any, row: Row, column: str, *, whole: bool, images: b
             f"the conversation in column {column!r} begins with the assistant's message, so that there is no prompt",
             where=row.where,
             found=shortened(messages[0]["content"]),
-            fix="take the row out, or put the user's message first",
+            fix="remove the row, or put the user's message first",
         )
     return without_weight(prompt)
 
@@ -137,7 +137,7 @@ def response_messages(
         raise DataError(
             f"the response in column {key!r} holds an image, and only prompts may",
             where=row.where,
-            fix="end the conversation before it, or take the row out",
+            fix="end the conversation before it, or remove the row",
         )
     before = before_assistant(messages)
     if before and before != messages:
@@ -150,11 +150,11 @@ def response_messages(
         )
     if not messages or messages[0]["role"] != ASSISTANT or messages[-1]["role"] != ASSISTANT:
         raise DataError(
-            f"wrong type in column {key!r}, which holds a response to learn from",
+            f"wrong type in column {key!r}, which must hold a response to train on",
             where=row.where,
             found="null" if value is None else value,
             allowed="text, an integer, or chat messages that begin and end with the assistant's",
-            fix="write the response into the column, or take the row out; supervised fine-tuning and a cold start "
+            fix="write the response into the column, or remove the row; supervised fine-tuning and a cold start "
             "(sft.steps above 0) read the column of sft.response_key",
         )
     _refuse_unlearnt(messages, key, row)
@@ -170,13 +170,13 @@ def _refuse_unlearnt(messages: list[Message], key: str, row: Row) -> None:
             f"two messages of the assistant follow each other in column {key!r}; a model writes one at a time",
             where=row.where,
             found=[shortened(message["content"], 60) for message in messages[twice - 1 : twice + 1]],
-            fix="join them into one message, or take the row out",
+            fix="join them into one message, or remove the row",
         )
     if not any(is_learnt(message) for message in messages if message["role"] == ASSISTANT):
         raise DataError(
             f"column {key!r} has no message to train on: every message of the assistant has weight 0",
             where=row.where,
-            fix="take the row out",
+            fix="remove the row",
         )
 
 
@@ -190,7 +190,7 @@ def _read(message: dict[str, Any], number: int, value: Any, row: Row, column: st
                 where=row.where,
                 found=role,
                 allowed=_SHAREGPT,
-                fix="write the message with the keys role and content, or take the row out",
+                fix="write the message with the keys role and content, or remove the row",
             )
         role = _SHAREGPT[role]
     names = ("from", "value") if shared else ("role", "content")
@@ -206,8 +206,8 @@ def _read(message: dict[str, Any], number: int, value: Any, row: Row, column: st
             f"message {number} in column {column!r} has an invalid weight",
             where=row.where,
             found=f"weight {more[WEIGHT]!r} of role {role!r}",
-            allowed="0 or 1 for the assistant's messages, 0 for all others, which are never learnt",
-            fix="take the weight out",
+            allowed="0 or 1 for the assistant's messages, 0 for all others, which are never trained on",
+            fix="remove the weight",
         )
     if role != ASSISTANT:
         more.pop(WEIGHT, None)

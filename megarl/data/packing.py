@@ -29,7 +29,7 @@ def pack(lengths: Lengths, budget: int) -> list[list[int]]:
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if budget < 1:
-        raise ValueError(f"token budget must be positive, got {budget}")
+        raise ValueError(f"the token budget must be positive, got {budget}")
     return split_to_count(sizes, len(_best_fit(sizes, budget)), budget)
 
 

@@ -53,7 +53,7 @@ class Row(dict):
     @property
     def way_out(self) -> str:
         """The fix to suggest when the user cannot correct the column."""
-        return "write the prompt in another way" if self.unit == PROMPT else "take the row out"
+        return "write the prompt in another way" if self.unit == PROMPT else "remove the row"
 
     def column(self, name: str, key: str) -> Any:
         """Return the value of column `name`, which configuration key `key` names.
@@ -201,7 +201,7 @@ def check_text(text: str, what: str, row: Row) -> None:
             where=row.where,
             found=text[max(0, error.start - 20) : error.start + 20],
             allowed="text that can be written as UTF-8",
-            fix="write the whole character, or take it out; text cut at a fixed length often ends in such a half",
+            fix="write the whole character, or remove it; text cut at a fixed length often ends in such a half",
         ) from error
 
 
@@ -242,7 +242,7 @@ def _plain(value: Any, row: Row, column: str, depth: int = 0) -> Any:
     )
 
 
-MEDIA_FIX = "take it out of the data (a pkg.mod:fn source can), or train on rows of text"
+MEDIA_FIX = "remove it from the data (a pkg.mod:fn source can), or train on rows of text"
 _NAME = re.compile(
     r"(multi_?modal|mm)_(data|inputs)|pixel_values\w*|waveforms?|"
     r"((input|decoded|raw|original|question|query)_)?(image|img|picture|video|audio)s?(_?(path|file|url|uri|bytes|base64|b64|data|feature)s?)?(_?\d+)?",

@@ -220,7 +220,7 @@ def other_forms(folder: Path, where: str) -> DataError | None:
         where=where,
         found=f"{', '.join(others[:5])}{', ...' if len(others) > 5 else ''}",
         allowed=SUFFIXES,
-        fix="unpack or convert these files, take them out of the folder, or name the files to read one by one",
+        fix="unpack or convert these files, move them out of the folder, or name the files to read one by one",
     )
 
 
@@ -431,7 +431,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     except (pyarrow.ArrowException, OSError) as error:
         kind = foreign_kind(path)
         raise DataError(
-            f"not a readable parquet file: {error}",
+            f"the parquet file cannot be read: {error}",
             where=str(path),
             found=None if kind is None else kind[0],
             fix="write the file again; name text files .jsonl, .json or .csv" if kind is None else kind[1],

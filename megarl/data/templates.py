@@ -244,7 +244,7 @@ class ChatTemplate:
                     where=row.where,
                     found=_content(message)[:200],
                     fix="if the text is the whole prompt already, with its turns, set data.chat_template: false; else "
-                    "take the token, or the row, out",
+                    "remove the token or the row",
                 )
 
     def conversation(self, messages: list[Message], first: int, row: Row) -> str:
@@ -297,7 +297,7 @@ class ChatTemplate:
                 if self._tools != NO_TOOLS
                 else "column 'tools' lists tools, but the chat template does not write them",
                 where=row.where,
-                fix=f"take the column out, or set {_OVERRIDE} to a template that writes them",
+                fix=f"remove the column, or set {_OVERRIDE} to a template that writes them",
             )
         return tools
 
@@ -325,7 +325,7 @@ class ChatTemplate:
                         where=row.where,
                         found=message[key],
                         allowed="message keys that the template writes",
-                        fix=f"take the key out of the row, or set {_OVERRIDE} to a template that writes it",
+                        fix=f"remove the key from the row, or set {_OVERRIDE} to a template that writes it",
                     )
 
 

@@ -313,7 +313,7 @@ def open_block(block: Block) -> Opened:
     first = block.parts[0]
     length = int.from_bytes(first[:8].tobytes(), "little")
     if not 0 < length <= len(first) - 8:
-        raise ValueError(f"not a batch: a header of {length} bytes does not fit into {len(block)} bytes")
+        raise ValueError(f"the bytes are not a batch: a header of {length} bytes does not fit into {len(block)} bytes")
     entries = json.loads(first[8 : 8 + length].tobytes())
     parts = [first[8 + length :], *block.parts[1:]]
     bare = Opened(entries, parts, [0, *accumulate(map(len, parts))], {}, {})
@@ -321,7 +321,9 @@ def open_block(block: Block) -> Opened:
         start, stop = entry["data_offsets"]
         if stop - start != math.prod(entry["shape"]) * _SIZES[entry["dtype"]] or stop > bare.places[-1]:
             place = f"bytes {start} to {stop} of {bare.places[-1]}"
-            raise ValueError(f"broken batch: a tensor of shape {entry['shape']} does not fit {place}")
+            raise ValueError(
+                f"the bytes of a batch are damaged: a tensor of shape {entry['shape']} does not fit {place}"
+            )
     text = np.concatenate(bare.memory(*entries[_COLUMNS]["data_offsets"])).tobytes()
     head = json.loads(text.decode("utf-8", "surrogatepass"))
     numbers = {cut for cut in head["layout"].values() if cut is not None}

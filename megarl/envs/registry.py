@@ -35,7 +35,7 @@ def load_environment(env: Mapping[str, Any]) -> tuple[type[Environment], Any]:
     """
     name, on_error, keys = env_section(env)
     if on_error not in ON_ERROR:
-        raise ConfigError("an unknown value", where="env.on_error", found=on_error, allowed=ON_ERROR)
+        raise ConfigError("env.on_error has an unknown value", where="env.on_error", found=on_error, allowed=ON_ERROR)
     kind = environment_class(name)
     return kind, _settings(name, kind, keys)
 
@@ -48,7 +48,7 @@ def environment_class(name: Any) -> type[Environment]:
     if ":" not in path:
         near = close_matches(str(name), ENVIRONMENTS)
         raise ConfigError(
-            "unknown environment",
+            "this environment does not exist",
             where="env.name",
             found=name,
             allowed=[*ENVIRONMENTS, *_FORMS],
@@ -131,7 +131,7 @@ def import_source(source: str, key: str) -> Any:
         if not source.endswith(".py"):
             return of_user(import_module(source))
         if not Path(source).is_file():
-            raise ConfigError("file not found", where=key, found=source, fix=relative_path_fix())
+            raise ConfigError("this file does not exist", where=key, found=source, fix=relative_path_fix())
         return of_user(import_file(Path(source)))
     except ConfigError:
         raise
@@ -151,7 +151,7 @@ def _settings(name: str, kind: type[Environment], own: dict[str, Any]) -> Any:
                 allowed=["name", "on_error", *known],
                 fix=f"did you mean {near[0]!r}?"
                 if near
-                else f"remove it; env='!replace {{name: {name}}}' drops those of another one in the recipe",
+                else f"remove it; env='!replace {{name: {name}}}' removes those of another environment",
             )
     try:
         return kind.Settings.model_validate(own)

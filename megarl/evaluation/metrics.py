@@ -134,7 +134,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     """Return the probability that k of n samples, chosen without replacement, contain a correct one. Unbiased estimator
     of Chen et al. 2021, in exact integer arithmetic. Requires 1 <= k <= n and 0 <= correct <= n."""
     if not (1 <= k <= n and 0 <= correct <= n):
-        raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= correct <= n, not n={n}, correct={correct}, k={k}")
+        raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= correct <= n, got n={n}, correct={correct}, k={k}")
     total = comb(n, k)
     return (total - comb(n - correct, k)) / total
 

@@ -151,7 +151,7 @@ def refuse_fp8(hf: PretrainedConfig, parallel: ParallelConfig, engine: EngineCon
     odd = [size for size in (*(count // parallel.tp for count in rows),) if size % 16]
     if odd or hf.hidden_size % unit:
         raise ConfigError(
-            "the sizes of this model under this layout do not fit FP8 products",
+            "the sizes of this model with this layout do not fit FP8 matrix products",
             where=key,
             found=f"hidden size {hf.hidden_size}; heads, key/value heads and feed-forward of a rank {odd or 'fit'}",
             allowed=f"a multiple of {unit}; multiples of 16",

@@ -83,7 +83,7 @@ def pack_stream(
         device: device of the index tensors.
     """
     if not lengths or min(lengths) < 1:
-        raise ValueError(f"a stream needs at least one sequence and no empty one, got lengths {list(lengths)[:8]}")
+        raise ValueError(f"packing needs at least one sequence and no empty one, got lengths {list(lengths)[:8]}")
     if open_from and (cp_size > 1 or len(open_from) != len(lengths)):
         raise ValueError(
             f"open_from needs one number per sequence and no context parallelism, got "

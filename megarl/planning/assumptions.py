@@ -36,7 +36,7 @@ def assume(base: T, values: Mapping[str, str], where: str = "--assume") -> T:
         if name not in names:
             near = close_matches(name, names)
             fix = f"did you mean {near[0]}?" if near else None
-            raise ConfigError("no such assumption", where=where, found=name, allowed=names, fix=fix)
+            raise ConfigError("this assumption does not exist", where=where, found=name, allowed=names, fix=fix)
         changed[name] = _number(name, text, where)
     return replace(base, **changed)  # type: ignore[type-var]
 
@@ -66,7 +66,7 @@ def _number(name: str, text: str, where: str) -> float:
     else:
         good, allowed = 0 <= value < math.inf, "a number from 0 on"
     if not good:
-        raise ConfigError("invalid value of an assumption", where=f"{where} {name}", found=text, allowed=allowed)
+        raise ConfigError("the value of an assumption is invalid", where=f"{where} {name}", found=text, allowed=allowed)
     return value
 
 

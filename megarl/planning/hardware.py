@@ -127,7 +127,7 @@ def read_hardware(text: str) -> tuple[Hardware, bool]:
         per_node, nodes = int(spec[2]), int(spec[3])
         if not per_node or not nodes:
             raise ConfigError(
-                "numbers of machines and devices must be 1 or more", where=_WHERE, found=text, allowed="h100x8x4"
+                "the numbers of machines and devices must be 1 or more", where=_WHERE, found=text, allowed="h100x8x4"
             )
         return replace(kind, per_node=per_node, nodes=nodes), True
     file = Path(text).expanduser()
@@ -145,7 +145,7 @@ def read_hardware(text: str) -> tuple[Hardware, bool]:
     name = text.lower().partition("x")[0]
     near = [f"{name}x8x4"] if name in KINDS else close_matches(name, list(KINDS))
     raise ConfigError(
-        "there is no such hardware",
+        "this kind of hardware is unknown",
         where=_WHERE,
         found=text,
         allowed=f"{', '.join(KINDS)}, cpu; or with x devices per machine x machines, such as h100x8x4; or a YAML file",
@@ -177,7 +177,9 @@ def _read_file(file: Path) -> Hardware:
         values[name] = float(value) if kind == "float" else value
     missing = [name for name, field in known.items() if field.default is MISSING and name not in values]
     if missing:
-        raise ConfigError("keys are missing", where=str(file), found=list(values), allowed=missing, fix="add them")
+        raise ConfigError(
+            "the file of the hardware lacks keys", where=str(file), found=list(values), allowed=missing, fix="add them"
+        )
     return Hardware(**values)
 
 
@@ -253,7 +255,7 @@ def measure_peak(dtype: str, seconds: float = _MEASURE_S, size: int = _MEASURE_S
     from megarl.system import device
 
     if dtype not in device.DTYPES:
-        raise UserError("unknown dtype", where="peak_flops", found=dtype, allowed=sorted(device.DTYPES))
+        raise UserError("this dtype is unknown", where="peak_flops", found=dtype, allowed=sorted(device.DTYPES))
 
     def product(size: int) -> Callable[[], object]:
         a = torch.randn(size, size, device=device.device()).to(device.DTYPES[dtype])

@@ -30,7 +30,7 @@ def read_reference(answer: str) -> tuple[Fraction, bool]:
     """Return a reference answer's number, and whether it is a percentage; raise ValueError if it holds no number."""
     reference = _read(_marked(answer) if _MARK in answer else _last(answer))
     if reference is None:
-        raise ValueError(f"the reference answer holds no number: {answer!r}")
+        raise ValueError(f"the reference answer has no number: {answer!r}")
     return reference
 
 
@@ -40,7 +40,7 @@ def gsm8k(sample: dict[str, Any], *, method: Literal["strict", "flexible"] = "st
     """Return 1.0 when the response ends in the reference number (Cobbe et al. 2021, arXiv:2110.14168).
 
     A percent sign is a unit, as `$` is: `20%` answers 20 (the data set has no percent in its answers), and also 0.2.
-    Raise ValueError if the reference answer holds no number, or `method` is unknown.
+    Raise ValueError if the reference answer has no number, or `method` is unknown.
 
     Args:
         sample: `response` and `answer`; the answer may be the whole solution of the data set (`... #### 18`).

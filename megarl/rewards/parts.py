@@ -177,7 +177,7 @@ def raise_part_problems(cfg: RewardConfig) -> None:
             where="reward.name",
             found=cfg.name,
             allowed="reward.name, or reward.parts",
-            fix="name it as a part; on the command line, reward='!replace {parts: {...}}' drops that of the recipe",
+            fix="name it as a part; on the command line, reward='!replace {parts: {...}}' removes the recipe's reward",
         )
 
 

@@ -92,7 +92,7 @@ def bind(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
         return
     unfilled = [n for n, p in signature.parameters.items() if n in form.unknown and p.default is p.empty]
     if unfilled:
-        raise TypeError(f"nothing fills {', '.join(unfilled)} here: give it a default, or remove it")
+        raise TypeError(f"nothing provides a value for {', '.join(unfilled)}: give it a default, or remove it")
     filled = [*form.given, *columns_of(signature, kwargs)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     given = {name: None for name in filled if takes_any or name in signature.parameters}

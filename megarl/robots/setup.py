@@ -171,7 +171,7 @@ def check_same_statistics(hf: PretrainedConfig, folder: Path) -> None:
         file, key = folder / name, "statistics" if name == FILE else "bounds"
         if file.is_file() and file.read_text(encoding="utf-8") != text:
             raise ConfigError(
-                "the checkpoint's policy was trained with other action statistics",
+                "the checkpoint's policy was trained with different action statistics",
                 where=f"robot.{key}",
                 found="other statistics in this run",
                 allowed=f"the statistics in {file}",
@@ -332,7 +332,7 @@ def open_robots(
 def _refuse_other_task(robot: RobotConfig, shape: VisionShape, task: TaskSpec) -> None:
     if task.action_dim != robot.dim:
         raise ConfigError(
-            f"actions of {task.name} have another number of values",
+            f"actions of {task.name} have a different number of values",
             where="robot.dim",
             found=robot.dim,
             allowed=str(task.action_dim),
@@ -340,7 +340,7 @@ def _refuse_other_task(robot: RobotConfig, shape: VisionShape, task: TaskSpec) -
         )
     if shape.state and task.state_dim != shape.state:
         raise ConfigError(
-            f"the model needs a robot state of another size than {task.name} has",
+            f"the model needs a robot state of a different size than {task.name} has",
             where="model: proprio_dim or state_dim",
             found=shape.state,
             allowed=str(task.state_dim),

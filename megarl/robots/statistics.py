@@ -31,7 +31,7 @@ def refuse_other_dim(data: DatasetStatistics, dim: int) -> None:
     """Raise ConfigError if actions in the statistics do not have `dim` numbers, the recipe's `robot.dim`."""
     if data.action.dim != dim:
         raise ConfigError(
-            "the action statistics have another number of action values",
+            "the action statistics have a different number of action values",
             where="robot.dim",
             found=dim,
             allowed=str(data.action.dim),
@@ -56,7 +56,7 @@ def refuse_other_state(data: DatasetStatistics, state: int) -> None:
         )
     if data.state is not None and data.state.dim != state:
         raise ConfigError(
-            "the model needs a robot state of another size than the statistics have",
+            "the model needs a robot state of a different size than the statistics have",
             where="model: proprio_dim or state_dim",
             found=state,
             allowed=str(data.state.dim),

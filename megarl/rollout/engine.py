@@ -37,9 +37,9 @@ class Request:
         if not self.prompt_ids:
             raise ValueError("a request needs at least one prompt token")
         if any(not 0 <= seed < 2**63 for seed in self.seeds):
-            raise ValueError("seeds must lie in [0, 2**63)")
+            raise ValueError("a seed must be at least 0 and less than 2**63")
         if self.room is not None and self.room < 1:
-            raise ValueError("a request needs room for at least one token")
+            raise ValueError("a request must allow at least one new token")
 
 
 @dataclass(frozen=True)

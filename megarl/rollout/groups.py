@@ -204,7 +204,9 @@ class GroupGenerator:
         in_flight = _InFlightGroup(group, resumed, spent_s)
         needed = list(in_flight.unfinished())
         if len(needed) > self.free:
-            raise ValueError(f"group {number} needs {len(needed)} slots, and {self.free} of {self._slots} are free")
+            raise ValueError(
+                f"group {number} needs {len(needed)} slots, but only {self.free} of {self._slots} are free"
+            )
         self._groups[number] = in_flight
         if self._generation is not None:
             in_flight.since = time.monotonic()

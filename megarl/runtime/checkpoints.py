@@ -113,7 +113,7 @@ class Checkpoints(CheckpointPart):
         """Return the checkpoint that `trainer.resume` names, and the contents of its meta.json."""
         if not folder.is_dir():
             raise ConfigError(
-                "no such checkpoint folder",
+                "this checkpoint folder does not exist",
                 where="trainer.resume",
                 found=str(folder),
                 allowed="auto, never, or RUN_DIR/checkpoints/step_N",
@@ -173,7 +173,7 @@ class Checkpoints(CheckpointPart):
             raise CheckpointError(
                 "the metrics of the steps before the checkpoint are lost; was a part of the run folder deleted?",
                 where=str(file),
-                found=f"no such file, but a checkpoint of step {step}",
+                found=f"the file does not exist, but there is a checkpoint of step {step}",
                 fix=f"put the file back; else trainer.resume={chosen[0]} continues without these metrics, and "
                 "trainer.resume=never starts from the beginning",
             )
@@ -420,7 +420,7 @@ def check_best_metric(name: str | None, numbers: dict[str, float]) -> None:
         return
     near = close_matches(name, numbers)
     raise ConfigError(
-        "no such metric at a validation step",
+        "no validation step records this metric",
         where="trainer.best_metric",
         found=name,
         allowed=sorted(numbers),

@@ -81,7 +81,7 @@ class EarlyStop:
             return
         near = close_matches(settings.metric, numbers)
         raise ConfigError(
-            "no such metric; the run would never end early",
+            "no step measures this metric, so the run would never end early",
             where="trainer.early_stop.metric",
             found=settings.metric,
             allowed=sorted(numbers),

@@ -188,7 +188,7 @@ def announcements(
         effect = None if not begun and key in BEFORE_FIRST_STEP else effect_of(key, before, now, command)
         if effect == FIXED:
             raise ConfigError(
-                "the checkpoint cannot be continued with another value",
+                "the checkpoint cannot be continued with a different value",
                 where=key,
                 found=new,
                 allowed=str(old),
@@ -225,7 +225,7 @@ def refuse_other_batches(step: int, loader: Plain, before: Plain, now: Plain, co
         f"{section}.epochs={epochs:g} cannot be computed",
         where=key,
         found=new,
-        allowed=f"{old}, or another one with {section}.epochs=null",
+        allowed=f"{old}, or a different one with {section}.epochs=null",
         fix=f"set {key}={old}; or {section}.epochs=null and {section}.steps={steps}, which is as many epochs",
     )
 

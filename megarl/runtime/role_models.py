@@ -171,7 +171,7 @@ def _check_head(hf_config: PretrainedConfig, path: str) -> None:
     if classifies and hf_config.num_labels == 1 and "score.weight" in CheckpointReader(path):
         return
     raise ConfigError(
-        "not a sequence classifier with one score",
+        "this model is not a sequence classifier with one score",
         where=_REWARD_MODEL_PATH,
         found=f"{path}: {', '.join(hf_config.architectures or ())}, {hf_config.num_labels} labels",
         allowed="a ...ForSequenceClassification with one label, and score.weight in its files",

@@ -53,7 +53,7 @@ def calibrate(run_dir: Path) -> Calibration:
     system = read_system(config, build_task_graph(config))
     if not system.in_order:
         raise DataError(
-            "the time of a decoding step cannot be derived from a run whose samples are used as they get ready",
+            "the time of a decoding step cannot be derived from a run that uses samples as soon as they are ready",
             where=str(run_dir),
             found=f"async.order={system.order}",
             allowed="a run with async.order=in_order, whatever its staleness",

@@ -69,7 +69,7 @@ class System:
         factor, rest = divmod(devices, self.devices)
         if rest or not factor:
             raise ConfigError(
-                "teams grow in proportion, so that their layouts stay",
+                "this number of devices is not a multiple of the recipe's, and teams keep their layouts",
                 where="--gpus",
                 found=devices,
                 allowed=f"multiples of {self.devices}, the recipe's devices",

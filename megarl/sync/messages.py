@@ -58,13 +58,13 @@ def _wait_until(sock: socket.socket, end: float | None) -> None:
     """Set the socket's timeout, which applies to one call, to the time that is left for the whole message."""
     left = None if end is None else end - time.monotonic()
     if left is not None and left <= 0:
-        raise TimeoutError("no complete answer before the deadline")
+        raise TimeoutError("the other side did not answer completely before the deadline")
     sock.settimeout(left)
 
 
 def _read(sock: socket.socket, size: int, end: float | None = None) -> bytearray:
     if not 0 <= size <= _LIMIT:
-        raise ConnectionError(f"invalid message size: {size} bytes")
+        raise ConnectionError(f"the size of a message is invalid: {size} bytes")
     data = bytearray(size)
     view, got = memoryview(data), 0
     while got < size:
@@ -115,7 +115,7 @@ class MessageClient:
                 send_message(self._sock, header, *bodies, end=end)
                 answer, _ = read_message(self._sock, end)
                 if "failed" in answer:
-                    raise FailedError(f"it failed: {answer['failed']}")
+                    raise FailedError(f"the other side failed: {answer['failed']}")
             except OSError:
                 self._sock.close()  # a late answer must not be read by the next call
                 raise

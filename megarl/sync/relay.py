@@ -114,7 +114,7 @@ class Relay:
     def _patch(self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int, ranks: int) -> dict[str, Any]:
         """Return handles of the changed elements, one for each of a receiver's `ranks`."""
         if sender.patched is None or sender.patched[:2] != (bucket, version):
-            raise Refused(f"the stored delta is {sender.patched}, not {(bucket, version)}")
+            raise Refused(f"the relay has stored the delta {sender.patched}, not {(bucket, version)}")
         flat = sender.patch[: sender.patched[2]]
         return {"handles": [handle_of(flat) for _ in range(ranks)]}
 
@@ -124,7 +124,7 @@ class Relay:
         """Return handles of the whole bucket, one for each of a receiver's `ranks`."""
         stored = sender.bases.get(bucket)
         if stored is None or stored.version != version:
-            raise Refused(f"the stored version is {None if stored is None else stored.version}, not {version}")
+            raise Refused(f"the relay has stored version {None if stored is None else stored.version}, not {version}")
         return {"handles": [handle_of(stored.flat) for _ in range(ranks)]}
 
 

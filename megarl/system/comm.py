@@ -164,7 +164,7 @@ class WorkerGroup:
     def all_to_all_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
         """Send `parts[i]` to rank i and return the parts sent to this rank, in rank order."""
         if len(parts) != self.size:
-            raise ValueError(f"{len(parts)} parts for {self.size} ranks")
+            raise ValueError(f"all_to_all needs one part for each of {self.size} ranks, got {len(parts)}")
         if self.size == 1:
             return [bytes(parts[0])]
         gives = [len(part) for part in parts]
@@ -179,7 +179,7 @@ class WorkerGroup:
         """Return the `data` of rank `src` on every rank; other ranks' `data` is ignored."""
         is_source = self.rank == src
         if is_source and data is None:
-            raise ValueError("the source of a broadcast must give data")
+            raise ValueError("the source rank of a broadcast must pass data")
         if self.size == 1:
             return bytes(data or b"")
         count = int(self.broadcast(torch.tensor([len(data) if is_source and data else 0], dtype=torch.int64), src))

@@ -72,7 +72,7 @@ def needed(phase: str, role: str | None = None) -> dict[str, Parts]:
     Raise ValueError for an unknown phase or role, or a phase of one model without its name.
     """
     if phase not in PHASES:
-        raise ValueError(f"there is no phase {phase!r} of the offload schedule; allowed: {', '.join(PHASES)}")
+        raise ValueError(f"the offload schedule has no phase {phase!r}; allowed: {', '.join(PHASES)}")
     row = PHASES[phase]
     if (ROLE in row) != (role is not None) or (role is not None and role not in MODELS):
         allowed = f"one of {', '.join(MODELS)}" if ROLE in row else "none"
@@ -129,7 +129,7 @@ class OffloadSchedule:
     def add(self, name: str, model: Model, *, offloads: bool) -> None:
         """Register a model and move it to where the current phase needs it."""
         if name not in MODELS:
-            raise ValueError(f"no role {name!r}; allowed: {', '.join(MODELS)}")
+            raise ValueError(f"the offload schedule has no role {name!r}; allowed: {', '.join(MODELS)}")
         if not offloads:
             return
         self._models[name] = model

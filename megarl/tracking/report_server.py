@@ -49,7 +49,7 @@ class ReportServer(ThreadingHTTPServer):
             if error.errno != errno.EADDRINUSE:
                 raise
             fix = "name another port, or 0 for a free one: --serve PORT"
-            raise ConfigError("the port is in use", where="--serve", found=str(port), fix=fix) from error
+            raise ConfigError("the port is already in use", where="--serve", found=str(port), fix=fix) from error
 
     @property
     def address(self) -> str:

@@ -380,8 +380,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
             where=str(folder),
             found=f"format {known}",
             allowed=f"format {FORMAT}",
-            fix=f"resume with that version; or export the model with its `megarl convert {folder} MODEL_DIR` and begin "
-            "a run with model.path=MODEL_DIR",
+            fix=f"use that version of megarl, or export the model with its `megarl convert {folder} MODEL_DIR` "
+            "and begin a run with model.path=MODEL_DIR",
         )
     if checksum != _meta_checksum(meta):
         raise CheckpointError(

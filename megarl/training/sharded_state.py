@@ -88,7 +88,7 @@ def refuse_foreign(
     lines = list(dict.fromkeys(line for part in everyone for line in part))
     if lines:
         raise CheckpointError(
-            "this checkpoint belongs to another model",
+            "this checkpoint belongs to a different model",
             where=str(folder),
             found=few(lines),
             allowed="a checkpoint of the architecture, sizes and dtype that the recipe's `model` section gives",

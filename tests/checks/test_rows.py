@@ -110,9 +110,9 @@ def test_good_rows_pass(check):
             [{"prompt": "1+1=", "answer": None}],
             ["sft.steps=1", "reward.name=format"],  # a reward that reads no answers
             [
-                "wrong type in column 'answer', which holds a response to learn from",
+                "wrong type in column 'answer', which must hold a response to train on",
                 "found:   'null'",
-                "fix:     write the response into the column, or take the row out",
+                "fix:     write the response into the column, or remove the row",
                 "a cold start (sft.steps above 0) read the column of sft.response_key",
             ],
         ),

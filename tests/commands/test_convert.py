@@ -159,7 +159,7 @@ def test_damaged_files_and_places_that_cannot_be_written_are_named(tmp_path):
         convert(tmp_path / "in", tmp_path / "out", max_shard_gb=0)
     file = tmp_path / "in" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
-    with pytest.raises(ConfigError, match=r"model\.safetensors: damaged or incomplete safetensors file"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors: the safetensors file is damaged or incomplete"):
         convert(tmp_path / "in", tmp_path / "out")
 
 

@@ -311,7 +311,7 @@ def test_the_recipe_stays_where_the_data_are_on_another_machine(write, tmp_path,
     [
         ("a.yaml", "a: {b: 1}\n", "these are not settings of TRL, verl or NeMo-RL"),
         ("a.sh", "--learning_rate 'x", "the file cannot be read as a command line"),
-        ("a.json", '{"learning_rate": 1e-6}', "the settings name no model"),
+        ("a.json", '{"learning_rate": 1e-6}', "the settings lack model.path"),
     ],
 )
 def test_what_is_no_configuration_is_refused(write, capsys, name, text, words):

@@ -153,7 +153,7 @@ def test_undeclared_change_of_samples_is_refused():
     def drop(worker, batch):
         return batch.select([0])
 
-    with pytest.raises(ContractError, match="returned 1 samples for 3"):
+    with pytest.raises(ContractError, match="returned 1 samples for 3 samples"):
         run(Pipeline("p").add(drop))
     assert len(run(Pipeline("p").add(drop, contract=Contract(resamples=True)))[0]) == 1
 

@@ -30,7 +30,7 @@ def test_one_process_gets_back_what_it_gave():
 
 
 def test_what_a_source_does_not_give_is_an_error():
-    with pytest.raises(ValueError, match="must give data"):
+    with pytest.raises(ValueError, match="must pass data"):
         WorkerGroup.alone().broadcast_bytes(None)
     with pytest.raises(ValueError, match="only this process"):
         WorkerGroup.alone().process_group  # noqa: B018

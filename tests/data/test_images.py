@@ -162,7 +162,7 @@ def several_frames() -> bytes:
         (claimed(40_000, 40_000), "too many pixels"),
         (as_bytes(picture(900, 2)), "a size that no vision encoder accepts"),
         (several_frames(), "several frames"),
-        ("data:image/png;base64,???", "invalid data URL of an image"),
+        ("data:image/png;base64,???", "the data URL of an image is invalid"),
     ],
     ids=["missing", "text", "empty", "number", "cut", "cut_pil", "huge", "bomb", "thin", "frames", "url"],
 )

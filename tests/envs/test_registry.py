@@ -32,9 +32,9 @@ def test_an_environment_from_a_file_has_settings_of_its_own():
         ({"name": GUESS, "turns": 0}, r"env.turns is out of range[\s\S]*integer >= 1"),
         ({"name": GUESS, "on_error": "skip"}, r"env.on_error: [\s\S]*'skip'[\s\S]*fail, mark"),
         ({"name": GUESS + "es"}, r"does not define an environment 'Guesses'[\s\S]*allowed: Guess"),
-        ({"name": "single-turn"}, r"unknown environment[\s\S]*did you mean 'single_turn'"),
-        ({"name": "chess"}, r"unknown environment[\s\S]*set env\.name to one of these"),
-        ({"name": "nowhere.py:Guess"}, r"env.name: file not found"),
+        ({"name": "single-turn"}, r"this environment does not exist[\s\S]*did you mean 'single_turn'"),
+        ({"name": "chess"}, r"this environment does not exist[\s\S]*set env\.name to one of these"),
+        ({"name": "nowhere.py:Guess"}, r"env.name: this file does not exist"),
         (
             {"name": "json:Guess"},
             r"json does not define an environment 'Guess'[\s\S]*derived from megarl.envs.Environment",

@@ -132,7 +132,7 @@ def test_async_functions_are_run_to_their_end():
 def test_settings_that_no_form_takes_are_refused_before_the_start():
     with pytest.raises(ConfigError, match=r"does not take these arguments(?s:.*)called as TRL does(?s:.*)remove wdth"):
         check_import(RewardConfig(name="rewards.py:talks", kwargs={"wdth": 1}), limit_s=60)
-    with pytest.raises(ConfigError, match="nothing fills completion_ids here: give it a default"):
+    with pytest.raises(ConfigError, match="nothing provides a value for completion_ids: give it a default"):
         load_scorer("rewards.py:wants_tokens", "batch", {})
     with pytest.raises(ConfigError, match=r"needs more than these(?s:.*)set reward.kwargs.prompts"):
         load_scorer("rewards.py:wide", "batch", {})

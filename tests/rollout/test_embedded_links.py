@@ -64,7 +64,7 @@ def test_the_engine_draws_what_the_trainers_own_would(teams):
 def test_no_other_version_is_drawn_with(teams):
     for version in (1, 2):
         teams.sent.publish(version)
-    with pytest.raises(WorkerError, match=r"no weights of version 1 .* holds weights 2@"):
+    with pytest.raises(WorkerError, match=r"did not receive weights of version 1 .* holds weights 2@"):
         teams.received.publish(1)
 
 

@@ -100,7 +100,7 @@ def test_servers_are_on_the_gpus_that_the_launcher_has_reserved() -> None:
     assert seen(2, environment, 8, gpus=[3, 4, 6, 7]) == [("3", "4"), ("6", "7")], "the recipe's own word"
     uuids = {TRAINER_GPUS: "GPU-a,GPU-b", SERVER_GPUS: "GPU-c,GPU-d,GPU-e,GPU-f"}
     assert seen(2, uuids, 8) == [("GPU-c", "GPU-d"), ("GPU-e", "GPU-f")]
-    with pytest.raises(ConfigError, match=r"need 4 GPUs and have 2"):
+    with pytest.raises(ConfigError, match=r"need 4 GPUs, but 2 are free"):
         seen(2, {TRAINER_GPUS: "5,2", SERVER_GPUS: "0,7"}, 8)
 
 
@@ -133,7 +133,9 @@ def test_servers_are_started_where_the_team_of_their_workers_is(monkeypatch: pyt
 
 @pytest.mark.parametrize(("workers", "settings"), [(5, {}), (3, {"colocated": True})])
 def test_a_machine_with_too_few_is_refused(workers: int, settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"need 4 GPUs and have 3: this process sees 8, of which the trainer uses"):
+    with pytest.raises(
+        ConfigError, match=r"need 4 GPUs, but 3 are free: this process sees 8, of which the trainer uses"
+    ):
         seen(workers, {}, 8, **settings)
 
 

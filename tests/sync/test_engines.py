@@ -201,7 +201,7 @@ def test_a_generation_waits_for_the_version_that_it_wants(tmp_path):
     with engines_here(tmp_path, 1) as (_, (inbox,), _):
         hold_whole(inbox, "3@run")
         inbox.resume()
-        refused = r"no weights of version 4 came within 0\.1 s: rank 0 of .* is running and holds weights 3@run"
+        refused = r"did not receive weights of version 4 within 0\.1 s: rank 0 of .* is running and holds weights 3@run"
         with pytest.raises(WorkerError, match=refused):
             inbox.generating(0.1, version=4).__enter__()
 
@@ -221,7 +221,7 @@ def test_a_version_that_is_past_is_not_waited_for(tmp_path):
         hold_whole(inbox, "5@run")
         inbox.resume()
         start = time.monotonic()
-        with pytest.raises(WorkerError, match=r"no weights of version 4 .* holds weights 5@run"):
+        with pytest.raises(WorkerError, match=r"did not receive weights of version 4 .* holds weights 5@run"):
             inbox.generating(60.0, version=4).__enter__()
         assert time.monotonic() - start < 30
         inbox.pause(1.0)  # nothing is left running
@@ -245,7 +245,7 @@ def test_an_engine_says_what_it_cannot_take(tmp_path):
         assert "but the model needs (64,)" in take("model.norm.weight", "bfloat16", (32,))
         assert "but the model needs None" in take("other.weight", "bfloat16", (32,))
         assert "set sync.fp8=false" in take("model.norm.weight", "float8_e4m3fn", (64,))
-        with pytest.raises(ServerError, match=r"rank 0: \d+ tensors were never sent, for example lm_head\.weight"):
+        with pytest.raises(ServerError, match=r"rank 0: the update lacks \d+ tensors, for example lm_head\.weight"):
             receiver.set_version("1@run", step)
         with pytest.raises(OSError):
             MessageClient(inbox.address, "another key", 60.0, "engine")
@@ -400,7 +400,7 @@ def test_ranks_of_an_engine_begin_together_or_not_at_all(tmp_path):
     assert first == second
     assert first[0] == 5
     assert "within 0.2 s: rank 0 of the engine is paused and holds weights 5@run" in first[1]
-    assert first[2].startswith("no weights of version 4 came")
+    assert first[2].startswith("the engines did not receive weights of version 4 within")
 
 
 @pytest.mark.parametrize("transport", ["tensor", "delta"])

@@ -228,7 +228,7 @@ def test_a_finished_run_exports_its_best_actor_after_its_last():
 @pytest.mark.parametrize(
     ("phase", "says"),
     [
-        (("generated",), f"no phase 'generated' of the offload schedule; allowed: {', '.join(PHASES)}"),
+        (("generated",), f"the offload schedule has no phase 'generated'; allowed: {', '.join(PHASES)}"),
         (("update",), "'update' was entered for the role None; allowed: one of actor, critic"),
         (("score", "critik"), "role 'critik'; allowed: one of actor, critic, reference, teacher"),
         (("generate", "actor"), "role 'actor'; allowed: none"),

@@ -37,7 +37,7 @@ def test_cpu_peak_is_measured_once_and_remembered(tmp_path, monkeypatch):
 
 
 def test_measure_refuses_unknown_dtypes():
-    with pytest.raises(Exception, match="unknown dtype"):
+    with pytest.raises(Exception, match="this dtype is unknown"):
         measure_peak("fp7")
 
 

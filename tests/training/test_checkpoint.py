@@ -335,7 +335,7 @@ def test_what_is_no_checkpoint_is_refused(alone, tmp_path):
         checkpoint.load(folder, {"critic": engine})
     meta = folder / "meta.json"
     meta.write_text(meta.read_text().replace(f'"format": {checkpoint.FORMAT}', '"format": 3'))
-    told = r"another version of megarl(?s:.*)found: *'format 3'\n *allowed: format 4\n *fix: *resume with that"
+    told = r"another version of megarl(?s:.*)found: *'format 3'\n *allowed: format 4\n *fix: *use that version"
     with pytest.raises(FormatError, match=told):
         checkpoint.load(folder, {"actor": engine})
 

@@ -33,7 +33,7 @@ def test_a_smaller_model_does_not_take_a_part_of_a_checkpoint(alone, tmp_path, m
     monkeypatch.setitem(cases.MODELS, "dense", {**cases.MODELS["dense"], **changes})
     other = _engine("dense", {}, layers=changes.get("num_hidden_layers", 4))
     before = _hashes(other)
-    with pytest.raises(CheckpointError, match=f"belongs to another model(?s:.*){found}"):
+    with pytest.raises(CheckpointError, match=f"belongs to a different model(?s:.*){found}"):
         checkpoint.load(folder, {"actor": other})
     assert _hashes(other) == before
 

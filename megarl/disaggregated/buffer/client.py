@@ -319,7 +319,7 @@ class BufferClient:
         except ray.exceptions.RayActorError as error:
             raise HandoverError(f"{self._who()}, waiting for {awaited}: {whom} is gone: {error}") from error
         except ray.exceptions.RayError as error:
-            raise HandoverError(f"{self._who()}: {awaited} is not available: {error}") from error
+            raise HandoverError(f"{self._who()}: {awaited} cannot be read: {error}") from error
 
     def _who(self) -> str:
         return f"team {self.team!r} rank {self.rank} in phase {tracing.current()}"

@@ -137,17 +137,17 @@ class Core:
         handover = self._known(key)
         at = f"step {step}, {key!r}, given by team {team!r} rank {rank}"
         if handover.giver != team:
-            raise HandoverError(f"{at}: only team {handover.giver!r} hands this over")
+            raise HandoverError(f"{at}: only team {handover.giver!r} may give this handover")
         state = self._steps.get(step) or _Step()
         sent = state.sent_by_key.get(key) or _Sent()
         if self._is_finished(step):
-            raise HandoverError(f"{at}: all takers are done with this step")
+            raise HandoverError(f"{at}: all teams that take this handover have already finished the step")
         known = state.groups.get(handover.samples, {})
         if rank in sent.givers:
-            raise HandoverError(f"{at}: this rank has already given it")
+            raise HandoverError(f"{at}: this rank has already given its groups")
         if len(sent.givers) == self._parts[team]:
             raise HandoverError(
-                f"{at}: all {self._parts[team]} replicas have already given it, ranks {sorted(sent.givers)}"
+                f"{at}: all {self._parts[team]} replicas have already given their groups, ranks {sorted(sent.givers)}"
             )
         ordinals = state.ordinals.get(handover.samples, {})
         for group in groups:
@@ -157,17 +157,17 @@ class Core:
                 )
             if known.get(group.uid, group) != group:
                 raise HandoverError(
-                    f"{at}: group {group.uid!r} differs from the group that was given for these samples before\n"
+                    f"{at}: group {group.uid!r} differs from the one that an earlier call gave\n"
                     f"  found:   {group}\n  allowed: {known[group.uid]}"
                 )
             other = ordinals.get(group.ordinal, group.uid)
             if other != group.uid:
-                raise HandoverError(f"{at}: groups {group.uid!r} and {other!r} are both number {group.ordinal}")
+                raise HandoverError(f"{at}: groups {group.uid!r} and {other!r} both have the number {group.ordinal}")
         new = {group.uid: group for group in groups}
         numbers = {group.ordinal: group.uid for group in groups}
         if not len(groups) == len(new) == len(numbers) == len(refs):
             counts = f"{len(new)} names, {len(numbers)} numbers and {len(refs)} payloads"
-            raise HandoverError(f"{at}: {len(groups)} groups have {counts}")
+            raise HandoverError(f"{at}: {len(groups)} groups were given with {counts}; every group needs one of each")
         if len(known) + sum(uid not in known for uid in new) > self._limit:
             raise HandoverError(f"{at}: a step has at most {self._limit} groups (data.batch_size)")
         self._steps[step], state.sent_by_key[key] = state, sent
@@ -186,7 +186,9 @@ class Core:
             HandoverError: the team has no replica number `part`.
         """
         if not 0 <= part < self._parts[team]:
-            raise HandoverError(f"step {step}: team {team!r} has {self._parts[team]} replicas, found number {part}")
+            raise HandoverError(
+                f"step {step}: team {team!r} has {self._parts[team]} replicas, so it has no replica {part}"
+            )
         self._form_until(step)
         state = self._steps.get(step)
         if state is None or not any(
@@ -251,7 +253,9 @@ class Core:
         """
         known = self._starts.get(team, 0)
         if number < known:
-            raise HandoverError(f"team {team!r} has already been restarted {known} times, found restart {number}")
+            raise HandoverError(
+                f"team {team!r} has already been restarted {known} times, so restart {number} comes too late"
+            )
         if number > known:
             self._starts[team] = number
             for state in self._steps.values():
@@ -328,9 +332,9 @@ class Core:
         at = f"prompts {[*(group.number for group in finished), *useless][:4]} of team {team!r} rank {rank}"
         keys = [handover.key for handover in self._flows]
         if finished and ({*keys} != refs.keys() or team != self._generator):
-            raise HandoverError(f"{at}: found {sorted(refs)}; team {self._generator!r} hands over {keys}")
+            raise HandoverError(f"{at}: found the handovers {sorted(refs)}; team {self._generator!r} must give {keys}")
         if not all(len(finished) == len(some) for some in refs.values()):
-            raise HandoverError(f"{at}: {len(finished)} groups need as many payloads of each handover")
+            raise HandoverError(f"{at}: every handover must have one payload for each of the {len(finished)} groups")
         try:
             for place, (number, info, metrics) in enumerate(finished):
                 flow.finish(number, info, {key: some[place] for key, some in refs.items()}, metrics)
@@ -411,7 +415,7 @@ class Core:
         if name in self._mail or self._is_forgotten(name):
             if again:
                 return Change()
-            raise HandoverError(f"message {name!r} has already been posted")
+            raise HandoverError(f"the message {name!r} has already been posted")
         self._mail[name] = text
         series, number = _series(name)
         if number is not None:
@@ -442,7 +446,9 @@ class Core:
             HandoverError: the message was dropped because newer messages of its series arrived.
         """
         if self._is_forgotten(name):
-            raise HandoverError(f"message {name!r} has been dropped: only the last {KEPT} of its series are kept")
+            raise HandoverError(
+                f"the message {name!r} has been dropped: only the last {KEPT} messages of a series are kept"
+            )
         return self._mail.get(name)
 
     def is_posted(self, name: str) -> bool:
@@ -458,7 +464,7 @@ class Core:
 
     def _known(self, key: str) -> Handover:
         if key not in self._handovers:
-            raise HandoverError(f"unknown handover {key!r}; allowed: {', '.join(self._handovers) or 'none'}")
+            raise HandoverError(f"this run has no handover {key!r}; allowed: {', '.join(self._handovers) or 'none'}")
         return self._handovers[key]
 
     def _is_complete(self, handover: Handover, sent: _Sent) -> bool:

@@ -131,7 +131,7 @@ class Flow:
         """
         group = self._groups.get(number)
         if group is None:
-            raise ValueError(f"prompt {number} was not admitted, or a step has used its samples")
+            raise ValueError(f"prompt {number} was not admitted, or a step has already used its samples")
         if group.info is not None:
             raise ValueError(f"the samples of prompt {number} ({group.info.uid}) have already been given")
         group.info, group.refs, group.metrics = info, dict(refs), metrics
@@ -166,7 +166,7 @@ class Flow:
             if finished >= policy.groups and policy.weights_may_go(self.step, self._begun, in_flight):
                 raise PolicyError(
                     f"forms_step({step}) of the policy {policy.name} waits with {finished} finished groups, although "
-                    "no group is in flight and none may begin: the run would wait for ever"
+                    "no group is in flight and none may begin: the run would never end"
                 )
             return None
         self.step = step

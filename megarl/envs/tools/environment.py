@@ -80,7 +80,10 @@ class Tools(Environment):
         """Load the functions. Servers are not started, because that may take long and needs the run's machines."""
         if not (settings.tools or settings.mcp):
             raise ConfigError(
-                "no tools", where="env.tools", found=[], fix="name a function in env.tools, or a server in env.mcp"
+                "the environment has no tools",
+                where="env.tools",
+                found=[],
+                fix="name a function in env.tools, or a server in env.mcp",
             )
         load_tools(settings.tools)
         check_servers(settings.mcp)

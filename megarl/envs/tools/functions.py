@@ -32,7 +32,7 @@ def load_tools(names: Sequence[str]) -> list[Tool]:
     for name in names:
         source, colon, function_name = name.rpartition(":")
         if not colon:
-            raise ConfigError("not a function", where=_KEY, found=name, allowed="file.py:fn, pkg.mod:fn")
+            raise ConfigError("this is not a function", where=_KEY, found=name, allowed="file.py:fn, pkg.mod:fn")
         module = import_source(source, _KEY)
         function = getattr(module, function_name, None)
         if not callable(function):

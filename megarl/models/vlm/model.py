@@ -137,7 +137,7 @@ class VisionLanguageModel(PolicyModel):
         deep = len(encoder.deepstack)
         if len(self.decoder.layers) < deep:
             raise ConfigError(
-                "the first pipeline chunk has fewer layers than the vision encoder has features for",
+                "the vision encoder adds features to more layers than the first pipeline chunk has",
                 where="parallel.pp, parallel.vpp",
                 found=f"{len(self.decoder.layers)} layers",
                 allowed=f"at least {deep} layers in the first chunk",

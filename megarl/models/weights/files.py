@@ -260,7 +260,7 @@ def _open_file(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise ConfigError(
-            f"damaged or incomplete safetensors file: {error}", where=str(path), fix="copy or download it again"
+            f"the safetensors file is damaged or incomplete: {error}", where=str(path), fix="copy or download it again"
         ) from error
 
 
@@ -292,14 +292,14 @@ class SafetensorsWriter:
         """Append the next tensor; name and shape must be the announced ones."""
         expected = self._left.pop(0)
         if expected != (name, tuple(tensor.shape)):
-            raise ValueError(f"expected {expected}, got {name} {tuple(tensor.shape)}")
+            raise ValueError(f"the next tensor must be {expected}, not {name} {tuple(tensor.shape)}")
         data = tensor.detach().to("cpu", self._dtypes[name]).contiguous()
         self._file.write(data.flatten().view(torch.uint8).numpy().data)
 
     def close(self) -> None:
         """Flush the file to the disk and close it."""
         if self._left:
-            raise ValueError(f"{len(self._left)} announced tensors were never added, the first is {self._left[0][0]}")
+            raise ValueError(f"{len(self._left)} announced tensors were never added; the first is {self._left[0][0]}")
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -364,7 +364,7 @@ class FolderWriter:
     def finish(self) -> None:
         """Write the index and rename the folder to its final name, replacing an older one."""
         if self._done != len(self._groups):
-            raise ValueError(f"{len(self._groups) - self._done} files are incomplete")
+            raise ValueError(f"{len(self._groups) - self._done} files still lack tensors")
         if len(self._groups) > 1:
             weight_map = {name: self._file_name(i) for i, names in enumerate(self._groups) for name in names}
             index = {"metadata": {"total_size": self._sizes}, "weight_map": weight_map}

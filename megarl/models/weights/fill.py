@@ -59,11 +59,11 @@ def local_shards(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, torch.nn.Pa
     shards = chunks[0].weight_table.shards(coordinate(chunks))
     planned = {(s.chunk, s.param) for s in shards}
     if planned != params.keys():
-        raise ValueError(f"plan and model have different parameters: {sorted(planned ^ params.keys())[:4]}")
+        raise ValueError(f"the plan and the model have different parameters: {sorted(planned ^ params.keys())[:4]}")
     for shard in shards:
         if shard.shape != tuple(params[shard.chunk, shard.param].shape):
             raise ValueError(
-                f"shape of {shard.param}: planned {shard.shape}, found {tuple(params[shard.chunk, shard.param].shape)}"
+                f"{shard.param} must have shape {shard.shape}, not {tuple(params[shard.chunk, shard.param].shape)}"
             )
     return [(shard, params[shard.chunk, shard.param]) for shard in shards]
 

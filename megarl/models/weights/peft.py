@@ -118,7 +118,7 @@ class AdapterReader:
         ]
         if wrong:
             raise ConfigError(
-                f"this adapter does not fit model.lora.targets: {len(wrong)} tensors differ",
+                f"this adapter does not fit model.lora.targets: {len(wrong)} of its tensors differ",
                 where=self._where,
                 found=f"{self.folder}: {', '.join(wrong[:3])}",
                 allowed=f"adapters on {', '.join(_modules(shapes))} of every layer",
@@ -138,7 +138,7 @@ class AdapterReader:
                 where=f"{self.folder / CONFIG}: base_model_name_or_path",
                 found=name,
                 allowed="a folder or hub name",
-                fix="write the base model there",
+                fix="write the name of the base model into this file",
             )
         return str(name)
 

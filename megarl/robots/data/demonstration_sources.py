@@ -33,7 +33,9 @@ def find_demonstrations(
         key = f"sft.train_files[{place}]"
         fitting = [_fitting(shown, tasks[shown.task]) for shown in _opened(source, tasks, cameras or {}, key)]
         if not fitting:
-            raise DataError("no demonstration of any of the tasks", where=key, found=source, allowed=tasks)
+            raise DataError(
+                "the source has no demonstration of any of the tasks", where=key, found=source, allowed=tasks
+            )
         demonstrations += fitting
     return demonstrations
 

@@ -77,7 +77,7 @@ class OpenDemonstration:
             if len(wrong):
                 step, number = (int(place) for place in wrong[0])
                 place = f"{self.where}: {name}[{step}, {number}]"
-                raise DataError("not a finite number", where=place, found=float(table[step, number]))
+                raise DataError("a value is not a finite number", where=place, found=float(table[step, number]))
 
     def __len__(self) -> int:
         """Return the number of environment steps, T."""
@@ -198,7 +198,7 @@ def _demonstrations(folder: str | Path, tasks: Iterable[str] | None) -> Iterator
     wanted = None if tasks is None else set(tasks)
     files = _files(Path(folder))
     if not files:
-        raise DataError("folder has no demonstrations", where=str(folder), allowed="files 000000.safetensors, ...")
+        raise DataError("the folder has no demonstrations", where=str(folder), allowed="files 000000.safetensors, ...")
     for path in files:
         with _opened(path) as (_, facts):
             pass

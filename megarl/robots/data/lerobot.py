@@ -137,21 +137,23 @@ class LeRobotFolder:
             ) from None
         if place.is_absolute() or ".." in place.parts:  # links are allowed: a hub's cache consists of them
             raise DataError(
-                "the pattern leads outside of the data set", where=f"{self.folder / INFO}: {key}", found=str(place)
+                "the pattern of file paths leads outside of the data set",
+                where=f"{self.folder / INFO}: {key}",
+                found=str(place),
             )
         return str(place)
 
     def _said(self, key: str) -> Any:
         """Return the value of a key in meta/info.json."""
         if key not in self.info:
-            raise DataError(f"missing key {key!r}", where=str(self.folder / INFO), found=sorted(self.info))
+            raise DataError(f"the file lacks the key {key!r}", where=str(self.folder / INFO), found=sorted(self.info))
         return self.info[key]
 
     def _of(self, episode: _Episode, key: str) -> Any:
         """Return the value of a column of meta/episodes for an episode."""
         if key not in episode.row:
             where = f"{self.folder / 'meta/episodes'}: episode {episode.number}"
-            raise DataError(f"missing column {key!r}", where=where, found=sorted(episode.row))
+            raise DataError(f"the episode lacks the column {key!r}", where=where, found=sorted(episode.row))
         return episode.row[key]
 
     def numbers(self, episode: _Episode) -> tuple[pa.Table, list[int]]:
@@ -175,7 +177,7 @@ class LeRobotFolder:
         if self.info["features"][camera]["dtype"] == "video":
             path = self.video_file(episode, camera)
             if not path.is_file():
-                raise DataError("video file not found", where=str(path))
+                raise DataError("the video file does not exist", where=str(path))
             first = float(self._of(episode, f"videos/{camera}/from_timestamp")) if self._many else 0.0
             fps = float(self._said("fps"))
             return lambda step: _picture_at(path, first + step / fps, _NEAR / fps)
@@ -263,7 +265,9 @@ def _groups_read(path: Path, groups: Sequence[int], columns: Sequence[str]) -> p
     with _file(path) as file:
         missing = [name for name in columns if name not in file.schema_arrow.names]
         if missing:
-            raise DataError(f"missing column {missing[0]!r}", where=str(path), found=file.schema_arrow.names)
+            raise DataError(
+                f"the parquet file lacks the column {missing[0]!r}", where=str(path), found=file.schema_arrow.names
+            )
         return file.read_row_groups(list(groups), columns=list(columns))
 
 
@@ -310,7 +314,7 @@ def _picture_at(path: Path, second: float, near: float) -> NDArray[np.uint8]:
     try:
         with av.open(str(path)) as video:
             if not video.streams.video:
-                raise DataError("file contains no video", where=str(path))
+                raise DataError("the file contains no video", where=str(path))
             stream = video.streams.video[0]
             assert stream.time_base is not None, "every video stream has a time base"
             # seeks to the key frame before this time

@@ -49,13 +49,18 @@ class PicturePipeline:
 
     def __post_init__(self) -> None:
         if self.size < 2:
-            raise ConfigError("a picture has at least 2 x 2 pixels", where="size", found=self.size)
+            raise ConfigError("a picture must have at least 2 x 2 pixels", where="size", found=self.size)
         if self.resize is not None:
             choose(KERNELS, self.resize, "unknown filter for resizing", where="resize")
         if self.crop is not None and not 0 < self.crop <= 1:
-            raise ConfigError("invalid share of the area", where="crop", found=self.crop, allowed="above 0, up to 1")
+            raise ConfigError(
+                "the share of the area that a crop keeps is invalid",
+                where="crop",
+                found=self.crop,
+                allowed="above 0, up to 1",
+            )
         if self.jpeg is not None and not 1 <= self.jpeg <= 100:
-            raise ConfigError("invalid JPEG quality", where="jpeg", found=self.jpeg, allowed="1 to 100")
+            raise ConfigError("the JPEG quality is invalid", where="jpeg", found=self.jpeg, allowed="1 to 100")
 
     def __call__(self, frames: Tensor) -> Tensor:
         """Turn frames uint8 [..., H, W, 3] into pictures uint8 [..., size, size, 3]."""
@@ -63,7 +68,7 @@ class PicturePipeline:
         height, width = frames.shape[-3:-1]
         if self.resize is None and self.crop is None and (height, width) != (self.size, self.size):
             raise DataError(
-                "frames have another size than the pictures, and the pipeline does not resize",
+                "the frames differ in size from the policy's pictures, and the pipeline does not resize",
                 where="frames",
                 found=f"{height} x {width}",
                 allowed=f"{self.size} x {self.size}",
@@ -231,7 +236,7 @@ def _by_parts(frames: Tensor, work: Callable[[Tensor], Tensor], shape: tuple[int
 def _check(frames: Tensor) -> None:
     if frames.dtype != torch.uint8 or frames.dim() < 3 or frames.shape[-1] != 3:
         raise DataError(
-            "invalid shape or dtype of frames",
+            "the shape or dtype of the frames is invalid",
             where="frames",
             found=f"{frames.dtype} {list(frames.shape)}",
             allowed="uint8 [..., height, width, 3]",

@@ -301,7 +301,7 @@ class SimulatorPool:
         used = [other for other in self._slots if other.used]
         if all(other.failures >= self.settings.max_restarts for other in used):
             times = count(self.settings.max_restarts, "time")
-            raise self._error(f"{count(len(used), 'process')} in use, each failed {times} in a row", failure)
+            raise self._error(f"every process in use, {len(used)} in all, failed {times} in a row", failure)
         episode.failures += 1
         if episode.failures > self.settings.retries or kind == "differs":
             slot.episode = None

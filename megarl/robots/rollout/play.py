@@ -76,7 +76,7 @@ class View:
             choose(spec.cameras, camera, "the simulator has no such camera", where="robot.cameras")
         if self.states is not None and self.states.dim != spec.state_dim:
             raise ConfigError(
-                "the statistics are for a robot state of another size",
+                "the statistics are for a robot state of a different size",
                 where="robot.unnorm_key",
                 found=f"{self.states.dim} numbers, and {spec.name} has {spec.state_dim}",
             )

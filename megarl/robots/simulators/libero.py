@@ -210,12 +210,14 @@ def _specs(suite: str, chosen: Mapping[str, Any]) -> list[TaskSpec]:
     """Return all tasks of a suite."""
     limits = LIMITS.get(chosen["limits"])
     if limits is None:
-        raise ValueError(f"LIBERO: limits: {chosen['limits']!r}; allowed: {', '.join(LIMITS)}")
+        raise ValueError(f"LIBERO has no limits named {chosen['limits']!r}; allowed: {', '.join(LIMITS)}")
     most = chosen["max_steps"]
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-        raise ValueError(f"LIBERO: max_steps: {most!r}; allowed: an integer above 0, or null for those of `limits`")
+        raise ValueError(
+            f"LIBERO: max_steps is {most!r}; allowed: an integer above 0, or null for the steps of `limits`"
+        )
     if not chosen["cameras"] or set(chosen["cameras"]) - set(CAMERAS):
-        raise ValueError(f"LIBERO: cameras: {list(chosen['cameras'])}; allowed: {', '.join(CAMERAS)}")
+        raise ValueError(f"LIBERO: cameras is {list(chosen['cameras'])}; allowed: {', '.join(CAMERAS)}")
     tasks = _suite(suite)
     return [
         TaskSpec(
@@ -245,7 +247,7 @@ def _find(task: str, suites: Sequence[str]) -> tuple[str, int]:
 def _suite(name: str) -> Any:
     """Return LIBERO's object for a suite; the first call imports the package."""
     if name not in SUITES:
-        raise ValueError(f"LIBERO: suites: {name!r}; allowed: {', '.join(SUITES)}")
+        raise ValueError(f"LIBERO has no suite {name!r}; allowed: {', '.join(SUITES)}")
     _prepare()
     with _silent():
         from libero.libero import benchmark
@@ -289,9 +291,9 @@ def _use_meshes(configured: str | None) -> None:
             return
     raise FileNotFoundError(
         f"LIBERO's meshes are missing: {' and '.join(map(str, places))} should have {', '.join(MESHES)}. "
-        f"They are no part of the package (206 MB): `hf download lerobot/libero-assets --repo-type dataset --local-dir "
-        f"{places[-1]}`, or `git clone https://github.com/Lifelong-Robot-Learning/LIBERO` and the environment's "
-        "setting `assets: LIBERO/libero/libero/assets`"
+        "The package does not contain them (206 MB). Run `hf download lerobot/libero-assets --repo-type dataset "
+        f"--local-dir {places[-1]}`, or `git clone https://github.com/Lifelong-Robot-Learning/LIBERO` and "
+        "the environment's setting `assets: LIBERO/libero/libero/assets`"
     )
 
 

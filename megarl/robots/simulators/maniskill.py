@@ -35,7 +35,7 @@ class ManiSkill(Simulator):
         """Return the tasks that `tasks` names."""
         chosen = {**cls.settings, **settings}
         if chosen["control"] not in ACTIONS:
-            raise ValueError(f"ManiSkill: control: {chosen['control']!r}; allowed: {', '.join(ACTIONS)}")
+            raise ValueError(f"ManiSkill: control is {chosen['control']!r}; allowed: {', '.join(ACTIONS)}")
         return [
             TaskSpec(
                 name=name,
@@ -87,7 +87,9 @@ class ManiSkill(Simulator):
         frames = {name: _unbatched(sensors[name]["rgb"]).astype(np.uint8) for name in self.spec.cameras}
         state = _unbatched(self._raw["agent"]["qpos"]).astype(np.float32)
         if state.shape != (self.spec.state_dim,):
-            raise ValueError(f"{self.spec.name}: the arm has joints {state.shape}, not {(self.spec.state_dim,)}")
+            raise ValueError(
+                f"{self.spec.name}: the joints of the arm have shape {state.shape}, not {(self.spec.state_dim,)}"
+            )
         return Observation(frames, state)
 
     def close(self) -> None:

@@ -106,10 +106,10 @@ class MetaWorld(Simulator):
         chosen = {**cls.settings, **settings}
         _import()
         if not chosen["cameras"] or set(chosen["cameras"]) - set(CAMERAS):
-            raise ValueError(f"Meta-World: cameras: {list(chosen['cameras'])}; allowed: {', '.join(CAMERAS)}")
+            raise ValueError(f"Meta-World: cameras is {list(chosen['cameras'])}; allowed: {', '.join(CAMERAS)}")
         for key, largest in (("size", LARGEST), ("max_steps", 10**6), ("trials", 10**6)):
             if not 1 <= chosen[key] <= largest:
-                raise ValueError(f"Meta-World: {key}: {chosen[key]}; allowed: 1 to {largest}")
+                raise ValueError(f"Meta-World: {key} is {chosen[key]}; allowed: 1 to {largest}")
         return [
             TaskSpec(
                 name=name,
@@ -202,7 +202,7 @@ def _import() -> Any:
     if missing := _missing(way):
         raise RuntimeError(
             f"Meta-World cannot render with MUJOCO_GL={way}: the system lacks {', '.join(missing)}. "
-            f"`apt install {' '.join(missing)}`, or set MUJOCO_GL to another of {', '.join(LIBRARIES)}"
+            f"Run `apt install {' '.join(missing)}`, or set MUJOCO_GL to another of {', '.join(LIBRARIES)}"
         )
     try:
         import metaworld

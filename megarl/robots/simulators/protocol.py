@@ -96,13 +96,13 @@ class Simulator:
     def begin(self, trial: int) -> None:
         """Begin to count an episode's environment steps; raise ValueError if the task has no start state `trial`."""
         if not 0 <= trial < self.spec.trials:
-            raise ValueError(f"{self.spec.name}: trial {trial}; allowed: 0 to {self.spec.trials - 1}")
+            raise ValueError(f"{self.spec.name} has no trial {trial}; allowed: 0 to {self.spec.trials - 1}")
         self._steps, self._over = 0, False
 
     def refuse_ended(self) -> None:
         """Raise RuntimeError if no episode has begun since the last one ended."""
         if self._over:
-            raise RuntimeError(f"{self.spec.name}: this episode is over; reset begins another")
+            raise RuntimeError(f"{self.spec.name}: this episode is over; call reset to begin another")
 
     def execute(self, actions: NDArray[Any], act: Callable[[Any], bool], observe: Callable[[], Observation]) -> Outcome:
         """Execute actions [K, D] until all are done, the task is done, or its limit is reached.

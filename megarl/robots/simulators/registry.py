@@ -60,7 +60,7 @@ def _import_named(name: str) -> Any:
         if error.name != "megarl.simulators":
             raise
         text = f"import {__package__}, which was called {error.name}"
-        raise LookupError(f"{name} does not import: {text}") from error
+        raise LookupError(f"importing {name} failed: {text}") from error
 
 
 def _from_file(file: Path) -> Any:

@@ -57,7 +57,9 @@ class RoboTwin(Simulator):
         chosen = {**cls.settings, **settings}
         root = _root(chosen["root"])
         if chosen["instructions"] not in INSTRUCTIONS:
-            raise ValueError(f"RoboTwin: instructions: {chosen['instructions']!r}; allowed: {', '.join(INSTRUCTIONS)}")
+            raise ValueError(
+                f"RoboTwin: instructions is {chosen['instructions']!r}; allowed: {', '.join(INSTRUCTIONS)}"
+            )
         limits = {**_yaml(root, "_eval_step_limit"), **chosen["max_steps"]}
         sizes, config = _yaml(root, "_camera_config"), _yaml(root, chosen["config"])["camera"]
         types = {
@@ -66,7 +68,7 @@ class RoboTwin(Simulator):
         specs = []
         for task in chosen["tasks"]:
             if task not in limits:
-                raise ValueError(f"RoboTwin has no task {task!r} and `max_steps` no limit for it")
+                raise ValueError(f"RoboTwin has no task {task!r}, and `max_steps` has no limit for it")
             measured = _seeds(chosen["eval_seeds"], task) if chosen["eval_seeds"] else []
             described = json.loads((root / f"description/task_instruction/{task}.json").read_text())
             specs.append(
@@ -116,7 +118,9 @@ class RoboTwin(Simulator):
             with contextlib.redirect_stdout(sys.stderr), contextlib.chdir(self._root):
                 self._env.setup_demo(now_ep_num=trial, seed=seed, is_test=True, **self._arguments)
         except self._unstable as error:
-            raise ValueError(f"{self.spec.name}: remove seed {seed} from `seeds`: {error}") from error
+            raise ValueError(
+                f"{self.spec.name}: the seed {seed} cannot be used ({error}); remove it from `seeds`"
+            ) from error
         self._open = True
 
     def _instruction(self, seed: int) -> str:
@@ -148,7 +152,9 @@ class RoboTwin(Simulator):
         frames = {name: np.asarray(raw["observation"][name]["rgb"], np.uint8) for name in self.spec.cameras}
         state = np.asarray(raw["joint_action"]["vector"], np.float32)
         if state.shape != (ACTION,):
-            raise ValueError(f"{self.spec.name}: a robot of {state.shape} joints; allowed: {ACTION}, as aloha-agilex")
+            raise ValueError(
+                f"{self.spec.name}: the robot has {state.shape} joints; allowed: {ACTION}, as for aloha-agilex"
+            )
         return Observation(frames, state)
 
     def close(self) -> None:
@@ -162,15 +168,15 @@ def _root(configured: str | None) -> Path:
     root = Path(configured or "").expanduser().resolve()
     if configured is None or not (root / CONFIGURATION).is_dir():
         raise FileNotFoundError(
-            f"RoboTwin: root: {configured!r} is not a checkout of RoboTwin with {CONFIGURATION}; "
-            "`git clone https://github.com/RoboTwin-Platform/RoboTwin`, then follow its installation"
+            f"RoboTwin: root = {configured!r} is not a checkout of RoboTwin with {CONFIGURATION}; "
+            "run `git clone https://github.com/RoboTwin-Platform/RoboTwin`, then follow its installation"
         )
     return root
 
 
 def _seeds(file: str | None, task: str) -> list[int]:
     if file is None:
-        raise ValueError('RoboTwin: seeds: a JSON file {"TASK": {"success_seeds": [...]}} is needed')
+        raise ValueError('RoboTwin: seeds must name a JSON file {"TASK": {"success_seeds": [...]}}')
     listed = json.loads(Path(file).expanduser().read_text())
     if task not in listed:
         raise ValueError(f"RoboTwin: {file} has no seeds for {task!r}; it has {', '.join(listed)}")
@@ -193,7 +199,9 @@ def _arguments(root: Path, task: str, config: str) -> dict[str, Any]:
     camera = _yaml(root, "_camera_config")[arguments["camera"]["head_camera_type"]]
     arguments |= {"head_camera_h": camera["h"], "head_camera_w": camera["w"]}
     if len(arguments["embodiment"]) != 1:
-        raise ValueError(f"RoboTwin: {config}: embodiment {arguments['embodiment']}; allowed: one robot with two arms")
+        raise ValueError(
+            f"RoboTwin: {config}: embodiment is {arguments['embodiment']}; allowed: one robot with two arms"
+        )
     robot = root / _yaml(root, "_embodiment_config")[arguments["embodiment"][0]]["file_path"]
     description = yaml.safe_load((robot / "config.yml").read_text())
     for arm in ("left", "right"):

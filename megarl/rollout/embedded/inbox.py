@@ -106,8 +106,8 @@ class WeightInbox:
                 entered, why = self._enter(at_a_time, version)
             whys = [text for text in self._group.all_gather_json(why) if text is not None]
             if whys:
-                wanted = "no complete weights" if version is None else f"no weights of version {version}"
-                raise WorkerError(f"{wanted} came within {deadline_s:g} s: {whys[0]}")
+                wanted = "complete weights" if version is None else f"weights of version {version}"
+                raise WorkerError(f"the engines did not receive {wanted} within {deadline_s:g} s: {whys[0]}")
             yield read_tag(self.version)[0]
         finally:
             if entered:
@@ -183,7 +183,7 @@ class WeightInbox:
     def set_version(self, version: str) -> None:
         """Mark the parameters as complete weights of `version`."""
         if self._missing:
-            raise Refused(f"{len(self._missing)} tensors were never sent, for example {min(self._missing)}")
+            raise Refused(f"the update lacks {len(self._missing)} tensors, for example {min(self._missing)}")
         self.version, self._whole = version, True
 
     def held_version(self) -> dict[str, str]:

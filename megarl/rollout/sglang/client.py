@@ -231,10 +231,10 @@ class Dispatch:
                 return body
         except TimeoutError as error:
             if self._config.request_timeout_s is None:  # a connection timeout of the operating system
-                raise _LostError(f"/generate: {type(error).__name__}: {error}") from error
+                raise _LostError(f"/generate failed: {type(error).__name__}: {error}") from error
             raise
         except (aiohttp.ClientError, ValueError, OSError) as error:
-            raise _LostError(f"/generate: {type(error).__name__}: {error}") from error
+            raise _LostError(f"/generate failed: {type(error).__name__}: {error}") from error
 
     async def _watch(self, number: int, server: ServerApi) -> None:
         """Drop a server whose scheduler stops responding; a crashed server is noticed when its requests fail.
@@ -300,7 +300,7 @@ async def _check(response: ClientResponse, server: ServerApi) -> None:
         raise ServerError(
             server.name, server.url, "generation (/generate)", f"HTTP {response.status}: {text}", status=response.status
         )
-    raise _LostError(f"/generate: HTTP {response.status}: {text}")
+    raise _LostError(f"/generate failed with HTTP {response.status}: {text}")
 
 
 async def _all(jobs: Sequence[Coroutine[Any, Any, None]]) -> None:

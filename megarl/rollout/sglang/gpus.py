@@ -77,7 +77,7 @@ def server_gpus(
     ranks = config.ranks_per_node
     if len(pool) < servers * ranks:
         raise ConfigError(
-            f"the servers of this machine need {servers * ranks} GPUs and have {len(pool)}: this process sees "
+            f"the servers of this machine need {servers * ranks} GPUs, but {len(pool)} are free: this process sees "
             f"{len(trainer) + len(rest)}, of which the trainer uses {len(trainer)}",
             where="rollout.sglang.gpus",
             found=config.gpus,

@@ -106,7 +106,7 @@ class ServedSample:
             reason = meta["finish_reason"]["type"]
             logprobs = [float(entry[0]) for entry in scored]
             if [entry[1] for entry in scored] != ids:
-                raise ValueError(f"the log-probs are of {len(scored)} tokens other than the {len(ids)} in the answer")
+                raise ValueError(f"the {len(scored)} log-probs of the answer do not belong to its {len(ids)} tokens")
             if reason == "length" and not (self.token_ids or ids):
                 raise ValueError("the answer has no token, although its finish reason is the length limit")
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -173,9 +173,11 @@ def _per_token(meta: dict[str, Any], count: int, tag: str) -> list[int]:
     spans = meta.get("weight_versions") or [{"version": now, "start": 0, "end": count}]
     versions = [_own_version(span["version"], tag) for span in spans for _ in range(span["end"] - span["start"])]
     if len(versions) != count:
-        raise ValueError(f"the answer has weight versions of {len(versions)} tokens for its {count} tokens")
+        raise ValueError(f"the answer has weight versions for {len(versions)} tokens, but {count} tokens")
     if _own_version(now, tag) != read_tag(tag)[0]:
-        raise ValueError(f"generated with the old weights {now!r}, although the server has acknowledged {tag!r}")
+        raise ValueError(
+            f"the answer was generated with the old weights {now!r}, although the server has acknowledged {tag!r}"
+        )
     return versions
 
 
@@ -183,7 +185,11 @@ def _own_version(weights: object, tag: str) -> int:
     """Return the weight version in the tag `weights`, which must be of the run of `tag` and not newer."""
     (number, run), (newest, this_run) = read_tag(weights), read_tag(tag)
     if run != this_run:
-        raise ValueError(f"generated with the weights {weights!r} of another run; this run has sent {tag!r}")
+        raise ValueError(
+            f"the answer was generated with the weights {weights!r} of another run; this run has sent {tag!r}"
+        )
     if number > newest:
-        raise ValueError(f"generated with the weights {weights!r}; the newest that this run has sent are {tag!r}")
+        raise ValueError(
+            f"the answer was generated with the weights {weights!r}; the newest that this run has sent are {tag!r}"
+        )
     return number

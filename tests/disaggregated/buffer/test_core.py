@@ -159,19 +159,25 @@ def test_tokens_are_shared_by_the_mini_batches_of_the_team_that_takes_them() -> 
 @pytest.mark.parametrize(
     ("call", "story"),
     [
-        (lambda c: give(c, "train", 0, 1, "x>y", []), "unknown handover 'x>y'; allowed: rollout>critic"),
-        (lambda c: give(c, "ref", 0, 1, BOTH, []), "only team 'train' hands this over"),
-        (lambda c: give(c, "train", 0, 1, BOTH, groups(2)), "this rank has already given it"),
+        (lambda c: give(c, "train", 0, 1, "x>y", []), "this run has no handover 'x>y'; allowed: rollout>critic"),
+        (lambda c: give(c, "ref", 0, 1, BOTH, []), "only team 'train' may give this handover"),
+        (lambda c: give(c, "train", 0, 1, BOTH, groups(2)), "this rank has already given its groups"),
         (lambda c: give(c, "train", 1, 1, BOTH, groups(0)), "group 'u0' was already given by one of ranks [0]"),
         (lambda c: give(c, "train", 1, 1, BOTH, groups(2, 3, 4)), "a step has at most 4 groups"),
-        (lambda c: give(c, "train", 1, 1, BOTH, groups(2, 2)), "2 groups have 1 names, 1 numbers and 2 payloads"),
+        (
+            lambda c: give(c, "train", 1, 1, BOTH, groups(2, 2)),
+            "2 groups were given with 1 names, 1 numbers and 2 payloads",
+        ),
         (lambda c: give(c, "train", 1, 1, BOTH, [*groups(2), GroupInfo("v", 2, (), 1)]), "2 names, 1 numbers and 2"),
-        (lambda c: give(c, "train", 1, 1, BOTH, [GroupInfo("v", 0, (), 1)]), "groups 'v' and 'u0' are both number 0"),
+        (
+            lambda c: give(c, "train", 1, 1, BOTH, [GroupInfo("v", 0, (), 1)]),
+            "groups 'v' and 'u0' both have the number 0",
+        ),
         (
             lambda c: give(c, "ref", 0, 1, BACK, groups(0, tokens={0: 9})),
-            "group 'u0' differs from the group that was given",
+            "group 'u0' differs from the one that an earlier call gave",
         ),
-        (lambda c: c.assignment("ref", 1, "rollout", 1), "team 'ref' has 1 replicas, found number 1"),
+        (lambda c: c.assignment("ref", 1, "rollout", 1), "team 'ref' has 1 replicas, so it has no replica 1"),
         (lambda c: (c.post("m", "1"), c.post("m", "2")), "message 'm' has already been posted"),
     ],
 )
@@ -188,11 +194,13 @@ def test_what_does_not_fit_is_refused(call: Callable[[Core], object], story: str
 def test_a_fifth_replica_and_a_finished_step_are_refused() -> None:
     core = Core(placed(), 4, "dealt")
     give(core, "train", 0, 2, BOTH, groups(0))
-    with pytest.raises(HandoverError, match=r"all 1 replicas have already given it, ranks \[0\]"):
+    with pytest.raises(HandoverError, match=r"all 1 replicas have already given their groups, ranks \[0\]"):
         give(core, "train", 1, 2, BOTH, groups(1))
     for team in ("train", "ref", "critic"):
         core.done(team, 0, 2)
-    with pytest.raises(HandoverError, match=r"step 1, .*: all takers are done with this step"):
+    with pytest.raises(
+        HandoverError, match=r"step 1, .*: all teams that take this handover have already finished the step"
+    ):
         give(core, "train", 0, 1, BOTH, groups(0))
 
 
@@ -227,7 +235,8 @@ def test_of_a_series_the_last_are_kept() -> None:
     assert core.read("metrics/ref/20") == "20"
     assert core.read(f"weights/{10 * KEPT + 20}") is None
     with pytest.raises(
-        HandoverError, match=rf"message 'metrics/ref/10' has been dropped: only the last {KEPT} of its series are kept"
+        HandoverError,
+        match=rf"message 'metrics/ref/10' has been dropped: only the last {KEPT} messages of a series are kept",
     ):
         core.read("metrics/ref/10")
     with pytest.raises(HandoverError, match="message 'weights/10' has already been posted"):

@@ -74,7 +74,7 @@ def test_it_has_to_give_the_same_groups_again() -> None:
     given_by_train(buffer, 1)
     given_by_ref(buffer, 1, "lost", 0)
     buffer.restart_team("ref", 1)
-    with pytest.raises(HandoverError, match="'u0' differs from the group that was given"):
+    with pytest.raises(HandoverError, match="'u0' differs from the one that an earlier call gave"):
         buffer.give("ref", 0, 1, BACK, [GroupInfo("u0", 0, ("u0#0",), 99)], ["x"])
 
 
@@ -84,11 +84,11 @@ def test_a_restart_that_is_told_twice_is_one() -> None:
     buffer.restart_team("ref", 1)
     given_by_ref(buffer, 1, "new", 0)
     buffer.restart_team("ref", 1)
-    with pytest.raises(HandoverError, match="this rank has already given it"):
+    with pytest.raises(HandoverError, match="this rank has already given its groups"):
         given_by_ref(buffer, 1, "new", 0)
     buffer.restart_team("ref", 2)
     assert (buffer.starts("ref"), buffer.starts("train")) == (2, 0)
-    with pytest.raises(HandoverError, match="has already been restarted 2 times, found restart 1"):
+    with pytest.raises(HandoverError, match="has already been restarted 2 times, so restart 1 comes too late"):
         buffer.restart_team("ref", 1)
 
 

@@ -80,7 +80,7 @@ def test_a_simulators_rows_need_a_simulator(recipe: Path) -> None:
     ("sizes", "override", "key", "text"),
     [
         ({}, "robot.chunk=2", "model.path", "folder has no action statistics"),
-        ({"line": 3}, "robot.chunk=2", "robot.dim", "another number of action values"),
+        ({"line": 3}, "robot.chunk=2", "robot.dim", "a different number of action values"),
         ({"line": 2, "other": 2}, "robot.chunk=2", "robot.unnorm_key", "none is chosen"),
         ({"line": 2}, "robot.unnorm_key=lime", "robot.unnorm_key", "no such data set"),
         ({"line": 2, "other": 3}, "robot.unnorm_key=line", None, ""),

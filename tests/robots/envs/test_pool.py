@@ -243,7 +243,10 @@ def test_when_no_process_works_any_more_the_run_ends_with_what_they_said() -> No
         with pytest.raises(SimulatorError) as caught:
             act_on_answers(pool)
     shown = str(caught.value)
-    assert f"simulator '{LINE}' in megarl's own interpreter: 2 processes in use, each failed 2 times in a row" in shown
+    assert (
+        f"simulator '{LINE}' in megarl's own interpreter: every process in use, 2 in all, failed 2 times in a row"
+        in shown
+    )
     assert "trial" in shown
     assert "reason:  its process ended (exit code 7) during step" in shown
     assert "    the physics engine gives up" in shown

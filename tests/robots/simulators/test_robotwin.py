@@ -162,7 +162,7 @@ def test_a_chunk_of_25_actions_stops_at_success_and_at_the_limit(settings):
 
 def test_what_cannot_be_played_is_named(settings):
     simulator = RoboTwin("click_bell", settings)
-    with pytest.raises(ValueError, match="click_bell: remove seed 13 from `seeds`: Objects is unstable"):
+    with pytest.raises(ValueError, match="click_bell: the seed 13 cannot be used"):
         simulator.reset(2)
     with pytest.raises(ValueError, match="trial 3; allowed: 0 to 2"):
         simulator.reset(3)

@@ -75,17 +75,21 @@ def _encoder(folder: Path, device: torch.device) -> tuple[Any, Any]:
     try:
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"config.json cannot be read: {error}", where=_PATH, found=str(folder)) from error
+        raise ConfigError(
+            f"the config.json of the encoder cannot be read: {error}", where=_PATH, found=str(folder)
+        ) from error
     if kind != "vjepa2":
-        raise ConfigError("the model is no V-JEPA 2 encoder", where=_PATH, found=kind, allowed="vjepa2")
+        raise ConfigError("the model is not a V-JEPA 2 encoder", where=_PATH, found=kind, allowed="vjepa2")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
         model, loaded = VJEPA2Model.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
         )
     except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"the weights cannot be read: {error}", where=_PATH, found=str(folder)) from error
+        raise ConfigError(
+            f"the weights of the encoder cannot be read: {error}", where=_PATH, found=str(folder)
+        ) from error
     missing = sorted(name for name in loaded["missing_keys"] if name.startswith("encoder."))
     if missing:
-        raise ConfigError("weights of the encoder are missing", where=_PATH, found=missing[:4])
+        raise ConfigError("the checkpoint lacks weights of the encoder", where=_PATH, found=missing[:4])
     return model.encoder.to(device).eval().requires_grad_(False), model.config

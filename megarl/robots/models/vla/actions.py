@@ -87,7 +87,7 @@ class ActionTokens:
         """Return the columns of action tokens in logits [..., padded]; the j-th of them is token `start` + j."""
         if padded < self.vocab_size:
             raise ConfigError(
-                "the logits lack action columns",
+                "the logits have fewer columns than the vocabulary has tokens",
                 where="vocab_size",
                 found=padded,
                 allowed=f"at least {self.vocab_size}, the size of the vocabulary",
@@ -173,10 +173,10 @@ class ActionCodec:
         ids = np.asarray(tokens)
         if ids.ndim == 0 or ids.shape[-1] % self.dim or not ids.shape[-1]:
             raise DataError(
-                "the number of tokens is not a multiple of an action's",
+                "the number of tokens is not a multiple of the tokens of an action",
                 where="tokens",
                 found=f"shape {list(ids.shape)}",
-                allowed=f"[..., K * {self.dim}]: the statistics are of actions of {self.dim} numbers",
+                allowed=f"[..., K * {self.dim}]: an action has {self.dim} numbers in the statistics",
             )
         numbers = self.tokens.decode(ids).reshape(*ids.shape[:-1], -1, self.dim)
         return self.gripper.to_simulator(self.statistics.denormalise(numbers))

@@ -93,7 +93,9 @@ class VLALayout:
         wrong = (batch["response_ids"].lengths.cpu() != self.dim * self.chunk).nonzero()
         if len(wrong):
             count = int(batch["response_ids"].lengths[int(wrong[0])])
-            raise ValueError(f"call {int(wrong[0])} has {count} tokens for {self.chunk} actions of {self.dim} numbers")
+            raise ValueError(
+                f"policy call {int(wrong[0])} has {count} tokens for {self.chunk} actions of {self.dim} numbers"
+            )
         return batch["prompt_ids"].lengths.cpu() + (self._layout(2).length - 2)
 
     def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
@@ -107,7 +109,9 @@ class VLALayout:
         if len(outside):
             call, place = divmod(int(outside[0]), self.dim * self.chunk)
             allowed = f"{self.columns[0]} to {self.columns[1] - 1}"
-            raise ValueError(f"call {call}: token {place} is {int(targets[int(outside[0])])}, no action of {allowed}")
+            raise ValueError(
+                f"policy call {call}: token {place} is {int(targets[int(outside[0])])}, not a token of {allowed}"
+            )
         pictures = torch.stack([rows[FRAMES + camera] for camera in self.cameras], 1).flatten(0, 1)
         states = rows["states"] if self.shape.state else torch.zeros(0, 0)
         return self._pack([ids.cpu() for ids in rows["prompt_ids"].unbind()], targets, pictures, states)

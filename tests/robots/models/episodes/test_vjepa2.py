@@ -84,7 +84,7 @@ def test_a_rank_of_which_no_episode_was_played_has_zeros(folder: Path) -> None:
 def test_another_kind_of_model_is_refused(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "siglip"}))
-    with pytest.raises(ConfigError, match="no V-JEPA 2 encoder"):
+    with pytest.raises(ConfigError, match="not a V-JEPA 2 encoder"):
         built(folder)
 
 

@@ -65,7 +65,7 @@ def test_columns_are_the_action_tokens_without_the_padding(vocab, padded, bins):
 
 
 def test_logits_without_the_action_columns_are_refused():
-    with pytest.raises(ConfigError, match="lack action columns"):
+    with pytest.raises(ConfigError, match="fewer columns than the vocabulary has tokens"):
         TOKENS.columns(31999)
     with pytest.raises(ConfigError, match="number of bins does not fit"):
         ActionTokens(255)
@@ -90,7 +90,7 @@ def test_a_token_of_no_action_is_named_with_its_place(token):
 def test_a_number_that_is_none_is_named_with_its_place(number):
     actions = np.zeros((2, 8, 7))
     actions[1, 3, 6] = number
-    with pytest.raises(DataError, match=r"actions\[1, 3, 6\]: not a finite number"):
+    with pytest.raises(DataError, match=r"actions\[1, 3, 6\]: a value is not a finite number"):
         TOKENS.encode(actions)
 
 

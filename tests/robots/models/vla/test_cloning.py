@@ -135,7 +135,7 @@ def test_what_cannot_be_learned_is_refused_with_its_place() -> None:
         examples([*shown[:3], narrow], codec=codec_of(shown))
     with pytest.raises(DataError, match="no examples to clone"):
         CloningExamples(shown[2:3], PROMPTS, codec_of(shown), PICTURES, cameras=[], chunk=1, states=np.asarray)
-    with pytest.raises(DataError, match=r"demonstration 0: actions\[4, 1\]: not a finite number"):
+    with pytest.raises(DataError, match=r"demonstration 0: actions\[4, 1\]: a value is not a finite number"):
         replace(shown[0], actions=np.where(np.arange(10).reshape(5, 2) == 9, np.nan, shown[0].actions))
 
 

@@ -187,7 +187,7 @@ def test_a_state_needs_its_own_statistics() -> None:
     of_actions = DatasetStatistics(ActionStatistics.of([[0.0], [1.0]]))
     with pytest.raises(ConfigError, match="statistics cover only actions"):
         refuse_other_state(of_actions, 5)
-    with pytest.raises(ConfigError, match="robot state of another size"):
+    with pytest.raises(ConfigError, match="robot state of a different size"):
         refuse_other_state(DatasetStatistics(of_actions.action, ActionStatistics.plain(4)), 5)
     refuse_other_state(of_actions, 0)
     refuse_other_state(DatasetStatistics(ActionStatistics.plain(2)), 5)  # a fresh policy's

@@ -177,7 +177,11 @@ def test_splitting_episodes_leaves_a_step_alone_and_so_does_the_layout(tmp_path)
 @pytest.mark.parametrize(
     ("method", "change", "text"),
     [
-        ("pack", lambda ids: ids.index_fill(0, torch.tensor([8]), 5), "call 1: token 2 is 5, no action of 64 to 319"),
+        (
+            "pack",
+            lambda ids: ids.index_fill(0, torch.tensor([8]), 5),
+            "call 1: token 2 is 5, not a token of 64 to 319",
+        ),
         ("lengths", lambda ids: ids[:-1], "call 11 has 5 tokens for 3 actions of 2 numbers"),
     ],
 )

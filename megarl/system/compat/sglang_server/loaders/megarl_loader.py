@@ -83,7 +83,9 @@ class ProbeTensor(Tensor):
         if func is torch.ops.aten.copy_.default and isinstance(args[1], cls) and not isinstance(args[0], cls):
             target, source = args[:2]
             if target.shape != source.shape or 0 in source.meta.stride():
-                raise CannotPatch(f"{tuple(source.shape)} is copied to {tuple(target.shape)}")
+                raise CannotPatch(
+                    f"load_weights copies a tensor of shape {tuple(source.shape)} to one of {tuple(target.shape)}"
+                )
             source.places.append(CopyTarget(source.meta.storage_offset(), source.meta.stride(), target))
             return target
         probe = next(arg for arg in args if isinstance(arg, cls))
