@@ -89,7 +89,7 @@ def import_callable(path: Callable[..., Any] | str, *, where: str, component: bo
             fix = "correct the file"
         line = location(error, str(Path(module_name).expanduser().resolve()) if is_file else "")
         raise UserError(
-            f"{'file' if is_file else 'module'} {module_name!r} cannot be imported: {describe(error)}"
+            f"{'file' if is_file else 'module'} {module_name!r} does not import: {describe(error)}"
             f"{f' ({line})' if line else ''}",
             where=where,
             found=path,

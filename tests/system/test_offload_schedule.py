@@ -237,7 +237,7 @@ def test_a_finished_run_exports_its_best_actor_after_its_last():
 def test_what_is_not_in_the_table_is_refused(phase, says):
     with pytest.raises(ValueError, match=says):
         Device().during(*phase)
-    with pytest.raises(ValueError, match="no role 'judge'"):
+    with pytest.raises(ValueError, match="has no role 'judge'"):
         OffloadSchedule().add("judge", Model("judge", []), offloads=True)
 
 

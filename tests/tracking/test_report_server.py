@@ -69,7 +69,7 @@ def test_only_this_machine_is_listened_to(served):
 
 
 def test_a_port_that_is_taken_and_a_folder_without_a_run_are_refused(served, tmp_path):
-    with pytest.raises(ConfigError, match="the port is in use"):
+    with pytest.raises(ConfigError, match="the port is already in use"):
         ReportServer([tmp_path], served.server_address[1])
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"no metrics\.jsonl"):

@@ -210,14 +210,14 @@ def _specs(suite: str, chosen: Mapping[str, Any]) -> list[TaskSpec]:
     """Return all tasks of a suite."""
     limits = LIMITS.get(chosen["limits"])
     if limits is None:
-        raise ValueError(f"LIBERO has no limits named {chosen['limits']!r}; allowed: {', '.join(LIMITS)}")
+        raise ValueError(f"LIBERO: the setting limits is {chosen['limits']!r}; allowed: {', '.join(LIMITS)}")
     most = chosen["max_steps"]
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
         raise ValueError(
-            f"LIBERO: max_steps is {most!r}; allowed: an integer above 0, or null for the steps of `limits`"
+            f"LIBERO: the setting max_steps is {most!r}; allowed: an integer above 0, or null for the steps of `limits`"
         )
     if not chosen["cameras"] or set(chosen["cameras"]) - set(CAMERAS):
-        raise ValueError(f"LIBERO: cameras is {list(chosen['cameras'])}; allowed: {', '.join(CAMERAS)}")
+        raise ValueError(f"LIBERO: the setting cameras is {list(chosen['cameras'])}; allowed: {', '.join(CAMERAS)}")
     tasks = _suite(suite)
     return [
         TaskSpec(
@@ -247,7 +247,7 @@ def _find(task: str, suites: Sequence[str]) -> tuple[str, int]:
 def _suite(name: str) -> Any:
     """Return LIBERO's object for a suite; the first call imports the package."""
     if name not in SUITES:
-        raise ValueError(f"LIBERO has no suite {name!r}; allowed: {', '.join(SUITES)}")
+        raise ValueError(f"LIBERO: the setting suites has {name!r}; allowed: {', '.join(SUITES)}")
     _prepare()
     with _silent():
         from libero.libero import benchmark

@@ -35,7 +35,7 @@ class ManiSkill(Simulator):
         """Return the tasks that `tasks` names."""
         chosen = {**cls.settings, **settings}
         if chosen["control"] not in ACTIONS:
-            raise ValueError(f"ManiSkill: control is {chosen['control']!r}; allowed: {', '.join(ACTIONS)}")
+            raise ValueError(f"ManiSkill: the setting control is {chosen['control']!r}; allowed: {', '.join(ACTIONS)}")
         return [
             TaskSpec(
                 name=name,

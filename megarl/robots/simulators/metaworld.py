@@ -106,10 +106,12 @@ class MetaWorld(Simulator):
         chosen = {**cls.settings, **settings}
         _import()
         if not chosen["cameras"] or set(chosen["cameras"]) - set(CAMERAS):
-            raise ValueError(f"Meta-World: cameras is {list(chosen['cameras'])}; allowed: {', '.join(CAMERAS)}")
+            raise ValueError(
+                f"Meta-World: the setting cameras is {list(chosen['cameras'])}; allowed: {', '.join(CAMERAS)}"
+            )
         for key, largest in (("size", LARGEST), ("max_steps", 10**6), ("trials", 10**6)):
             if not 1 <= chosen[key] <= largest:
-                raise ValueError(f"Meta-World: {key} is {chosen[key]}; allowed: 1 to {largest}")
+                raise ValueError(f"Meta-World: the setting {key} is {chosen[key]}; allowed: 1 to {largest}")
         return [
             TaskSpec(
                 name=name,

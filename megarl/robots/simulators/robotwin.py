@@ -58,7 +58,7 @@ class RoboTwin(Simulator):
         root = _root(chosen["root"])
         if chosen["instructions"] not in INSTRUCTIONS:
             raise ValueError(
-                f"RoboTwin: instructions is {chosen['instructions']!r}; allowed: {', '.join(INSTRUCTIONS)}"
+                f"RoboTwin: the setting instructions is {chosen['instructions']!r}; allowed: {', '.join(INSTRUCTIONS)}"
             )
         limits = {**_yaml(root, "_eval_step_limit"), **chosen["max_steps"]}
         sizes, config = _yaml(root, "_camera_config"), _yaml(root, chosen["config"])["camera"]
@@ -168,7 +168,7 @@ def _root(configured: str | None) -> Path:
     root = Path(configured or "").expanduser().resolve()
     if configured is None or not (root / CONFIGURATION).is_dir():
         raise FileNotFoundError(
-            f"RoboTwin: root = {configured!r} is not a checkout of RoboTwin with {CONFIGURATION}; "
+            f"RoboTwin: the setting root is {configured!r}, which is not a checkout of RoboTwin with {CONFIGURATION}; "
             "run `git clone https://github.com/RoboTwin-Platform/RoboTwin`, then follow its installation"
         )
     return root
@@ -176,7 +176,7 @@ def _root(configured: str | None) -> Path:
 
 def _seeds(file: str | None, task: str) -> list[int]:
     if file is None:
-        raise ValueError('RoboTwin: seeds must name a JSON file {"TASK": {"success_seeds": [...]}}')
+        raise ValueError('RoboTwin: the setting seeds must name a JSON file {"TASK": {"success_seeds": [...]}}')
     listed = json.loads(Path(file).expanduser().read_text())
     if task not in listed:
         raise ValueError(f"RoboTwin: {file} has no seeds for {task!r}; it has {', '.join(listed)}")
@@ -200,7 +200,7 @@ def _arguments(root: Path, task: str, config: str) -> dict[str, Any]:
     arguments |= {"head_camera_h": camera["h"], "head_camera_w": camera["w"]}
     if len(arguments["embodiment"]) != 1:
         raise ValueError(
-            f"RoboTwin: {config}: embodiment is {arguments['embodiment']}; allowed: one robot with two arms"
+            f"RoboTwin: {config}: the embodiment is {arguments['embodiment']}; allowed: one robot with two arms"
         )
     robot = root / _yaml(root, "_embodiment_config")[arguments["embodiment"][0]]["file_path"]
     description = yaml.safe_load((robot / "config.yml").read_text())

@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_refused_with_its_place(tmp_path):
     with pytest.raises(DataError, match="outside of the data set"):
         find_demonstrations([str(folder)], {"push": task("push", "push the disc")})
     info.write_text(whole.replace('"chunks_size": 2, ', ""))
-    with pytest.raises(DataError, match=r"info.json: missing key 'chunks_size'"):
+    with pytest.raises(DataError, match=r"info.json: the file lacks the key 'chunks_size'"):
         find_demonstrations([str(folder)], {"push": task("push", "push the disc")})
     info.write_text(whole)
     file = next(folder.glob("data/chunk-000/*0.parquet"))

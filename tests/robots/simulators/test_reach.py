@@ -90,7 +90,7 @@ def test_observations_are_as_the_task_says():
         assert seen.state.shape == (made.spec.state_dim,)
         assert seen.state.dtype == np.float32
     assert made.expert().shape == (made.spec.action_dim,)
-    with pytest.raises(ValueError, match="push_down: trial 1000; allowed: 0 to 999"):
+    with pytest.raises(ValueError, match="push_down has no trial 1000; allowed: 0 to 999"):
         made.reset(1000)
 
 
@@ -222,5 +222,5 @@ def test_what_does_not_exist_is_refused_with_what_does():
     with pytest.raises(ValueError, match="Reach has no task 'reach_pink'; allowed: reach_red, reach_green"):
         Reach("reach_pink", {})
     for wrong in ({"size": 8}, {"max_steps": 0}, {"trials": 0}, {"speed": 0.5}):
-        with pytest.raises(ValueError, match=f"reach: {next(iter(wrong))}: .*; allowed: "):
+        with pytest.raises(ValueError, match=f"reach: the setting {next(iter(wrong))} is .*; allowed: "):
             Reach.tasks(wrong)

@@ -125,7 +125,7 @@ def test_trials_have_instructions_of_their_own_that_the_seed_chooses(settings, c
     assert told["unseen"][0].startswith("please ")
     assert RoboTwin("click_bell", settings).reset(0).instruction == ""
     assert capsys.readouterr().out == ""
-    with pytest.raises(ValueError, match="instructions: 'new'; allowed: task, seen, unseen"):
+    with pytest.raises(ValueError, match="instructions is 'new'; allowed: task, seen, unseen"):
         RoboTwin.tasks({**settings, "instructions": "new"})
 
 
