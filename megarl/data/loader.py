@@ -68,7 +68,7 @@ class PromptLoader:
 
     @property
     def epoch(self) -> float:
-        """Number of epochs drawn so far, with the fraction of the current one."""
+        """Number of epochs drawn so far, including the fraction of the current epoch."""
         return self._epoch + self._position / len(self.dataset)
 
     def __iter__(self) -> Iterator[Batch]:

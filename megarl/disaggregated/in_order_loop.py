@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class InOrderLoop:
-    """Generates the steps of a run in a rollout team. All methods are collective over the team.
+    """Generates the samples of all steps of a run in a rollout team. All methods are collective over the team.
 
     Attributes:
         restored: samples of the first steps, from a checkpoint; they are handed over instead of generated samples.

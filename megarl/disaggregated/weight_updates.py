@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class WeightUpdates:
-    """Sends no weights: for teams without the actor, and the base of the other classes."""
+    """The base class, which sends no weights; teams without the actor use it."""
 
     def before_step(self, step: int) -> None:
         """Send the weights that must be sent before `step` is trained."""

@@ -58,7 +58,7 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Piece:
-    """One assignment: hf[source][source_region] is local[target_region]."""
+    """One region of a checkpoint's tensor and its place: hf[source][source_region] is local[target_region]."""
 
     source: str
     source_region: TensorRegion

@@ -50,7 +50,7 @@ class Needed:
 
 
 class Activations:
-    """The formulas of one model under one layout.
+    """The formulas for the bytes of one model's activations under one layout.
 
     Args:
         element: bytes of a number of the model's dtype.
@@ -80,7 +80,7 @@ class Activations:
 
     @property
     def attention(self) -> float:
-        """Bytes of one layer's attention with its norm."""
+        """Bytes that one layer's attention keeps for the backward pass, with its norm."""
         facts, t, tp = self.facts, self.passes.tokens, self.parallel.tp
         heads, groups = facts.heads / tp, facts.kv_heads / tp
         q, k = heads * facts.head_dim, groups * facts.head_dim
@@ -114,7 +114,8 @@ class Activations:
 
     @property
     def feed_forward(self) -> float:
-        """Bytes that a layer's feed-forward part keeps, with its norm; the mean over layers if they differ."""
+        """Bytes that a layer's MLP or experts keep for the backward pass, with the norm; the mean over layers if they
+        differ."""
         facts, element, s = self.facts, self.element, self.held
         ends = 2 * element * s * facts.hidden
         dense_width = facts.dense_ffn if facts.is_moe else facts.ffn
@@ -146,7 +147,7 @@ class Activations:
 
     @property
     def layer(self) -> float:
-        """Bytes of one layer without recomputation."""
+        """Bytes that one layer keeps for the backward pass without recomputation."""
         return self.attention + self.feed_forward
 
     @property
@@ -156,7 +157,7 @@ class Activations:
 
     @property
     def micro_batch(self) -> float:
-        """Bytes of all layers of one stage for one micro-batch."""
+        """Bytes that all layers of one pipeline stage keep for one micro-batch."""
         each = self.stream if self.engine.recompute == "full" else self.layer
         return self.parallel.most_layers(self.facts.layers) * each + self.stream
 

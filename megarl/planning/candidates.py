@@ -62,7 +62,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Choice:
-    """One variant of the recipe that the search compares."""
+    """One variant of a recipe that the search compares with others."""
 
     spread: Spread
     parallel: ParallelConfig
@@ -134,7 +134,7 @@ def _with(section: Any, **values: Any) -> Any:
 
 @dataclass(frozen=True)
 class Space:
-    """All choices for a recipe on some hardware."""
+    """All variants of a recipe that the search compares on some hardware."""
 
     config: RunConfig
     roles: tuple[Role, ...]  # roles whose models the graph uses

@@ -28,7 +28,7 @@ def refuse_longer(mean: float, longest: int, where: str, allowed: str) -> None:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The distribution of response lengths, log-normal and cut off."""
+    """The distribution of response lengths: log-normal, cut off at the longest length."""
 
     mean: float  # mean tokens of responses that are not cut at `longest`
     sigma: float  # standard deviation of the logarithm; 0: all responses have `mean` tokens
@@ -57,17 +57,17 @@ class Lengths:
 
     @cached_property
     def expected(self) -> float:
-        """Mean tokens after the cut."""
+        """Mean length of a response in tokens, after the cut."""
         return self._moment(1)
 
     @cached_property
     def variation(self) -> float:
-        """Standard deviation divided by mean, after the cut."""
+        """Standard deviation of response lengths divided by their mean, after the cut."""
         return math.sqrt(max(0.0, self._moment(2) / self.expected**2 - 1))
 
     @property
     def variance(self) -> float:
-        """Variance in tokens squared, after the cut."""
+        """Variance of response lengths in tokens squared, after the cut."""
         return (self.variation * self.expected) ** 2
 
     def above(self, tokens: float) -> float:

@@ -68,7 +68,7 @@ class GpuRoom:
 
 @dataclass(frozen=True)
 class Memory:
-    """A memory estimate."""
+    """An estimate of the memory in use on a device, for each moment of a step."""
 
     moments: tuple[Moment, ...]
     # bytes that are free when a server starts on the device; 0: no server does, or the device is not known
@@ -76,12 +76,12 @@ class Memory:
 
     @property
     def peak(self) -> Moment:
-        """The moment with the largest estimate."""
+        """The moment of the step with the largest estimated bytes."""
         return max(self.moments, key=lambda moment: moment.bytes)
 
     @property
     def needed(self) -> Moment:
-        """The moment with the largest certain need."""
+        """The moment of the step that certainly needs the most bytes."""
         return max(self.moments, key=lambda moment: moment.least)
 
     def terms(self) -> list[Term]:

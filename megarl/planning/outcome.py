@@ -34,7 +34,7 @@ class PlannedPhase:
 
 @dataclass(frozen=True)
 class ServerRoom:
-    """The room of an engine or a server for keys and values (formula K1 of docs/planning.md)."""
+    """The memory of an engine or a server for keys and values (formula K1 of docs/planning.md)."""
 
     engines: int
     ranks: int  # devices per engine
@@ -47,7 +47,7 @@ class ServerRoom:
 
     @property
     def fits(self) -> bool:
-        """Whether the longest sample fits."""
+        """Whether the keys and values of the longest sample fit."""
         return self.tokens >= self.longest
 
 
@@ -97,7 +97,7 @@ class StepPlan:
 
     @property
     def taken(self) -> float:
-        """The bytes that the fullest device takes, as a dry run shows them (formula M1 of docs/planning.md)."""
+        """The bytes in use on the fullest device, as a dry run shows them (formula M1 of docs/planning.md)."""
         return max(device.taken for device in self.filled)
 
     @property
@@ -121,7 +121,7 @@ class Filled:
 
     @property
     def parts(self) -> list[tuple[Term, float]]:
-        """The terms with the bytes that are shown, the largest first."""
+        """The terms, the largest first, each with the bytes that a dry run shows."""
         parts = [(part, taken(part, gpu=self.gpu)) for part in self.moment.terms]
         return sorted(parts, key=lambda part: -part[1])
 

@@ -69,7 +69,7 @@ def total(parts: Sequence[Cost]) -> float:
 
 @dataclass(frozen=True)
 class ModelPass:
-    """One model in one layout on one team."""
+    """The formulas for the seconds of passes through one model, in one layout on one team."""
 
     facts: ModelFacts
     parallel: ParallelConfig
@@ -233,7 +233,7 @@ class ModelPass:
 
     @cached_property
     def _stages(self) -> float:
-        """How many times the fullest pipeline stage's layers make the model: pp if all stages have equally many."""
+        """The model's layers divided by those of the largest pipeline stage: pp if all stages have equally many."""
         return self.facts.layers / self.parallel.most_layers(self.facts.layers)
 
     def _adapters(self, tokens: float) -> float:

@@ -37,7 +37,7 @@ _MOST = 0.9
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """A choice that fits into memory."""
+    """A variant of the recipe that fits into memory."""
 
     choice: Choice
     config: RunConfig
@@ -55,7 +55,7 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class _Timed:
-    """A choice and the seconds of its step."""
+    """A variant of the recipe and the seconds of its step."""
 
     step_s: float
     choice: Choice
@@ -63,7 +63,7 @@ class _Timed:
 
 
 class Search:
-    """Compares the choices of one recipe.
+    """Compares variants of one recipe (`Choice`) by the seconds of their steps.
 
     Args:
         hardware: hardware whose devices are all used.

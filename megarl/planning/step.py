@@ -74,7 +74,7 @@ def occupied(config: RunConfig, placement: Placement) -> int:
 
 @dataclass(frozen=True)
 class StepFormulas:
-    """The formulas for one recipe."""
+    """The formulas for the seconds and the memory of one recipe's step."""
 
     config: RunConfig
     graph: TaskGraph
@@ -147,7 +147,7 @@ class StepFormulas:
 
     @cached_property
     def room(self) -> ServerRoom:
-        """The room of an engine or a server for keys and values (formula K1 of docs/planning.md)."""
+        """The memory of an engine or a server for keys and values (formula K1 of docs/planning.md)."""
         decoder, work = self.decoder, self.work
         token = decoder.key_bytes / decoder.pp
         servers = self.config.rollout.servers

@@ -39,7 +39,7 @@ def _hidden_size(path: str) -> int:
 
 @dataclass(frozen=True)
 class Share:
-    """The samples of the fullest replica."""
+    """The samples of the replica with the most tokens."""
 
     samples: float  # number of samples
     prompt: float

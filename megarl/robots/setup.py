@@ -71,7 +71,7 @@ BOUNDS = "action_bounds.json"
 
 @dataclass(frozen=True)
 class Body:
-    """How the recipe's policy sees and acts, in any simulator."""
+    """How the recipe's policy observes and acts, whatever the simulator."""
 
     codec: ActionCodec
     family: PolicyFamily

@@ -51,7 +51,7 @@ class HandoverError(MegarlError):
 
 
 class GroupInfo(NamedTuple):
-    """A group of samples, without its bytes.
+    """The description of a group of samples, without their bytes.
 
     Attributes:
         ordinal: its number among the groups of the step.

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class McpServer(Section):
-    """One MCP server: a program that communicates over stdin and stdout, or an address."""
+    """One MCP server: a program that communicates over stdin and stdout, or the address of a running server."""
 
     command: str | None = Field(None, description="program to start, once per replica")
     args: list[str] = Field(default_factory=list, description="arguments of the command")

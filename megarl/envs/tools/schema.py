@@ -35,7 +35,7 @@ class Tool:
 
     @property
     def name(self) -> str:
-        """The name by which a policy calls it."""
+        """The name by which a policy calls the tool."""
         return str(self.schema["function"]["name"])
 
     def call(self, arguments: dict[str, Any], images: Sequence[Any] = ()) -> Any:

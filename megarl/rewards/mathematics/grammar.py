@@ -24,7 +24,7 @@ def read(tokens: list[Token]) -> Node:
 
 
 class AnswerReader(ExpressionReader):
-    """A reader of lists of statements, and of environments."""
+    """A reader of lists of statements, and of LaTeX environments."""
 
     def listing(self) -> Node:
         """Read statements separated by commas, semicolons, line ends, `and` and `or`."""

@@ -51,7 +51,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Compound:
-    """Several values together.
+    """Several values together, such as a list, a tuple or a matrix.
 
     Attributes:
         kind: `list` has no brackets; `rows` of a matrix and of cases are groups of kind `row`.

@@ -222,7 +222,8 @@ class Evaluation:
         return ctx.zero if size < -self.kept else value
 
     def _whole(self, value: Any, rounded: Callable[[Any], Any]) -> Any:
-        """Return a floor or a ceiling; of a whole number the number itself."""
+        """Return `rounded(value)`, a floor or a ceiling; a value that is whole up to rounding errors gives that number.
+        """
         nearest = self.ctx.nint(value)
         distance = abs(value - nearest)
         return nearest if not distance or self.ctx.mag(distance) < -self.kept else rounded(value)

@@ -53,7 +53,7 @@ class _Episode:
 
     @property
     def owed(self) -> bool:
-        """Whether the process has not answered yet."""
+        """Whether the process still has to answer a call."""
         return self.advice or len(self.sums) <= len(self.chunks)
 
 

@@ -41,7 +41,7 @@ class SharedWeights(WeightLink):
 
 
 class ReceivedWeights(WeightLink):
-    """The rollout team's end: receives weights for its engine. Collective over the rollout team.
+    """The rollout team's end of the weight link: receives weights for its engine. Collective over the rollout team.
 
     It posts the addresses of its inboxes. Each replica is one receiver; replicas that share experts are one receiver
     together.
@@ -94,7 +94,7 @@ class ReceivedWeights(WeightLink):
 
 
 class SentWeights(WeightLink):
-    """The actor team's end: connects to the rollout team's engines, and sends them weights. Collective.
+    """The actor team's end of the weight link: connects to the rollout team's engines and sends weights. Collective.
 
     Raises:
         WorkerError: an engine does not answer; raised on every rank.

@@ -49,7 +49,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How weights are prepared: the decoding dtype, and the number of rows they are packed for (0: not packed)."""
+    """How weights are prepared for decoding: their dtype, and for how many rows they are packed (0: not packed)."""
 
     dtype: torch.dtype
     pack_rows: int = 0

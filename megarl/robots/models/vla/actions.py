@@ -165,7 +165,7 @@ class ActionCodec:
 
     @property
     def dim(self) -> int:
-        """Numbers of an action, D."""
+        """Number of components of an action, D."""
         return self.statistics.dim
 
     def to_actions(self, tokens: ArrayLike) -> Floats:
