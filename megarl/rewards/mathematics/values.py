@@ -222,8 +222,7 @@ class Evaluation:
         return ctx.zero if size < -self.kept else value
 
     def _whole(self, value: Any, rounded: Callable[[Any], Any]) -> Any:
-        """Return `rounded(value)`, a floor or a ceiling; a value that is whole up to rounding errors gives that number.
-        """
+        """Return `rounded(value)`, a floor or a ceiling; a value that is whole up to rounding errors stays whole."""
         nearest = self.ctx.nint(value)
         distance = abs(value - nearest)
         return nearest if not distance or self.ctx.mag(distance) < -self.kept else rounded(value)
