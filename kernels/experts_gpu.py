@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Columns per program, and its warps.
+#: Columns per program, and warps per program.
 SUM = (2048, 8)
 
 

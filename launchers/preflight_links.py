@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _ROUNDS = 5
 _PINGS = 5
-#: Bytes of an all-reduce with (gloo, nccl).
+#: Bytes of an all-reduce with gloo, and with nccl.
 _SIZES = (8 << 20, 256 << 20)
 
 

@@ -251,7 +251,7 @@ class RayWorkers:
         master = "127.0.0.1" if one_machine else self._places[first][0]
         port = ray.get(self._actors[first].listen.remote(master), timeout=self._seconds_left())
         shared = layout_environment(team.parallel) | {"MASTER_ADDR": master, "MASTER_PORT": str(port), **(more or {})}
-        # Not passed in the actors' runtime_env, which Ray shows to everybody.
+        # Secrets are not passed in the actors' runtime_env, which Ray shows to everybody.
         secrets = [name for name in os.environ if name in (USER, PASSWORD) or name.startswith(_TRACKERS)]
         shared |= own_command() | {name: os.environ[name] for name in secrets}
         shared |= own_environment(job) if self._address is None else {ATTEMPT: job.attempt}

@@ -20,7 +20,7 @@ INNER = "r"
 #: Longest path of a socket in Ray's folder; Linux allows paths of `_LONGEST` bytes.
 _SOCKET = "session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 _LONGEST = 107
-#: Owner of root's folders where a user namespace does not map root.
+#: User id that root's folders seem to have where a user namespace does not map root.
 _UNMAPPED = 65534
 
 

@@ -30,7 +30,7 @@ _EARLY_S, _STEPS_S = 60, 300
 _INSIDE = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/opt", "/proc", "/sys", "/tmp", "/usr", "/var")
 #: Options of sbatch that request GPUs; --gpu-bind and similar options do not.
 _FOR_GPUS = ("--gpus", "-G", "--gpus-per-task", "--gpus-per-socket")
-#: Options that would change how a job is submitted, watched or continued: the reason, and the fix.
+#: Refused options of sbatch, which would change how a job is submitted, watched or continued: the reason, and the fix.
 _ARRAY = ("it makes several jobs, which would write to one run folder", "submit each run by itself")
 _WAIT = ("sbatch would return only after the job has ended", "megarl logs -f RUN_DIR waits for the end of a run")
 _OTHER_JOB = {

@@ -55,7 +55,7 @@ class Nodes:
     def __init__(self, files: Folder, job: str, look: Callable[[], None]) -> None:
         self._files, self._plan, self._job, self._look = files, files.plan, job, look
         self._steps = 0
-        #: For each node of the job its group in the plan.
+        #: Node of the job -> its group in the plan.
         self.group_of: dict[str, int] = {}
         for number in range(len(self._plan["groups"])):
             listed = os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{number}") or os.environ["SLURM_JOB_NODELIST"]

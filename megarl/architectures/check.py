@@ -14,7 +14,7 @@ from megarl.system.errors import ConfigError
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The supported kinds of RoPE scaling."""
 
-# Required numbers of each kind; yarn's factor may be null, and is then a ratio of lengths.
+# Numbers that each kind of RoPE requires; yarn's factor may be null, and is then a ratio of lengths.
 _ROPE_NEEDS = {
     "default": (),
     "linear": ("factor",),

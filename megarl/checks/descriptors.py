@@ -18,7 +18,7 @@ from megarl.dag.placement import Placement, devices_key
 from megarl.launchers.common import LAZY_FROM
 
 _OTHERS = 128  # files, pipes, servers, libraries: 17 in a bare process, more with servers and reward processes
-_USUAL = 1024  # the limit that most systems start processes with
+_USUAL = 1024  # limit of descriptors with which most systems start processes
 
 
 def group_sizes(nproc: int, parallel: ParallelConfig) -> list[int]:

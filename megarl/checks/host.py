@@ -29,11 +29,11 @@ from megarl.planning.shards import BYTES, GRADIENT, Sizes, layout_key, parameter
 from megarl.planning.terms import Moment, Term, term
 from megarl.rewards.runner import reward_processes
 
-# A worker with torch, Megatron, transformers and MLflow loaded and a model of 2 million parameters: 0.6 to 0.7 GB.
+# Bytes of a worker with torch, Megatron, transformers and MLflow; with 2 million parameters it takes 0.6 to 0.7 GB.
 _WORKER = 0.65e9
-_GPU_WORKER = 4e9  # with CUDA's context and libraries; an assumption, not a measurement
+_GPU_WORKER = 4e9  # bytes of a worker with CUDA's context and libraries; an assumption, not a measurement
 _REWARD_WORKER = 0.1e9
-_CPU_SERVER = 1.2e9  # an SGLang server without its model
+_CPU_SERVER = 1.2e9  # bytes of an SGLang server without its model
 # Bytes of rows as Python objects, rendered texts and tokens, per byte of a data file (jsonl: 3.4 for the rows).
 _DATA = 6.0
 

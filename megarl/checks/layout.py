@@ -122,7 +122,7 @@ def _check_devices(
     smaller = max((tp for tp in fit if tp < parallel.tp), default=None)
     problem = None if facts is None else tensor_problem(layout, parallel, facts)
     if team.devices % size and facts is not None and problem is not None and smaller is not None:
-        # This tp is invalid for the model, too: one message, with a size that fits both.
+        # This tp is also invalid for the model: report both in one message, with a size that fits both.
         larger = next((tp for tp in tensor_sizes(facts) if tp > parallel.tp), None)
         replica = (larger or 0) * parallel.pp * parallel.cp
         more = f", or to {larger} with {key}={-(-team.devices // replica) * replica}" if larger else ""

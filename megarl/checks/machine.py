@@ -128,7 +128,7 @@ def _check_cores(config: RunConfig, machine: Machine, checks: Checklist, starts:
         checks.ok(f"{count(here, 'process')} on {count(machine.cores, 'core')}, no GPU{note}")
     if cluster.threads is not None and cluster.threads * here > machine.cores and not starts:
         devices = ", and the devices of placement.teams" if config.placement.teams else ""
-        checks.warn(  # when the run starts, the launcher warns with the workers' actual threads
+        checks.warn(  # the launcher warns again when the run starts, by the workers' actual threads
             "cluster.threads",
             f"{count(here, 'process')} of {count(cluster.threads, 'thread')} share {count(machine.cores, 'core')}, "
             "which is many times slower than one thread per core",

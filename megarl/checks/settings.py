@@ -24,8 +24,8 @@ from megarl.system.errors import close_matches
 #: Lowest temperature except 0 at which logits of hundreds, divided by it, keep their differences in float32.
 _COLDEST = 1e-3
 _LARGEST_GROUP = 1024
-#: Learning rates above which AdamW breaks randomly initialised and trained models; tiny models still train just below.
 _TRIAL = 10  # optimizer steps: a shorter run tries out a recipe, and no schedule is meant for it
+#: Learning rates above which AdamW breaks randomly initialised and trained models; tiny models still train just below.
 _FRESH_LR, _TRAINED_LR = 1e-2, 1e-4
 
 

@@ -18,7 +18,7 @@ from megarl.recipes.components import COMPONENTS
 
 BEGIN = "<!-- keys: written by python -m megarl.commands.describe docs/keys.md, do not edit below -->"
 END = "<!-- end of keys -->"
-#: Bounds in `describe_allowed` that only catch mistakes, such as a deadline of more than a year.
+#: Pattern of bounds in the text of `describe_allowed` that only catch mistakes, such as a deadline of over a year.
 _FAR = re.compile(r"( and)? [<>]= -?\d{7,}(\.0)?")
 
 

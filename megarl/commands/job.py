@@ -234,7 +234,8 @@ def _use_run(arguments: argparse.Namespace) -> str:
         arguments.results = run_dir
     resumed = [text.partition("=")[2] for text in arguments.overrides if text.startswith("trainer.resume=")]
     checkpoint = resumed[-1] if resumed else "auto"
-    if checkpoint not in ("auto", "never"):  # its weights fit the model with which the run began, not the exported one
+    # the checkpoint's weights fit the model with which the run began, not the exported one
+    if checkpoint not in ("auto", "never"):
         check_holds_run(run_dir)
         if arguments.weights is not None:
             raise UserError(
@@ -289,7 +290,8 @@ def command_to_go_on(arguments: argparse.Namespace, run_dir: Path, resume: str, 
     """
     from megarl.launchers.attempts import next_start
 
-    is_file = Path(arguments.recipe).is_file()  # absolute, to work from any folder; a bare name is a shipped recipe
+    # a file gets an absolute path, to work from any folder; a bare name is a shipped recipe
+    is_file = Path(arguments.recipe).is_file()
     recipe = str(Path(arguments.recipe).absolute()) if is_file else arguments.recipe
     command = ["megarl", arguments.command, recipe, *map(mask, arguments.overrides)]
     start, key = next_start(run_dir, resume, begun=begun)

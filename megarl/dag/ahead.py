@@ -30,7 +30,7 @@ KEY, ORDER, PARTIAL = "async.max_staleness", "async.order", "async.partial"
 #: Largest `async.max_staleness` k. A team may be k + 1 steps ahead of a reader of its messages, or twice as many if
 #: both samples and the steps formed from them run ahead; messages are kept for `buffer.core.KEPT` steps.
 MOST = 30
-#: The stage that a stream of groups replaces.
+#: The stage that async.order=as_ready replaces by a stream of groups.
 ROLLOUT_STAGE = "megarl.runtime.stages.rollout:rollout"
 _GREEDY = "megarl.runtime.stages.rollout:greedy_rollout"
 

@@ -43,7 +43,8 @@ class TeamPlan:
     first: int  # number of the team's first worker, counted over all teams, team by team
     parallel: ParallelConfig
     nodes: tuple[str, ...]  # nodes that the team runs, in the graph's order
-    cuts: tuple[int, ...] = ()  # prompts of a step at which mini-batches of its trained models begin, except the first
+    # prompts of a step at which the second and later mini-batches of the team's trained models begin
+    cuts: tuple[int, ...] = ()
 
     @property
     def replicas(self) -> int:

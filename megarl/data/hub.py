@@ -20,7 +20,7 @@ from megarl.data.sources import HUB, SUFFIXES, TEXT
 from megarl.system.errors import ConfigError
 from megarl.system.imports import is_module_reference
 
-ASK_S = 4.0  # deadline of all requests together; a hub that can be reached replies in a fraction of a second
+ASK_S = 4.0  # seconds for all requests together; a hub that can be reached replies in a fraction of a second
 _TRUE = ("1", "ON", "YES", "TRUE")
 _SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 Answer = Literal["there", "not there", "unknown"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.system.errors import DataError, close_matches
 
-MAX_DEPTH = 64  # nested lists and objects; rows are walked recursively, and Python's stack is finite
+MAX_DEPTH = 64  # most levels of nested lists and objects; rows are walked recursively, and Python's stack is finite
 #: Keys of the sample that a reward function gets. (`data_source` is not here: a row's own column replaces it.)
 SAMPLE_KEYS = frozenset(
     {"uid", "prompt", "response", "answer", "finish_reason", "response_length", "transcript", "messages", "row"}
@@ -210,7 +210,7 @@ def _plain(value: Any, row: Row, column: str, depth: int = 0) -> Any:
         check_text(value, f"column {column!r}", row)
         return value
     if type(value) is int:
-        if value.bit_length() > 1024:  # rewards, templates and logs print it, and Python limits the digits
+        if value.bit_length() > 1024:  # rewards, templates and logs print the number, and Python limits the digits
             try:
                 str(value)
             except ValueError as error:

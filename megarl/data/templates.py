@@ -165,7 +165,8 @@ class ChatTemplate:
         date: str | None = None,
     ) -> None:
         self._tokenizer, self._tools, self._more = tokenizer, tools, dict(more)
-        self._roles = {ASSISTANT}  # roles whose content the template is known to write; Turns checks the assistant's
+        # roles whose content the template is known to write; `Turns` checks the role of the assistant
+        self._roles = {ASSISTANT}
         self._templates = {"default": template} if isinstance(template, str) else dict(template)
         if "default" not in self._templates:
             raise no_chat_template()

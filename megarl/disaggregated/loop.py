@@ -97,7 +97,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             resume(c, checkpoints, Path(start.source), begun=start.begun)
         all_ready(c)
         accept_start(c, graph, checkpoints)
-        # opened after all checks, so that a start that fails them does not change the run's record
+        # The recorder is opened after all checks, so that a start that fails them does not change the run's record.
         part: Part = "second" if config.sft.steps else "whole"
         with Recorder(c, "train", config.trainer.steps, start.shown_from, part) as recorder:
             publish(c, c.context.step)

@@ -46,7 +46,7 @@ class HostError(MegarlError):
 class Reply:
     """The reply of an environment, as plain data."""
 
-    # text, chat messages or token ids; None: the prompt of the data (after `reset`), or nothing more
+    # text, chat messages or token ids; None: after `reset` the prompt of the data, later no observation
     observation: Any = None
     reward: float = 0.0
     done: bool = False
@@ -56,7 +56,8 @@ class Reply:
     repeats: bool = False
     # images of the observation, in which the model's image text stands for each
     images: list[ImageSet] = field(default_factory=list)
-    # if turns were replayed, its earlier replies: the first observation and the reply to each turn but the last
+    # if turns were replayed, the environment's earlier replies: the first observation and the reply to each turn but
+    # the last
     before: list[Reply] = field(default_factory=list)
 
     def refuse(self, error: str) -> None:

@@ -11,12 +11,12 @@ from megarl.system.errors import ConfigError, close_matches
 
 T = TypeVar("T")
 
-#: Names (also those of `megarl simulate`) of shares by which something is divided, in addition to `..._share`, and of
-#: other divisors.
+#: Assumptions (also those of `megarl simulate`) that are divisors, so they must not be 0: shares, in addition to names
+#: that end with _share, and other numbers.
 _SHARES = frozenset(("train_mfu", "prefill_mfu", "server_memory", "kept_groups", "usable_memory"))
 _DIVISORS = frozenset(("disk_gb_s", "memory_tb_s", "peak_tflops", "link_gbit", "link_times"))
 
-#: Names for which 0 stands for a value derived from the recipe.
+#: Assumptions for which 0 stands for a value derived from the recipe.
 OF_ZERO = {
     "prompt_tokens": "0: half of data.max_prompt_tokens",
     "prompt_patches": "0: half of the most patches that images of a prompt can have",

@@ -52,7 +52,8 @@ PACK_LIMIT_BYTES, PACK_STEPS = 1 << 30, 16
 """On a CPU the embedded engine repacks weights up to this size once, if it decodes at least this many tokens."""
 # Bytes per generated token: Python numbers that ranks exchange, and the fields of a batch.
 _TOKEN, _TOKEN_BUFFERS = 120.0, 20.0
-_TOKEN_CERTAIN = 12.0  # certain part: embedded generation begins with token ids (int64) and log-probs (fp32)
+# bytes per generated token that are certain: the token id (int64) and log-prob (fp32) of embedded generation
+_TOKEN_CERTAIN = 12.0
 _LOGIT_COPIES = {"forward_kl": 7, "forward_kl_topk": 7, "reverse_kl": 7, "jsd": 13}
 """Number of float32 tensors with the size of a chunk's logits in the backward pass of a divergence, rounded up."""
 

@@ -43,7 +43,7 @@ class ServerRoom:
     tokens: float  # tokens that fit into one engine
     slots: float  # samples that an engine decodes at the same time; 1 if not even one fits
     longest: float  # tokens of the longest sample, prompt included
-    certain: bool = True  # the recipe sets how much of a device a server takes; otherwise SGLang chooses it
+    certain: bool = True  # whether the recipe sets how much of a device a server takes; otherwise SGLang chooses it
 
     @property
     def fits(self) -> bool:

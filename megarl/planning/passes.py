@@ -43,7 +43,8 @@ class Cost:
     formula: str  # tag of the formula in docs/planning.md, such as T4
     what: str  # kind of work
     seconds: float  # seconds of the fullest rank in one step
-    bytes: float = 0.0  # bytes that this rank sends, reads or writes for it; 0: the cost does not depend on bytes
+    # bytes that this rank sends, reads or writes for this work; 0: the cost does not depend on bytes
+    bytes: float = 0.0
 
     def times(self, number: float) -> Cost:
         """Return the cost of `number` repetitions."""

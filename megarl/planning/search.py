@@ -50,7 +50,7 @@ class SearchResult:
 
     best: tuple[FoundPlan, ...]  # the best plans, the fastest first
     compared: int  # number of layouts in placements that were considered
-    without_room: int  # how many of them do not fit into memory; the memory of slower layouts was not checked
+    without_room: int  # how many of these layouts do not fit into memory; the memory of slower layouts was not checked
 
 
 @dataclass(frozen=True)

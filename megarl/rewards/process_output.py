@@ -11,7 +11,7 @@ from megarl.system.errors import printable
 
 LIMIT = 1 << 16  # bytes per process until `renew`
 _CHUNK = 1 << 16
-_END_S = 1.0  # wait for the last lines; a process that left its group may hold the pipe open for longer
+_END_S = 1.0  # seconds to wait for the last lines; a process that left its group may hold the pipe open for longer
 
 
 class ProcessOutput:

@@ -38,8 +38,9 @@ from megarl.system.errors import MegarlError
 if TYPE_CHECKING:
     from megarl.data.image_set import ImageSet
 
-_SOON_S = 0.1  # wait for environments, within which most answer; later answers are taken when they arrive
-_QUICK_S = 0.01  # the same wait while turns are in flight in an engine that decodes only inside `wait`
+_SOON_S = 0.1  # seconds to wait for environments, within which most answer; later answers are taken when they arrive
+# seconds to wait for environments while turns are in flight in an engine that decodes only inside `wait`
+_QUICK_S = 0.01
 
 
 class EpisodeError(MegarlError):

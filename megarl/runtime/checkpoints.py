@@ -470,7 +470,7 @@ def _surplus_name(part: int) -> str:
     return f"surplus_{part}.safetensors"
 
 
-_SPARE = 1.1  # the next step and save may take this much longer than the longest ones so far
+_SPARE = 1.1  # the next step and save may take this many times as long as the longest ones so far
 
 
 class SaveBy:

@@ -43,7 +43,8 @@ VALIDATE = "validate"  # the phase of held-out evaluation
 # malloc keeps freed memory (`cluster.keep_freed_memory`), but fragments it: without a trim the resident set would grow
 # by a quarter in 1,000 steps. After a trim the next step faults the pages in again, about 0.4 s per GB.
 _TRIM_EVERY = 100
-_AFTER_FAILURE_S = 5.0  # other ranks hang until this failed one ends; the launcher completes an unfinished record
+# seconds to finish the record: other ranks hang until this failed one ends, and the launcher completes the record
+_AFTER_FAILURE_S = 5.0
 
 
 class Recorder:

@@ -236,5 +236,6 @@ if __name__ == "__main__":
     exit_code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # At once: threads of communication libraries may wait for ranks that are gone, or abort when the interpreter goes.
+    # Exit at once: threads of communication libraries may wait for ranks that are gone, or abort when the interpreter
+    # ends.
     os._exit(exit_code)

@@ -39,8 +39,10 @@ CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 #: and SIGHUP.
 _REPEATED_S = 1.0
 _PR_SET_PDEATHSIG = 1
-_MOST_DESCRIPTORS = 1 << 20  # some programs iterate over all numbers up to the limit when they start
-_CLOCK_S = 2.0  # start times of processes are relative to the machine's start, whose time changes with its clock
+# a higher limit would slow down programs that iterate over all numbers up to it when they start
+_MOST_DESCRIPTORS = 1 << 20
+# tolerated seconds: processes' start times are relative to the machine's start, which changes with its clock
+_CLOCK_S = 2.0
 
 
 def die_with_parents() -> None:

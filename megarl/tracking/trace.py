@@ -26,7 +26,7 @@ from megarl.tracking.close import read_restarts
 MOST_BYTES = 64 << 20
 _NEEDS: Needs = {"rank": int, "path": str, "start_ns": int, "end_ns": int, "step": int}
 _TO_ITS_END = {"ph": "f", "bp": "e"}  # binds an arrow's end to the enclosing slice
-_INSIDE_NS = 1000  # subtracted, because a slice does not contain the moment of its end
+_INSIDE_NS = 1000  # nanoseconds by which an arrow ends earlier, because a slice does not contain the moment of its end
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +178,8 @@ def _arrows(slices: list[_Slice], origin: int) -> Iterator[dict[str, Any]]:
     That work is the likely cause of the wait: samples come from `give`, weights and messages from later work. Arrows
     may be wrong when clocks of machines differ.
     """
-    works: dict[tuple[str, bool], list[_Slice]] = {}  # by (team, whether only work that hands over samples is listed)
+    # slices by (team, whether only work that hands over samples is listed)
+    works: dict[tuple[str, bool], list[_Slice]] = {}
     for phase in sorted(slices, key=lambda phase: phase.start_ns):
         if phase.team and not phase.waits_for:
             works.setdefault((phase.team, False), []).append(phase)

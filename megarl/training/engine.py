@@ -369,7 +369,8 @@ class MegatronEngine:
             outputs = self._outputs(head, hidden, chunk, micro)
             if micro.samples:
                 value, metrics = loss_fn(*outputs, batch.select(list(micro.samples)))
-            else:  # a zero that depends on every parameter: other ranks wait for this one's gradients
+            # the loss is a zero that depends on every parameter, because other ranks wait for this rank's gradients
+            else:
                 value, metrics = outputs[0].sum() * 0.0, Metrics()
             return value, value.new_zeros((), dtype=torch.int), (value.detach(), metrics)
 

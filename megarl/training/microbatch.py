@@ -92,7 +92,7 @@ def build(
     tokens, predicts, lengths, opens = packed.tokens, packed.predicts, list(packed.lengths), list(packed.open_from)
     positions = packed.positions
     if total is not None:
-        # Padding sequences fill the stream up to `total`; none is longer than the longest real one.
+        # Padding sequences fill the packed stream up to `total`; none is longer than the longest real one.
         unit = _unit(layout)
         padded = [-(-length // unit) * unit for length in lengths]
         missing, piece = total - sum(padded), max(padded)

@@ -111,7 +111,7 @@ def _returns_and_weights(rows: Rows, mask: Tensor, inputs: list[Tensor]) -> list
 
     def dense(rewards: Tensor, logp: Tensor, squares: Tensor, *more: Tensor) -> list[Tensor]:
         *weights, prefix = more
-        # (1 - pi)^2 <= w: rounding must not make w negative.
+        # The first factor is at least (1 - pi)^2, so it must not become negative by rounding.
         proxy = (1 - 2 * logp.exp() + squares).clamp(min=0) * prefix
         for weight in weights:
             proxy = proxy * weight

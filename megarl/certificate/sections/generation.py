@@ -25,8 +25,8 @@ _MODELS = ("dense", "mixture")
 _EOS = [2]
 _ROUNDS = 3
 _SLACK = 1 << 16  # tolerated growth in bytes; a cache of these models has a megabyte
-#: Limits for log-probs of decoding against the training pass, which use different kernels. In bf16 a token may be
-#: routed to another expert: 0.003 on a CPU.
+#: Limits for the difference between log-probs of decoding and of the training pass, which use different kernels. In
+#: bf16 a token may be routed to another expert (0.003 measured on a CPU).
 _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 
 

@@ -15,8 +15,8 @@ from megarl.certificate.findings import Findings, worst
 from megarl.system.device import device, has_cuda
 
 #: Limits for the norm of the difference over the norm of the result. bf16 keeps 8 bits: an element is off by up to
-#: 4e-3, and attention probabilities are rounded once more (0.006 on a CPU). float32 is off by 1e-7 per operation, and
-#: sums have another order (4e-7 on a CPU); TF32 would be off by 1e-3.
+#: 4e-3, and attention probabilities are rounded once more (0.006 measured on a CPU). float32 is off by 1e-7 per
+#: operation, and sums have a different order (4e-7 measured on a CPU); TF32 would be off by 1e-3.
 LIMITS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 _LENGTHS = ([37, 512, 5], [1], [1024, 130, 130], [64] * 7)
 _HEADS, _GROUPS, _DIM = 16, 4, 128

@@ -16,7 +16,7 @@ from megarl.config.run import RunConfig
 
 _MODELS = ("dense", "mixture")
 _STEPS = 2
-_LIMIT = 1e-4  # limit in float32: sums have another order, which changes values of 1 to 10 by about 1e-6
+_LIMIT = 1e-4  # limit in float32: sums have a different order, which changes values of 1 to 10 by about 1e-6
 _DEADLINE_S = 120.0
 
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 TRANSPORTS = ("tensor", "distributed", "disk", "delta")
 _UPDATES = 3
 _PROMPTS = 8
-#: Limits for log-probs of the servers' kernels against the trainer's: 2e-5 in float32 on a CPU; bf16 keeps 8 bits.
+#: Limits for the difference between log-probs of servers and trainer: in float32 2e-5 was measured on a CPU; bf16 keeps
+#: 8 bits.
 _LIMITS = {"fp32": 1e-3, "bf16": 0.2}
 _MODEL = "Qwen/Qwen3-0.6B"  # randomly initialised; large enough for update times to be meaningful
 

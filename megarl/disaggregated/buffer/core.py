@@ -83,7 +83,7 @@ class _Step:
     #: groups of each replica of a receiving team, by the node that generated the samples and the team
     parts: dict[tuple[str, str], list[list[GroupInfo]]] = field(default_factory=dict)
     done: set[tuple[str, int]] = field(default_factory=set)
-    #: groups that were chosen for this step (as_ready)
+    #: groups that were chosen for this step (async.order=as_ready)
     formed: list[FlowGroup] = field(default_factory=list)
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.dag.placement import Handover, Placement
 
-#: Object store of a Ray that transfers nothing but arguments and exit codes.
+#: Bytes of the object store of a Ray that transfers nothing but arguments and exit codes.
 LEAST = 128 << 20
 _BYTES_PER_SAMPLE = 256  # bytes of a handover per sample: ids, offsets, and JSON syntax
 _BYTES_PER_GROUP = 4096  # bytes of a handover per group: headers of a block, and Ray's own

@@ -186,6 +186,6 @@ def noises(seed: int, task: str, trial: int, steps: int, dim: int) -> Numbers:
     name = int.from_bytes(hashlib.blake2b(task.encode(), digest_size=8).digest(), "little")
     generator = np.random.Philox(key=[seed % 2**64, name], counter=[0, 0, 0, trial])
     raw = generator.random_raw(2 * steps * dim).reshape(steps, dim, 2) >> np.uint64(11)
-    # Box and Muller: numpy's own normal numbers may change between its versions.
+    # The Box-Muller transform, because numpy's own normal numbers may change between its versions.
     first, second = ((raw[..., place] + 0.5) * 2.0**-53 for place in (0, 1))
     return (np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second)).astype(np.float32)

@@ -14,7 +14,7 @@ import numpy as np
 
 from .protocol import Numbers, Observation, Outcome, Simulator, TaskSpec
 
-#: Control mode to the dimension of an action of the arm with its gripper.
+#: Control mode -> dimension of an action of the arm with its gripper.
 ACTIONS = {"pd_ee_delta_pose": 7, "pd_ee_delta_pos": 4, "pd_joint_delta_pos": 8}
 JOINTS = 9
 

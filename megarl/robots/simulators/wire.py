@@ -20,7 +20,7 @@ from megarl.system.plain import Malformed
 
 from .protocol import Recording, TaskSpec
 
-#: Header and arrays.
+#: A message: its header, and its arrays by name.
 Message = tuple[dict[str, Any], dict[str, NDArray[Any]]]
 _KINDS = ("<f4", "<f8", "<i4", "<i8", "|u1", "|b1")
 _MOST_ARRAYS, _MOST_DIMENSIONS = 64, 8

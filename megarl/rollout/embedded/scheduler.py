@@ -69,7 +69,7 @@ class Scheduler:
             self.running.append(sample)
             admission.samples.append(sample)
             if sample.prompt_tokens == 1:
-                continue  # the first decode step reads the last prompt token; nothing comes before it
+                continue  # no prefill: the first decode step reads the last prompt token, and there is no earlier one
             if sample.request in holder:
                 admission.copies.append((holder[sample.request], row))
             else:

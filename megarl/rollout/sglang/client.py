@@ -34,7 +34,7 @@ _HEALTH_EVERY_S = 5.0
 # its server be dropped, so the client reuses no connection that was idle for longer than this.
 _IDLE_S = 1.0
 _PREFILL_ALONE = 256  # prompt tokens from which the first sample's prefill is worth waiting for
-_INTERRUPTIONS = 100  # most per sample; more means that a server answers without making progress
+_INTERRUPTIONS = 100  # most interruptions of a sample; more mean that a server answers without making progress
 _LATE = 2  # most late requests per sample that are sent again; each repeats the same work
 _UNBOUNDED = 1 << 30
 _ABORT_AGAIN_S = 1.0  # a server forgets an abort that overtakes its request

@@ -35,10 +35,10 @@ from megarl.system.errors import ConfigError, ServerError
 from megarl.system.processes import ending, free_port
 
 _CPU_TOKENS = 65536  # tokens of the KV cache on a CPU, where SGLang would allocate a share of the whole memory
-_GRACE_S = 10.0  # after SIGTERM, for a server on a GPU to release memory that it shares with other processes
+_GRACE_S = 10.0  # seconds after SIGTERM in which a server on a GPU releases memory that it shares with other processes
 _PORT_TRIES = 3
 POLL_S = 0.5
-HEALTH_S = 25.0  # /health answers within 20 s, whether the server is healthy or not
+HEALTH_S = 25.0  # seconds for a health check: /health answers within 20 s, whether the server is healthy or not
 _CLASHES = ("address already in use", "is already in use", "eaddrinuse")
 
 

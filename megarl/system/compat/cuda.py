@@ -23,7 +23,7 @@ MAJOR = 13
 FIRST_DRIVER = {12: 525, 13: 580}
 _SYSTEM = Path("/usr/local/cuda")
 _UUID_BYTES = 96  # maximum length in NVML
-_ANSWER_S = 60  # a first start of an interpreter on a network disk takes seconds
+_ANSWER_S = 60  # seconds for an interpreter to answer; a first start on a network disk takes seconds
 # Version of the NCCL library that torch loads. `torch.cuda.nccl.version()` gives the version of the headers, and a
 # wheel may have been exchanged; it is used only where NCCL is built into torch.
 _ASK_NCCL = """
