@@ -330,7 +330,7 @@ def prepare(job: Job) -> Job:
 
 
 def clear(run_dir: Path) -> None:
-    """Remove the files of a start whose workers have ended, except those of a run that has begun."""
+    """Remove the files of a start whose workers have ended; keep the files of a run that has begun."""
     forget_token(run_dir)
     (run_dir / SAVE_REQUEST).unlink(missing_ok=True)
     discard_config(run_dir)

@@ -60,7 +60,7 @@ Manifest = dict[str, Any]
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as literal blocks."""
+    """A YAML dumper that writes texts of several lines as literal blocks."""
 
 
 _Dumper.add_representer(

@@ -133,7 +133,7 @@ def _add_report(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_doctor(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command that looks at an installation, with its checks."""
+    """Add `megarl doctor`, which describes an installation, with its checks."""
     doctor = commands.add_parser("doctor", help="show versions, devices, and what optional packages would enable")
     doctor.add_argument("--clean", action="store_true", help="remove what killed processes left in /tmp and /dev/shm")
     doctor.set_defaults(run=_doctor)
@@ -150,7 +150,7 @@ def _add_module(
     module: ModuleType,
     run: Callable[[argparse.Namespace], int],
 ) -> None:
-    """Add a command that a module describes and gives its arguments."""
+    """Add a command whose description and arguments come from a module."""
     form = argparse.RawDescriptionHelpFormatter
     command = commands.add_parser(name, help=text, description=module.__doc__, formatter_class=form)
     module.add_arguments(command)
@@ -364,7 +364,7 @@ def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Names
 
 
 def _limit(error: Exception) -> UserError | None:
-    """Return the user's error for a limit of this machine or of Python that an input exceeds; None for others."""
+    """Return a user error if `error` means that an input exceeds a limit of this machine or of Python, else None."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return UserError(
             "a path is longer than the file system allows",
@@ -391,7 +391,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Show warnings of this package in the user's form; drop warnings of libraries."""
+    """Print warnings of this package in the form of its errors; drop warnings of libraries."""
     if category.__module__.startswith("megarl."):
         print(f"megarl: warning: {printable(str(message))}", file=sys.stderr)
 

@@ -279,8 +279,8 @@ def wrong_clocks(offsets: dict[str, float], limit_s: float) -> dict[str, str]:
 def slow_nodes(edges: list[dict[str, Any]], share: float) -> dict[str, str]:
     """Return nodes without a working link, or whose best link is far slower than the median of all nodes' best links.
 
-    The best link counts, because a slow node makes both its links slow, and its neighbours must not be blamed. Two
-    nodes have no median.
+    The best link counts, because a slow node makes both its links slow, and its neighbours must not be blamed. With
+    only two nodes, speeds are not compared.
     """
     best: dict[str, float] = {}
     errors: dict[str, str] = {}

@@ -60,8 +60,8 @@ def kto_loss(
         labels: bool [B], whether each example is desirable.
         z: the mini-batch's `baseline`.
         counts: examples of the mini-batch, over which the loss is a mean.
-        dtype: the model's dtype. If r differs from z only by this dtype's rounding, the example does not count as
-            accurate.
+        dtype: the model's dtype. If an example's log-ratio differs from z only by this dtype's rounding, the example
+            does not count as accurate.
     """
     response_logp, ratios = log_ratios(logp, responses)
     gains = torch.where(labels, ratios - z, z - ratios)

@@ -80,9 +80,10 @@ class ProgressReport:
         return ~self.distances.isnan()
 
     def histogram(self, bins: int) -> tuple[list[int], list[float]]:
-        """Return the histogram of the distances of shaped failures: `bins` counts and `bins` + 1 edges.
+        """Return the histogram of the distances of failures that are scored by distance: `bins` counts and `bins` + 1
+        edges.
 
-        Without shaped failures the counts are zero and the edges go from 0 to 1.
+        Without such failures the counts are zero and the edges go from 0 to 1.
         """
         import numpy as np
 
@@ -90,7 +91,7 @@ class ProgressReport:
         return counts.tolist(), edges.tolist()
 
     def rank_correlations(self, progress: Tensor, groups: Sequence[Hashable] | None = None) -> dict[Hashable, float]:
-        """Return Spearman's correlation of score and true progress over the shaped failures of each task, or group.
+        """Return Spearman's correlation of score and true progress over the `shaped` failures of each task or group.
 
         Tasks with fewer than two such failures, or with equal scores or equal progress, are missing.
 

@@ -61,7 +61,7 @@ class GroupStats:
 
     @property
     def centred(self) -> Tensor:
-        """score - group mean, float64 [B]; zero if the sample is not live or the only live one of its group."""
+        """score - group mean, float64 [B]; zero if the sample is fully masked or the only unmasked one in its group."""
         return torch.where(self.live & (self.count > 1), self.scores - self.mean, 0)
 
     @property

@@ -32,7 +32,7 @@ def part_of(parameter: str) -> ModelPart:
 
 @dataclass(frozen=True)
 class WeightSource:
-    """A Hugging Face tensor; `shape` has names of `plan.dimensions`."""
+    """A Hugging Face tensor; `shape` has names of sizes from `megarl.architectures.values.dimensions`."""
 
     name: str
     shape: tuple[str, ...]

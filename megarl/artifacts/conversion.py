@@ -16,7 +16,7 @@ _SOURCES = "a folder with config.json and *.safetensors, a hub name, a checkpoin
 
 
 def check_conversion(source: Path, target: Path, max_shard_gb: float) -> None:
-    """Check that a conversion can work."""
+    """Check the source, target and shard size of a conversion."""
     _check_source(source)
     check_target(target)
     if not max_shard_gb > 0:

@@ -72,7 +72,7 @@ def hf_config(model: str) -> PretrainedConfig:
 
 
 def fill(chunks: list[PolicyModel], hf: PretrainedConfig) -> None:
-    """Fill chunks with random weights that are the same under every layout."""
+    """Fill model chunks with random weights that are the same under every layout."""
     from megarl.models.weights import init_random
 
     init_random(chunks, hf, SEED)

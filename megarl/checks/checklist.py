@@ -65,7 +65,9 @@ class Checklist:
         self._add("skip", why)
 
     def check_deadline(self, key: str, found: float, what: str, config: RunConfig) -> None:
-        """Check a deadline: while one rank waits for `what`, the others wait up to `cluster.timeout_s`."""
+        """Check a rank's deadline for `what`, which must be below `cluster.timeout_s`, since the other ranks wait no
+        longer.
+        """
         cluster = config.cluster
         if cluster.nproc > 1 and found >= cluster.timeout_s:
             self.fail(

@@ -266,8 +266,8 @@ def _memory_text(config: RunConfig, checked: Checked, machine: Machine) -> str:
 
 
 def _peak(memory: Memory, machine: Machine, config: RunConfig) -> tuple[str, float]:
-    """Return the name and bytes of the moment with the most memory in use. On a GPU elastic terms count with their
-    minimum.
+    """Return the name and bytes of the moment with the most memory in use. On a GPU, memory that adapts to the
+    available room counts with its minimum.
     """
     gpu = _on_gpus(config, machine)
     sizes = {moment.name: sum(taken(part, gpu=gpu) for part in moment.terms) for moment in memory.moments}

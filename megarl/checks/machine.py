@@ -42,7 +42,7 @@ def check_machine(
     job: str,
     starts: bool,
 ) -> None:
-    """Check processes and memory of `job`."""
+    """Check the processes and the memory of `job` on a machine."""
     checks = checks.of("machine")
     if machine is None:
         placed = None if config.cluster.device_memory_gb is None else _divided(sizes, placement, checks)

@@ -142,7 +142,7 @@ def _feed_forward(facts: ModelFacts, layer: int, sparse: bool) -> Shapes:
 
 
 def _refuse_other_kind(folder: Path, facts: ModelFacts, place: Mapping[str, Stored]) -> None:
-    """Refuse files in which other layers have experts than in config.json."""
+    """Refuse files that have experts in different layers from the layers with experts in config.json."""
     wrong: dict[bool, list[int]] = {True: [], False: []}
     for layer in range(facts.layers) if facts.is_moe else ():
         sparse = _is_sparse(facts, layer)
@@ -169,7 +169,9 @@ def _shapes(rule: WeightRule, layer: int, experts: int, sizes: dict[str, int]) -
 
 
 def _check_tensors(folder: Path, forms: list[Shapes], place: dict[str, Stored], block: tuple[int, int] | None) -> None:
-    """Check the tensors of the form in `forms` of which most are present: each exists with its shape and dtype."""
+    """Choose the form in `forms` of which most tensors are present, and check that each of its tensors exists with the
+    right shape and dtype.
+    """
     shapes = max(forms, key=lambda form: sum(name in place for name in form) / len(form))
     for name, shape in shapes.items():
         if name not in place:
@@ -193,7 +195,9 @@ def _check_tensors(folder: Path, forms: list[Shapes], place: dict[str, Stored], 
 
 
 def _check_scales(name: str, place: dict[str, Stored], block: tuple[int, int] | None) -> None:
-    """Check that the codes in tensor `name` have one scale per block, as `megarl.models.weights.files` reads them."""
+    """Check that the quantised values in tensor `name` have one scale per block, as `megarl.models.weights.files` reads
+    them.
+    """
     file, dtype, shape = place[name]
     scales = place.get(f"{name}_scale_inv")
     if dtype != _CODES or block is None or len(shape) != 2 or scales is None or scales[1] not in _DTYPES:

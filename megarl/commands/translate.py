@@ -203,7 +203,7 @@ def _the_others(source: OtherSettings, made: Translation) -> None:
 
 
 def _positive(value: Any) -> Any:
-    """Return a number above 0; None for others, such as -1 for `none`."""
+    """Return `value` if it is a number above 0; else None, as for -1, which means none in other trainers."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 else None
 
 

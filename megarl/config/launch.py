@@ -18,7 +18,7 @@ from megarl.config.base import Seconds, Section
 
 
 def _matching(pattern: str, form: str) -> AfterValidator:
-    """Return a validator that refuses text that does not match; `form` describes the pattern in the error."""
+    """Return a validator that refuses text that does not match `pattern`; `form` describes the pattern in the error."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):

@@ -125,7 +125,9 @@ def load_config(
 
 
 def _written(document: Document, file: Path) -> set[str]:
-    """Return the dotted keys that the user set, in an override or in `file`, unless it is shipped or a run's record."""
+    """Return the dotted keys that the user set, in an override or in `file`, unless `file` is a shipped recipe or a
+    run's record.
+    """
     shipped = file.resolve().parent == recipe_folder()
     # the recipe in a run folder has every key
     user_file = () if shipped or (file.parent / _RECORD).exists() else (f"{file}:",)

@@ -40,7 +40,7 @@ class Batch:
         *,
         size: int | None = None,
     ) -> None:
-        """Build from fields and columns of equal length; `size` is only needed when there are none."""
+        """Build from fields and columns of equal length; `size` is only needed without fields and columns."""
         fields, columns = dict(fields or {}), dict(columns or {})
         lengths = {name: len(value) for name, value in itertools.chain(fields.items(), columns.items())}
         if size is None:
