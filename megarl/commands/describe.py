@@ -152,7 +152,8 @@ def as_yaml(value: Any) -> str:
 
 
 def _sentence(section: type[Section]) -> str:
-    return (section.__doc__ or "").strip().splitlines()[0]
+    first, _, _ = (section.__doc__ or "").strip().partition("\n\n")
+    return " ".join(first.split())
 
 
 if __name__ == "__main__":
