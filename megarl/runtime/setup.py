@@ -86,9 +86,9 @@ def build_rank_state(
 ) -> RankState:
     """Build the state of a rank of `team` (None: one team that holds all roles), with the policy's weights loaded.
 
-    Critic, reference and teacher come later (megarl/runtime/role_models.py), as they depend on where RL starts.
-    Without `trainable` there are no optimizer and no training data. `scored`: splits whose samples are scored; without
-    any no reward function is loaded.
+    Critic, reference and teacher are built later (megarl/runtime/role_models.py): they depend on where RL starts.
+    Without `trainable` there is no optimizer and no training data. `scored`: data splits whose samples are scored; if
+    empty, no reward function is loaded.
     """
     team = team or TeamContext.of_all(config)
     seed_generators(config.trainer.seed)
@@ -145,7 +145,7 @@ def _published(chunks: object) -> None:
 def _load_data(
     c: StepContext, team: TeamContext, tokenizer: PreTrainedTokenizerBase, *, trainable: bool, scored: Scored
 ) -> tuple[_Source | None, _Pairs]:
-    """Load prompts and environment of a team that generates (else None), and preference pairs of a run on pairs."""
+    """Load prompts and environment of a team that generates (else None), or preference data if the run needs them."""
     source, pairs = None, _Pairs()
     generates = team.holds(Role.ROLLOUT)
     learns_pairs = c.config.preference is not None and not generates
@@ -167,7 +167,7 @@ def _load_data(
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Training and held-out preference pairs, or labelled examples, of a run that generates nothing."""
+    """Training and held-out preference pairs or labelled examples of a run without generation."""
 
     loader: PromptLoader | None = None
     held_out: PairDataset | LabelledDataset | None = None
@@ -229,7 +229,7 @@ class _Source:
     def roles(
         self, c: StepContext, tokenizer: PreTrainedTokenizerBase, chunks: Sequence[PolicyModel]
     ) -> dict[str, ModelRole | RolloutRole | ScorerRole]:
-        """Return the roles `rollout` and `scorer`; the rollout decodes with `chunks` (empty: servers start later)."""
+        """Return the roles `rollout` and `scorer`; the rollout decodes with model `chunks` (empty: with servers)."""
         config, episodes = c.config, self.episodes
         engine: RolloutEngine = UnopenedEngine()
         stale = None
@@ -262,7 +262,8 @@ def _refuse_known_late(config: RunConfig, team: TeamContext, hf_config: Pretrain
 def _end_tokens(c: StepContext, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that end a response, and print them if there are several. Collective.
 
-    Rank 0 reads them for all: machines may have different files, and ranks that decode together must agree.
+    Rank 0 reads them for all ranks, because machines may have different files and ranks that decode together must
+    use the same tokens.
     """
     ids = None
     if c.layout.world.rank == 0:
@@ -287,7 +288,7 @@ def check_vocabulary(config: RunConfig, tokens: int, vocabulary: int) -> None:
 
 
 def check_embeddings(model: PretrainedConfig, policy: PretrainedConfig, key: str) -> None:
-    """Raise ConfigError if the model that `key` names has a smaller vocab_size than the policy, or lacks its images."""
+    """Raise ConfigError if the model of recipe key `key` has fewer embeddings than the policy, or lacks its images."""
     if encoder_of(policy) is not None and encoder_of(model) is None:
         raise ConfigError(
             "this model cannot see images, but the policy does",
@@ -371,10 +372,10 @@ def sequence_layout_of(config: RunConfig, hf_config: PretrainedConfig) -> Sequen
 def image_prompts(
     config: RunConfig, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> ImagePrompts | None:
-    """Return what prepares the images of prompts; None: the model reads text only.
+    """Return the object that prepares the images of prompts; None: the model reads only text.
 
     Raises:
-        ConfigError: the recipe names a column of images, but the model sees none; or as `ImagePrompts.of`.
+        ConfigError: the recipe names a column of images, but the model reads only text; or as `ImagePrompts.of`.
     """
     encoder = encoder_of(hf_config)
     if encoder is not None:
@@ -413,7 +414,7 @@ def check_epochs(config: RunConfig, samples: int, section: Literal["trainer", "s
     """Reject `SECTION.steps` that do not match `SECTION.epochs`, now that the number of samples is known.
 
     Raises:
-        ConfigError: they do not match, for instance because an environment's tools make more prompts overlong.
+        ConfigError: they do not match, for instance because the tools of an environment make more prompts too long.
     """
     settings: TrainerConfig | SFTConfig = getattr(config, section)
     unit, batches = ("examples", config.sft) if section == "sft" else ("prompts", config.data)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def token_exchange(c: RankState, graph: TaskGraph) -> Callable[..., Batch] | None:
-    """Return the function that shares samples by tokens among the team's replicas; None: each keeps its own."""
+    """Return the function that balances samples over the team's replicas by tokens; None: no balancing."""
     return TokenExchange(graph, c.team.plan.nodes).share if c.context.cuts is not None else None
 
 
@@ -54,10 +54,10 @@ def build_team(config: RunConfig, run_dir: Path, graph: TaskGraph, team: TeamCon
 
 
 def find_start(c: RankState, graph: TaskGraph, checkpoints: Checkpoints) -> RunStart:
-    """Bring the actor to the start of RL, by a cold start or from a checkpoint, and return what RL starts from.
+    """Run the cold start or load the checkpoint, so that RL can start, and return the weights that RL starts from.
 
-    The checkpoint of a cold start is written at once. Reference and critic are built from the actor afterwards, so a
-    run that resumes there builds them again equally. An interrupted cold start continues from its own checkpoint.
+    The result of a cold start is saved before reference and critic are built from it, so a run that resumes from this
+    checkpoint builds them in the same way. An interrupted cold start continues from its own checkpoint.
     """
     config = c.config
     resumed_at = checkpoints.find("trainer.steps", config.trainer.steps)
@@ -81,7 +81,7 @@ def find_start(c: RankState, graph: TaskGraph, checkpoints: Checkpoints) -> RunS
 
 
 def fit_schedules(c: RankState) -> None:
-    """Set the length of learning rate schedules that span the whole run to the updates made plus the updates to come.
+    """Set the length of learning rate schedules that span the whole run: updates already made plus updates to come.
 
     The recipe may have changed the number of updates per step since the checkpoint, so the total cannot be computed
     from the number of steps.
@@ -110,7 +110,7 @@ def make_models(c: RankState, start: RunStart) -> None:
 
 
 def accept_start(c: RankState, graph: TaskGraph, checkpoints: CheckpointPart) -> None:
-    """Commit to this start (`Checkpoints.begin`) and write graph.svg; call it after every check that may reject it."""
+    """Prepare the run folder (`Checkpoints.begin`) and write graph.svg; call after all checks of the start."""
     checkpoints.begin()
     if c.team.leads and c.layout.rank == 0:
         write_atomically(c.run_dir / "graph.svg", as_svg(graph, c.team.placement))  # shown in the report

@@ -22,7 +22,7 @@ SAMPLES, WEIGHTS = "samples", "weights"
 
 
 class TeamTime:
-    """Measures the working and waiting time of one rank in a run of several teams."""
+    """Measures how long one rank works and waits in each step of a run with several teams."""
 
     def __init__(self, team: TeamContext) -> None:
         self._team, self._name = team, f"team/{team.plan.name}"
@@ -31,7 +31,7 @@ class TeamTime:
         self._kinds = {SAMPLES, WEIGHTS}  # things that this rank has waited for so far
 
     def start_step(self) -> None:
-        """Start the clock of a step. In other teams than the actor's, a step starts when the one before ends."""
+        """Start the clock of a step. Outside the actor's team, a step starts when the previous step ends."""
         if self._since is None or self._team.leads:
             self._since = time.time_ns()
 
@@ -73,13 +73,13 @@ class TeamTime:
 
 
 class AllTeams:
-    """Compares the teams, in the actor's team, to name the bottleneck."""
+    """Finds the team that is the bottleneck from the metrics of all teams; runs in the actor's team."""
 
     def __init__(self, teams: Iterable[str]) -> None:
         self._busy: dict[str, float | None] = dict.fromkeys(teams)
 
     def look(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Return `perf/bottleneck/NAME`: 1 for the busiest team, 0 for the others; and times of teams without metrics.
+        """Return the metrics `perf/bottleneck/NAME` (1: the busiest team, else 0), and times of teams without metrics.
 
         A rollout team that generates continuously may have sent no metrics of this step. Its times count as 0, and its
         busy share is the last known one. There is no bottleneck until every team has sent metrics once.

@@ -17,9 +17,9 @@ _NEEDED = ("uid", "prompt_ids", "response_ids", "response_mask", "advantages")
 
 
 def shows_groups(config: RunConfig, step: int, *, early: bool = False) -> bool:
-    """Return whether the report shows groups of a step: the first, every `validation.every`-th and the last.
+    """Return whether the report shows groups of `step`: of the first, every `validation.every`-th and the last step.
 
-    `early`: `trainer.early_stop` makes the step the last one.
+    `early`: whether `trainer.early_stop` makes this step the last one.
     """
     every = config.validation.every
     due = early or step in (1, config.trainer.steps) or (every > 0 and step % every == 0)
@@ -32,7 +32,7 @@ def group_rows(c: RankState, samples: Batch) -> list[dict[str, Any]]:
     A line has the `group`, `prompt`, `answer`, `score`, `finish_reason`, the response's number of `tokens` and the mean
     `advantage` of those that are trained on. `pieces` are the texts of the first tokens; `advantages`, `ratios`
     (pi_old / pi_rollout, before an update) and `ages` (steps between the weights that generated a token and those that
-    are trained) are values per token, None for a token that is not trained on. Fields the samples lack are left out.
+    are trained) are values per token, None for a token that is not trained on. Fields the samples lack are omitted.
 
     Args:
         samples: this replica's samples after the step.

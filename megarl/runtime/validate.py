@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class Validation:
     """This rank's part of an evaluation: metrics that merge over ranks, and some generations for the report.
 
-    `unplayed`: error of the first episode that a task could not play; empty: all were played.
+    `unplayed`: the error of the first episode that could not be played; empty: all were played.
     """
 
     metrics: Metrics
@@ -42,7 +42,7 @@ class Validation:
 
 
 def validate(c: RankState, films_of: int | None = None) -> Validation | None:
-    """Generate responses to the held-out prompts and score them; None: the recipe has none.
+    """Generate responses to the held-out prompts and score them; None: the recipe has no held-out prompts.
 
     Args:
         films_of: the training step for which episodes that a `TaskPlayer` plays are filmed; None: no films.
@@ -122,7 +122,7 @@ def evaluate(c: RankState, recorder: Recorder, step: int, *, films: bool = False
 
 
 def _evaluate_pairs(c: RankState, data: PairDataset | LabelledDataset) -> float:
-    """Add the metrics of held-out pairs to the step's; return the share of correctly ranked pairs over all ranks."""
+    """Record metrics of held-out pairs in the step's; return the share of correctly ranked pairs over all ranks."""
     measured = Metrics()
     parts = rounds(data, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size)
     with phase(VALIDATE):
@@ -143,7 +143,7 @@ def _evaluate_pairs(c: RankState, data: PairDataset | LabelledDataset) -> float:
 
 
 def _take_up(c: RankState, result: Validation) -> float:
-    """Add the evaluation's metrics to the step's; return the accuracy over all ranks."""
+    """Add the evaluation's metrics to the step's metrics; return the accuracy over all ranks."""
     numbers = c.layout.dp_group.reduce_metrics(result.metrics).result()
     if "val/acc" not in numbers:
         failed, name = numbers["val/env_errors"], c.config.task.place(c.config)
@@ -153,9 +153,9 @@ def _take_up(c: RankState, result: Validation) -> float:
 
 
 def validates(config: RunConfig, step: int, *, early: bool = False) -> bool:
-    """Return whether there is a validation after `step` (1 or more): the last and every `validation.every`-th.
+    """Return whether to validate after `step` (1 or more): after every `validation.every`-th and the last step.
 
-    `early`: `trainer.early_stop` makes the step the last one.
+    `early`: whether `trainer.early_stop` makes this step the last one.
     """
     last = early or step == config.trainer.steps
     return bool(config.data.held_out) and (last or due(step, config.validation.every))

@@ -119,7 +119,8 @@ def tell_waits(silent_s: float = 4.0, every_s: float = 5.0) -> Iterator[None]:
 
     Args:
         silent_s: seconds in one phase before it is printed.
-        every_s: seconds until it is printed again; six times as long once the phase has taken six times `every_s`.
+        every_s: seconds until it is printed again; the interval is six times as long once the phase has taken six
+            times `every_s`.
     """
     done = threading.Event()
 
@@ -145,7 +146,7 @@ def tell_waits(silent_s: float = 4.0, every_s: float = 5.0) -> Iterator[None]:
 
 class _Beats(MetaPathFinder):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Find no module; send a heartbeat if the main thread imports (other threads must not hide that it hangs)."""
+        """Return None, but send a heartbeat if the main thread imports; other threads must not hide that it hangs."""
         if threading.current_thread() is threading.main_thread():
             beat()
 

@@ -35,7 +35,7 @@ _PUSH = "timing_s/weight_sync"
 
 @dataclass(frozen=True)
 class Calibration:
-    """The measurements of a run."""
+    """Durations measured in a real training run, from which a simulation can be calibrated."""
 
     seconds: Table
     lengths: Lengths
@@ -45,8 +45,8 @@ class Calibration:
 
 
 def calibrate(run_dir: Path) -> Calibration:
-    """Return the measurements of a training run, without its first steps. Raise DataError if the folder holds no
-    training run, or the run is too short, or its order was as_ready.
+    """Return the durations measured in a training run, without its first steps. Raise DataError if the folder holds no
+    training run, if the run is too short, or if it used async.order=as_ready.
     """
     read_timings(run_dir)  # raises for folders without a run and for runs that are too short
     config = load_config(str(run_dir / "config.yaml"), [], components=COMPONENTS)
@@ -86,7 +86,7 @@ def _mean(lines: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def _generation(run_dir: Path, lines: Sequence[dict[str, Any]], node: str) -> list[float]:
-    """Return the slowest rank's seconds of generation in every step: from the trace, or else from the metrics."""
+    """Return how many seconds the slowest rank generated in each step, from the trace if there is one, else metrics."""
     file = run_dir / "trace.json"
     counted = {line["step"] for line in lines}
     ranks: defaultdict[tuple[int, int], float] = defaultdict(float)
@@ -125,7 +125,7 @@ def _line(lines: Sequence[dict[str, Any]], id: str, team: SimTeam) -> Line:
 
 
 def _other(lines: Sequence[dict[str, Any]], team: SimTeam, system: System) -> float:
-    """Return the seconds of a step that a team works outside its nodes."""
+    """Return how many seconds per step a team works outside its graph nodes."""
     trains = team is system.train
     generates = team is system.rollout or (trains and system.rollout is None)
     known = [*team.nodes, *([system.rollout_node] if generates else [])]

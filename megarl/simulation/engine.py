@@ -40,7 +40,7 @@ class Faults:
 
 
 class Simulation:
-    """A simulated run of `steps` steps.
+    """Simulates a training run of `steps` steps.
 
     Args:
         seed: seed of lengths and failures.
@@ -98,7 +98,7 @@ class Simulation:
         return tokens
 
     def call(self, calls: int = 1) -> Steps:
-        """Call the coordinator, and wait for its reply."""
+        """Simulate a call of the coordinator process and the wait for its reply."""
         if self.system.rollout is None and not self.system.others:
             return
         seconds = calls * self.seconds.call()
@@ -109,7 +109,7 @@ class Simulation:
         yield self.env.timeout(self._answered - self.env.now)
 
     def push(self) -> Steps:
-        """Publish new weights to all generating replicas."""
+        """Simulate a weight update of all replicas that generate."""
         seconds = self.seconds.push(self.system.servers)
         self._spent["push"] += seconds
         yield self.env.timeout(seconds)
@@ -124,7 +124,7 @@ class Simulation:
         self._dead[0] += 1
 
     def fullest(self, groups: Sequence[int], replicas: int) -> float:
-        """Return the tokens of the replica that has the most tokens of a step."""
+        """Return the number of tokens on the replica with the most tokens when `groups` are shared among replicas."""
         shares = [0] * replicas
         for place, number in enumerate(groups):
             shares[place % replicas] += self._tokens[number]
@@ -179,7 +179,7 @@ class Simulation:
                 yield self.env.all_of([self.event("over", team.name, step) for team in self.system.others])
 
     def _without_pushes(self) -> float:
-        """Return the current time without the seconds of weight updates."""
+        """Return the simulated time so far, less the time spent in weight updates."""
         return float(self.env.now - self._spent["push"])
 
     def _scores(self, team: SimTeam, rules: Any) -> Steps:

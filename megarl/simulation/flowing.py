@@ -21,7 +21,7 @@ _MOMENT = 1e-6  # smallest time step in seconds, so that time advances whatever 
 
 
 class Flowing:
-    """The replicas that generate independently, and the weight updates between their segments."""
+    """Simulates async.order=as_ready: replicas generate independently, and weights are updated between segments."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._s, system = simulation, simulation.system
@@ -57,7 +57,7 @@ class Flowing:
         return list(groups)
 
     def before_step(self, step: int) -> Steps:
-        """Wait for samples; if everything that may be generated has been, publish the weights now."""
+        """Wait for samples; then publish the weights if no replica may generate further samples without them."""
         if self._partial:
             return
         yield from self.samples(step)
@@ -96,7 +96,7 @@ class Flowing:
     # -- what replicas ask for ---------------------------------------------------------------------------------------
 
     def swap(self, done: list[int], most: int) -> Generator[simpy.Event, Any, list[int]]:
-        """Hand over finished groups and take new prompts."""
+        """Hand over the groups that a replica has finished and return up to `most` new prompts for it."""
         version = self._version
         yield from self._s.call()
         for number in done:
@@ -107,7 +107,7 @@ class Flowing:
         return numbers
 
     def open_for_weights(self) -> simpy.Event:
-        """Record that this replica is idle; return the event of the next weights."""
+        """Record that a replica is ready for new weights; return the event that they have arrived."""
         self._opened += 1
         if self._opened == len(self._s.servers):
             self._open.succeed()
@@ -186,7 +186,7 @@ class _Replica:
         self._advance(self._env.now - began)
 
     def _pass(self, missing: int) -> Steps:
-        """Advance time until a group ends, the buffer must be called, an engine dies, or a weight update is due."""
+        """Advance time until a group ends, the buffer must be called, an engine dies, or weights are due."""
         now = self._env.now
         over = self._replica.until_event(self._samples if not self._dry or self._waiting else 0)
         times = [] if over is None else [over]

@@ -12,19 +12,19 @@ from megarl.simulation.engine import Simulation, Steps
 
 
 class Ordered:
-    """The times at which the samples of a step are available and weights are published."""
+    """Simulates async.order=in_order: when the samples of each step are ready and when weights are published."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._s, self._policy = simulation, simulation.policy
         self._waiting: deque[int] = deque()  # weight versions that are ready and not published
 
     def start(self) -> None:
-        """Start generation, if a team without the actor generates."""
+        """Start generation if a separate team generates."""
         if self._s.system.rollout is not None:
             self._s.env.process(self._generate_all())
 
     def samples(self, step: int) -> Generator[simpy.Event, Any, range]:
-        """Return the groups of a step when they are generated; without a rollout team they are generated now."""
+        """Wait until the groups of a step are generated and return them; without a rollout team, generate them now."""
         s = self._s
         if s.system.rollout is None and not s.event("generated", step).triggered:
             yield from self._generate(step)
@@ -51,7 +51,7 @@ class Ordered:
             self._waiting.append(step)
 
     def _generated_before(self, version: int) -> simpy.Event:
-        """Return the event that all samples of the weights that `version` replaces are generated."""
+        """Return the event that all samples of the weights before `version` are generated."""
         return self._s.event("generated", self._policy.last_step(version - 1))
 
     def _push_waiting(self, must_go: Callable[[int], bool]) -> Steps:

@@ -58,7 +58,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Planned:
-    """The seconds by formulas; see `megarl.simulation.seconds.Seconds`."""
+    """Durations computed by formulas from the model's sizes; implements `megarl.simulation.seconds.Seconds`."""
 
     facts: ModelFacts
     system: System
@@ -70,7 +70,7 @@ class Planned:
 
     @property
     def _link(self) -> float:
-        """Bytes per second of a device's link."""
+        """Bytes per second of the network link of one device."""
         return self.given.link_gbit * self.given.link_share * 1e9 / 8 / self.given.link_times
 
     def token(self, running: int) -> float:
@@ -104,9 +104,7 @@ class Planned:
         return 3 * passes * flops / rate + updates * self.reduce(replicas)
 
     def reduce(self, replicas: int) -> float:
-        """Return the seconds of reducing gradients in an update: scattered in fp32, parameters gathered in bf16, over
-        the replicas.
-        """
+        """Return the seconds to reduce-scatter fp32 gradients and all-gather bf16 parameters over replicas."""
         if replicas == 1:
             return 0.0
         parameters = self.facts.parameters / self.model_parallel
@@ -132,7 +130,7 @@ class Planned:
 
 
 def plan_seconds(config: RunConfig, graph: TaskGraph, system: System, lengths: Lengths, given: Assumptions) -> Planned:
-    """Return the formulas for a recipe. Raise ConfigError if the model's sizes are not known here."""
+    """Return durations by formulas for a recipe. Raise ConfigError if the model's sizes are not known here."""
     from megarl.artifacts.facts import known_facts
 
     facts = known_facts(config.model, "download the model first, or simulate from measurements with --run RUN_DIR")

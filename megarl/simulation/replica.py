@@ -16,12 +16,11 @@ _Sample: TypeAlias = tuple[float, int, int]  # (end on the clock of tokens, grou
 
 
 class ReplicaClock:
-    """The clock of a replica. Time passes only in `advance`; between two ends of samples all running samples have one
-    speed.
+    """The simulated clock of one replica. Time passes only in `advance`. Speed changes only when a sample ends.
 
     Args:
-        seconds: seconds of tokens and prompts.
-        slots: most samples decoded at the same time; others wait in order.
+        seconds: durations of decoding steps and prefills.
+        slots: maximum number of samples decoded at the same time; other samples wait in order.
     """
 
     def __init__(self, seconds: Seconds, slots: int, prompt: int) -> None:
@@ -61,7 +60,7 @@ class ReplicaClock:
         self._fill()
 
     def reread(self) -> None:
-        """Prefill all running samples again, prompt and tokens, with the new weights."""
+        """Add the time to prefill all running samples (prompt and tokens) again with new weights."""
         read = sum(self._prompt + tokens - (end - self._clock) for end, _, tokens in self._running)
         self._debt += self._seconds.prefill(round(read)) if self._running else 0.0
 

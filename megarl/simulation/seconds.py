@@ -8,12 +8,12 @@ from typing import Protocol
 
 
 class Seconds(Protocol):
-    """The durations of the parts of a run. Pass an object with these methods to use better numbers than the
-    formulas'.
+    """The durations of the parts of a run. Pass your own object with these methods to use better numbers than those
+    from formulas.
     """
 
     def token(self, running: int) -> float:
-        """Return the seconds of a decoding step when `running` samples of a replica run."""
+        """Return the seconds of one decoding step of a replica with `running` samples."""
 
     def prefill(self, tokens: int) -> float:
         """Return the seconds in which a replica prefills a prompt or interrupted sample of `tokens` tokens."""
@@ -30,15 +30,15 @@ class Seconds(Protocol):
         """Return the seconds in which a replica fetches samples of `tokens` tokens that another team wrote."""
 
     def other(self, team: str) -> float:
-        """Return the seconds of a team and step outside all nodes: metrics, files, Python."""
+        """Return the seconds per step that a team spends outside all nodes: on metrics, files and Python."""
 
     def call(self) -> float:
-        """Return the coordinator's seconds per call."""
+        """Return the seconds in which the coordinator process handles one call."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds that grow with tokens: `fixed + per_token * tokens`."""
+    """A duration that grows with tokens: `fixed + per_token * tokens` seconds."""
 
     fixed: float
     per_token: float = 0.0
@@ -50,7 +50,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """Seconds from a table, measured or planned."""
+    """Durations from a table, measured or computed."""
 
     token_s: Line  # seconds of a decoding step, by number of running samples
     prefill_s: Line = field(default_factory=lambda: Line(0.0))  # seconds by number of tokens
@@ -61,7 +61,7 @@ class Table:
     call_s: float = 0.001  # seconds that the coordinator takes per call
 
     def slower_links(self, times: float) -> Table:
-        """Return the same table with links that take `times` times as long."""
+        """Return the same table for network links that are `times` times slower."""
         line = self.handover_s
         slower = Line(line.fixed * times, line.per_token * times)
         return replace(self, push_s=self.push_s * times, handover_s=slower)

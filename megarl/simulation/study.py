@@ -30,7 +30,7 @@ RECIPE, WHAT_IF = "unchanged", "--what-if"
 
 @dataclass(frozen=True)
 class StudyRow:
-    """One simulated run."""
+    """One simulated run with its settings and result."""
 
     what: str  # the row's overrides, or `RECIPE`
     system: System
@@ -45,7 +45,7 @@ class StudyRow:
 
 @dataclass(frozen=True)
 class Study:
-    """The settings of a simulation."""
+    """The settings of a simulation study."""
 
     recipe: str  # name or file of a recipe, or a run folder
     overrides: tuple[str, ...] = ()  # `key.path=value` for all rows
@@ -60,7 +60,7 @@ class Study:
     refuse: Callable[[RunConfig, TaskGraph], None] = lambda config, graph: None
 
     def rows(self) -> list[StudyRow]:
-        """Return all rows: the recipe first, with all numbers of devices. Raise UserError for an invalid recipe,
+        """Return all rows, the recipe itself first, for every number of devices. Raise UserError for an invalid recipe,
         override, assumption or run folder.
         """
         return [row for changed in [(), *self.what_if] for row in self._of(changed, self.measured)]
@@ -82,7 +82,10 @@ class Study:
         return None if same else "the seconds come from a run with another model than the recipe's"
 
     def as_measured(self) -> str | None:
-        """Return the nodes whose measured time does not depend on the number of devices, if that matters; else None."""
+        """Describe the parts of a step for which the simulation assumes the measured time on any number of devices.
+
+        None without measurements, or for a single number of devices.
+        """
         if self.measured is None or len(self.devices) < 2:
             return None
         nodes, step = self.measured.seconds.nodes, self.measured.step_s
@@ -147,7 +150,7 @@ def _refuse_unused(given: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def _refuse_other(graph: TaskGraph, measured: Calibration, run_dir: Path | None) -> None:
-    """Refuse a run of another graph, which has no measurements of this graph's nodes."""
+    """Raise an error if the measured run had another task graph, because nodes of this graph were then not measured."""
     generating = {id for id in graph.order() if graph[id].declared.resamples}
     missing = [id for id in graph.order() if id not in measured.seconds.nodes and id not in generating]
     if missing:
@@ -166,8 +169,8 @@ def _file(recipe: str) -> str:
 
 
 def losses(first: StudyRow, row: StudyRow) -> dict[str, float]:
-    """Return the seconds of a step that `row` takes beyond those at the efficiency of `first`, by category. The
-    categories are those of the actor's team: its nodes, waiting for samples, new weights, and the rest.
+    """Return, by category, how many seconds longer a step of `row` takes than it would at the efficiency of `first`.
+    The categories are parts of the actor team's time: its nodes, waiting for samples, new weights, and the rest.
     """
     ideal = (row.outcome.tokens_per_s * row.outcome.step_s / row.system.devices) / (
         first.outcome.tokens_per_s * first.outcome.step_s / first.system.devices

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SimTeam:
-    """One team."""
+    """One team in a simulated run."""
 
     name: str
     devices: int  # number of workers, one per device
@@ -63,8 +63,8 @@ class System:
         return sum(team.devices for team in self.teams)
 
     def scaled(self, devices: int, *, grow: bool) -> System:
-        """Return the same run on more `devices`: every team and the servers grow in proportion, with `grow` also the
-        prompts per step; layouts stay. Raise ConfigError if the number is not a multiple of the current one.
+        """Return the same run on more `devices`: every team and the servers grow in proportion, and with `grow` the
+        prompts per step; layouts do not change. Raise ConfigError unless `devices` is a multiple of the current one.
         """
         factor, rest = divmod(devices, self.devices)
         if rest or not factor:
@@ -90,8 +90,8 @@ class System:
 
 
 def read_system(config: RunConfig, graph: TaskGraph) -> System:
-    """Return what the simulation needs of a recipe: its teams, devices, servers and batch sizes. Raise ConfigError for
-    an invalid placement, or a run with environment episodes.
+    """Return the parts of a recipe that the simulation needs: teams, devices, servers and batch sizes. Raise
+    ConfigError for an invalid placement, or a run with environment episodes.
     """
     if config.has_turns:
         raise ConfigError(

@@ -34,7 +34,7 @@ def make_checksum(nbytes: int, *, on_gpu: bool) -> Checksum:
 
 
 class HostChecksum:
-    """SHA-256, cut to its first 8 bytes."""
+    """The first 8 bytes of SHA-256, for tensors on a CPU."""
 
     def __init__(self) -> None:
         self._sha = hashlib.sha256()
@@ -51,7 +51,7 @@ class HostChecksum:
 class DeviceChecksum:
     """SGLang's hash: two 32-bit hashes per tile of 8192 words, summed over tiles and mixed.
 
-    It runs on the device of the parts; only `hexdigest` waits for the device.
+    The hash is computed on the device of the tensors; only `hexdigest` waits for the device.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -84,7 +84,7 @@ class DeviceChecksum:
         return f"{x:016x}"
 
     def _add(self, flat: Tensor) -> None:
-        """Add tiles of a multiple of 4 bytes; only the last tile may be short."""
+        """Add whole tiles to the hash; only the tensor's last tile may be short (a multiple of 4 bytes)."""
         words = flat.view(torch.int32).to(torch.int64) & _WORD
         at = torch.arange(self._words, self._words + words.numel(), device=words.device) & _WORD
         self._words += words.numel()

@@ -38,7 +38,7 @@ class Delta:
         return numbers
 
     def to_bytes(self) -> list[memoryview]:
-        """Return the delta as three buffers."""
+        """Return the delta as three byte buffers."""
         return [part.view(torch.uint8).numpy().data for part in (self.counts, self.distances, self.values)]
 
     @classmethod
@@ -60,7 +60,7 @@ def make_delta(base: Sequence[Tensor], new: Sequence[Tensor], itemsizes: Sequenc
         limit: largest size of the delta in bytes.
 
     Returns:
-        The delta; None if it would exceed `limit`, and `base` is then partly updated.
+        The delta; None if it would exceed `limit`; then `base` has been updated only in part.
     """
     counts, distances, values = [], [_NOTHING], [_NOTHING]
     left = limit - 8 * len(base)

@@ -19,8 +19,8 @@ def choose_transport(
     Args:
         receivers: host of each receiver.
         trainers: hosts of trainer ranks.
-        cannot_map: why receivers cannot map the trainer's memory even on the same host; empty: they can.
-        spread: why one host cannot reach all ranks of a receiver; empty: they are on one host.
+        cannot_map: why receivers cannot map the trainer's memory even on the same host; empty if they can.
+        spread: why one host cannot reach all ranks of a receiver; empty if they are on one host.
     """
     if spread and wanted in ("tensor", "delta"):
         raise ConfigError(spread, where="sync.transport", found=wanted, allowed="auto, distributed or disk")

@@ -31,7 +31,7 @@ class Refused(Exception):
 
 
 class FailedError(ConnectionError):
-    """The other side failed at a request, sent the reason, and closed the connection."""
+    """An error occurred while the other side handled a request; it sent the reason and closed the connection."""
 
 
 def send_message(sock: socket.socket, header: dict[str, Any], *bodies: memoryview, end: float | None = None) -> None:
@@ -77,7 +77,7 @@ def _read(sock: socket.socket, size: int, end: float | None = None) -> bytearray
 
 
 class MessageClient:
-    """The trainer's end of a connection. Calls are serialised; a call has `deadline_s` seconds unless it sets its own.
+    """The client of a message server. It makes one call at a time; the default deadline of a call is `deadline_s`.
 
     Args:
         peer: name of the other side, for its proof and for errors.
@@ -134,7 +134,7 @@ def proof(key: str, who: bytes, nonce: bytes | bytearray) -> bytes:
 
 
 def answer(listener: socket.socket, opened: Opened, key: str, name: str) -> None:
-    """Serve trainers until the process ends or the listener is closed, with a thread per connection.
+    """Accept connections until the process ends or the listener is closed; each is served in its own thread.
 
     Args:
         opened: called for each connection; returns a handler, which gets a message, and returns the answer or raises

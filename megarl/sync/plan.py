@@ -40,7 +40,7 @@ class TrainerRank:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One Hugging Face tensor: its regions, each with the trainer ranks that hold it, in rank order."""
+    """A Hugging Face tensor as a list of regions, each with the trainer ranks that hold it, in rank order."""
 
     shape: tuple[int, ...]
     regions: tuple[tuple[TensorRegion, tuple[int, ...]], ...]
@@ -62,7 +62,7 @@ class Entry:
 class Bucket:
     """Tensors that are sent as one flat buffer without gaps; larger dtypes come first, so that all are aligned.
 
-    `frozen`: training does not change them."""
+    `frozen`: whether the tensors are not trained."""
 
     entries: tuple[Entry, ...]
     nbytes: int
@@ -75,7 +75,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The transfers of one replica to its receivers: the buckets of each sender, and which rank gives each region."""
+    """The transfers from one replica to its receivers: buckets by sender, and the rank that provides each region."""
 
     replica: int
     receivers: tuple[int, ...]
@@ -84,13 +84,13 @@ class Route:
 
     @property
     def lead(self) -> int:
-        """The rank that opens and closes the updates of the route's receivers."""
+        """The rank that opens and closes the weight updates of the receivers on this route."""
         return min(self.senders)
 
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """The plan of a synchronisation; `hosts` lists the host of each receiver by number."""
+    """The plan of a weight synchronisation; `hosts` lists the host of each receiver by number."""
 
     hosts: tuple[str, ...]
     routes: tuple[Route, ...]
@@ -133,18 +133,18 @@ def make_plan(
     senders_per_stage: int | None = None,
     frozen: Container[str] = (),
 ) -> SyncPlan:
-    """Plan a synchronisation.
+    """Plan a weight synchronisation.
 
     Args:
         tensors: the trainer's tensors, see `holdings`.
         ranks: place of each trainer rank.
         hosts: host of each receiver.
         dtype: dtype of the tensors on the wire.
-        fp8: send projection weights as float8_e4m3fn with a float32 scale per block of 128 x 128.
-        bucket_bytes: largest size of a bucket, and of the memory to gather it; a larger tensor gets its own bucket.
-        same_host: senders must run on the host of their receiver, and share GPUs with it if possible.
-        gpus: names of each receiver's GPUs on its host, if they may be the trainer's.
-        one_replica: the first replica sends to all receivers.
+        fp8: whether to send projection weights as float8_e4m3fn with a float32 scale per block of 128 x 128.
+        bucket_bytes: largest size of a bucket and of the buffer that holds it; a larger tensor gets its own bucket.
+        same_host: whether senders must run on the host of their receiver; they also share its GPUs if possible.
+        gpus: names of each receiver's GPUs on its host, if the trainer may use these GPUs too.
+        one_replica: whether the first replica sends to all receivers.
         senders_per_stage: largest number of senders per pipeline stage; None: every holder of a tensor may send it.
         frozen: tensors that training does not change; they have separate buckets, which each sender sends first.
 
@@ -162,7 +162,7 @@ def make_plan(
 
 
 def _in_replica(who: tuple[int, ...], replica: int, count: int) -> tuple[int, ...]:
-    """Return the holders that belong to a replica: equal consecutive shares, in Megatron's data-parallel order."""
+    """Return the ranks in `who` that belong to a replica; each replica is an equal share of consecutive ranks."""
     return who[len(who) * replica // count : len(who) * (replica + 1) // count]
 
 
@@ -246,7 +246,7 @@ def _route(
 
 
 def _giver(who: tuple[int, ...], sender: int, ranks: Sequence[TrainerRank]) -> int:
-    """Return the rank that gives a region: the sender if it holds it, else a holder on its host, else the first
+    """Return the rank that provides a region: the sender if it holds it, else a rank on its host, else the first
     holder."""
     if sender in who:
         return sender
@@ -304,7 +304,7 @@ def _buckets(tensors: list[tuple[str, tuple[int, ...]]], dtype: str, fp8: bool, 
 def _in_turn(buckets: Iterable[Bucket], bound: int) -> tuple[Bucket, ...]:
     """Order a sender's buckets so that, if possible, those above `bound` (single tensors) have even numbers.
 
-    Two buffers alternate, so only the first buffer has to be large."""
+    Buckets use two buffers in turn, so only the first buffer has to be large."""
     large: list[Bucket] = []
     small: list[Bucket] = []
     for bucket in buckets:

@@ -23,10 +23,10 @@ from megarl.system.errors import ServerError
 
 @dataclass(frozen=True)
 class ReceiverUpdate:
-    """One update of one receiver: `open`, then all buckets, then `load` and `reopen`.
+    """One weight update of one receiver: call `open`, send all buckets, then call `load` and `reopen`.
 
     Raises:
-        ServerError: (every method) a step failed; call no further method.
+        ServerError: from every method, if its step failed; then call no further method.
     """
 
     receiver: Receiver
@@ -36,14 +36,14 @@ class ReceiverUpdate:
     step: UpdateStep  # name of each step in errors, and its deadline
 
     def open(self) -> None:
-        """Pause generation, and open the receiver for tensors."""
+        """Pause generation, and prepare the receiver to get tensors."""
         self.receiver.pause(self.mode, self.step)
         if self.session:
             self.receiver.loading(self.version, self.step)
             self.receiver.begin(self.step)
 
     def load(self, commit: Callable[[Receiver], None]) -> None:
-        """Complete the new weights with `commit`, name them, and check that the receiver returns this name."""
+        """Complete the new weights with `commit`, set their version's name, and check that the receiver returns it."""
         self.receiver.loading(self.version, self.step)
         commit(self.receiver)
         if self.session:

@@ -36,7 +36,7 @@ class UpdateStep:
 
 @dataclass(frozen=True)
 class SharedUse:
-    """How long a receiver may keep a sender's buffer mapped: until the sender's last bucket of the update."""
+    """Lets a receiver keep a sender's buffer mapped until the sender's last bucket of an update."""
 
     update: str  # name of the update, equal for all its senders
     sender: str  # name of the buffer's sender
@@ -55,7 +55,7 @@ class UpdateGroup:
 
 
 class ReceiverLayout(Protocol):
-    """How a receiver's ranks split the model. Layouts are hashable, and equal layouts are equal values."""
+    """Describes how a receiver's ranks split the model. Layouts are hashable and compared by value."""
 
     @property
     def ranks(self) -> int:
@@ -71,8 +71,8 @@ class ReceiverLayout(Protocol):
             tensor: whole tensor, in the dtype in which it is sent.
 
         Yields:
-            (parameter, the part of `tensor` that is stored next in it, elements of the whole parameter), in the order
-            in which a checkpoint's tensors are written.
+            (parameter, the part of `tensor` that is stored next in the parameter, number of elements of the whole
+            parameter), in the order in which a checkpoint's tensors are written.
         """
 
     def make_checksum(self, nbytes: int) -> Checksum:
@@ -80,18 +80,18 @@ class ReceiverLayout(Protocol):
 
 
 class Receiver(Protocol):
-    """One engine that receives weights, as one rank of the trainer sees it.
+    """A generation engine that receives weights; every trainer rank has its own object for the engine.
 
-    Every method except `forget` and `done` calls the engine with the deadline of its `step`. It raises a ServerError,
-    which names the engine and the step, if the engine is gone, too slow or refuses.
+    Every method except `forget` and `done` calls the engine with the deadline of its `step`. It raises a ServerError
+    with engine and step if the engine is gone, too slow or rejects the call.
 
     Attributes:
-        number: number in the list of receivers and in the plan.
-        name: name in messages.
-        url: its address, which includes its host.
-        version: the last weight version that it acknowledged; None: none yet.
-        answers: whether it can be updated: it has not failed on this rank.
-        gpus: names of its ranks' GPUs on its host, as in CUDA_VISIBLE_DEVICES; empty: unknown, or a CPU.
+        number: the receiver's number in the list of receivers and in the plan.
+        name: the engine's name in messages.
+        url: the engine's address, including the host.
+        version: the last weight version that the engine acknowledged; None: none yet.
+        answers: whether the engine can be updated, which means that it has not failed on this rank.
+        gpus: names of the GPUs of the engine's ranks on its host, as in CUDA_VISIBLE_DEVICES; empty: unknown, or a CPU.
     """
 
     @property
@@ -110,13 +110,13 @@ class Receiver(Protocol):
     def gpus(self) -> Sequence[str]: ...  # noqa: D102
 
     def pause(self, mode: PauseMode, step: UpdateStep) -> None:
-        """Pause generation; by `mode`, running requests end, are put back, or continue later (`sync.pause`)."""
+        """Pause generation; `mode` (`sync.pause`) decides whether requests are aborted, requeued or continued later."""
 
     def loading(self, version: str, step: UpdateStep) -> None:
         """Record that from now on the engine may hold tensors of its old version and of `version`."""
 
     def begin(self, step: UpdateStep) -> None:
-        """Open the engine for tensors; an update that a dead trainer left open is closed first."""
+        """Prepare the engine to receive tensors; close an update that a dead trainer left open."""
 
     def end(self, step: UpdateStep) -> None:
         """Recompute the values that the receiver derives from tensors; called after all tensors have arrived."""
@@ -139,7 +139,7 @@ class Receiver(Protocol):
     def take_shared(
         self, handles: Sequence[Handle], entries: Sequence[Sequence[Entry]], use: SharedUse | None, step: UpdateStep
     ) -> None:
-        """Make the engine copy tensors from a shared buffer on its host; the buffer is free again on return.
+        """Make the engine copy tensors from a shared buffer on its host; after that the buffer may be overwritten.
 
         Args:
             handles: one handle of the buffer for each rank.
@@ -148,10 +148,10 @@ class Receiver(Protocol):
         """
 
     def takes_changes(self, step: UpdateStep) -> bool:
-        """Return whether the engine can write single changed elements into its parameters."""
+        """Return whether the engine can overwrite single elements of its parameters."""
 
     def take_changes(self, handles: Sequence[Handle], header: list[Any], step: UpdateStep) -> bool:
-        """Make the engine write changed elements; return False if it cannot, and needs whole tensors from now on.
+        """Make the engine overwrite changed elements; return False if it cannot and needs whole tensors from now on.
 
         Args:
             handles: for each rank, one handle of a buffer with distances and values from `megarl.sync.delta`.
@@ -175,7 +175,7 @@ class Receiver(Protocol):
 
 
 class Receivers(Protocol):
-    """All receivers of a run as one rank sees them, with the same order on every rank."""
+    """All receivers of a run, in the same order on every trainer rank."""
 
     @property
     def all(self) -> Sequence[Receiver]:
@@ -183,14 +183,14 @@ class Receivers(Protocol):
 
     @property
     def cannot_map(self) -> str:
-        """Why no receiver can map the trainer's device memory even on the same host; empty: they can."""
+        """Why no receiver can map the trainer's device memory even on the same host; empty if they can."""
 
     @property
     def spread(self) -> str:
-        """Why one host cannot reach all ranks of a receiver; empty: each receiver is on one host."""
+        """Why one host cannot reach all ranks of a receiver; empty if each receiver is on one host."""
 
     def lead(self, folder: Path, deadline_s: float) -> None:
-        """Make this rank the lead of some receivers' updates.
+        """Prepare this rank to lead the updates of some receivers.
 
         Args:
             folder: folder for files that outlive this process.
@@ -201,7 +201,7 @@ class Receivers(Protocol):
         """Record that a receiver holds `version` completely and may generate."""
 
     def mark_failed(self, number: int, why: str) -> None:
-        """Record that a receiver failed, so that it gets no further calls."""
+        """Record that a receiver failed, so that no further calls are sent to it."""
 
     def close(self) -> None:
-        """End what `lead` started because the trainer ends; the receivers may continue without it."""
+        """Stop the helper processes that `lead` started; the receivers may continue after the trainer ends."""

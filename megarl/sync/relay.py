@@ -49,7 +49,7 @@ class _Base:
 
 @dataclass
 class _Sender:
-    """The buckets of one sender by number, and its last delta in shared memory."""
+    """The buckets of one sender by number, and the sender's last delta, in shared memory."""
 
     bases: dict[int, _Base] = field(default_factory=dict)
     patch: Tensor = field(default_factory=lambda: shared_buffer(0, _HOST))
@@ -57,7 +57,7 @@ class _Sender:
 
 
 class Relay:
-    """Keeps the senders' buckets in shared memory."""
+    """Keeps the senders' buckets in shared memory of a receivers' host, and applies deltas to them."""
 
     def __init__(self) -> None:
         self._senders: dict[str, _Sender] = {}
@@ -112,7 +112,7 @@ class Relay:
         return {"taken": True}
 
     def _patch(self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int, ranks: int) -> dict[str, Any]:
-        """Return handles of the changed elements, one for each of a receiver's `ranks`."""
+        """Return handles of a bucket's changed elements, one for each of a receiver's `ranks`."""
         if sender.patched is None or sender.patched[:2] != (bucket, version):
             raise Refused(f"the relay has stored the delta {sender.patched}, not {(bucket, version)}")
         flat = sender.patch[: sender.patched[2]]
@@ -121,7 +121,7 @@ class Relay:
     def _handles(
         self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int, ranks: int
     ) -> dict[str, Any]:
-        """Return handles of the whole bucket, one for each of a receiver's `ranks`."""
+        """Return handles of a whole bucket, one for each of a receiver's `ranks`."""
         stored = sender.bases.get(bucket)
         if stored is None or stored.version != version:
             raise Refused(f"the relay has stored version {None if stored is None else stored.version}, not {version}")
@@ -129,7 +129,7 @@ class Relay:
 
 
 def serve(relay: Relay, address: tuple[str, int], key: str, port_file: Path) -> None:
-    """Serve trainers until the process ends."""
+    """Answer the senders' messages until the process ends."""
     listener = socket.create_server(address)
     temporary = port_file.with_name(port_file.name + ".tmp")
     temporary.write_text(str(listener.getsockname()[1]))

@@ -25,11 +25,11 @@ from megarl.system.errors import ServerError
 
 @dataclass
 class SyncReport:
-    """Result of one synchronisation; when it is over, equal on every rank: seconds of the slowest, bytes of all ranks.
+    """The result of one weight synchronisation, at its end equal on all ranks: seconds of the slowest, bytes of all.
 
     Attributes:
-        updated: numbers of the receivers that got the version.
-        failed: why each other receiver failed, by its number.
+        updated: numbers of the receivers that now hold the version.
+        failed: why each of the other receivers failed, by number.
         verified: number of parameters whose checksums were compared.
         to_probe: updated receivers that `sync.verify` selects; their outputs can be compared when they generate again.
     """
@@ -47,7 +47,7 @@ class SyncReport:
 
 
 class BucketSender:
-    """Fills two buffers in turns, and sends them in a thread. Buffers are created at the first use and kept."""
+    """Fills one of two buffers while a thread sends the other. Buffers are created at the first use and kept."""
 
     def __init__(self, source: Source, transport: Transport) -> None:
         self.source, self.transport = source, transport
@@ -55,13 +55,13 @@ class BucketSender:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers."""
+        """Total size of both buffers in bytes."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def run(
         self, routes: Sequence[int], receivers: Sequence[Receiver], report: SyncReport, *, whole: bool = True
     ) -> None:
-        """Fill this rank's buckets on `routes` and send them; frozen buckets only if `whole`. Collective.
+        """Fill and send this rank's buckets on `routes`, with frozen buckets only if `whole`. Collective.
 
         Args:
             receivers: the receivers to which this rank sends, all on its route.
@@ -74,7 +74,7 @@ class BucketSender:
         self._allocate(buckets)
 
         def send(number: int, bucket: Bucket, flat: Tensor, put: Future[None]) -> None:
-            """Deliver a bucket to all receivers that have not failed, when the transport has prepared it."""
+            """Deliver a bucket to all receivers that have not failed, after the transport has prepared it."""
             start = time.perf_counter()
             put.result()
             healthy = [receiver for receiver in receivers if receiver.number not in report.failed]

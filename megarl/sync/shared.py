@@ -53,7 +53,7 @@ def handle_of(flat: Tensor) -> Handle:
 
 
 def _share_on_device(flat: Tensor) -> Handle:
-    """Return the part of a handle that all handles of this buffer share."""
+    """Return those fields of a handle that are the same for all handles of this buffer."""
     _, (_, _, _, _, _, _, _, *shared) = reductions.reduce_tensor(flat)
     handle, nbytes, start, _, counter, counter_offset, event, _ = shared
     # Use the UUID: device numbers differ between processes with different visible devices.
@@ -64,7 +64,7 @@ def _share_on_device(flat: Tensor) -> Handle:
 
 
 def cuda_arguments(handle: Handle) -> tuple[Any, ...]:
-    """Return the arguments of torch's `rebuild_cuda_tensor`, with the handle's device, which is a UUID."""
+    """Return the arguments of torch's `rebuild_cuda_tensor`, for the device whose UUID is in the handle."""
     values = handle | {key: base64.b64decode(handle[key]) for key in _BINARY}
     offset, device, memory, nbytes, start, *counting = (values[key] for key in _CUDA)
     size = torch.Size((handle["length"],))

@@ -31,7 +31,7 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One region of one tensor that `giver` sends to its place in the bucket of `sender`."""
+    """A region of a tensor that rank `giver` sends into the bucket of rank `sender`."""
 
     giver: int
     sender: int
@@ -63,15 +63,15 @@ class Source:
     """Reads this rank's parameters: fills its buckets and sends pieces to other senders. Every rank has one.
 
     Args:
-        held: this rank's pieces, read at the time of access.
+        held: this rank's pieces of the weights, read at the time of access.
         world: all ranks of the trainer, by the plan's numbers.
         dtype: dtype in which tensors are sent, before FP8.
         device: device of the buckets; pieces are sent between buckets' devices, so all ranks must use one backend.
-        live: do not copy tensors into buckets if this rank already holds them in the form to be sent; `parts` returns
-            where they are.
+        live: whether tensors that this rank already holds in the form to be sent are not copied into buckets; `parts`
+            then returns the parameters themselves.
 
     Attributes:
-        route: number of the route on which this rank sends; None if it only passes pieces to other ranks.
+        route: number of the route on which this rank sends; None if it only sends pieces to other ranks.
         buckets: the buckets that this rank sends, in order.
     """
 
@@ -115,10 +115,10 @@ class Source:
 
     @torch.no_grad()
     def fill(self, number: int, routes: Sequence[int], out: Tensor | None, *, whole: bool = True) -> None:
-        """Run round `number` of `routes`. Collective over the ranks that hold pieces of `routes`.
+        """Exchange the pieces for bucket `number` of each sender on `routes`. Collective over ranks that hold them.
 
         Args:
-            out: uint8 buffer for this rank's bucket in this round; None if it has none.
+            out: uint8 buffer for this rank's bucket in this round; None if it has no such bucket.
             whole: also fill frozen buckets.
 
         Raises:
@@ -141,7 +141,7 @@ class Source:
             self._wait(sending.popleft()[0], "to take a piece")
 
     def _take(self, entry: Entry, moves: list[Move], out: Tensor) -> None:
-        """Collect all regions of one tensor into its place in the bucket, and quantise it for FP8."""
+        """Collect all regions of one tensor into the bucket, and quantise the tensor if it is sent as FP8."""
         plain = ITEMSIZE[entry.dtype] > 1
         if plain:
             whole = out[entry.offset : entry.offset + entry.nbytes].view(self.dtype).view(entry.shape)
@@ -201,13 +201,13 @@ class Source:
 
 
 def _slabs(region: Tensor, itemsize: int | None = None) -> Iterator[Tensor]:
-    """Yield row blocks of at most SLAB_BYTES, at `itemsize` bytes per element; giver and taker must cut equally."""
+    """Split a region into row blocks of at most SLAB_BYTES, in the same way on the sending and the receiving rank."""
     row = max(region[0].numel() * (itemsize or region.element_size()), 1)
     yield from region.split(max(SLAB_BYTES // row, 1))
 
 
 def _moves(route: Route, rank: int) -> dict[int, list[tuple[Entry, list[Move]]]]:
-    """Return the moves of `rank` by round: tensors that it collects, and regions that it gives to other ranks."""
+    """Return the moves of `rank` by round: tensors that it collects, and regions that it sends to other ranks."""
     moves_of_round: dict[int, list[tuple[Entry, list[Move]]]] = {}
     for sender in sorted(route.senders):
         for number, bucket in enumerate(route.senders[sender]):

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class WeightSync:
-    """Keeps receivers on the trainer's weights.
+    """Sends the trainer's weights to receivers.
 
     Args:
         chunks: this rank's part of the model, whose current parameters are sent.
@@ -56,7 +56,7 @@ class WeightSync:
         config: section `sync` of the recipe.
         run_dir: run folder, for logs and the disk transport's folder.
         world: all ranks of the trainer.
-        freeze: parts of the model (`ModelPart`) that are not trained, which a receiver gets once.
+        freeze: parts of the model (`ModelPart`) that are not trained, and are sent to a receiver only once.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class WeightSync:
         return report
 
     def _must_send_frozen(self, numbers: list[int]) -> bool:
-        """Return whether a receiver among `numbers` may lack frozen tensors. Collective."""
+        """Return whether a receiver in `numbers` may lack tensors that are not trained. Collective."""
         if not self.plan.frozen or not self.transport.in_parts:
             return True
         receivers = [self.receivers.all[number] for number in numbers if number in self._led]
@@ -186,7 +186,7 @@ class WeightSync:
         return any(self.world.all_gather_json(not all(hold)))
 
     def _finish(self, updates: dict[int, ReceiverUpdate], ready: list[int], report: SyncReport) -> None:
-        """Publish the version; then each lead rank takes its receivers through the remaining steps."""
+        """Publish the version; then each lead rank performs the remaining update steps of its receivers."""
         problem = None
         if self.world.rank == 0 and ready:
             try:
@@ -253,7 +253,7 @@ class WeightSync:
                 raise error
 
     def _agree(self, numbers: list[int], report: SyncReport) -> list[int]:
-        """Exchange failures between all ranks; return the receivers in `numbers` without one."""
+        """Exchange failures between all ranks; return the receivers in `numbers` that have not failed."""
         for part in self.world.all_gather_json([[number, why] for number, why in report.failed.items()]):
             for number, why in part:
                 report.failed.setdefault(number, why)

@@ -39,11 +39,10 @@ _TOO_LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 class WorkerGroup:
-    """A group of ranks that communicate, as seen by one of them. Methods count ranks within the group, except
-    `subgroup`.
+    """A group of ranks that communicate. Rank numbers in methods are ranks within the group, except in `subgroup`.
 
-    Collectives of a group of one return their input. A collective whose partners do not join within the deadline raises
-    a WorkerError that names the group, this rank and the phase.
+    In a group of one rank, collectives return their input. If other ranks do not join a collective within the
+    deadline, it raises a WorkerError that names the group, this rank and the phase.
 
     Args:
         name: name of the group, for messages.
@@ -91,7 +90,7 @@ class WorkerGroup:
 
     def close(self) -> None:
         """Leave the group and free its sockets and threads. A second call does nothing. Not collective, but a
-        collective of the group that another rank is still in may fail.
+        collective that another rank of the group is still running may fail.
         """
         if self._process_group is not None:
             dist.destroy_process_group(self._process_group)
@@ -117,7 +116,7 @@ class WorkerGroup:
         return tensor
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Overwrite `tensor` with that of rank `src` and return it."""
+        """Overwrite `tensor` with the tensor of rank `src` and return it."""
         if self.size > 1:
             with self._deadline(f"a broadcast of {self._member(src)}"):
                 dist.broadcast(tensor, src=self.ranks[src], group=self.process_group)
@@ -193,8 +192,8 @@ class WorkerGroup:
         return _decode(self.broadcast_bytes(_encode(value) if self.rank == src else None, src))
 
     def reduce_metrics(self, metrics: Metrics) -> Metrics:
-        """Merge metrics over all ranks by each metric's declared reduction, in rank order, so all ranks get equal bits.
-        Ranks may have different names; a rank without samples has none.
+        """Merge metrics over all ranks by each metric's declared reduction. Results are bitwise equal on all ranks.
+        Ranks may have metrics of different names; a rank without samples has none.
         """
         total = Metrics()
         for part in self.all_gather_json(metrics.to_json()):
@@ -220,7 +219,7 @@ class WorkerGroup:
 
 
 def single_world(backend: str, deadline_s: float) -> WorkerGroup:
-    """Return the world of a process that works alone: the one that it has joined, else a new world of size 1."""
+    """Return a world of size 1, for a process without a team: the world that it has joined, else a new one."""
     if not dist.is_initialized():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return team_world(deadline_s)
@@ -238,7 +237,7 @@ def address_for_others(machine: str, group: WorkerGroup) -> str:
     Collective.
 
     A machine's name is not enough: others may not resolve it, and on the machine itself it may be a loopback address.
-    Raise WorkerError if a machine has no route to the first machine, or the first has none to the others.
+    Raise WorkerError if a machine has no route to the first machine, or the first machine has none to the others.
 
     Args:
         machine: unique name of this rank's machine.
@@ -265,7 +264,7 @@ def _route(other: str, machine: str) -> dict[str, str]:
 
 
 def _routes(mine: dict[str, str] | None, group: WorkerGroup) -> list[str]:
-    """Return the address of every rank, empty where it had none to find; all ranks raise WorkerError if one failed."""
+    """Return every rank's address, empty for ranks that need none; all ranks raise WorkerError if one failed."""
     routes = [way or {} for way in group.all_gather_json(mine)]
     for way in routes:
         if "error" in way:

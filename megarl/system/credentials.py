@@ -33,8 +33,8 @@ _TEXTS = ("data.system_prompt", "data.val_files")
 
 
 def _userinfo(ends: str) -> re.Pattern[str]:
-    """Return the pattern of scheme and credentials in an address; `ends` is a character class that ends the address. A
-    database's password may contain unescaped `/`, `?` and `#`; a path with an @ in front begins with a slash.
+    """Return the pattern of scheme and credentials in an address, which ends before the character class `ends`. The
+    password of a database may contain unescaped `/`, `?` and `#`.
     """
     database = rf"(?<!http://)(?<!https://)(?!\*\*\*@)[^/:{ends}]*:[^@{ends}]*(?:@[^?{ends}]*)?"
     # bounded, because matching a long text of such letters would take quadratic time
@@ -78,7 +78,7 @@ def hide(recipe: Any) -> tuple[Any, list[str]]:
 
 
 def _hidden(value: Any, path: str, places: dict[str, None], *, secret: bool = False) -> Any:
-    """Return `value`, found at `path`, with secrets masked (with `secret` all of it); add their paths to `places`."""
+    """Return `value`, found at `path`, with secrets masked (all of it if `secret`); add their paths to `places`."""
     if path in (*_REFERENCES, *_TEXTS):
         return value
     masked = value
@@ -110,7 +110,7 @@ def _names_secret(name: str, value: Any = "") -> bool:
 
 
 def _is_token_id(name: str, value: str) -> bool:
-    """Return whether a value is a token of the vocabulary, such as `stop_token: 13`; a number may be a password."""
+    """Return whether a value is a token id, such as `stop_token: 13`, and not a numeric password."""
     return _plain_name(name).lower().endswith("token") and re.fullmatch(r"\d{1,7}", value) is not None
 
 
@@ -149,7 +149,7 @@ def mask_yaml(text: str) -> str:
 
 
 def _secrets(node: yaml.Node | None, inside: bool = False) -> Iterator[tuple[int, int, str]]:
-    """Yield (start, end, replacement) of each secret in a document. With `inside` all values are secret."""
+    """Yield (start, end, replacement) of each secret in a document. With `inside`, all values are secret."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             text = value.value if isinstance(value, yaml.ScalarNode) else ""
@@ -168,7 +168,7 @@ def _secrets(node: yaml.Node | None, inside: bool = False) -> Iterator[tuple[int
 
 
 def _is_secret(name: str, value: str = "") -> bool:
-    """Return whether `value`, of `a.b.name` or `--name`, is a secret."""
+    """Return whether `value` of a key `a.b.name` or an option `--name` is a secret."""
     name = name.rpartition(".")[2]
     return CREDENTIAL.match(_plain_name(name)) is not None and not _is_token_id(name, value)
 
@@ -190,8 +190,8 @@ def take_out(uri: str, environment: MutableMapping[str, str]) -> str:
 
 def put_back(uri: str, environment: Mapping[str, str]) -> str:
     """Return the address to connect to: the result of `take_out`, completed from `environment`. MLflow's client itself
-    reads the variables for http and https if both are set; a database, or a server that needs only a user name, gets
-    them in the address. Raise KeyError if a variable is not set.
+    reads the variables for http and https if both are set; for a database or a server without password, user name and
+    password are put into the address. Raise KeyError if a variable is not set.
     """
     address = _WHOLE.match(uri)
     if address is None or address["userinfo"] != MASK:

@@ -20,8 +20,8 @@ def has_cuda() -> bool:
 
 
 def device() -> torch.device:
-    """Return the device of this process: `cuda:LOCAL_RANK` or `cpu`. A single visible GPU is this process's own, as
-    with Ray. Raise ConfigError if there are more processes than GPUs on this machine.
+    """Return the device of this process: `cuda:LOCAL_RANK` or `cpu`. If only one GPU is visible, it
+    belongs to this process, as with Ray. Raise ConfigError if there are more processes than GPUs on this machine.
     """
     if not has_cuda():
         return torch.device("cpu")
@@ -40,7 +40,7 @@ def device() -> torch.device:
 
 
 def gpu_id() -> str:
-    """Return the physical GPU of this process: `machine/uuid`."""
+    """Return an id of this process's physical GPU: `machine/uuid`."""
     return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device()).uuid}"
 
 
@@ -54,8 +54,8 @@ def gpu_name() -> str:
 
 
 def refuse_shared_gpu(ids: Sequence[str]) -> None:
-    """Refuse processes that compute on the same GPU. `ids` holds the `gpu_id` of all ranks, in rank order. Raise
-    ConfigError if two ranks have the same GPU, so collectives between them would hang or fail.
+    """Raise ConfigError if two ranks compute on the same GPU, because collectives between them would hang or fail.
+    `ids` holds the `gpu_id` of all ranks, in rank order.
     """
     for rank, name in enumerate(ids):
         first = ids.index(name)
@@ -70,12 +70,12 @@ def refuse_shared_gpu(ids: Sequence[str]) -> None:
 
 
 def dist_backend() -> str:
-    """Return the torch.distributed backend for `device()`. Both forms also move CPU tensors (objects and metadata)."""
+    """Return the torch.distributed backend for `device()`. Either backend also handles CPU tensors."""
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
 
 
 def synchronize() -> None:
-    """Wait for queued device work, so that a host clock read measures it."""
+    """Wait for queued device work, so that time measured on the host includes it."""
     if has_cuda():
         torch.cuda.synchronize()
 
@@ -87,7 +87,7 @@ def empty_cache() -> None:
 
 
 def peak_memory_gb() -> float:
-    """Return the peak memory in GB: of the CUDA allocator on a GPU, or the resident set of this process on a CPU."""
+    """Return this process's peak memory in GB: of the CUDA allocator on a GPU, else its resident set."""
     if has_cuda():
         return torch.cuda.max_memory_allocated() / 1e9
     import resource

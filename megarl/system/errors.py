@@ -35,7 +35,7 @@ class MegarlError(Exception):
 
 
 class UserError(MegarlError):
-    """An error in the user's input. The message is built from its parts so that none is forgotten.
+    """An error in the user's input. The message is built from the arguments, so that no part of it is forgotten.
 
     Args:
         what: the problem in one sentence.
@@ -71,7 +71,7 @@ class UserError(MegarlError):
 
 
 def relative_path_fix() -> str:
-    """Return the fix for a path that does not exist: check it, with the folder at which relative paths start."""
+    """Return the fix for a path that does not exist; it names the folder that relative paths start from."""
     return f"check the path; relative paths start at {Path.cwd()}"
 
 
@@ -102,7 +102,7 @@ class ServerError(MegarlError):
 
     Args:
         server: the server's name.
-        url: called address; empty when the server has none yet.
+        url: the address that was called; empty if the server has no address yet.
         phase: phase of the call.
         reason: the error, in one clause.
         status: the HTTP status when there was a reply.
@@ -145,7 +145,7 @@ def means_out_of_memory(kind: str, message: str) -> bool:
 
 
 def no_room(run_dir: Path) -> UserError:
-    """Return the error that a disk to which the run writes is full."""
+    """Return the error for a full disk to which the run writes."""
     free = {folder: shutil.disk_usage(folder).free / 1e9 for folder in (run_dir, Path(tempfile.gettempdir()))}
     return UserError(
         "a disk to which the run writes is full",
@@ -159,7 +159,8 @@ def no_room(run_dir: Path) -> UserError:
 def close_matches(word: str, options: Iterable[str], n: int = 1, cutoff: float = 0.75) -> list[str]:
     """Return up to `n` options that a misspelt `word` may stand for, best first; empty when no option is close.
 
-    One wrong, missing or swapped letter in four is close. A wrong guess costs the reader more than none.
+    One wrong, missing or swapped letter in four is close. Others are not returned, because a wrong guess is worse than
+    none.
 
     >>> close_matches("gpro", ["grpo", "ppo"]), close_matches("mean", ["max", "min"])
     (['grpo'], [])
@@ -227,7 +228,7 @@ def choose(table: Mapping[str, T], name: str, what: str, *, where: str) -> T:
 
 
 def close_files(name: str, siblings: Iterable[str]) -> list[str]:
-    """Return the file that a misspelt `name` may stand for. Suffixes, which many files share, do not count.
+    """Return the file that a misspelt `name` may stand for. Suffixes are not compared: many files share them.
 
     >>> close_files("trian.jsonl", ["train.jsonl", "b.jsonl"]), close_files("a.jsonl", ["b.jsonl"])
     (['train.jsonl'], [])
@@ -238,7 +239,7 @@ def close_files(name: str, siblings: Iterable[str]) -> list[str]:
 
 
 def encoding_fix(content: bytes, name: str) -> str:
-    """Return the fix for the file `name`, which is not UTF-8; `content` has its first or its invalid bytes.
+    """Return the fix for the file `name`, which is not UTF-8; `content`: its first or its invalid bytes.
 
     >>> encoding_fix("a".encode("utf-16"), "t.csv")
     'it looks like UTF-16: iconv -f UTF-16 -t UTF-8 t.csv > t.utf8.csv, or save it as UTF-8'

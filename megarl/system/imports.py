@@ -115,7 +115,7 @@ def import_callable(path: Callable[..., Any] | str, *, where: str, component: bo
 
 
 def location(error: BaseException, file: str) -> str | None:
-    """Return `file:line: code` of the innermost frame of `error` inside `file`, else of its innermost frame."""
+    """Return `file:line: code` of the innermost frame of `error` in `file`, or of its innermost frame if none is."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
@@ -127,8 +127,8 @@ def location(error: BaseException, file: str) -> str | None:
 
 
 def is_of_user(error: BaseException) -> bool:
-    """Return whether a line of the user's own module (see `of_user`) raised `error` and would raise it again. Errors of
-    the system, such as of a disk or a connection, may not come again; neither may errors that a library raises.
+    """Return whether a line of the user's own module (see `of_user`) raised `error` and would raise it again. Errors
+    of a disk, a connection or a library may not occur again.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not frames or isinstance(error, (OSError, MemoryError, SystemExit)):
@@ -178,12 +178,12 @@ def import_file(path: str | Path) -> ModuleType:
 
 
 class ModuleExitError(ImportError):
-    """A module tried to end the program while it was imported."""
+    """A module tried to exit the program while it was imported."""
 
 
 @contextlib.contextmanager
 def _exits_are_errors() -> Iterator[None]:
-    """Raise ModuleExitError for exceptions that only end programs (SystemExit, KeyboardInterrupt, ...)."""
+    """In this block, replace exceptions that end programs (SystemExit, KeyboardInterrupt, ...) by ModuleExitError."""
     try:
         yield
     except Exception:

@@ -30,13 +30,13 @@ _ALL_PROCESSES = 4026531836  # inode of the root PID namespace, in which all pro
 
 
 def ray_parents() -> list[Path]:
-    """Return the folders in which Ray may create its folder, the first choice first."""
+    """Return the folders in which Ray may create its temporary folder, its first choice first."""
     given = os.environ.get("RAY_TMPDIR")
     return [Path(given)] if given else [Path(tempfile.gettempdir()), Path("/tmp")]
 
 
 def leftovers(temporary: Path | None = None, shared: Path | None = None) -> list[Path]:
-    """Return the files and folders that no process needs any more."""
+    """Return the temporary files and folders of ended runs that no process needs any more."""
     folders = [temporary] if temporary is not None else [Path(tempfile.gettempdir()), *ray_parents()]
     old = [path for path in _candidates(list(dict.fromkeys(folders)), shared or SHARED) if _is_old(path)]
     named = b"\0".join(_named_by_processes()) if old else b""
@@ -56,7 +56,7 @@ def remove_leftovers(temporary: Path | None = None, shared: Path | None = None) 
 
 
 def _candidates(temporary: list[Path], shared: Path) -> Iterator[Path]:
-    """Yield this user's files whose names mark them as leftovers, and whose process is gone if the name contains it."""
+    """Yield this user's files that are named like leftovers; if the name contains a process id, it must have ended."""
     for path in itertools.chain.from_iterable(map(_own_files, temporary)):
         if (_FOLDERS.fullmatch(path.name) and path.is_dir()) or (_FILES.fullmatch(path.name) and path.is_file()):
             yield path
@@ -75,7 +75,7 @@ def _own_files(folder: Path) -> Iterator[Path]:
 
 
 def _is_old(path: Path) -> bool:
-    """Return whether a file is so old that its process, if it still existed, would show that it uses the file."""
+    """Return whether a file is so old that a process that uses it would by now have it open or name it."""
     try:
         age = time.time() - path.stat().st_mtime
         sees_all = os.stat("/proc/self/ns/pid").st_ino == _ALL_PROCESSES

@@ -28,13 +28,13 @@ _COUNTERS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """Resources that processes on this machine may use together.
+    """The resources of this machine that all of its processes together may use.
 
     Attributes:
         memory: bytes of host memory, installed or allowed by a cgroup.
-        has_gpu: an NVIDIA driver is loaded, and CUDA_VISIBLE_DEVICES does not hide all of its GPUs.
+        has_gpu: whether an NVIDIA driver is loaded and CUDA_VISIBLE_DEVICES does not hide all GPUs.
         gpu_memory: bytes of the smallest visible GPU; None: there is none, or its driver does not report it.
-        gpu_certain: False if CUDA_VISIBLE_DEVICES names GPUs ambiguously; `gpu_memory` is then that of the machine's
+        gpu_certain: False if CUDA_VISIBLE_DEVICES is ambiguous; `gpu_memory` is then the memory of the machine's
             smallest GPU.
         shared_memory: free bytes in /dev/shm; None: there is no such file system.
     """
@@ -94,7 +94,7 @@ def free_host_memory(root: Path = _ROOT) -> float:
 
 
 def _cgroups(root: Path) -> list[tuple[float, float]]:
-    """Return (limit, used bytes that cannot be reclaimed at once) of every limited memory cgroup of this process."""
+    """Return (limit, used bytes) of each memory cgroup of this process with a limit, without reclaimable bytes."""
     limits = []
     for folder, top, version in memory_cgroups(root):
         limit_name, used_name, inactive = _COUNTERS[version]
@@ -127,7 +127,7 @@ def smallest_gpu(
     visible: Sequence[str] | None = None, *, in_bus_order: bool = False, library: str = "libnvidia-ml.so.1"
 ) -> tuple[float | None, bool]:
     """Return the bytes of the smallest GPU among `visible` (None if the driver's library NVML does not report them),
-    and whether that is certain: if not, all GPUs count. `in_bus_order`: CUDA numbers GPUs as the library does.
+    and whether this is certain; if not, the smallest of all GPUs. `in_bus_order`: CUDA numbers GPUs like NVML.
     """
     try:
         nvml = ctypes.CDLL(library)
@@ -186,12 +186,12 @@ def processor_name() -> str:
 
 
 def processor_flags(root: Path = _ROOT) -> frozenset[str]:
-    """Return the names of the processor's instruction sets, as Linux has them."""
+    """Return the processor's instruction sets by their names in Linux."""
     return frozenset((_of_processor("flags", "Features", root=root) or "").split())
 
 
 def _of_processor(*names: str, root: Path = _ROOT) -> str | None:
-    """Return the first field of `names` that the first processor in /proc/cpuinfo has; None if it has none of them."""
+    """Return the value of the first field in /proc/cpuinfo whose name begins with one of `names`; None without one."""
     with contextlib.suppress(OSError), (root / "proc/cpuinfo").open() as file:
         for line in file:
             if line.startswith(names):
@@ -212,7 +212,7 @@ def find_malloc_trim() -> Callable[[int], object]:
 
 
 def resident_bytes() -> int:
-    """Return the bytes of this process in memory."""
+    """Return the resident memory of this process in bytes."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)

@@ -17,7 +17,7 @@ _MERGE = {
 class Metrics:
     """A collection of named partial results that merges exactly.
 
-    A mean is kept as (total, count), so merging bags of any sizes gives the mean over all items.
+    A mean is stored as (total, count), so merging gives the exact mean over all items.
 
     >>> a, b = Metrics(), Metrics()
     >>> a.mean("reward", total=3.0, count=4); b.mean("reward", total=1.0, count=1)
@@ -37,11 +37,11 @@ class Metrics:
         self._add(name, "sum", float(value), 0.0)
 
     def min(self, name: str, value: float) -> None:
-        """Keep the smallest value; NaN means "nothing seen"."""
+        """Keep the smallest value; NaN: no value yet."""
         self._add(name, "min", float(value), 0.0)
 
     def max(self, name: str, value: float) -> None:
-        """Keep the largest value; NaN means "nothing seen"."""
+        """Keep the largest value; NaN: no value yet."""
         self._add(name, "max", float(value), 0.0)
 
     def _add(self, name: str, kind: Reduction, value: float, count: float) -> None:
@@ -61,7 +61,7 @@ class Metrics:
         return self._items.pop(name)
 
     def merge(self, other: Metrics) -> Metrics:
-        """Merge `other` into this bag and return this bag."""
+        """Merge `other` into this collection and return this collection."""
         for name, (kind, value, count) in other._items.items():
             self._add(name, kind, value, count)
         return self
@@ -74,12 +74,12 @@ class Metrics:
         }
 
     def to_json(self) -> dict[str, list]:
-        """Return the bag as plain data; `from_json` inverts it."""
+        """Return the metrics as plain data for `from_json`."""
         return {name: list(item) for name, item in self._items.items()}
 
     @classmethod
     def from_json(cls, data: dict[str, list]) -> Metrics:
-        """Return the bag of `to_json`'s data."""
+        """Return the metrics whose `to_json` is `data`."""
         bag = cls()
         for name, (kind, value, count) in data.items():
             bag._add(name, kind, value, count)

@@ -68,7 +68,7 @@ ALWAYS: Mapping[str, Parts] = {ACTOR: (PARAMETERS,)}
 
 
 def needed(phase: str, role: str | None = None) -> dict[str, Parts]:
-    """Return the parts that a phase needs, by holder: models' parts on the device, and servers' parts if it generates.
+    """Return the parts of models, and of servers if the phase generates, that a phase needs on the device, by holder.
     Raise ValueError for an unknown phase or role, or a phase of one model without its name.
     """
     if phase not in PHASES:
@@ -85,7 +85,7 @@ def needed(phase: str, role: str | None = None) -> dict[str, Parts]:
 
 
 class Holder(Protocol):
-    """An object with parts that can be on the device."""
+    """An object whose parts (parameters, optimizer state, ...) can be on the device or off it."""
 
     def hold(self, *parts: str) -> None:
         """Keep exactly these parts on the device."""
@@ -107,15 +107,15 @@ class Model(Holder, Protocol):
 
 
 class OffloadSchedule:
-    """Moves models and servers on and off the device, as the table says. Every rank enters the same phases.
+    """Moves models and servers on and off the device for each phase. Every rank must enter the same phases.
 
-    Parts are moved when a phase begins. At the end of a nested phase the parts of the outer one are restored; after the
-    outermost one everything stays where it is until the next begins. An error in a phase moves nothing, because other
-    ranks may not join a collective: the holders know what they hold, and the next phase starts from there.
+    Parts are moved when a phase begins. At the end of a nested phase the parts of the outer phase are restored;
+    after the outermost phase nothing is moved until the next phase begins. After an error in a phase nothing is moved
+    either, because other ranks may not join a collective; the next phase starts from the parts that are there.
 
     Args:
         meet: waits for all ranks; called after models were offloaded and before servers take their place. A server on
-            several devices must not grow on one whose rank has not freed its memory yet.
+            several devices must not allocate memory on a device whose rank has not freed its memory yet.
     """
 
     def __init__(self, meet: Callable[[], None] = lambda: None) -> None:
@@ -127,7 +127,7 @@ class OffloadSchedule:
         self._open: list[tuple[str, dict[str, Parts]]] = []
 
     def add(self, name: str, model: Model, *, offloads: bool) -> None:
-        """Register a model and move it to where the current phase needs it."""
+        """Register a model, and move its parts on or off the device as the current phase needs."""
         if name not in MODELS:
             raise ValueError(f"the offload schedule has no role {name!r}; allowed: {', '.join(MODELS)}")
         if not offloads:
@@ -144,8 +144,8 @@ class OffloadSchedule:
 
     @contextmanager
     def phase(self, name: str, role: str | None = None) -> Iterator[None]:
-        """Enter a phase, which may need a model's name: its parts are on the device inside the block, and others are
-        offloaded where they may be. Raise RuntimeError if it generates with servers whose weights were dropped.
+        """Enter a phase; some phases need a model's `role`. In the block, the parts that the phase needs are on the
+        device, and others are offloaded if allowed. Raise RuntimeError if it generates with servers without weights.
         """
         wanted = needed(name, role)
         if self._servers is not None and name in _GENERATES and not self._published:
@@ -164,11 +164,11 @@ class OffloadSchedule:
 
     @property
     def resident(self) -> dict[str, frozenset[str]]:
-        """The parts on the device, of the models that may be offloaded."""
+        """The parts on the device of models that may be offloaded."""
         return {name: model.held for name, model in self._models.items()}
 
     def _settle(self) -> None:
-        """Move parts for the innermost phase. Offloading comes first, on all ranks."""
+        """Move parts for the innermost phase; all ranks offload parts before they load others."""
         name, wanted = self._open[-1]
         parts = {role: model.parts.intersection(wanted.get(role, ())) for role, model in self._models.items()}
         servers = frozenset(wanted.get(SERVERS, ()))

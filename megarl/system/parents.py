@@ -37,12 +37,12 @@ def began(pid: int) -> int | None:
 
 
 def as_parent(above: str | None = None) -> dict[str, str]:
-    """Return the environment variables for a child that shall end with this process and those `above` it."""
+    """Return environment variables for a child process that must end when this process or one of `above` ends."""
     return {PARENTS: ",".join(filter(None, [above, f"{os.getpid()}:{began(os.getpid())}"]))}
 
 
 def parents() -> list[Parent]:
-    """Return the parents that the environment names, or else the current parent."""
+    """Return the processes in the environment variable set by `as_parent`, else the current parent process."""
     named = os.environ.get(PARENTS)
     if named is None:
         return [(os.getppid(), began(os.getppid()) or 0)]
@@ -50,7 +50,7 @@ def parents() -> list[Parent]:
 
 
 def any_parent_ended(watched: list[Parent]) -> bool:
-    """Return whether a process in `watched` has certainly ended."""
+    """Return whether some process in `watched` has certainly ended."""
     with contextlib.suppress(OSError):
         return any(began(pid) != when for pid, when in watched)
     return False

@@ -25,7 +25,7 @@ class Malformed(ValueError):
 
 
 def pack(header: Mapping[str, Any], body: bytes = b"", *, finite: bool = True) -> bytes:
-    """Encode a message as bytes. Only Python's JSON has NaN and infinity, which `finite` refuses."""
+    """Encode a message as bytes. NaN and infinity, which only Python's JSON allows, are rejected with `finite`."""
     text = json.dumps(header, allow_nan=not finite, ensure_ascii=False).encode("utf-8", "surrogatepass")
     return _LENGTHS.pack(len(text), len(body)) + text + body
 
@@ -36,7 +36,7 @@ class PlainInbox:
     Args:
         header: maximum bytes of a header.
         body: maximum bytes of a body.
-        depth: maximum nesting of lists and objects in a header; None: the writer is trusted.
+        depth: maximum nesting of lists and objects in a header; None: no limit, because the writer is trusted.
 
     >>> inbox = PlainInbox(1000, 0, 5)
     >>> data = pack({"call": "reset"})
@@ -54,7 +54,7 @@ class PlainInbox:
         self._held += data
 
     def take(self) -> tuple[dict[str, Any], bytes] | None:
-        """Return the next message, None while it is incomplete; raise Malformed if nothing after it can be read."""
+        """Return the next message, or None while it is incomplete. Raise Malformed if it is invalid."""
         start = _LENGTHS.size
         if len(self._held) < start:
             return None
@@ -134,7 +134,7 @@ def text(value: Any, limit: int, what: str) -> str:
 
 
 def short(value: Any) -> str:
-    """Return the beginning of a message's value for error texts."""
+    """Return the beginning of a value from a message, for error texts."""
     shown = json.dumps(value) if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
     return shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 3]}..."
 

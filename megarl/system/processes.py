@@ -94,7 +94,7 @@ def is_first_process() -> bool:
 
 
 def worker_number() -> int:
-    """Return this process's number among the workers of all teams, which is its rank in a run of one team."""
+    """Return this process's number among the workers of all teams; in a run of one team it equals the rank."""
     return int(os.environ.get(WORKER) or os.environ.get("RANK", "0"))
 
 
@@ -113,7 +113,7 @@ _QUIET_PORTS = range(15_000, 32_000)
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a TCP port on `host` on which nothing listens at the moment. If possible, the port is below the range of
-    outgoing connections (usually from 32768 on), so that no connection takes it before its listener does.
+    outgoing connections (usually from 32768 on), so that no outgoing connection takes it before the listener does.
     """
     for port in random.SystemRandom().sample(_QUIET_PORTS, 64):
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -125,7 +125,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this machine's interface that reaches `host`, by the routing table. No packet is sent.
+    """Return the address of this machine's interface that reaches `host`, from the routing table. No packet is sent.
     Raise OSError if `host` has no address, or no route leads there.
     """
     family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
@@ -165,8 +165,8 @@ def oom_kills(root: Path = Path("/")) -> int:
     """Return how often the kernel killed a process for lack of memory: the machine's count since boot plus the counts
     of this process's cgroups.
 
-    Only differences are meaningful. A container's own limit may show only in the cgroup (`memory.events` of version 2,
-    `memory.oom_control` of version 1). 0 if unknown.
+    Only differences between two calls are meaningful. A kill because of a container's limit may be counted only in the
+    cgroup (`memory.events` of version 2, `memory.oom_control` of version 1). The result is 0 if unknown.
     """
     events = {1: "memory.oom_control", 2: "memory.events"}
     files = []
@@ -203,7 +203,7 @@ def _counter(file: Path, name: str) -> int:
 
 
 def identity() -> dict[str, Any]:
-    """Return plain JSON that identifies this process uniquely, even after its number is used again."""
+    """Return plain JSON that identifies this process uniquely, even after its process id is used again."""
     import psutil
 
     return {"host": socket.gethostname(), "pid": os.getpid(), "began": psutil.Process().create_time()}
@@ -251,7 +251,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Signals:
-    """Handlers for the signals of `CAUGHT` in this process."""
+    """The handlers of this process for the signals in `CAUGHT`."""
 
     def __init__(self) -> None:
         self._number = 0  # number of the last signal
@@ -266,7 +266,7 @@ class Signals:
 
     @contextlib.contextmanager
     def raised(self) -> Iterator[None]:
-        """Raise `Stopped` in place of a KeyboardInterrupt that replaced it: waits of Ray raise their own."""
+        """In this block, raise `Stopped` if a signal arrived but Ray raised its own KeyboardInterrupt."""
         try:
             yield
         except KeyboardInterrupt as error:
@@ -283,7 +283,7 @@ class Signals:
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[Signals]:
-    """Turn the signals of `CAUGHT` into `Stopped`, in the main thread: others may set no handlers."""
+    """In this block, make the signals in `CAUGHT` raise `Stopped`. Only the main thread can set such handlers."""
     signals = Signals()
     if threading.current_thread() is not threading.main_thread():
         yield signals

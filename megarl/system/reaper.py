@@ -25,11 +25,11 @@ _AWAITED = (signal.SIGTERM, signal.SIGCHLD)
 
 
 def guarded(*close: int) -> None:
-    """Fork: return in the child, which is the worker; this process stays as its guardian. Call it before any thread
-    starts.
+    """Fork this process. The function returns in the child, the worker; this process remains as the worker's guardian.
 
-    The guardian has no signal handler that could interrupt it: both signals that matter stay blocked until it waits for
-    them, so a signal that arrives at any other moment is kept. Only the worker needs the descriptors `close`.
+    Call this before any thread starts. No signal handler interrupts the guardian: SIGTERM and SIGCHLD are blocked
+    except while it waits for them, so none is lost. The guardian closes the descriptors `close`, which only the worker
+    needs.
     """
     if sys.platform != "linux":
         return
@@ -68,14 +68,14 @@ def _wait_for(worker: int) -> int | None:
 
 
 def _ended() -> Iterator[tuple[int, int]]:
-    """Yield process id and status of each child that has ended."""
+    """Yield process id and exit status of each child that has ended."""
     with contextlib.suppress(ChildProcessError):  # raised when no child is left
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             yield ended
 
 
 def _end_all() -> None:
-    """Kill children until there are none. Children of an ended child are adopted and killed too."""
+    """Kill children until there are none; children of an ended child become children of this process too."""
     until = time.monotonic() + _END_S
     while (children := _children()) and time.monotonic() < until:
         for pid in children:

@@ -40,7 +40,7 @@ _BACKLOG = 4096  # all ranks of a large run connect at once; the kernel uses its
 
 
 def write_token(run_dir: Path) -> None:
-    """Create a random token for the run in a file that only its owner can read; machines share nothing but files."""
+    """Create a random token for the run in a file that only its owner can read; all machines can read the file."""
     path = run_dir / _TOKEN_FILE
     path.unlink(missing_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -119,8 +119,8 @@ def given_listener() -> int | None:
 
 
 def gloo_interface(master: str) -> str | None:
-    """Return the name of this machine's interface that leads to `master`; None if that is loopback or has no name. gloo
-    listens on that interface. Otherwise it would use the host name's address, on any network.
+    """Return the name of the network interface that leads to `master`; None if it is loopback or has no name. gloo must
+    be set to this interface, because it would otherwise use the address of the host name, on any network.
     """
     import psutil
 
@@ -135,8 +135,8 @@ def gloo_interface(master: str) -> str | None:
 def join(backend: str, timeout_s: float, run_dir: Path) -> None:
     """Run `torch.distributed.init_process_group` on a store with one address; collective. Does nothing if already done.
 
-    Rank, number of ranks and the rendezvous come from the environment, see `megarl.runtime.worker`. Under torchrun the
-    store is its agent's. Each team of a run has its own store and world.
+    Rank, number of ranks and the rendezvous come from the environment, see `megarl.runtime.worker`. Under
+    torchrun the agent's store is used. Each team of a run has its own store and world.
     """
     import torch.distributed as dist
 
@@ -167,7 +167,7 @@ def join(backend: str, timeout_s: float, run_dir: Path) -> None:
 
 
 def meet(store: Store, rank: int, world: int, timeout_s: float) -> None:
-    """Wait until all ranks have come to the store, or raise WorkerError, which names late ones; collective."""
+    """Wait until all ranks have connected to the store; raise WorkerError with the missing ranks. Collective."""
     limit = f"within {timeout_s:g} s (cluster.timeout_s)"
     end = time.monotonic() + timeout_s
     store.set(f"rank_{rank}", "")
@@ -182,7 +182,7 @@ def meet(store: Store, rank: int, world: int, timeout_s: float) -> None:
 
 
 def _exists(store: Store, key: str, end: float) -> bool:
-    """Wait for a key; return whether it exists by `end`. The store is read at least once."""
+    """Wait until the store has a key or `end` is reached; return whether it has it. Reads the store at least once."""
     from torch.distributed import DistStoreError
 
     try:
@@ -193,6 +193,6 @@ def _exists(store: Store, key: str, end: float) -> bool:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return `rank 1` or `ranks 0, 2` as text; of many ranks the first sixteen."""
+    """Return `rank 1` or `ranks 0, 2` as text; but at most the first sixteen ranks."""
     more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:16]))}{more}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PhaseEvent:
-    """One closed phase. `path` is slash-joined from the outermost phase; times come from `time.time_ns()`.
+    """One phase that has ended. `path` joins the names from the outermost phase by slashes; times: `time.time_ns()`.
 
     `waits_for` is the team for which this process waited; empty when it worked.
     """
@@ -28,7 +28,7 @@ class PhaseEvent:
 
     @property
     def seconds(self) -> float:
-        """Wall seconds of the phase."""
+        """Duration of the phase in seconds."""
         return (self.end_ns - self.start_ns) / 1e9
 
 
@@ -40,7 +40,7 @@ step_now = 0
 
 
 def set_step(step: int) -> None:
-    """Set the training step with which the following events are stamped."""
+    """Set the training step that is recorded in the following events."""
     global step_now
     step_now = step
 
@@ -81,9 +81,8 @@ def keep_beating(limit_s: float = 6 * 3600.0, every_s: float = 5.0) -> Iterator[
 
 @contextlib.contextmanager
 def phase(name: str, waits_for: str = "") -> Iterator[None]:
-    """Name the work inside the block. An exception that leaves the block keeps the innermost path for `failed_at()`. A
-    block in which this process only waits for another team names that team in `waits_for`, and contains no other such
-    block.
+    """Name the work inside the block as a phase. For an exception that leaves the block, `failed_at()` returns the
+    innermost path. `waits_for` is the team for which this process only waits in the block; such blocks are not nested.
     """
     global _failed_at
     _stack.append(name)

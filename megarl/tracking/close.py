@@ -29,7 +29,7 @@ _BUDGET_S, _TRACE_S = 10.0, 60.0
 
 def close_if_killed(run_dir: Path) -> None:
     """Close a run that is recorded as running although its launcher and processes are gone. Commands that read a run
-    folder call this first. A run on another machine is left as it is.
+    folder call this first. A run on another machine is not changed.
     """
     run = read_run(run_dir)
     if run.get("status") != "running" or not has_fields(run.get("process"), _PROCESS):
@@ -52,8 +52,8 @@ def close_run(run_dir: Path, status: Status, budget_s: float = _BUDGET_S, *, end
 
 
 def show_end(run_dir: Path) -> None:
-    """Print the final table of a failed run that is not restarted, and the place of its report. Workers leave this to
-    their launcher. Stops after 10 seconds and raises no errors.
+    """Print the final table of a failed run that is not restarted, and the path of its report. Only the launcher
+    calls this. Stops after 10 seconds and raises no errors.
     """
 
     def show() -> None:
@@ -79,8 +79,8 @@ def close_mlflow(run_dir: Path, status: Status) -> None:
 
 
 def complete_trace(run_dir: Path) -> None:
-    """Write trace.json of a run of several teams if it is missing, and upload it to MLflow. It is missing when teams
-    outlived the team that keeps the record. Stops after a minute and raises no errors.
+    """Write trace.json of a run of several teams if it is missing, and upload it to MLflow. It is missing when
+    other teams ended after the actor's team, which keeps the record. Stops after a minute and raises no errors.
     """
 
     def write() -> None:
@@ -96,7 +96,7 @@ def complete_trace(run_dir: Path) -> None:
 
 
 def _try_all(parts: Iterable[Callable[[], None]], budget_s: float) -> None:
-    """Call all functions in a thread, and wait for it up to `budget_s` seconds."""
+    """Call all functions in a thread, and wait up to `budget_s` seconds for the thread."""
 
     def work() -> None:
         for part in parts:
@@ -118,7 +118,7 @@ def _close_mlflow(run_dir: Path, status: Status) -> None:
 
 
 def _close_files(run_dir: Path, status: Status, ended: float) -> None:
-    """Write the final status to run.json if it lacks one, and then the files that show it."""
+    """Write the final status to run.json if it lacks one, then write the files that show the status."""
     from megarl.tracking.report import write_report
     from megarl.tracking.trace import merge_trace
 
@@ -132,7 +132,7 @@ def _close_files(run_dir: Path, status: Status, ended: float) -> None:
 
 
 def note_restart(run_dir: Path, why: str, start: str) -> None:
-    """Record a restart that happens now, with the failed worker's error and its place, and the checkpoint `start`."""
+    """Record a restart at the current time, with the failed worker's error and phase and the checkpoint `start`."""
     number = len(read_restarts(run_dir)) + 1
     writer = JsonlWriter(run_dir / RESTARTS)
     writer.write({"restart": number, "time": time.time(), "why": why, "start": start})

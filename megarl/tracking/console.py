@@ -126,7 +126,7 @@ class ConsoleView:
 
     def validation_lines(self, step: int, metrics: dict[str, float]) -> list[str]:
         """Return the lines about a validation: accuracy, pass@k, maj@k, loss, number of prompts, and the best so far.
-        The best is not mentioned for a validation that equals it.
+        The best is left out if this validation is the best.
         """
         if _ACCURACY not in metrics:
             return []
@@ -148,18 +148,18 @@ class ConsoleView:
         return textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
 
     def recall(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Include a validation in the best so far; also used for validations from before a run was resumed."""
+        """Include a validation in the best values so far; also called for validations from before a run was resumed."""
         value = metrics.get(_ACCURACY)
         if isinstance(value, (int, float)) and (self._best is None or value >= self._best[1]):
             self._best = (step, value)
 
     @contextlib.contextmanager
     def progress(self, description: str, total: int | None) -> Iterator[Callable[[float], None]]:
-        """Show the progress of long work. The body calls the yielded function, from any thread, with the units done
-        since its last call.
+        """Show the progress of long work. In the block, call the yielded function, from any thread, with the number of
+        units completed since its last call.
 
-        On a terminal the text and the bar share one line, as every redraw of a second line would stay in a recorded
-        log. Elsewhere a plain line is printed now and then.
+        On a terminal the text and the bar share one line, because a recorded log would contain every redraw of a second
+        line. Elsewhere a plain line is printed from time to time.
         """
         start = last = time.monotonic()
         done, lock = 0.0, threading.Lock()
@@ -189,8 +189,8 @@ class ConsoleView:
         self.console.print(Text(printable(message)))
 
     def final(self, title: str, records: list[dict[str, Any]]) -> None:
-        """Print a table of the key metrics with their first, best and last value; a record is a line of metrics.jsonl.
-        A validation before training (step 0) has its own column. If all records belong to one step there is one column.
+        """Print a table of the key metrics with first, best and last value; `records` are lines of metrics.jsonl.
+        A validation before training (step 0) has its own column. If all records are of one step, there is one column.
         """
         self.close()
         rows = summary(records)

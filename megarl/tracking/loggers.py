@@ -39,17 +39,17 @@ _TEXT_CHARS = 20_000  # most characters of one sample in TensorBoard
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """The facts about a run that a tracker gets.
+    """The description of a run that is passed to trackers (W&B, TensorBoard, ...).
 
     Attributes:
-        id: unique to the run; a resumed run keeps it.
+        id: unique id of the run; a resumed run keeps it.
         name: the recipe's name, with the stage if that is not `train`.
         stage: `train` or `sft`.
         folder: run folder.
         project: `tracking.project`.
         config: the resolved recipe, as plain data, without credentials.
         tags: command, commit, user, model and run folder (`run_tags`).
-        resumed: the run continues an earlier attempt, and may repeat its last steps.
+        resumed: whether the run continues an earlier attempt, of which it may repeat the last steps.
         first_step: first step of this attempt; records of this and later steps by earlier attempts are obsolete.
     """
 
@@ -78,7 +78,7 @@ class RunLogger(Protocol):
 
 
 class _TableLogger:
-    """The calls that W&B and trackio have in common. `_package` is the imported package, `_run` its run."""
+    """Implements the calls that W&B and trackio share. `_package` is the imported package, `_run` its run."""
 
     _package: Any
     _run: Any
@@ -98,7 +98,7 @@ class _TableLogger:
 class WandbLogger(_TableLogger):
     """A run of Weights & Biases; with `WANDB_MODE=offline` it is stored in the folder `wandb` of the run folder.
 
-    W&B accepts each step only once: steps that a resumed run repeats keep their first numbers.
+    W&B accepts each step only once, so steps that a resumed run repeats keep the metrics of the first time.
     """
 
     _first_columns = ("step",)
@@ -130,7 +130,7 @@ class WandbLogger(_TableLogger):
 class TensorboardLogger:
     """Event files in the folder `tensorboard/STAGE` of the run folder; every start of the run adds a file.
 
-    For steps recorded twice, a later file hides what earlier files have.
+    For steps in several files, TensorBoard shows only the latest file.
     """
 
     def __init__(self, run: LoggedRun) -> None:
@@ -161,7 +161,7 @@ class TensorboardLogger:
 
 
 class TrackioLogger(_TableLogger):
-    """A run of trackio, stored locally or where trackio's environment variables point."""
+    """A run of trackio, stored locally or in the place that trackio's environment variables name."""
 
     def __init__(self, run: LoggedRun) -> None:
         import trackio
@@ -208,7 +208,7 @@ def describe_run(
 
 
 def run_tags(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return tags on the run's origin: run folder, model, command, user, commit of the current folder, and version."""
+    """Return tags for the run's origin: run folder, model, command, user, commit of the current folder, and version."""
     user, commit, model = None, None, config.get("model", {})
     with contextlib.suppress(KeyError, OSError):  # in a container the user number may have no name
         user = getpass.getuser()
@@ -236,7 +236,7 @@ def _cell(value: Any) -> Any:
 
 
 class LoggerThread:
-    """One tracker and the thread that calls it.
+    """Calls one tracker in a thread of its own, so that a slow tracker does not delay training.
 
     Args:
         name: an element of `tracking.loggers`.

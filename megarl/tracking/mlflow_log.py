@@ -85,7 +85,7 @@ class MlflowLog:
 
     def catch_up(self, lines: Iterable[dict[str, Any]]) -> None:
         """Queue earlier steps (lines of metrics.jsonl) that the store lacks. A killed process may not have sent its
-        last steps, and another store has none of them. Steps already in the store stay as they are.
+        last steps, and a different store has no steps yet. Steps already in the store are not changed.
         """
         for line in lines:
             values = {key: value for key, value in line.items() if key not in COLUMNS and value is not None}
@@ -105,7 +105,7 @@ class MlflowLog:
         return call
 
     def _send(self, client: Any, run_id: str, values: dict[str, float], now: int, step: int) -> None:
-        """Log one batch. MLflow rejects all for one bad metric: then send each separately and log the bad ones."""
+        """Send a batch of metrics. If MLflow rejects it, send each metric separately and log the rejected ones."""
         from mlflow.entities import Metric
 
         metrics = [Metric(key, value, now, step) for key, value in values.items()]
@@ -155,7 +155,7 @@ class MlflowLog:
             self._check()
 
     def _await_end(self) -> str | None:
-        """Wait until the queue is empty, as long as the server replies; return why waiting ended early, or None."""
+        """Wait until the queue is empty or the server stops replying; return why waiting ended early, or None."""
         deadline = time.monotonic() + _FINISH_TIMEOUT_S
         self._thread.join(_ASK_S)
         while self._thread.is_alive():
@@ -177,7 +177,7 @@ class MlflowLog:
         write_record(self._id_file, known)
 
     def _earlier(self, client: Any, run_id: str, key: str) -> frozenset[int]:
-        """Return a metric's steps that earlier processes logged: a resumed run repeats some, MLflow deletes none."""
+        """Return the steps of a metric that earlier processes logged, because a resumed run repeats some of them."""
         if not self._run.resumed:
             return frozenset()
         if key not in self._steps:
@@ -200,7 +200,7 @@ class MlflowLog:
                 return
 
     def _make_call(self, call: _Call) -> bool:
-        """Make one call as soon as the server replies; return False if it does not until the run ends."""
+        """Make one call as soon as the server replies; return False if the run ends before it replies."""
         while self._await_server():
             assert self._opened is not None
             try:
@@ -218,7 +218,7 @@ class MlflowLog:
         return False
 
     def _await_server(self) -> bool:
-        """Wait for the server and return whether it replies. After the run's end was announced, probe it only once."""
+        """Wait until the server replies and return whether it does. After `finish` was called, probe it only once."""
         while not self._is_ready() and self._start_error is None:
             if self._ending.is_set():
                 return False
@@ -246,7 +246,7 @@ class MlflowLog:
         return True
 
     def _refuse(self, error: Exception) -> None:
-        """Handle a store that cannot be opened: raise a user's error at the start; retry after a server's downtime."""
+        """Handle a store that cannot be opened: raise an error at the run's start, but retry if a server is down."""
         if not self._down:
             self._start_error = error
         elif not self._refused:
@@ -337,12 +337,12 @@ def _connect(uri: str) -> Any:
 
 
 def _is_rejection(error: Exception) -> bool:
-    """Return whether MLflow rejects the request itself, so that resending would not help."""
+    """Return whether MLflow rejected the request as invalid, so that sending it again would not help."""
     return getattr(error, "error_code", None) in _REJECTED
 
 
 def _text(error: Exception) -> str:
-    """Return an error's text without credentials, since libraries quote the given address."""
+    """Return an error's text without credentials, which libraries quote with the address."""
     secret = os.environ.get(PASSWORD)
     text = mask(f"{type(error).__name__}: {error}")
     return text.replace(secret, MASK) if secret else text

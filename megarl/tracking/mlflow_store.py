@@ -60,10 +60,10 @@ def _sqlite_file(uri: str) -> Path | None:
 
 
 def make_store(uri: str, connect: Callable[[str], object]) -> None:
-    """Make the file of a SQLite store with all its tables, where there is no file yet.
+    """Create the file of a SQLite store with all its tables, unless the file exists.
 
-    MLflow makes one table after another. A run that is interrupted meanwhile would leave a file that no later run can
-    open, so the tables are made elsewhere and the file appears whole.
+    MLflow creates one table after another. A run that is interrupted meanwhile would leave a file that no later run can
+    open, so the tables are created in a temporary file, which is then put in place at once.
     """
     file = _sqlite_file(uri)
     if file is None or file.exists():
@@ -125,7 +125,7 @@ def check_default_store(folder: Path) -> None:
 
 
 def _unusable(file: Path) -> str | None:
-    """Return why a SQLite file cannot be written, such as a lock of another process; None if it can."""
+    """Return why a SQLite file cannot be written, such as a lock of another process; None if it can be written."""
     try:
         with contextlib.closing(sqlite3.connect(file, timeout=_ANSWER_S, isolation_level=None)) as database:
             database.execute("BEGIN IMMEDIATE")
@@ -158,10 +158,10 @@ _GATEWAY_ERRORS = (502, 503, 504)  # status codes with which proxies report that
 
 
 def unreachable(uri: str) -> str | None:
-    """Return why no server replies at `uri` within seconds; None if one does, or if `uri` is not an http(s) address.
+    """Return why no server replies at `uri` within a few seconds; None if one replies or `uri` is not http(s).
 
-    Any reply counts, even a refusal: MLflow's client checks user names, certificates and paths. Like that client this
-    uses proxies from the environment.
+    Any reply counts, even a rejection, because MLflow's client checks user names, certificates and paths. Proxies from
+    the environment are used, as by this client.
     """
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https"):

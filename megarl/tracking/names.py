@@ -12,7 +12,7 @@ Better = Literal["up", "down"] | None
 
 @dataclass(frozen=True)
 class Shown:
-    """A metric with full name, short name in the console, unit, better direction, and factor to the unit."""
+    """How a metric is displayed: name, short name in the console, unit, better direction, and factor to the unit."""
 
     name: str
     short: str
@@ -87,9 +87,9 @@ def safe_name(name: str) -> str:
     """Return `name` with only characters that every tracker allows; trackers use it as a file name or part of an
     address.
 
-    ASCII letters, digits and `_-. ` in parts between single slashes; no part is empty or only dots. `@` becomes `_at_`,
-    empty parts are removed. Any other character becomes `_`, and a hash of `name` is appended: the result does not
-    depend on other names.
+    The result consists of parts between single slashes, with ASCII letters, digits and `_-. `; no part is empty or only
+    dots. `@` becomes `_at_`, and empty parts are removed. Any other character becomes `_`; then a hash of `name` is
+    appended, so that the result does not depend on other names.
 
     >>> [safe_name(x) for x in ("val/best@8", "val//test/acc", "/a+b/../c", "")]
     ['val/best_at_8', 'val/test/acc', 'a_b/__/c_5ef7af', '_']

@@ -56,8 +56,8 @@ def known_peak(name: str, dtype: str, *, tf32: bool = False) -> float | None:
 
 
 def peak_flops(dtype: str, stated_tflops: float | None = None) -> float:
-    """Return the peak FLOP/s of this process's device for `bf16`, `fp32` or `fp64`: as stated, known by name (GPU), or
-    measured once and cached (CPU).
+    """Return the peak FLOP/s of this process's device for `bf16`, `fp32` or `fp64`: `stated_tflops` if set,
+    else from a table of GPU names, or on a CPU measured once and cached.
     """
     if stated_tflops is not None:
         return stated_tflops * 1e12

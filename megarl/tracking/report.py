@@ -36,7 +36,7 @@ from megarl.tracking.sample_images import data_uri
 
 @dataclass(frozen=True)
 class Tile:
-    """A key number at the top: best, recent (mean of the last steps), mean (without the first step) or most."""
+    """A key number at the top of the report: best, recent (mean of last steps), mean (without the first) or most."""
 
     metric: str
     label: str
@@ -60,7 +60,7 @@ _TILES = (
 
 
 def report_data(runs: list[Run]) -> dict[str, Any]:
-    """Return the page's data. The first run is the subject; other runs are shown for comparison."""
+    """Return the data of the report's page. The report is about the first run; others are shown for comparison."""
     for run, label in zip(runs, distinct_labels(runs), strict=True):
         run.label = label
     run = runs[0]
@@ -98,7 +98,7 @@ def _all_samples(runs: list[Run], stage: str) -> tuple[list[dict[str, Any]], dic
 
 
 def _differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
-    """Return the configuration keys that differ between runs, with every run's value; a dash where it lacks the key."""
+    """Return the configuration keys that differ between runs, with each run's value or a dash if it has none."""
     configs = [
         {
             name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
@@ -111,7 +111,7 @@ def _differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _tiles(runs: list[Run], stage: str) -> list[dict[str, Any]]:
-    """Return the key numbers; each has one entry per run with a value and a note."""
+    """Return the report's key numbers; each has one entry per run with a value and a note."""
     tiles = []
     for tile in _TILES:
         if tile.metric in runs[0].series.get(stage, {}):
@@ -216,7 +216,7 @@ def write_report(run_dir: str | os.PathLike[str], compare: Sequence[str | os.Pat
 
 
 def render(title: str, data: dict[str, Any]) -> str:
-    """Return the page. Text of users reaches it only as JSON with escaped `<`, and through `textContent`."""
+    """Return the report as HTML. Users' texts are inserted only as JSON with escaped `<`, and through `textContent`."""
     assets = files("megarl.tracking")
     parts = {
         "TITLE": html.escape(f"{title} · megarl"),

@@ -22,13 +22,13 @@ _PERCENT = frozenset({"perf/mfu"})  # shares that are shown in percent
 
 @dataclass(frozen=True)
 class Chart:
-    """Metrics that share a chart; metrics that a run lacks are left out.
+    """Metrics that are drawn in one chart; metrics that a run lacks are omitted.
 
     Attributes:
         lines: (metric, text in the legend); an empty text stands for the last part of the metric's name. `reward/*`
-            stands for all metrics of that form.
-        unit: title of the axis of values.
-        band: metrics of the lowest and the highest value, drawn as a shaded band.
+            stands for all metrics whose names begin with `reward/`.
+        unit: title of the value axis.
+        band: metrics with the lowest and the highest value, drawn as a shaded band.
     """
 
     title: str
@@ -154,7 +154,7 @@ def _group(title: str, short: str, stage: str, charts: list[dict[str, Any]]) -> 
 
 
 def _is_constant(chart: dict[str, Any]) -> bool:
-    """Return whether a chart can be folded because every line has one value in several steps."""
+    """Return whether every line of a chart has the same value in several steps, so that the chart can be left out."""
     if chart["kind"] != "line" or chart.get("hero") or "band" in chart:
         return False
     return all(len(line["y"]) > 1 and one_value(line["y"]) and "start" not in line for line in chart["lines"])
@@ -177,7 +177,7 @@ def _values(chart: dict[str, Any]) -> str:
 
 
 def unit_of(metric: str) -> str:
-    """Return the axis title of a metric without a chart above, derived from its name.
+    """Return the axis title of a metric that is in none of the charts defined here, derived from its name.
 
     >>> [unit_of(name) for name in ("timing_s/load", "perf/resident_gb", "my/own")]
     ['seconds', 'GB', 'value']
@@ -238,13 +238,13 @@ def _line_chart(runs: list[Run], stage: str, row: Chart, used: set[str]) -> dict
 
 
 def shown(name: str, points: Points) -> Points:
-    """Return the points of a metric as drawn: some shares in percent."""
+    """Return the points of a metric as they are drawn; some shares are converted to percent."""
     x, y = points
     return (x, [value and 100 * value for value in y]) if name in _PERCENT else points
 
 
 def _expand(wanted: Sequence[tuple[str, str]], have: dict[str, Points]) -> list[tuple[str, str]]:
-    """Expand `reward/*` and `team/*/busy`. A single reward part equals the score and is left out."""
+    """Expand `reward/*` and `team/*/busy`. A single reward part is omitted because it equals the score."""
     names = []
     for name, label in wanted:
         before, star, after = name.partition("*")

@@ -41,7 +41,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Run name; the folder's when run.json is missing."""
+        """The run's name; without run.json, the folder's name."""
         return str(self.info.get("name") or self.folder.name)
 
     def main_stage(self) -> str:
@@ -76,7 +76,7 @@ def load_run(folder: Path) -> Run:
 
 
 def distinct_labels(runs: Sequence[Run]) -> list[str]:
-    """Return the names of the runs, with as much of their paths as equal names need."""
+    """Return the names of the runs; equal names get as much of their paths as needed to differ."""
     names = [run.name for run in runs]
     folders = [run.folder.absolute().parts for run in runs]
     for depth in range(max(len(parts) for parts in folders) + 1):
@@ -88,7 +88,7 @@ def distinct_labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _thin(points: list[tuple[int, float | None]]) -> Points:
-    """Return at most MAX_POINTS points with six digits. Bins are averaged and placed at their last step."""
+    """Return at most MAX_POINTS points with six digits. Neighbouring points are averaged, at their last step."""
     size = math.ceil(len(points) / MAX_POINTS)
     x, y = [], []
     for start in range(0, len(points), size):
@@ -131,7 +131,7 @@ def training_groups(folder: Path) -> list[dict[str, Any]]:
 
 
 def _some_steps(rows: list[dict[str, Any]], most: int) -> list[int]:
-    """Return the steps of the rows, at most `most`: the first, the last, and evenly spaced steps between."""
+    """Return at most `most` steps of the rows: the first, the last, and evenly spaced steps between them."""
     steps = sorted({row["step"] for row in rows})
     if len(steps) <= most:
         return steps

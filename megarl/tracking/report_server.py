@@ -22,14 +22,13 @@ _FILES = ("metrics.jsonl", "samples.jsonl", "training_samples.jsonl", "run.json"
 
 
 class ReportServer(ThreadingHTTPServer):
-    """A server of one report: `/` is the page; `/data?tag=TAG` is its data as JSON, or 204 if nothing changed since
-    TAG.
+    """An HTTP server of one report: `/` is the page, `/data?tag=TAG` its data as JSON, or 204 if it still has tag TAG.
 
-    Only this machine can reach it, under a name of this machine. A page of another site that a browser reaches under
-    that site's name (DNS rebinding) gets nothing.
+    Only this machine can reach the server, under a name of this machine. Requests under other host names, which a
+    foreign web page can cause (DNS rebinding), are rejected.
 
     Args:
-        folders: run folders; the first one is the subject.
+        folders: run folders; the report is about the first one.
         port: port number; 0: any free port.
         period_s: seconds after which a page looks for changes.
 
@@ -64,7 +63,7 @@ class ReportServer(ThreadingHTTPServer):
         return "-".join(f"{stat.st_mtime_ns:x}.{stat.st_size:x}" for stat in stats)
 
     def data(self) -> dict[str, Any]:
-        """Return the page's data, with the tag and period that it needs to follow the runs."""
+        """Return the page's data, with the tag and the period with which the page polls for changes."""
         tag = self.tag()  # computed before the files are read, so that the next check finds later changes
         now = f"{datetime.datetime.now():%H:%M:%S}"
         data = report_data([load_run(folder) for folder in self.folders])
@@ -103,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Do not log single requests."""
+        """Do not log requests."""
 
 
 def serve(folders: Sequence[Path], port: int) -> None:

@@ -61,8 +61,8 @@ def data_uri(file: Path) -> str:
 
 
 def embedded(folder: Path, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, str], int]:
-    """Return the images that rows of a report name, as data URIs by path, and the number of omitted images. Names in a
-    row's `images` that are no image in the run folder are removed from the row.
+    """Return the images of a report's rows as data URIs by path, and the number of omitted images. Names in a row's
+    `images` without an image file in the run folder are removed from the row.
     """
     pictures: dict[str, str] = {}
     left, without = REPORT_BYTES, set[str]()

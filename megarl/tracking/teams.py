@@ -11,7 +11,7 @@ Values = Mapping[str, Sequence[float | None]]
 
 
 def bounding_team(values: Values) -> str | None:
-    """Return the team that limited most steps, as text; None when there is only one team.
+    """Return the team that was the bottleneck of most steps, as text; None if there is only one team.
 
     Args:
         values: values of all steps, by metric name.
@@ -45,7 +45,7 @@ def waits(values: Values) -> list[dict[str, Any]]:
 
 
 def after_start(series: Mapping[str, tuple[Sequence[int], Sequence[float | None]]]) -> Values:
-    """Return the values of the training steps; step 0, which only validates, is left out."""
+    """Return the values of the training steps; step 0, which is only validated, is omitted."""
     return {
         name: [value for step, value in zip(steps, values, strict=True) if step > 0]
         for name, (steps, values) in series.items()
@@ -62,13 +62,13 @@ def shown_as_waits(names: Iterable[str]) -> set[str]:
 
 
 def lines_of_waits(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return metric and legend of each team's waits, as in `draw: weights`."""
+    """Return metric and legend of each team's waiting times, such as `draw: weights`."""
     metrics = [name for name in sorted(names) if _is(name, "_s") and _WHAT in name]
     return [(name, name.removeprefix(_TEAM).removesuffix("_s").replace(_WHAT, ": ")) for name in metrics]
 
 
 def lines_of_queues(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return metric and legend of the buffer's queues, as in `rollout, for train`."""
+    """Return metric and legend of each queue in the buffer, such as `rollout, for train`."""
     metrics = [name for name in sorted(names) if name.startswith(_QUEUE)]
     return [(name, name.removeprefix(_QUEUE).replace("/", ", for ")) for name in metrics]
 

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class TraceWriter:
-    """Writes one rank's phases; any rank may use it.
+    """Writes the phases of one rank to a trace file.
 
     Args:
         run_dir: run folder.
@@ -47,7 +47,7 @@ class TraceWriter:
         self._writer = JsonlWriter(Path(run_dir) / "trace" / f"rank_{rank}.jsonl", durable=False)
 
     def write(self, events: Iterable[PhaseEvent]) -> None:
-        """Append closed phases. A full or failing disk ends the trace with a warning, but not the run."""
+        """Append phases that have ended. A full or failing disk ends the trace with a warning, but not the run."""
         if self._lost:
             return
         try:
@@ -76,7 +76,7 @@ class _Slice(NamedTuple):
 
     @property
     def of_step(self) -> tuple[str, int]:
-        """Stage and step, since each stage of a run counts its own steps."""
+        """The phase's stage and step; each stage of a run counts its own steps."""
         return self.path.split("/", 1)[0], self.step
 
 
@@ -147,7 +147,7 @@ def _read(source: Path, most_bytes: int, labels: dict[int, str]) -> tuple[list[_
 
 
 def _events(slices: list[_Slice], labels: dict[int, str], restarts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield metadata per rank, an event per phase, step and restart. Times are in microseconds."""
+    """Yield the trace's events: metadata per rank, and one event per phase, step and restart. Times: microseconds."""
     origin = min(phase.start_ns for phase in slices)
     for rank, label in sorted(labels.items()):
         yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": label}}
@@ -175,8 +175,8 @@ def _arrows(slices: list[_Slice], origin: int) -> Iterator[dict[str, Any]]:
     """Yield an arrow for every wait for another team: from that team's last work before the wait ended to the wait's
     end.
 
-    That work is the likely cause of the wait: samples come from `give`, weights and messages from later work. Arrows
-    may be wrong when clocks of machines differ.
+    This work is the likely cause of the wait: samples come from the phase `give`, weights and messages from later work.
+    Arrows may be wrong if the clocks of machines differ.
     """
     # slices by (team, whether only work that hands over samples is listed)
     works: dict[tuple[str, bool], list[_Slice]] = {}

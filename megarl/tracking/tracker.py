@@ -63,12 +63,12 @@ class Tracker:
         resolved: resolved configuration as plain data.
         stage: `train` or `sft`; stages of one run folder count their own steps.
         total_steps: steps of this stage; None: unknown.
-        resume_step: step after which the run continues; later lines of this stage are cut. None: a fresh start, which
-            moves lines of an earlier try to `metrics.old-N.jsonl`; a second part moves only those of its stage.
+        resume_step: step after which the run continues; later lines of this stage are cut. None: a new start, which
+            moves lines of an earlier start to `metrics.old-N.jsonl`; a second part moves only lines of its stage.
         part: whether this stage is the whole run, its first phase (whose end does not end the run), or its second.
-        restarts: the launcher may restart the run after a failure; if not, the launcher prints the final table
+        restarts: whether the launcher may restart the run after a failure; if not, the launcher prints the final table
             (`megarl.tracking.close.show_end`).
-        last: no team outlives this process; otherwise the launcher writes trace.json when all have ended
+        last: whether no other team ends after this one; otherwise the launcher writes trace.json when all have ended
             (`megarl.tracking.close.complete_trace`).
         console: where to print; None: standard output.
     """
@@ -178,7 +178,7 @@ class Tracker:
             logger.check()
 
     def _close_trace(self, status: Status) -> None:
-        """Write trace.json, unless other teams still add to it; a failure is only logged."""
+        """Write trace.json, unless other teams are still running; a failure is only logged."""
         try:
             if self._last or status != "finished":
                 merge_trace(self.run_dir)
@@ -205,7 +205,7 @@ class Tracker:
             self.view.note(f"report: {report}")
 
     def _started(self) -> float:
-        """Return when the run first began: by its record, else by its first line, else now."""
+        """Return when the run first began: from run.json, else from metrics.jsonl, else the current time."""
         record = read_run(self.run_dir)
         if "started" in record:
             return float(record["started"])
@@ -216,7 +216,7 @@ class Tracker:
         return [line for line in read_jsonl(path, needs=STEP) if line["stage"] == self._stage]
 
     def _prepare(self, path: Path, resume_step: int | None) -> None:
-        """Cut the lines after the step from which the run resumes; for a fresh start move the old lines away."""
+        """Remove lines after the step from which the run resumes; for a new start, move old lines to another file."""
         if resume_step is not None:
             rewrite_jsonl(path, lambda line: line["stage"] != self._stage or line["step"] <= resume_step, needs=STEP)
             return

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     role=Role.ADVANTAGE,
 )
 def advantage(c: StepContext, samples: Batch) -> Batch:
-    """Estimate advantages with `algorithm.advantage`; groups lie whole on one rank, other statistics span all ranks."""
+    """Estimate advantages with `algorithm.advantage`; a group is on one rank, other statistics span all ranks."""
     from megarl.data.batch import Jagged
 
     algorithm = c.config.algorithm
@@ -61,9 +61,9 @@ OFFERED = (
 
 
 def _mask(samples: Batch, *, grouped: bool) -> Jagged:
-    """Return `response_mask`, emptied for samples that rollout correction removes from their group's statistics.
+    """Return `response_mask`, set to 0 for samples that rollout correction removes from their group's statistics.
 
-    Without `grouped` (an estimator that reads values) no sample is removed, as the critic needs all returns.
+    Without `grouped` (the estimator uses a critic) no sample is removed, because the critic needs all returns.
     """
     import torch
 
@@ -75,7 +75,7 @@ def _mask(samples: Batch, *, grouped: bool) -> Jagged:
 
 @stage(reads=["token_rewards", "old_logp", "ref_logp", "response_mask"], writes=["token_rewards"], role=Role.ADVANTAGE)
 def kl_in_reward(c: StepContext, samples: Batch) -> Batch:
-    """Subtract coef * KL(policy || reference) from every token's reward, then let the controller move coef."""
+    """Subtract coef * KL(policy || reference) from every token's reward, then let the KL controller adjust coef."""
     rewards = samples["token_rewards"]
     values, sums = penalise(
         rewards.values,

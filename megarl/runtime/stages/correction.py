@@ -25,9 +25,10 @@ _MEASURED = ["old_logp", "rollout_logp", "response_mask", *VERSION_FIELDS]
 
 @stage(reads=_MEASURED, writes=["loss_mask", "keep", "is_weights"], role=Role.ACTOR)
 def rollout_correction(c: StepContext, samples: Batch) -> Batch:
-    """Compute importance weights and rejection from pi_old / pi_rollout.
+    """Compute importance weights and rejected tokens from the ratio pi_old / pi_rollout.
 
-    Losses and their normalisers use `loss_mask`; `keep` is False for samples left out of their group's baseline.
+    The result `loss_mask` is used by losses and their normalisers; `keep` is False for samples that do not count in
+    their group's baseline.
     """
     correction = c.config.rollout_correction.resolved()
     mask, result = samples["response_mask"], _measure(c, samples, correction)
@@ -40,7 +41,7 @@ def rollout_correction(c: StepContext, samples: Batch) -> Batch:
 
 @stage(reads=_MEASURED, writes=[], role=Role.ACTOR)
 def rollout_gap(c: StepContext, samples: Batch) -> Batch:
-    """Measure pi_old / pi_rollout and change nothing."""
+    """Record metrics of the ratio pi_old / pi_rollout without changing samples."""
     _measure(c, samples, c.config.rollout_correction.resolved())
     return samples
 

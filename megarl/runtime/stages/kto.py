@@ -53,7 +53,7 @@ def kto_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
 
 
 def example_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
-    """Take one optimizer step on this rank's examples of a mini-batch, with the KL baseline of the policy before it."""
+    """Take one optimizer step on this rank's examples of a mini-batch, with the KL baseline from before the step."""
     from megarl.algorithms.kto import kto_loss
 
     settings = settings_of(c)
@@ -96,14 +96,14 @@ def measure_examples(c: StepContext, rounds: Iterable[Batch], actor: ActorRole, 
 
 
 def mismatched(samples: Batch) -> Batch:
-    """Return the samples with each response replaced by its mismatched one (the response to another prompt)."""
+    """Return the samples with each response replaced by the response to another prompt (its mismatched response)."""
     other = samples.copy()
     other.set("response_ids", samples["mismatched_ids"])
     return other
 
 
 def _sums(samples: Batch, logp: Jagged, ref_logp: Jagged) -> Tensor:
-    """Return float64 [3]: the log-ratios' sum, and the numbers of desirable and undesirable examples.
+    """Return float64 [3]: the sum of log-ratios, and the numbers of desirable and undesirable examples.
 
     `logp` and `ref_logp` are log-probs of mismatched responses under policy and reference.
     """

@@ -29,7 +29,7 @@ _scores = partial(stage, reads=["prompt_ids", "response_ids"], needs=call_fields
 
 @_scores(optional=[DRAWN_LOGP], writes=["old_logp"], role=Role.ACTOR)
 def old_logp(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
-    """Score the responses with the policy before the update; surplus samples keep the log-probs that they have."""
+    """Score the responses with the policy before the update; surplus samples keep their earlier log-probs."""
     samples.set("old_logp", _scored_once(samples, DRAWN_LOGP, actor.log_probs))
     return samples
 
@@ -40,7 +40,7 @@ def old_logp(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
 def sum_pi_squared(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     """Compute the sum over the vocabulary of pi(v)^2 at every response token, for the optimal token baselines.
 
-    At half the temperature a token's log-prob is 2 log pi(y) - log sum pi(v)^2, so a second scoring pass gives the sum.
+    At half the temperature a token's log-prob is 2 log pi(y) - log sum pi(v)^2, so a second scoring pass is enough.
     Both passes use the same policy, also for surplus samples of an earlier step.
     """
     samples.set("sum_pi_squared", _scored_once(samples, DRAWN_SUM, lambda some: _sum_pi_squared(c, some, actor)))
@@ -48,10 +48,10 @@ def sum_pi_squared(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch
 
 
 def score_waiting(c: StepContext, samples: Batch, actor: ActorRole) -> Batch:
-    """Return surplus samples, which wait for a later step, with their log-probs under this step's policy.
+    """Return surplus samples, which a later step trains on, with their log-probs under this step's policy.
 
-    PPO's ratio and clip refer to the policy that generated a sample, which is gone in the later step. In bypass mode
-    the rollout log-probs serve instead.
+    PPO's ratio and clipping refer to the policy that generated a sample, which no longer exists in the later step. In
+    bypass mode the rollout log-probs are used instead.
     """
     if c.config.rollout_correction.resolved().bypass:
         return samples.drop([DRAWN_LOGP, DRAWN_SUM])
@@ -64,7 +64,7 @@ def score_waiting(c: StepContext, samples: Batch, actor: ActorRole) -> Batch:
 
 
 def like_waiting(c: StepContext, fresh: Batch) -> Batch:
-    """Return new samples with the additional fields of surplus samples, NaN, so that both form one batch."""
+    """Add the fields that only surplus samples have to new samples, as NaN, so that both form one batch."""
     if c.surplus is None:
         return fresh
     import torch
@@ -77,7 +77,7 @@ def like_waiting(c: StepContext, fresh: Batch) -> Batch:
 
 
 def _scored_once(samples: Batch, known: str, score: Callable[[Batch], Jagged]) -> Jagged:
-    """Return `score` of the samples; one with values in field `known` keeps them instead. Collective, as `score` is."""
+    """Return `score` of the samples, but samples with values in field `known` keep these. Collective like `score`."""
     import torch
 
     if known not in samples:
@@ -110,7 +110,7 @@ def teacher_logp(c: StepContext, samples: Batch, *, teacher: TeacherRole) -> Bat
 
 @_scores(needs=teacher_fields, writes=["teacher_hidden"], role=Role.TEACHER)
 def teacher_hidden(c: StepContext, samples: Batch, *, teacher: TeacherRole) -> Batch:
-    """Compute the frozen teacher's state before every response token, from which its whole distribution follows."""
+    """Compute the frozen teacher's hidden state before every response token, which gives its full distribution."""
     samples.set("teacher_hidden", teacher.hidden_states(samples))
     return samples
 

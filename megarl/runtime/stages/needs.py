@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def needed_fields(config: RunConfig) -> set[str]:
-    """List the log-probs and values of models that any part of the recipe reads."""
+    """List the fields with models' log-probs or values that some part of the recipe reads."""
     in_reward = ["old_logp", "ref_logp"] if config.algorithm.kl.use == "reward" else []
     algorithm = config.algorithm
     return {*estimator_fields(algorithm), *update_fields(config), *filter_fields(algorithm), *in_reward}
 
 
 def part_fields(config: RunConfig) -> list[str]:
-    """List the fields that hold parts of rewards in addition to the score."""
+    """List the fields for named parts of rewards, which some estimators read in addition to the score."""
     return ["reward_parts"] if config.algorithm.advantage.parts else []
 
 
@@ -59,8 +59,8 @@ def update_fields(config: RunConfig) -> list[str]:
 def needs_old_logp(config: RunConfig) -> bool:
     """Return whether old log-probs have to be computed.
 
-    They have to be if a step has several optimizer steps (with one, the ratio is 1), if the estimator, the loss or the
-    KL penalty in the reward reads them, or if rollout correction in decoupled mode does.
+    This is so if a step has several optimizer steps (with one, the ratio is 1), or if the estimator, the loss, the KL
+    penalty in the reward or rollout correction in decoupled mode reads them.
     """
     algorithm, correction = config.algorithm, config.rollout_correction.resolved()
     if correction.active:

@@ -29,7 +29,7 @@ PENDING = "pending_reward"
 
 @dataclass(frozen=True)
 class Pending:
-    """A sample's score in flight: the handle of its submission, and the sample's position in that submission."""
+    """A score that is being computed: the handle of its submission, and the sample's position in the submission."""
 
     handle: Submitted
     place: int
@@ -144,8 +144,8 @@ def _images(runner: Rewards, samples: Batch) -> list[list[str]] | None:
 def collect(c: StepContext, scorer: ScorerRole, pending: list[Pending | None], samples: Batch) -> list[dict[str, Any]]:
     """Wait for the results of `submit` for `samples`, and return them on every rank of the replica.
 
-    If the environment gives the rewards, a result is their sum. An episode whose environment failed gets a result
-    marked as an error instead.
+    If the environment gives the rewards, a result contains the sum of an episode's rewards. An episode whose
+    environment failed gets a result that is marked as an error.
     """
     from megarl.rewards.scoring import ERROR_KEY
 
@@ -178,8 +178,8 @@ def _results(runner: Rewards | None, pending: list[Pending | None]) -> list[dict
 def reward_inputs(samples: Batch, prompts: PromptColumn) -> list[dict[str, Any]]:
     """Return one dict per sample, the input of reward functions.
 
-    It has the sample's own entries, the row's columns whose names do not clash with them, and all columns in `row`.
-    `ground_truth` equals `answer`, unless the row has such a column. `messages`: the prompt's messages; None: a text.
+    It has the sample's own entries, the row's columns whose names do not clash with them, and all columns under `row`.
+    `ground_truth` equals `answer`, unless the row has such a column. `messages` is None if the prompt is a text.
     """
     from megarl.data.trajectory import policy_tokens
 
@@ -209,7 +209,7 @@ def reward_inputs(samples: Batch, prompts: PromptColumn) -> list[dict[str, Any]]
 def set_scores(samples: Batch, results: list[dict[str, Any]], *, by_turn: bool = False) -> None:
     """Write `score` [B] and `token_rewards` (jagged like the responses) from reward results.
 
-    The score sits on the last token or, `by_turn`, each turn's reward on the last token of the turn.
+    The score becomes the reward of the last token. With `by_turn`, each turn's reward goes to the turn's last token.
     """
     import torch
 
@@ -227,7 +227,7 @@ def set_scores(samples: Batch, results: list[dict[str, Any]], *, by_turn: bool =
 
 
 def part_table(results: list[dict[str, Any]], parts: list[str]) -> Tensor:
-    """Return the K named parts of the rewards, float32 [B, K]; each part of a failed sample is its score.
+    """Return the K named parts of the rewards, float32 [B, K]; for a failed sample every part equals its score.
 
     Raises:
         ConfigError: a result lacks one of the parts.

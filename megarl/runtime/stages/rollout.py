@@ -56,7 +56,7 @@ def _of_episodes(config: RunConfig) -> list[str]:
 
 
 def _data_prompt(config: RunConfig) -> list[str]:
-    """List the fields that keep the original prompt for a greedy episode; empty if none is played."""
+    """List the fields that keep the original prompt for a greedy episode; empty without greedy episodes."""
     if not config.has_turns or "greedy_score" not in needed_fields(config):
         return []
     return [*DATA_PROMPT, *(DATA_IMAGES if config.data.image_key is not None else ())]
@@ -115,8 +115,8 @@ def rollout(c: StepContext, prompts: Batch, *, rollout: RolloutRole) -> Batch:
 def greedy_rollout(c: StepContext, samples: Batch, *, rollout: RolloutRole, scorer: ScorerRole) -> Batch:
     """Generate and score a greedy response to every prompt, the baseline of ReMax.
 
-    With an environment it is a greedy episode from the original prompt, with the samples' environment seed. If its
-    environment fails there is no baseline, and all samples of the prompt are masked out.
+    With an environment the response is a greedy episode from the original prompt, with the samples' environment seed.
+    If the environment fails in this episode, the prompt has no baseline and all of its samples are masked out.
     """
     import torch
 
@@ -147,7 +147,7 @@ def greedy_rollout(c: StepContext, samples: Batch, *, rollout: RolloutRole, scor
 
 
 def _given_prompts(samples: Batch, prefix: str, images: Sequence[str]) -> Batch:
-    """Return the original prompts of samples, from fields whose names begin with `prefix`; `images`: image fields."""
+    """Return the original prompts of samples from fields that begin with `prefix`; `images`: names of image fields."""
     from megarl.data.batch import Batch
 
     columns = {"prompt_text": samples[f"{prefix}prompt_text"], **{name: samples[name] for name in _OF_ROWS}}
@@ -162,7 +162,7 @@ def generate(
 
     Args:
         prompts: B prompts.
-        scored: episodes that a `TaskPlayer` plays are scored for training, with all fields that this needs.
+        scored: whether a `TaskPlayer` adds the score and the fields that training needs to the episodes it plays.
 
     Returns:
         B * n samples: the prompts' fields repeated, and the fields of SAMPLE_FIELDS (with an environment also
@@ -211,7 +211,7 @@ def refuse_broken_logprobs(samples: Batch) -> None:
 
 
 def record_samples(c: StepContext, samples: Batch) -> None:
-    """Record lengths of prompts and responses, images, the FLOPs of generation, and metrics of episodes."""
+    """Record metrics of prompt and response lengths, images, FLOPs of generation, and episodes."""
     from megarl.data.trajectory import policy_tokens
 
     lengths, prompt_lengths = policy_tokens(samples, by_turn=c.config.has_turns), samples["prompt_ids"].lengths

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _read(config: RunConfig) -> list[str]:
-    """List the fields that decide whether a group is kept."""
+    """List the fields from which dynamic sampling decides whether to keep a group."""
     settings = config.algorithm.dynamic_sampling
     cut = ["finish_step", "max_steps"] if settings.drop_cut else []
     mask = ["response_mask"] if config.has_episodes else []
@@ -30,7 +30,7 @@ def _read(config: RunConfig) -> list[str]:
 
 
 class NoSignalError(MegarlError):
-    """Too few groups carry a signal; the message shows how the groups scored."""
+    """Too few groups carry a learning signal; the message shows the groups' scores."""
 
     repeats = True
 
@@ -46,9 +46,10 @@ class NoSignalError(MegarlError):
     refills=True,
 )
 def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], *, actor: ActorRole) -> Batch:
-    """Return this rank's share of `data.batch_size` groups that carry a signal, the same groups on any number of ranks.
+    """Return this rank's share of `data.batch_size` groups that carry a learning signal.
 
-    Surplus groups wait for the next step (`algorithm.dynamic_sampling.surplus`) with log-probs of this step's policy.
+    The chosen groups do not depend on the number of ranks. Surplus groups wait for the next step
+    (`algorithm.dynamic_sampling.surplus`) with log-probs of this step's policy.
     If `max_rounds` rounds of generation do not fill the batch, `short: fill` fills it with dropped groups of the last
     round.
 
@@ -112,10 +113,10 @@ def signal(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bool
 
 
 def admitted(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bool]:
-    """Return, for each group, whether training gets it with async.order=as_ready; append the groups' scores to `seen`.
+    """Return, for each group, whether async.order=as_ready trains on it; append the groups' scores to `seen`.
 
-    Dynamic sampling must keep the group, and `algorithm.filter` must leave a sample of it; other prompts replace the
-    dropped groups.
+    A group is used if dynamic sampling keeps it and `algorithm.filter` keeps at least one of its samples; other prompts
+    replace dropped groups.
     """
     uid = samples["uid"]
     if c.config.algorithm.dynamic_sampling.enabled:
@@ -133,7 +134,7 @@ def admitted(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bo
 
 
 def asked_of_groups(config: RunConfig) -> str | None:
-    """Return the condition of `admitted` for a group, as text for messages; None: every group is admitted."""
+    """Return, as text for messages, the condition for a group to be trained on; None: every group is trained on."""
     sampling, chosen = config.algorithm.dynamic_sampling, config.algorithm.filter
     conditions = [sampling.kept_groups] if sampling.enabled else []
     conditions += [f"a sample that the filter {chosen.name} keeps"] if config.filter_admits else []
@@ -141,13 +142,13 @@ def asked_of_groups(config: RunConfig) -> str | None:
 
 
 def no_signal(what: str, groups: str, seen: list[list[float]], others: str = "") -> NoSignalError:
-    """Return the error that too few groups carry a signal.
+    """Return the error that too few groups carry a learning signal.
 
     Args:
         what: first sentence of the message.
         groups: how the message names the groups with the scores `seen`.
         seen: scores of the samples, by group.
-        others: further advice, inserted into the fix.
+        others: further advice for the user, inserted into the error's fix.
     """
     return NoSignalError(
         f"{what}\n  {groups} by the scores of their samples: {score_histogram(seen)}\n"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def overlong(c: StepContext, samples: Batch) -> Batch:
     """Subtract the soft penalty of responses near the length limit from the reward of their last token.
 
-    `score` stays the reward function's, so dynamic sampling and accuracy do not see the penalty.
+    The field `score` is not changed, so the penalty affects neither dynamic sampling nor accuracy.
     """
     from megarl.algorithms.overlong import overlong_penalty
 
@@ -50,7 +50,7 @@ def filter_samples(c: StepContext, samples: Batch, *, own: Mapping[str, Any] | N
     """Mask out the samples that a filter drops: baselines, the loss and its divisor ignore them.
 
     Args:
-        own: settings of this node's own filter, in the form of the section `algorithm.filter`; None: that section.
+        own: settings of this node's own filter, like the section `algorithm.filter`; None: use that section.
     """
     from megarl.config.algorithm import FilterConfig
     from megarl.data.batch import Jagged

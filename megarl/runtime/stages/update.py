@@ -71,7 +71,7 @@ def train_actor(c: StepContext, samples: Batch, step: Callable[[Batch], Metrics]
 
     Args:
         step: takes one optimizer step; returns metrics already merged over all ranks.
-        head: whether a pass runs the output layer, for counting FLOPs.
+        head: whether to count the FLOPs of the output layer.
     """
     for epoch in range(c.config.actor.ppo_epochs):
         for mini in mini_batches(c, samples, "actor", epoch):
@@ -178,7 +178,7 @@ def trained_mask(samples: Batch) -> Jagged:
 def token_inputs(
     samples: Batch, own: Mapping[str, str] | None = None, device: torch.device | str = "cpu"
 ) -> TokenInputs:
-    """Return the inputs of the objective from `samples`, on `device`; `own`: field by argument of the policy loss."""
+    """Return the inputs of the objective on `device`; `own`: the field for each extra argument of the policy loss."""
     from megarl.algorithms.objective import TokenInputs
     from megarl.data.batch import Jagged
 

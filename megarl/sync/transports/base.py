@@ -13,15 +13,15 @@ from megarl.sync.receiver import Receiver
 
 
 class Transport:
-    """Delivers filled buckets to receivers. One per trainer rank; `put` and `deliver` run in the sender's threads.
+    """Delivers filled buckets to receivers. Each trainer rank has one; `put` and `deliver` run in sender threads.
 
     Attributes:
-        session: buckets are sent between begin and end of an update.
-        same_host: the sender must run on the receiver's host.
+        session: whether buckets are sent between `Receiver.begin` and `Receiver.end`.
+        same_host: whether the sender must run on the receiver's host.
         one_replica: whether one replica sends to all receivers.
         device: device of `buffer`.
         in_parts: whether an update may leave out tensors that receivers already have.
-        live: `put` reads parameters in place; they are only copied into the buffer if necessary.
+        live: whether `put` can read parameters in place, so that most are not copied into the buffer.
     """
 
     session = True
@@ -42,7 +42,7 @@ class Transport:
         return None
 
     def start(self, version: int, receivers: Sequence[Receiver]) -> None:
-        """Begin an update of `receivers`, which are already open for tensors."""
+        """Begin an update of `receivers`, which are already prepared to get tensors."""
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
         """Prepare bucket `number` for all receivers, before it is delivered to each.
@@ -52,13 +52,13 @@ class Transport:
         """
 
     def deliver(self, receiver: Receiver, number: int, bucket: Bucket, flat: Tensor) -> None:
-        """Deliver the bucket to one receiver, which has copied it on return. Called for all receivers in parallel.
+        """Deliver the bucket to one receiver; return when it has copied the bucket. Called for receivers in parallel.
 
         Args:
             flat: uint8 [nbytes], the buffer.
 
         Raises:
-            ServerError: the receiver refused, is gone, or was too slow.
+            ServerError: the receiver rejected the call, is gone, or was too slow.
         """
 
     def publish(self) -> None:
@@ -68,11 +68,11 @@ class Transport:
         """Complete a receiver's update after all buckets are delivered; called on the receiver's lead rank."""
 
     def folder_held(self) -> Path | None:
-        """Return the folder from which a receiver with this version can load it again; None if there is none."""
+        """Return the folder from which a receiver can load this version again; None if there is none."""
         return None
 
     def drop(self, receiver: Receiver) -> None:
-        """Release everything of a receiver that failed: another engine may appear at its address."""
+        """Release all resources for a receiver that failed, because another engine may appear at its address."""
         receiver.forget()
 
     def close(self) -> None:
@@ -80,6 +80,6 @@ class Transport:
 
 
 def entries_by_rank(receiver: Receiver, entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Return, for each rank of the receiver, those entries of a bucket of which it holds a part."""
+    """Return, for each rank of the receiver, the entries of a bucket of which the rank holds a part."""
     layout = receiver.layout
     return [[entry for entry in entries if layout.needs(rank, entry.source)] for rank in range(layout.ranks)]

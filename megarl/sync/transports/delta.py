@@ -45,7 +45,7 @@ _WORTH = 0.5  # if a delta exceeds this part of the bucket, the whole bucket is 
 
 @dataclass(frozen=True)
 class _Put:
-    """A bucket's bytes, and what has changed in them since the version `base`."""
+    """A bucket's bytes, and their changes since the version `base`."""
 
     parts: Sequence[Tensor]
     base: int = -1  # the version that the delta starts from; -1: there is no earlier version
@@ -53,7 +53,7 @@ class _Put:
 
 
 class DeltaTransport(Transport):
-    """Sends changed elements; needs a relay on each host of receivers.
+    """Sends only changed elements of the weights, through a relay process on each host of receivers.
 
     Args:
         relays: address of the relay on each host of receivers; `start_relay` starts one on this host.
@@ -97,7 +97,7 @@ class DeltaTransport(Transport):
         return f"the weight relay of {socket.gethostname()} ended ({ending(self._process.returncode)})"
 
     def start(self, version: int, receivers: Sequence[Receiver]) -> None:
-        """Start a version, and find out which receivers still hold the version that they got last."""
+        """Begin to send a version, and find out which receivers still hold the version that they got last."""
         self._version, self.sent_bytes = version, 0
         self._relayed, self._put, self._lost = {}, {}, {}
         with ThreadPoolExecutor(max(len(receivers), 1)) as pool:
@@ -122,7 +122,7 @@ class DeltaTransport(Transport):
         self._put[number] = _Put(parts, version, delta)
 
     def deliver(self, receiver: Receiver, number: int, bucket: Bucket, flat: Tensor) -> None:
-        """Send the bucket to the relay, once per host; then pass the receiver the elements that it lacks."""
+        """Send the bucket to the relay, once per host; the receiver then copies what it lacks from the relay."""
         host = self.plan.hosts[receiver.number]
         with self._locks[host]:
             if self._relayed.get(host, (-1, False))[0] != number:
@@ -177,7 +177,7 @@ class DeltaTransport(Transport):
             raise failure(receiver, f"relay on {host}", reason) from error
 
     def _relay(self, receiver: Receiver, number: int, bucket: Bucket) -> bool:
-        """Send the relay this version of the bucket; return True if as a delta, False if whole."""
+        """Send this version of the bucket to the relay; return whether it was sent as a delta."""
         put = self._put[number]
         if put.delta is not None:
             header = {"op": "delta", "base": put.base, "version": self._version}
@@ -224,10 +224,10 @@ def relays_of_all(
     run_dir: Path,
     world: WorkerGroup,
 ) -> tuple[dict[str, tuple[str, int]], str, subprocess.Popen[bytes] | None]:
-    """Start a relay on every host of receivers, by the first trainer rank on this host. Collective.
+    """Start a relay on every host of receivers; the first trainer rank on the host starts it. Collective.
 
     Returns:
-        the address by host, the key, and the process that this rank started, if any.
+        The relays' addresses by host, their key, and the relay process that this rank started, if any.
 
     Raises:
         WorkerError: a relay did not start.

@@ -30,10 +30,10 @@ _KEPT = 1  # number of older complete versions that are kept
 
 
 class DiskTransport(Transport):
-    """Writes one file per bucket; the first rank writes the index and renames the folder.
+    """Sends weights through files: each bucket is a file; the first rank writes the index and renames the folder.
 
     Args:
-        folder: folder that receivers see under the same path.
+        folder: folder that receivers can read under the same path.
         rank: rank of this sender, a part of its file names.
     """
 

@@ -59,10 +59,10 @@ class _Link:
 
 
 class DistributedTransport(Transport):
-    """Broadcasts each bucket as one flat buffer.
+    """Sends each bucket as a broadcast of one flat buffer, in a process group of one sender and one receiver.
 
     Args:
-        address: address of this host for receivers; None: that of the interface that reaches the receiver.
+        address: address of this host for receivers; None: the address of the interface that reaches the receiver.
     """
 
     senders_per_stage: int | None = 1  # every sender has a connection to every receiver
@@ -73,7 +73,7 @@ class DistributedTransport(Transport):
         self._links: dict[int, _Link] = {}
 
     def deliver(self, receiver: Receiver, number: int, bucket: Bucket, flat: Tensor) -> None:
-        """Call the receiver with the description of the bucket, and broadcast the bucket meanwhile."""
+        """Call the receiver with the description of the bucket, and broadcast the bucket at the same time."""
         link = self._links.get(receiver.number)
         if link is None or link.url != receiver.url:  # the receiver restarted
             self._leave(receiver.number)
@@ -138,12 +138,12 @@ class DistributedTransport(Transport):
     def _call_beside(
         self, receiver: Receiver, step: UpdateStep, call: Callable[[], None], collective: Callable[[], T]
     ) -> T:
-        """Call the receiver, and run the trainer's part of the collective meanwhile in a daemon thread.
+        """Call the receiver, and at the same time run the trainer's part of the collective in a daemon thread.
 
         If both fail, the receiver's error is raised.
 
         Raises:
-            ServerError: the receiver refused or is gone, or the trainer's part failed or was too slow.
+            ServerError: the receiver rejected the call or is gone, or the trainer's part failed or was too slow.
         """
         end = time.monotonic() + self.deadline_s
         part: Future[T] = Future()
@@ -169,7 +169,7 @@ class DistributedTransport(Transport):
 def join(
     store: dist.Store, name: str, rank: int, size: int, backend: str, timeout: datetime.timedelta
 ) -> dist.ProcessGroup:
-    """Create one end of the group of a sender and a receiver, which belong to different worlds."""
+    """Join the process group of a sender and a receiver, which belong to different torch.distributed worlds."""
     # gloo waits for the other ranks here; nccl does so at the first broadcast.
     with _without_watchdog() if backend == "nccl" else contextlib.nullcontext():
         named: dict[str, Any] = {"group_name": name, "timeout": timeout}  # newer torch versions have a type for names

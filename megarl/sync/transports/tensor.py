@@ -15,7 +15,7 @@ from megarl.sync.transports.base import Transport, entries_by_rank
 
 
 class TensorTransport(Transport):
-    """Sends one handle per rank of a receiver; a rank gets only the tensors of which it holds a part."""
+    """Sends memory handles of the buffer to each rank of a receiver, with only those tensors that the rank needs."""
 
     same_host = True
 
@@ -26,7 +26,7 @@ class TensorTransport(Transport):
         self._ends = {id(buckets[-1]) for route in plan.routes for buckets in route.senders.values() if buckets}
 
     def start(self, version: int, receivers: Sequence[Receiver]) -> None:
-        """Give the update a name that all senders share."""
+        """Set the name of the update, the same for all senders."""
         self._update = str(version)
 
     def buffer(self, nbytes: int) -> Tensor:
@@ -39,7 +39,7 @@ class TensorTransport(Transport):
             torch.cuda.synchronize(self.device)
 
     def deliver(self, receiver: Receiver, number: int, bucket: Bucket, flat: Tensor) -> None:
-        """Pass handles of the buffer to the receiver; on return it has copied all it needs, so the buffer is free."""
+        """Send handles of the buffer to the receiver and return when it has copied its tensors from the buffer."""
         entries = entries_by_rank(receiver, bucket.entries)
         use = SharedUse(self._update, self._sender, last=id(bucket) in self._ends)
         handles = [handle_of(flat) for _ in entries]

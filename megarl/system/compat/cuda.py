@@ -72,7 +72,7 @@ def driver_version(root: Path = Path("/")) -> str | None:
 
 
 def driver_problem(major: int = MAJOR, root: Path = Path("/")) -> ConfigError | None:
-    """Return the error that the loaded driver is too old for CUDA `major`; else, or without a driver, None."""
+    """Return an error if the loaded driver is too old for CUDA `major`; None if not, or without a driver."""
     version, needed = driver_version(root), FIRST_DRIVER.get(major)
     if version is None or needed is None or int(version.partition(".")[0]) >= needed:
         return None
@@ -87,12 +87,12 @@ def driver_problem(major: int = MAJOR, root: Path = Path("/")) -> ConfigError | 
 
 
 def own_toolkit(python: Path) -> Path:
-    """Return the folder in an interpreter's environment where `make sglang-env` puts a CUDA toolkit made of wheels."""
+    """Return the folder in an interpreter's environment where `make sglang-env` installs a CUDA toolkit from wheels."""
     return python.absolute().parent.parent / "cuda"
 
 
 def toolkit_home(environment: Mapping[str, str] = os.environ, python: Path | None = None) -> Path:
-    """Return the folder of the servers' CUDA toolkit: found as by SGLang, and last in their environment."""
+    """Return the folder of the servers' CUDA toolkit: the one that SGLang finds, else the one in their environment."""
     configured = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if configured:
         return Path(configured)
@@ -117,8 +117,8 @@ def compiler_version(home: Path) -> tuple[int, int] | None:
 
 
 def toolkit_problem(environment: Mapping[str, str] = os.environ, python: Path | None = None) -> ConfigError | None:
-    """Return the error that GPU servers, with their environment variables and interpreter, cannot compile kernels here,
-    which they do at their start; None when they can.
+    """Return an error if GPU servers with these environment variables and this interpreter cannot compile kernels on
+    this machine, which they do when they start; None if they can.
     """
     home = toolkit_home(environment, python)
     version = compiler_version(home)
@@ -151,11 +151,11 @@ def toolkit_problem(environment: Mapping[str, str] = os.environ, python: Path | 
 
 @dataclass(frozen=True)
 class Nccl:
-    """The NCCL of an interpreter's torch.
+    """The NCCL library that an interpreter's torch uses.
 
     Attributes:
         version: version such as `2.30.7`.
-        wheel: package that contains it; None: the container image or torch itself contains it.
+        wheel: package that contains the library; None: the container image or torch itself contains it.
     """
 
     version: str
@@ -178,7 +178,7 @@ def nccl_wheel(python: Path) -> Nccl | None:
 
 @functools.lru_cache
 def nccl_of(python: Path) -> Nccl | None:
-    """Return an interpreter's NCCL: that of its wheel, else as its torch reports (takes seconds), else None."""
+    """Return an interpreter's NCCL, from its wheels or else from its torch (takes seconds); None if it has none."""
     wheel = nccl_wheel(python)
     if wheel is not None:
         return wheel
@@ -193,7 +193,7 @@ def nccl_of(python: Path) -> Nccl | None:
 
 
 def check_same_nccl(servers: Path, trainer: Path = Path(sys.executable)) -> None:
-    """Refuse interpreters with different versions of NCCL. An interpreter without NCCL (a CPU build of torch) passes.
+    """Reject interpreters with different versions of NCCL. An interpreter without NCCL (a CPU build of torch) passes.
     Raise ConfigError if the versions differ.
     """
     ours, theirs = nccl_of(trainer), nccl_of(servers)

@@ -20,7 +20,7 @@ _THREADS = 2
 
 
 def share_devices() -> None:
-    """Make all gloo groups of this process, also of libraries, use the same devices; once is enough."""
+    """Make all gloo groups of this process, including those of libraries, use the same devices; call it once."""
     if not dist.is_gloo_available():
         return
     group: Any = dist.ProcessGroupGloo
@@ -48,7 +48,7 @@ def share_devices() -> None:
 
 @functools.cache
 def _devices(interfaces: str, process: int) -> list[Any]:
-    """Return the devices of a process, chosen as torch does. A forked process gets new ones, not its parent's."""
+    """Return the gloo devices of a process, chosen as torch does. A forked process gets new devices."""
     make: Any = dist.ProcessGroupGloo
     if not interfaces:
         return [make.create_default_device()]

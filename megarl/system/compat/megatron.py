@@ -30,9 +30,9 @@ _STAND_IN = "_megarl_cuda"
 
 @dataclass(frozen=True)
 class Rewrite:
-    """One change of source text in modules (glob patterns).
+    """A text replacement in the source of modules (glob patterns).
 
-    `cpu_only` changes are made only without CUDA; from version `fixed_in` on Megatron needs the change no more.
+    With `cpu_only` it applies only without CUDA. Megatron from version `fixed_in` on does not need it.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Patch:
-    """One change of a loaded module that a text change cannot express. `needed` decides by the original source."""
+    """A change of a loaded module, where replacing source text is not enough. `needed` checks the original source."""
 
     name: str
     module: str
@@ -177,7 +177,7 @@ REWRITES: tuple[Rewrite, ...] = (
 
 
 class _Stream:
-    """The one stream of a CPU, on which all work is already in order."""
+    """A stand-in for a CUDA stream on a CPU, where all work already runs in order."""
 
     def wait_stream(self, other: object) -> None: ...
     def wait_event(self, event: object) -> None: ...
@@ -225,7 +225,7 @@ def _set_rng_state(state: torch.Tensor, *args: object, **kwargs: object) -> None
 
 
 class _CudaOnCpu:
-    """The stand-in for `torch.cuda` in a rewritten Megatron module; other names come from the real one."""
+    """A stand-in for `torch.cuda` in a rewritten Megatron module; other names come from the real `torch.cuda`."""
 
     Stream = current_stream = default_stream = staticmethod(_stream)
     Event = _Event
@@ -254,7 +254,7 @@ def _rng_on_cpu(module: types.ModuleType) -> None:
 
 
 def _uneven_splits(module: types.ModuleType) -> None:
-    """Exchange parts of different lengths rank by rank between their places in the tensors, without padding."""
+    """Gather and reduce-scatter parts of different lengths without padding, one rank after the other."""
     gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
 
     def gather_parts(
@@ -349,7 +349,7 @@ def rewrite(module: str, source: str, *, cuda: bool) -> str:
 
 @functools.cache
 def _compiled_tag(*, cuda: bool) -> str:
-    """Return a suffix for cached bytecode that changes with these entries, so that other versions have other files."""
+    """Return a suffix for cached bytecode files that depends on all entries, so that a changed entry is recompiled."""
     return f".megarl-{hashlib.sha256(repr((REWRITES, cuda)).encode()).hexdigest()[:8]}.pyc"
 
 
@@ -358,7 +358,7 @@ def _own_bytecode(path: str) -> str:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """The loader of a module from rewritten source. Its bytecode is cached beside that of the original source."""
+    """Loads a module from rewritten source; its bytecode is cached next to the original module's bytecode."""
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> types.CodeType:  # type: ignore[override]
         source = importlib.util.decode_source(data)
@@ -394,7 +394,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Put the import hook in place; call it before the first `import megatron.core`. Calling it again does nothing.
+    """Install the import hook; call this before the first `import megatron.core`. A second call does nothing.
     Raise RuntimeError if megatron.core was imported before, so parts of it are already loaded unchanged.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):

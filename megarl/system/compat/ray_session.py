@@ -12,10 +12,11 @@ _UNASKED = ("start_monitor", "start_log_monitor", "start_api_server", "start_ray
 
 @contextmanager
 def for_one_run() -> Iterator[None]:
-    """Within this block start Ray's programs in sessions of their own, and without the programs that no run needs.
+    """In this block, start Ray's programs in separate sessions, and leave out programs that runs do not need.
 
-    Their own sessions protect them from signals of a terminal and of `kill -- -GROUP`, which would end the control
-    store and the node manager at once, so that no step could finish. They still end with the thread that started them.
+    In separate sessions the programs do not get signals from a terminal or `kill -- -GROUP`. Such a signal would end
+    the control store and the node manager at once, so that no step could finish. The programs still end with the
+    thread that started them.
     """
     from ray._private import services
 
@@ -26,11 +27,11 @@ def for_one_run() -> Iterator[None]:
 
 @contextmanager
 def only_what_runs_ask() -> Iterator[None]:
-    """Within this block start Ray without four of its programs, each of which is an interpreter that imports Ray.
+    """In this block, start Ray without four of its programs, each of which is an interpreter that imports Ray.
 
-    Each takes 1 to 2 CPU-seconds: the autoscaler's monitor (the cluster does not change), the log monitor (workers
-    write their own logs), the dashboard's server (Ray starts it even without a dashboard), and with `ray start --head`
-    the server of Ray Client, for drivers outside the cluster.
+    Each program takes 1 to 2 CPU-seconds: the autoscaler's monitor (the cluster does not change), the log monitor
+    (workers write their own logs), the dashboard's server (Ray starts it even without a dashboard), and with
+    `ray start --head` the server of Ray Client, for drivers outside the cluster.
     """
     from ray._private import node
 

@@ -48,7 +48,7 @@ _TRAINER_PREFIXES = ("PYTHON", "TORCHELASTIC_", "MEGARL_")
 
 
 def environments_folder() -> Path:
-    """Return the folder in which `make sglang-env` makes environments."""
+    """Return the folder in which `make sglang-env` creates environments."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "megarl" / "sglang"
 
@@ -60,8 +60,8 @@ def install_fix(cuda: bool | None = None) -> str:
 
 
 def find_python(configured: str | None, *, cuda: bool | None) -> Path:
-    """Return the servers' interpreter: the configured one, or the newest environment for this kind of machine (None: of
-    any). Raise ConfigError if there is none, or it is for another kind.
+    """Return the servers' interpreter: the configured one, or that of the newest environment for this kind of machine
+    (`cuda` None: any kind). Raise ConfigError if there is none, or if it is for the other kind of machine.
     """
     kinds = ("cuda", "cpu") if cuda is None else ("cuda",) if cuda else ("cpu",)
     if configured is not None:
@@ -91,8 +91,8 @@ def find_python(configured: str | None, *, cuda: bool | None) -> Path:
 
 @functools.lru_cache
 def sglang_version(python: Path, *, cuda: bool | None = None) -> str:
-    """Return the version of sglang in the servers' interpreter. Raise ConfigError if sglang is missing, or its series
-    is not one with which the update protocol was tested.
+    """Return the version of sglang in the servers' interpreter. Raise ConfigError if sglang is missing, or the
+    weight updates were not tested with its release series.
     """
     code = "import importlib.metadata as m; print(m.version('sglang'))"
     try:
@@ -145,11 +145,12 @@ def server_environment(
             which the memory saver of colocated servers needs before torch is loaded.
         api_key: passed in the environment, so that no process list shows it.
         instance: name of the server's shared memory, unique to the server.
-        cuda: the server runs on GPUs.
-        tp_size: ranks of the server; on a CPU each gets its own core.
+        cuda: whether the server runs on GPUs.
+        tp_size: number of ranks of the server; on a CPU each gets its own core.
         gpus: devices that it may use; None: those that this process sees.
-        colocated: its memory is released between calls, when a health check that generates would crash it.
-        temporary: folder for its sockets, which it never removes; None: the system's.
+        colocated: whether the server's memory is released between calls; a health check that generates would crash it
+            then.
+        temporary: folder for the server's sockets, which it never removes; None: the system's temporary folder.
     """
     trainers = {name for name in base if name in _TRAINER_ONLY or name.startswith(_TRAINER_PREFIXES)}
     env = {name: value for name, value in base.items() if name not in trainers}
@@ -187,8 +188,8 @@ def server_environment(
 
 
 def numbered(env: Mapping[str, str]) -> dict[str, str]:
-    """Return variables in which GPU UUIDs are replaced by the GPUs' numbers, because SGLang reads numbers. Names of GPU
-    parts (MIG) and of GPUs that the driver does not list are kept: the result is then empty.
+    """Return variables in which GPU UUIDs are replaced by the GPUs' numbers, because SGLang reads numbers. Return
+    an empty dict, which keeps the names, if some name a part of a GPU (MIG) or a GPU that the driver does not list.
     """
     names = [name.strip() for name in env.get(_VISIBLE, "").split(",") if name.strip()]
     if not names or not all(name.startswith("GPU-") for name in names):

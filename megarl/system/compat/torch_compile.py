@@ -36,7 +36,7 @@ def untraced() -> Iterator[None]:
 
 
 def install() -> None:
-    """Change Adam and its base class so that only a process that compiles imports the tracer; once is enough."""
+    """Change torch's Adam and its base class so that only processes that compile import the tracer; call it once."""
     for name, method in list(vars(torch.optim.Optimizer).items()):
         if getattr(method, "__code__", None) is _MARKED:
             setattr(torch.optim.Optimizer, name, _either(method, method.__wrapped__))

@@ -10,7 +10,7 @@ from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 
 
 def end_workers_with(number: signal.Signals) -> None:
-    """Make the agent in this process send `number` in place of SIGTERM."""
+    """Make torchrun's agent in this process end workers with the signal `number` instead of SIGTERM."""
     handler: Any = SubprocessHandler
     close = handler.close
 

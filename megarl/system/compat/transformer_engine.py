@@ -49,12 +49,12 @@ CALLS: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
 
 
 def is_tested(version: str) -> bool:
-    """Return whether this version is among those that megatron-core names."""
+    """Return whether this version is in the range that megatron-core supports."""
     return Version(SINCE) <= Version(version) < Version(BELOW)
 
 
 def too_old(version: str) -> bool:
-    """Return whether this version is older than all that megatron-core names."""
+    """Return whether this version is older than the range that megatron-core supports."""
     return Version(version) < Version(SINCE)
 
 

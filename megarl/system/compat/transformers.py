@@ -14,8 +14,8 @@ _CHECKS, _TABLE = "transformers.utils.type_validators", "transformers.activation
 
 
 def install() -> None:
-    """Import the checks with an empty table, so that they accept any activation. A second call does nothing. If the
-    checks or the table are already imported, nothing changes.
+    """Import transformers' config checks with an empty table of activations, so that they accept any activation. Does
+    nothing if called before, or if the checks or the table are already imported.
     """
     if _CHECKS in sys.modules or _TABLE in sys.modules:
         return

@@ -44,8 +44,8 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent() -> None:
     """Kill this process group when the process PARENT ends.
 
-    The kernel's signal also reaches a stopped process, but it follows the thread that started this one, so it is
-    requested only when that was the main thread. The polling watch always works, and reaches the whole group.
+    The kernel's signal also kills a stopped process, but it is sent when the thread that started this process ends, so
+    it is requested only if that was the main thread. A thread that polls works always and kills the whole group.
     """
 
     def watch() -> None:
@@ -73,7 +73,7 @@ def blot_out_key() -> None:
 
 
 def listen_on_one_address() -> None:
-    """Make torch's store, which everybody can write, listen only on the address by which it is called."""
+    """Make torch's TCPStore, which has no password, listen only on the address by which this server reaches it."""
     # torch.distributed.rendezvous is also a function, so the module is imported by name
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     make = rendezvous.TCPStore
@@ -87,7 +87,7 @@ def listen_on_one_address() -> None:
 
 
 def extend_path() -> None:
-    """Put our loaders, and stand-ins for packages that are missing or need CUDA, at the front of the path."""
+    """Put megarl's loaders and the stand-ins for packages that are missing or need CUDA at the front of sys.path."""
     sys.path.insert(0, str(Path(__file__).parent / "loaders"))
     folder = Path(__file__).parent / "stand_ins"
     if ON_CPU:
@@ -111,7 +111,7 @@ def succeeded_everywhere(success: bool) -> bool:
 
 
 def forget_images() -> None:
-    """Drop cached image features: SGLang keeps them by a hash of pixels even with new encoder weights."""
+    """Drop cached image features, which SGLang would reuse for equal images even with new encoder weights."""
     from sglang.srt.managers import mm_schedule
 
     if mm_schedule.embedding_cache is not None:
@@ -119,8 +119,8 @@ def forget_images() -> None:
 
 
 def refuse_instead_of_dying() -> None:
-    """Reply to a failed update with the message of the failing rank, also for a tensor update that raised. Unpatched
-    SGLang ends when a tensor update raises, and reports only rank 0's result.
+    """Reply to a failed weight update with the failing rank's message, even if the update raised an exception.
+    Unpatched SGLang ends when a tensor update raises, and reports only rank 0's result.
     """
     elsewhere = "another rank of this server failed; see its log"
 
@@ -172,7 +172,7 @@ def hook(target: str, function: Any, when: str = "AROUND") -> None:
 
 
 def insist_on_hooks() -> None:
-    """End a server in which a hook has no place; unpatched SGLang would log that and continue without the hook."""
+    """End the server if a function to hook does not exist; unpatched SGLang would log this and run without the hook."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     apply, wanted = HookRegistry.apply_hooks, set(HookRegistry._hooks)
@@ -202,10 +202,10 @@ def honour_seeds() -> None:
 
 
 def sample_by_token() -> None:
-    """Tie the noise of a seeded sample to token ids, so that it does not depend on the other requests of its batch.
+    """Draw a seeded sample's noise by token id, so that the sample does not depend on other requests in its batch.
 
-    SGLang filters (top_k, top_p) a whole batch if one of its requests needs it, as health checks do, and then applies
-    the noise to the ranks of the sorted tokens.
+    If one request of a batch needs top_k or top_p, as health checks do, SGLang sorts the tokens of the whole batch, and
+    then applies the noise by position in the sorted order.
     """
 
     def sample(call: Any, probs: Any, *filters: Any, **options: Any) -> Any:
@@ -224,8 +224,8 @@ def sample_by_token() -> None:
 
 
 def fork_processes() -> None:
-    """Fork the server's processes from this one: new processes would import for ten seconds each. Without CUDA nothing
-    here prevents a fork; OpenMP has started no threads yet.
+    """Fork the server's processes from this one, because new processes would import for ten seconds each. Forking is
+    safe without CUDA while OpenMP has not started threads.
     """
 
     def fork(*args: Any, **kwargs: Any) -> None:
@@ -235,8 +235,8 @@ def fork_processes() -> None:
 
 
 def rest_while_paused() -> None:
-    """Let a paused scheduler wait for messages, as `--sleep-on-idle` does for one without requests. SGLang's own loop
-    polls, which would keep a core busy for the duration of an update.
+    """Make a paused scheduler sleep until a message arrives, as `--sleep-on-idle` does without requests. SGLang's own
+    loop polls, which would keep a CPU core busy during a weight update.
     """
 
     def rest(call: Any, scheduler: Any) -> None:

@@ -23,12 +23,12 @@ _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.
 
 
 class CannotPatch(Exception):
-    """The model's loading does not merely slice and copy this tensor."""
+    """The model's loading code does more than slice and copy this tensor, so single elements cannot be changed."""
 
 
 @dataclass(frozen=True)
 class CopyTarget:
-    """A part of a tensor, and the memory of a parameter into which loading copies it.
+    """A part of a sent tensor, and the memory of the parameter into which the model's loading code copies it.
 
     Attributes:
         offset, strides: offset and strides of the part, in elements of the whole tensor.
@@ -40,7 +40,7 @@ class CopyTarget:
     target: Tensor
 
     def write(self, positions: Tensor, values: Tensor) -> None:
-        """Write `values` [n] at `positions` (int64 [n], ascending) of the tensor, as far as in this part."""
+        """Write those of `values` [n] whose `positions` in the tensor (int64 [n], ascending) are in this part."""
         word = _WORDS[self.target.itemsize]  # not every dtype can be written by index
         values, target = values.to(self.target.dtype).view(word), self.target.view(word)
         # the part is one run of elements on both sides
@@ -61,14 +61,14 @@ class CopyTarget:
 
 
 class ProbeTensor(Tensor):
-    """A tensor with a shape and no data that records where it, or a slice of it, is copied to."""
+    """A tensor with a shape and no data that records into which memory it or a slice of it is copied."""
 
     meta: Tensor
     places: list[CopyTarget]
 
     @staticmethod
     def __new__(cls, meta: Tensor, device: torch.device, places: list[CopyTarget]) -> ProbeTensor:
-        """Make a probe of `meta`, a meta tensor whose strides and offset say which part of the whole tensor it is."""
+        """Create a probe for `meta`, a meta tensor whose strides and offset define its part of the whole tensor."""
         offset, dtype = meta.storage_offset(), meta.dtype
         made = Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), storage_offset=offset, dtype=dtype, device=device
@@ -100,7 +100,7 @@ class ProbeTensor(Tensor):
 
 
 class _Map:
-    """The places of tensors, valid as long as the parameters stay at their addresses."""
+    """The memory into which each tensor is copied, valid as long as the parameters keep their addresses."""
 
     def __init__(self) -> None:
         self.parameters: tuple[int, ...] = ()
@@ -127,8 +127,8 @@ _MAPPED: dict[tuple[str, str], dict[int, Tensor]] = {}  # mapped buffers by addr
 
 
 def _to_own_device(model: Any, flat: Tensor) -> Tensor:
-    """Return the buffer on the model's device: with a memory saver no other device may write to the parameters, and the
-    device that holds the source makes the copy.
+    """Return the buffer on the model's device. With a memory saver no other device may write to the parameters, and a
+    copy is made by the device that holds the source.
     """
     return flat.to(next(model.parameters()).device)
 
@@ -136,13 +136,13 @@ def _to_own_device(model: Any, flat: Tensor) -> Tensor:
 def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Load the tensors of a bucket.
 
-    A sender's host memory stays mapped until its last bucket: mapping it for each bucket, page by page, takes a third
-    as long as copying from it. Buffers of a dead sender are freed in the next update.
+    A sender's host memory stays mapped until the sender's last bucket, because mapping it again for each bucket would
+    take a third as long as copying from it. Buffers of a dead sender are freed in the next update.
 
     Args:
         model: model of the server, as SGLang passes it to a loader.
         named_tensors: one entry, uint8 [bytes of the bucket]. Its name is a JSON header: `tensors`, a list of (name,
-            shape, dtype, first byte, bytes); `update`, a name that all senders of the update share; `sender`; `last`,
+            shape, dtype, first byte, bytes); `update`, the update's name, equal for all its senders; `sender`; `last`,
             whether this is the sender's last bucket.
     """
     ((text, flat),) = named_tensors

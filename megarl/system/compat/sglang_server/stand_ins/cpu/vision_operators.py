@@ -13,7 +13,7 @@ _LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
 
 
 def declare() -> None:
-    """Declare the operators, unless torchvision has declared them."""
+    """Declare torchvision's operators to torch, unless torchvision has declared them."""
     package = importlib.util.find_spec("torchvision")
     if package is None or package.origin is None:
         return

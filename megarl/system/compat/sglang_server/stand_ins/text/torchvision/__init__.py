@@ -18,7 +18,7 @@ class _AnyName(type):
 
 
 class Absent(metaclass=_AnyName):
-    """The stand-in for every name of this package."""
+    """A stand-in for every name in torchvision."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("torchvision is not installed: this server is for text models")
