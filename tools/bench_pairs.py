@@ -38,7 +38,8 @@ def measure(sources: Path, arguments: list[str]) -> dict[str, float]:
         command = [sys.executable, "-m", "megarl", "bench", *arguments, "--json", str(result)]
         environment = os.environ | {"PYTHONPATH": str(sources)}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-        if not result.exists():  # `algorithms` exits with 1 when a function misses its target, and has measured it
+        # `algorithms` writes its result even if a function misses its target, for which it exits with 1
+        if not result.exists():
             sys.exit(f"megarl bench failed with the code in {sources}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
         return seconds_of(json.loads(result.read_text()))
 

@@ -44,12 +44,12 @@ SMALL = (
     "model.hf_config.head_dim=16",
     "model.hf_config.intermediate_size=128",
 )
-# Few sums of one digit: after a cold start of seconds, groups are neither all right nor all wrong.
+# Few sums of one digit, so that after a cold start of seconds groups have right and wrong answers.
 EASY = (
     "data.loader_kwargs={low: 1, high: 6, held_out: 8}",
     *("sft.steps=60", "sft.eval_every=30", "sft.optim={lr: 3e-3, warmup_steps: 6}", "data.batch_size=16"),
 )
-# Two mini-batches in a step and a reference policy: old log-probs and the KL term count.
+# Two mini-batches in a step and a reference policy, so that old log-probs and the KL term affect training.
 UPDATES = ("actor.mini_batch_size=8", "algorithm.kl={use: loss, coef: 0.01}", "actor.engine.micro_batch_tokens=256")
 EXPERTS = (
     "model.hf_config={model_type: qwen3_moe, num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 32}",

@@ -19,7 +19,7 @@ FOLDERS = ("megarl", "launchers", "recipes", "kernels")
 VAGUE = {"found", "one", "own", "mine", "told", "said", "held", "kept", "what", "there", "taken", "asked"}
 #: A function with more parameters than this hides a dataclass.
 PARAMETERS = 7
-#: A private function that is called once and has fewer lines than this sends its reader away for little.
+#: A private function that is called once and has fewer lines than this should be part of its caller.
 LINES = 5
 
 #: Engines of `rollout.engine`; their differences belong in their family (megarl/rollout/family.py).
@@ -34,7 +34,7 @@ def product() -> Files:
     """Return the nodes of the product's files."""
     names = subprocess.check_output(["git", "ls-files", *(f"{name}/*.py" for name in FOLDERS)], cwd=ROOT, text=True)
     files = [ROOT / name for name in names.splitlines() if (ROOT / name).is_file()]
-    gc.disable()  # looking for garbage among the nodes takes longer than parsing
+    gc.disable()  # garbage collection of the syntax trees would take longer than parsing
     try:
         return {str(file.relative_to(ROOT)): nodes_of(file.read_text(encoding="utf-8")) for file in files}
     finally:

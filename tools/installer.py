@@ -34,7 +34,7 @@ def read_settings(listed: str) -> dict[str, str]:
     """Read the output of `pip config list`: each setting's value for an installation."""
     values: dict[str, str] = {}
     lines = [line.partition("=") for line in listed.splitlines()]
-    for section in ("global", "install", ":env:"):  # a later one has precedence
+    for section in ("global", "install", ":env:"):  # a later section takes precedence
         for name, _, value in lines:
             if name.startswith(f"{section}."):
                 values[name.removeprefix(f"{section}.")] = ast.literal_eval(value)
@@ -55,7 +55,7 @@ def uv_environment() -> dict[str, str] | None:
     settings = read_settings(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     if settings.get(NO_INDEX, "").lower() not in FALSE:
         return None
-    # pip takes the newest of all its indexes.
+    # pip takes the newest version in all its indexes; uv does so with this strategy.
     return {"UV_INDEX_STRATEGY": "unsafe-best-match", **uv_variables(settings), **os.environ}
 
 

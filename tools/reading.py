@@ -45,7 +45,7 @@ STEPS = {
     "a GRPO step": ("grpo_quickstart", "cluster.nproc=1"),
     "an asynchronous step": ("grpo_async_quickstart",),
 }
-# Put before everything else that a process imports: writes down each function of the product that step 2 calls.
+# Code that each process imports first; it records each function of the product that step 2 calls.
 TRACER = """
 import os, sys, threading
 ROOTS = tuple(os.path.join(os.environ["READING_ROOT"], name) + os.sep for name in os.environ["READING_FOLDERS"].split())

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-#: Failed tests that are run again; with more of them the run has failed.
+#: Most failed tests that are run again; with more failures the run has failed.
 MOST = 3
 FAILED = Path(".pytest_cache/v/cache/lastfailed")
 

@@ -34,7 +34,7 @@ from megarl.system.compat.cuda import (  # noqa: E402
 from megarl.system.compat.sglang import COMPLETE, STAND_INS, environments_folder  # noqa: E402
 from tools import installer  # noqa: E402
 
-#: Version of NCCL that both interpreters get: that of the torch which SGLang asks for, the newer of the two.
+#: Version of NCCL that both interpreters get: the one of the torch that SGLang requires, which is the newer of the two.
 NCCL = "2.30.7"
 IMPORTS = (
     "vision_operators, sglang.launch_server, sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler, "
@@ -56,7 +56,8 @@ def install(folder: Path, kind: str) -> None:
     if kind == "cuda":
         installer.install(python, wanted["sglang"])
     else:
-        # torch comes first and by itself: resolved together with the rest, pip may choose a build of several gigabytes.
+        # torch is installed first and by itself: if pip resolves it with the other packages, it may choose a build of
+        # several gigabytes.
         installer.install(python, wanted["torch"])
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as rest:
             rest.write("\n".join(line for name, line in wanted.items() if name not in ("torch", "sglang")))

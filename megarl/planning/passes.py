@@ -214,7 +214,7 @@ class ModelPass:
         ranks = parallel.tp * parallel.cp
         peak = self.hardware.peak(self.dtype)
         tokens = share.tokens
-        # attention over keys and values in all layers
+        # FLOPs of attention over keys and values in all layers
         pairs = self._counter.forward([share.length], head_tokens=0)
         pairs += self._counter.unevenness(share.length, share.variance)
         scores = share.samples * (pairs - share.length * self._counter.per_token) * self._pairs

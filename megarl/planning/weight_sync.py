@@ -38,7 +38,7 @@ class WeightSyncMemory:
         self.config, self.facts, self.team = config, facts, team
         parallel = team.parallel
         experts = parallel.expert_tp * parallel.ep * parallel.pp if facts.is_moe else 0
-        self._replica = max(parallel.tp * parallel.pp, experts)  # ranks that hold the model once
+        self._replica = max(parallel.tp * parallel.pp, experts)  # number of ranks that together hold the model once
         # how many ranks of a replica share a machine
         self._here = min(self._replica, -(-team.devices // config.cluster.nnodes))
 

@@ -12,7 +12,7 @@ from pydantic import Field
 
 F = TypeVar("F", bound=Callable[..., Any])
 Answers = Literal["one", "any"]
-#: Names of other types of values, for messages.
+#: Python type of a value -> its name in messages.
 _KINDS = {"dict": "an object", "list": "a list", "bool": "true or false", "NoneType": "null"}
 
 

@@ -110,7 +110,7 @@ def adapt(function: Callable[..., Any], signature: inspect.Signature, mode: str)
             result = _awaited(function(**_arguments(form, signature, [sample], kwargs)))
             if not isinstance(result, dict) or "score" not in result or "overall" in result:
                 return result
-            names = {"score": "overall", "pred": "extracted"}  # verl's names of parts, and ours
+            names = {"score": "overall", "pred": "extracted"}  # verl's name of a part -> megarl's name
             return {names.get(name, name): value for name, value in result.items()}
 
         return one if mode == "sequential" else lambda samples, **kwargs: [one(sample, **kwargs) for sample in samples]

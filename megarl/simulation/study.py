@@ -48,9 +48,10 @@ class Study:
     """The settings of a simulation study."""
 
     recipe: str  # name or file of a recipe, or a run folder
-    overrides: tuple[str, ...] = ()  # `key.path=value` for all rows
-    what_if: tuple[tuple[str, ...], ...] = ()  # for each further row: `key.path=value`, and `name=value` of assumptions
-    assumed: tuple[str, ...] = ()  # `name=value` for all rows
+    overrides: tuple[str, ...] = ()  # overrides `key.path=value` for all rows
+    # for each further row: overrides `key.path=value`, and assumptions `name=value`
+    what_if: tuple[tuple[str, ...], ...] = ()
+    assumed: tuple[str, ...] = ()  # assumptions `name=value` for all rows
     run_dir: Path | None = None  # run folder with measurements; None: times come from formulas
     devices: tuple[int, ...] = ()  # numbers of devices; empty: only the recipe's number
     grow: bool = False  # whether the batch grows with the devices

@@ -70,7 +70,7 @@ class WeightSync:
     ) -> None:
         self.chunks, self.receivers, self.config, self.world = chunks, receivers, config, world
         self.version: int | None = None
-        self.run = world.broadcast_json(secrets.token_hex(4))  # part of version tags
+        self.run = world.broadcast_json(secrets.token_hex(4))  # names this run in version tags
         model_dtype = chunks[0].config.params_dtype
         self.dtype = model_dtype if config.dtype == "model" else DTYPES[config.dtype]
         ranks = layout_of_all(coordinate(chunks), world)

@@ -190,7 +190,7 @@ def _exits_are_errors() -> Iterator[None]:
         raise
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and not _is_raised_by_code(error):
-            raise  # raised for a signal, which may interrupt any code
+            raise  # an exception of a signal handler, which may interrupt any code
         text = f"it raises {type(error).__name__} while it is imported: {text_of(error)}".rstrip(": ")
         raise ModuleExitError(text).with_traceback(error.__traceback__) from error
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megarl.tracking.tracker import Status
 
 log = logging.getLogger(__name__)
-RESTARTS = "restarts.jsonl"  # in the run folder: automatic restarts of a run or team, with their reasons
+RESTARTS = "restarts.jsonl"  # file in the run folder with the automatic restarts of a run or team, and their reasons
 _RESTART: Needs = {"restart": int, "time": (int, float), "why": str}
 _PROCESS: Needs = {"host": str, "pid": int, "began": (int, float)}
 _MLFLOW = "mlflow.*.json"  # pattern of the files that hold the MLflow run of each stage

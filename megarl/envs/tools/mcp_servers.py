@@ -184,7 +184,7 @@ class _Connection:
         self._client: Client | None = None
         self._opening = asyncio.Lock()
         self._over = asyncio.Event()
-        self._ready: asyncio.Future[Client]  # result of the attempt in `_task`
+        self._ready: asyncio.Future[Client]  # result of the attempt to connect, which runs in `_task`
         self._task: asyncio.Task[None] | None = None
         self._failed: tuple[float, ConfigError] | None = None  # time and reason of the last failed attempt to connect
 

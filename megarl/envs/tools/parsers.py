@@ -99,7 +99,7 @@ def parse_llama3(text: str) -> list[Call]:
     return calls
 
 
-#: The parsers by name.
+#: Name of a format of tool calls -> its parser.
 PARSERS: dict[str, Callable[[str], list[Call]]] = {"qwen": parse_qwen, "qwen25": parse_qwen, "llama3": parse_llama3}
 
 

@@ -163,7 +163,7 @@ class SimulatorProcess:
         """Kill the process and its children, and return their last lines of output."""
         if self._said is None:
             self.socket.close()
-            self.process.terminate()  # its guardian, which finds children outside the group (megarl.system.reaper)
+            self.process.terminate()  # ends the guardian, which finds children outside the group (megarl.system.reaper)
             self.wait(_EXIT_S)
             with contextlib.suppress(OSError):  # the process group is empty
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -192,7 +192,7 @@ class _Tail:
     def close(self) -> str:
         """Return the last lines, once the process has ended."""
         self._thread.join(_TOLD_S)
-        if not self._thread.is_alive():  # else a process that left the group still writes
+        if not self._thread.is_alive():  # otherwise a process that left the group still writes
             self._file.close()
         lines = self._kept.decode(errors="replace").replace("\r", "\n").splitlines()
         return "\n".join([line for line in lines if line.strip()][-_LINES:])

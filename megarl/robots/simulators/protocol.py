@@ -41,7 +41,8 @@ class Observation:
 
     frames: Mapping[str, Frame]  # pictures, uint8 [H, W, 3], by camera
     state: Numbers  # the robot's own state, float32 [state_dim]
-    # in an episode's first observation: its own instruction; empty: the task's. Equal in all episodes of a trial.
+    # in an episode's first observation, the episode's own instruction, equal in all episodes of a trial; empty: the
+    # task's instruction
     instruction: str = ""
 
 

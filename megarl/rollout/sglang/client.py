@@ -230,7 +230,8 @@ class Dispatch:
                 body: dict[str, Any] = await response.json()
                 return body
         except TimeoutError as error:
-            if self._config.request_timeout_s is None:  # a connection timeout of the operating system
+            # requests have no deadline here, so the connection timed out in the operating system
+            if self._config.request_timeout_s is None:
                 raise _LostError(f"/generate failed: {type(error).__name__}: {error}") from error
             raise
         except (aiohttp.ClientError, ValueError, OSError) as error:
