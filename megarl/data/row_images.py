@@ -58,7 +58,7 @@ def row_images(row: Row, key: str, prompt_key: str, limit: int | None) -> list[A
 
 
 def _marks(value: Any) -> Iterator[Any]:
-    """Yield the image in each image placeholder of a prompt; None if it stands for an image of the image column."""
+    """Yield the image in each image placeholder of a prompt; None for a placeholder of an image in the image column."""
     if isinstance(value, str):
         yield from [None] * value.count(MARK)
     elif isinstance(value, list):

@@ -182,7 +182,7 @@ class SFTDataset(PromptDataset):
         return examples
 
     def notes(self) -> str:
-        """Return the end of a log line: how many responses have no or dropped reasoning, and the first such row."""
+        """Return the end of a log line: how many responses lack their reasoning or lose it, and the first such row."""
         return "".join(
             f"; {count(len(rows), 'response')} {note} ({rows[0].where})" for rows, note in self._noted if rows
         )

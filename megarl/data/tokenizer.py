@@ -63,7 +63,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def _missing_package(folder: Path) -> str | None:
-    """Return the fix if the folder has only a tokenizer.model and sentencepiece, which reads it, is not installed."""
+    """Return the fix if the folder has only a tokenizer.model, and sentencepiece, which reads this file, is not
+    installed."""
     if (folder / "tokenizer.json").is_file() or not (folder / "tokenizer.model").is_file():
         return None
     if importlib.util.find_spec("sentencepiece") is not None:

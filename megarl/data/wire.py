@@ -111,7 +111,7 @@ class _Field(NamedTuple):
     cut: int | None
 
     def piece(self, rows: np.ndarray) -> _Piece:
-        """Return the rows of ranges (start, stop), int64 [runs, 2], as a tensor of a block."""
+        """Return the field's rows in the ranges (start, stop) of `rows`, int64 [runs, 2], as one tensor of a block."""
         parts = [self.bytes[low:high] for low, high in (rows * self.width).tolist()]
         return _Piece(_FIELD + self.name, self.code, [int((rows[:, 1] - rows[:, 0]).sum()), *self.inner], parts)
 
@@ -185,7 +185,7 @@ class Packer:
 
 
 def pack(parts: Parts) -> Block:
-    """Write all samples of a batch to one block; raises as `Packer`."""
+    """Write all samples of a batch to one block; raises the errors of `Packer`."""
     return Packer(parts).block(range(parts[2]))
 
 

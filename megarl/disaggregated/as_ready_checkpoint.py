@@ -68,7 +68,7 @@ def flow_files(
     again: Sequence[int],
     carried: Metrics,
 ) -> dict[str, bytes]:
-    """Return this replica's files by name; empty on all ranks but its first.
+    """Return this replica's checkpoint files by name; empty on all ranks except the replica's first.
 
     Args:
         ready: finished groups.
@@ -106,7 +106,7 @@ def _images_file(part: int) -> str:
 
 
 def _batch(ready: FinishedGroups) -> Batch:
-    """Return the samples as one batch, with all fields that are handed over and the number of each sample's group."""
+    """Return the samples of all groups as one batch, with all handed-over fields and each sample's group number."""
     batch = merge_handovers(ready.samples)
     number = torch.zeros(len(batch), dtype=torch.int64)
     for group_number, places in zip(ready.numbers, group_places(batch["uid"]), strict=True):

@@ -46,7 +46,7 @@ class BufferedStep:
     step: int
 
     def files(self, layout: Layout, saved: int) -> dict[str, bytes]:
-        """Return this replica's files for the checkpoint of step `saved`, by name; empty on all ranks but its first."""
+        """Return this replica's files for the checkpoint of step `saved`, by name; empty except on its first rank."""
         if not layout.is_lead:
             return {}
         batch = merge_handovers({key: sent.samples for key, sent in self.given.items()})

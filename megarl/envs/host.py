@@ -154,7 +154,7 @@ class Host:
         return await self._in_time(_settled(result)) if inspect.isawaitable(result) else result
 
     async def read_images(self, reply: Reply) -> Reply:
-        """Return the reply with its images read; in a thread if there may be images, because reading takes long."""
+        """Return the reply with its images read, in a thread if there may be images, since reading takes long."""
         try:
             if self._images is None:
                 reply.observation, _ = taken_apart(reply.observation, None)

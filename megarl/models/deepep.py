@@ -106,7 +106,7 @@ _buffer: Any = None  # memory that the processes of a group share; one for all l
 
 
 def buffer_of(group: dist.ProcessGroup, hidden: int) -> Any:
-    """Return the group's buffer for rows of `hidden` bf16 numbers; it is created if needed. Collective in this case."""
+    """Return the group's buffer for rows of `hidden` bf16 numbers. If it must be created, the call is collective."""
     global _buffer  # a process can initialise NVSHMEM only once
     kind, size, row = import_deepep().Buffer, group.size(), 2 * hidden
     configs = (kind.get_dispatch_config(size), kind.get_combine_config(size))

@@ -135,7 +135,7 @@ def refuse_device(key: str, found: str, dtype: torch.dtype) -> None:
 
 
 def refuse_fp8(hf: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, where: str) -> None:
-    """Check that a model can compute in its engine's FP8 format on this device."""
+    """Raise an error unless a model can compute in its engine's FP8 format on this device."""
     if engine.fp8 == "none":
         return
     key, off = f"{where}.fp8", f"set {where}.fp8=none"
@@ -165,7 +165,7 @@ def refuse_fp8(hf: PretrainedConfig, parallel: ParallelConfig, engine: EngineCon
 
 
 def fp8_unit(engine: EngineConfig) -> int:
-    """Return the unit of an FP8 format: every stream's tokens per tensor-parallel rank must be a multiple of it."""
+    """Return the unit for FP8: a stream's tokens per tensor-parallel rank must be a multiple of it."""
     return {"none": 1, "delayed": 16, "blockwise": 128}[engine.fp8]
 
 

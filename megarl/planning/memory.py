@@ -225,14 +225,14 @@ def response_terms(config: RunConfig, dp: int, job: str) -> list[Term]:
 
 
 def server_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """Return the bytes of weights on each GPU of a server, without its cache."""
+    """Return the bytes of weights on each GPU of a server, without the key/value cache."""
     servers = config.rollout.sglang
     split = ParallelConfig(tp=servers.tp_size, ep=servers.ep_size, etp=max(1, servers.tp_size // servers.ep_size))
     return parameter_bytes(facts, split, config.rollout_dtype)
 
 
 def _server_weights(config: RunConfig, sizes: Sizes) -> list[Term]:
-    """Return the terms of a rank of a GPU server that this run starts, without its cache."""
+    """Return the memory terms of one rank of a GPU server that this run starts, without the key/value cache."""
     servers = config.rollout.servers
     if servers is None or servers.urls:
         return []
@@ -244,7 +244,7 @@ def _server_weights(config: RunConfig, sizes: Sizes) -> list[Term]:
 
 
 def _server_cache(config: RunConfig, sizes: Sizes, share: float, free: float) -> Term:
-    """Return the keys and values of a server that takes its share of the memory that is free at its start."""
+    """Return the term for keys and values of a server that takes its share of the memory that is free at its start."""
     servers, facts = config.rollout.sglang, known_sizes(sizes, Role.ROLLOUT)
     size = max(0.0, (servers.memory_fraction or share) * free - server_bytes(config, facts))
     if servers.max_total_tokens is not None:
@@ -262,7 +262,7 @@ def beside_servers(moment: Moment) -> float:
 def device_memory(
     config: RunConfig, sizes: Sizes, team: TeamPlan, *, gpu: bool, job: str = "train", room: GpuRoom | None = None
 ) -> Memory:
-    """Estimate what the fullest rank of a team holds on its device; the policy's sizes stand in for unknown ones.
+    """Estimate the device memory of the fullest rank of a team; the policy's sizes replace unknown sizes.
 
     Args:
         room: the device's memory; None: unknown, so the cache of a server on the device is left out.
@@ -308,7 +308,7 @@ def device_memory(
 
 
 def offloaded_bytes(config: RunConfig, sizes: Sizes, team: TeamPlan) -> float:
-    """Return the bytes of a rank's copies in host memory of what is offloaded from its GPU."""
+    """Return the bytes of host memory for everything that is offloaded from a rank's GPU."""
     return _Models(config, sizes, team, [], gpu=True).offloaded()
 
 
@@ -422,7 +422,7 @@ def learned_parts(
 def _learning_terms(
     role: str, config: RunConfig, facts: ModelFacts, team: TeamPlan, *, gpu: bool, job: str = "train"
 ) -> list[Term]:
-    """Return the terms of a role's update in addition to its state."""
+    """Return the memory terms of a role's update, without parameters, gradients and optimizer state."""
     parallel, dp, engine = team.parallel, team.replicas, getattr(config, role).engine
     longest = config.data.max_prompt_tokens + config.response_tokens(config.rollout.sampling)
     keys = f"{role}.engine.micro_batch_tokens, {role}.engine.recompute"

@@ -163,8 +163,8 @@ def _count_call(options: JudgeSettings) -> None:
 
 
 def _append(calls: Path, budget: int) -> bool:
-    """Count one call, and return whether it is within the budget. Several ranks may read the same file size. Appending
-    is atomic, so the positions of their bytes decide who may call."""
+    """Count one call by a byte in the file `calls`, and return whether it is within the budget. Several ranks may read
+    the same file size, but appending is atomic, so the position of its byte decides whether a rank may call."""
     calls.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(calls, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:

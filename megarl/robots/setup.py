@@ -147,7 +147,7 @@ def model_statistics(config: RunConfig, robot: RobotConfig) -> tuple[str, Datase
 
 
 def statistics_file(hf: PretrainedConfig, layout: Layout) -> dict[str, bytes]:
-    """Return the checkpoint files with the action statistics, by name; empty on all ranks of a team but its first."""
+    """Return the checkpoint files with the action statistics, by name; empty except on a team's first rank."""
     return {name: text.encode() for name, text in _statistics_texts(hf).items()} if layout.rank == 0 else {}
 
 

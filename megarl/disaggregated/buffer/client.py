@@ -162,7 +162,7 @@ class BufferClient:
         return self._wait(groups, topic, "assignment", self.team, step, samples, part)
 
     def fetch(self, step: int, key: str, uids: Sequence[str]) -> list[Span]:
-        """Wait until all replicas of the giver have sent these groups, and return their payloads, read-only.
+        """Wait until all replicas of the sending team have handed over these groups; return read-only payloads.
 
         Without `uids` the result is the payload of one arbitrary group, which shows the fields.
         """

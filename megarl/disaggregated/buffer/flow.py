@@ -139,7 +139,7 @@ class Flow:
         self._finished.setdefault(group.version, set()).add(number)
 
     def reject(self, number: int) -> None:
-        """Drop an in-flight group: no step will be trained on it, and another may be admitted in its place.
+        """Drop an in-flight group: no step will be trained on it, and another group may be admitted in its place.
 
         Raises:
             ValueError: the group is not in flight.

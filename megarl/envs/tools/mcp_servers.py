@@ -307,7 +307,7 @@ async def _tools_of(client: Client) -> dict[str, dict[str, Any]]:
 
 
 def _text_of(result: CallToolResult) -> tuple[str, bool]:
-    """Return a result as text for a model: its texts, or else its JSON. Other content is named, not shown."""
+    """Return a result as text for a model: its texts, or else its JSON. For other content only its type is named."""
     parts = [str(getattr(part, "text", f"[{part.type}]")) for part in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]

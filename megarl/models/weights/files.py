@@ -105,7 +105,7 @@ class CheckpointReader:
                 self._cuts |= cuts
 
     def _add_projector(self, config: Mapping[str, Any]) -> None:
-        """Add the tensors of a VLA policy that are in a torch file of their own."""
+        """Add the tensors of a VLA policy that are in a separate torch file."""
         file = projector_file(self.folder) if config.get("model_type") == VLA_TYPE else None
         if file is None:
             return

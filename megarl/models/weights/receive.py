@@ -29,7 +29,7 @@ def held_slices(hf: PretrainedConfig, at: Coordinate) -> dict[str, list[TensorRe
 
 
 def part_name(tensor: str, region: TensorRegion, number: int) -> str:
-    """Name a region of a tensor, the `number`-th that a process holds of it, for messages.
+    """Return a name for messages of a region of a tensor; it is the process's region number `number` of this tensor.
 
     >>> part_name("norm.weight", ((0, 4),), 0)
     'norm.weight[0:4], part 0'

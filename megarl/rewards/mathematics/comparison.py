@@ -16,8 +16,8 @@ _SYMMETRIC = frozenset({"=", "!=", "\\approx", "\\sim", "\\simeq", "\\cong", "\\
 
 
 def same(reference: Node, answer: Node) -> bool:
-    """Return whether two answers are the same, whatever their form. Raise UnreadError if a value in one of them has no
-    bound."""
+    """Return whether two answers are the same, whatever their form. Raise UnreadError if one of them has a value that
+    may be too large to compute."""
     return _same(normal(reference), normal(answer))
 
 

@@ -28,7 +28,7 @@ _ENOUGH = 2  # number of points at which both expressions must be defined
 
 def equal_expressions(reference: Node, answer: Node) -> bool:
     """Return whether both have the same value; a unit, a percent or a degree sign may be missing in one of them. Raise
-    UnreadError if a value has no bound, or a part has no value."""
+    UnreadError if a value may be too large to compute, or a part has no value."""
     if reference == answer:
         return True
     if _has_base(reference) or _has_base(answer):
@@ -161,7 +161,7 @@ def _rounded(reference: Fraction, answer: Fraction, step: Fraction) -> bool:
 
 
 def rounds_to(value: Node, decimal: Node) -> bool:
-    """Return whether a decimal is the value of an expression without variables, up to its last place."""
+    """Return whether a decimal equals the value of an expression without variables, up to the decimal's last place."""
     step = _step(decimal)
     if step is None or unknowns(value, decimal):
         return False

@@ -115,8 +115,8 @@ class Evaluation:
         self.spread = 0
 
     def value(self, node: Node) -> Any:
-        """Return the value of an expression. Raise OutsideError if it has none here, and UnreadError if it has none
-        anywhere, or one that is too large."""
+        """Return the value of an expression. Raise OutsideError if it has no value at this point, and UnreadError if it
+        has none at any point or may be too large."""
         if isinstance(node, Number):
             if node.base is not None:
                 raise UnreadError("a number in another base cannot be computed with")
@@ -278,8 +278,8 @@ class Evaluation:
 def evaluate(
     nodes: tuple[Node, Node], values: Mapping[str, Any], real: bool, base: float | None
 ) -> tuple[Any, Any, int]:
-    """Return two values at one point, and their number of digits. Raise OutsideError if one is undefined there, and
-    UnreadError if it has no value of bounded size anywhere."""
+    """Return two values at one point, and their number of digits. Raise OutsideError if one of them is undefined at the
+    point, and UnreadError if it cannot be computed at any point."""
     digits = DIGITS
     while True:
         evaluations = [Evaluation(values, real, base, digits) for _ in nodes]

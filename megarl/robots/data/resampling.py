@@ -72,7 +72,7 @@ def _weighted(pictures: Tensor, size: int, kernel: str) -> Tensor:
 
 @functools.cache
 def _taps(kernel: str, source: int, target: int, device: str) -> tuple[Tensor, Tensor]:
-    """Return the inputs of each output along one dimension: places int64 and weights float32, [inputs per output,
+    """Return the inputs of each output along one dimension: indices int64 and weights float32, [inputs per output,
     target]. All arithmetic is float32, as in TensorFlow.
     """
     function, radius = KERNELS[kernel][0], np.float32(KERNELS[kernel][1])

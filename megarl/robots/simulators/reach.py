@@ -260,7 +260,7 @@ class _Canvas:
         self._paint(rows, columns, coverage, color)
 
     def _covered(self, inside: NDArray[Any]) -> NDArray[Any]:
-        """Return the covered part of a pixel, for a shape whose rim is `inside` away from its centre."""
+        """Return the covered part of each pixel, whose centre is `inside` away from the rim, within the shape."""
         return np.clip(np.float32(0.5) + inside / np.float32(self._pixel), 0, 1)
 
     def _box(self, x: float, y: float, half: float) -> tuple[slice, slice]:

@@ -247,7 +247,7 @@ class WeightInbox:
             raise Refused(why)
 
     def _need_open(self, update: int) -> None:
-        """Reject tensors outside of the open update; mark the parameters as a mix of versions."""
+        """Reject tensors that do not belong to the open update; mark the parameters as a mix of versions."""
         self._need(self._open and update == self.update, "tensors were sent outside of the open update")
         self._whole = False
 

@@ -102,7 +102,7 @@ class ActionTokens:
         return np.asarray(self.vocab_size - np.digitize(np.clip(values, -1, 1), edges), dtype=np.int64)
 
     def decode(self, tokens: ArrayLike) -> Floats:
-        """Return the numbers float32 from -1 to 1 of tokens, the centres of their intervals."""
+        """Return the centres of the intervals that `tokens` stand for, float32 from -1 to 1."""
         ids = np.asarray(tokens)
         wrong = (ids < self.start) | (ids >= self.vocab_size)
         _refuse(ids, wrong, "not an action token", "tokens", f"{self.start} to {self.vocab_size - 1}")
