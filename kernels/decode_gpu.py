@@ -124,7 +124,7 @@ def draw(
 
 
 @triton.jit
-def _add_norm(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
+def _add_norm(  # type: ignore[no-untyped-def]  # no type hints: Triton reads annotations
     hidden, delta, weight, out, width, eps, BLOCK: tl.constexpr, ADD: tl.constexpr
 ):
     """Add and normalize one row."""

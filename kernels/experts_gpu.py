@@ -31,7 +31,7 @@ def sum_rows(rows: Tensor, places: Tensor, launch: tuple[int, int] = SUM) -> Ten
 
 
 @triton.jit
-def _sum_rows(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
+def _sum_rows(  # type: ignore[no-untyped-def]  # no type hints: Triton reads annotations
     rows,
     places,
     out,

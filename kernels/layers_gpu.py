@@ -139,7 +139,7 @@ def _tile(width: int, launch: tuple[int, int]) -> tuple[int, int, int]:
 
 
 @triton.jit
-def _swiglu(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
+def _swiglu(  # type: ignore[no-untyped-def]  # no type hints: Triton reads annotations
     x,
     scale,
     out,
@@ -161,7 +161,7 @@ def _swiglu(  # type: ignore[no-untyped-def]  # of Triton, which reads annotatio
 
 
 @triton.jit
-def _swiglu_backward(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
+def _swiglu_backward(  # type: ignore[no-untyped-def]  # no type hints: Triton reads annotations
     x,
     grad,
     dx,
@@ -183,7 +183,7 @@ def _swiglu_backward(  # type: ignore[no-untyped-def]  # of Triton, which reads 
 
 
 @triton.jit
-def _scaled_swiglu_backward(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
+def _scaled_swiglu_backward(  # type: ignore[no-untyped-def]  # no type hints: Triton reads annotations
     x,
     grad,
     scale,
@@ -215,7 +215,7 @@ def _scaled_swiglu_backward(  # type: ignore[no-untyped-def]  # of Triton, which
 
 
 @triton.jit
-def _rope(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
+def _rope(  # type: ignore[no-untyped-def]  # no type hints: Triton reads annotations
     x,
     cos,
     sin,
@@ -246,7 +246,7 @@ def _rope(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
 
 
 @triton.jit
-def _rms_norm(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
+def _rms_norm(  # type: ignore[no-untyped-def]  # no type hints: Triton reads annotations
     x,
     weight,
     out,
@@ -268,7 +268,7 @@ def _rms_norm(  # type: ignore[no-untyped-def]  # of Triton, which reads annotat
 
 
 @triton.jit
-def _rms_norm_backward(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
+def _rms_norm_backward(  # type: ignore[no-untyped-def]  # no type hints: Triton reads annotations
     x,
     grad,
     weight,

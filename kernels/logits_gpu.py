@@ -96,7 +96,7 @@ def fitting(columns: int, launch: tuple[int, int]) -> tuple[int, int]:
 
 
 @triton.jit
-def _statistics(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
+def _statistics(  # type: ignore[no-untyped-def]  # no type hints: Triton reads annotations
     logits,
     targets,
     out,
@@ -138,7 +138,7 @@ def _statistics(  # type: ignore[no-untyped-def]  # of Triton, which reads annot
 
 
 @triton.jit
-def _gradients(  # type: ignore[no-untyped-def]  # of Triton, which reads annotations
+def _gradients(  # type: ignore[no-untyped-def]  # no type hints: Triton reads annotations
     logits,
     targets,
     log_z,

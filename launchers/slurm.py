@@ -304,7 +304,7 @@ def _options(job: Submission) -> list[str]:
 def _nodes_of(job: Submission, part: Component) -> list[str]:
     settings, slurm = part.settings, job.slurm
     spares = 0 if part.team else job.config.launch.spares
-    # not a range: for `--nodes=2-4 --ntasks-per-node=1` Slurm 22.05 gave two nodes with four free
+    # one number, not a range: for `--nodes=2-4 --ntasks-per-node=1` Slurm 22.05 gave two nodes with four free
     options = [f"--nodes={part.nodes + spares}", "--ntasks-per-node=1"]
     gres = gres_of(job.config, part)
     if gres is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from installer import uv_environment
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Short, and with everything that a local run has: two ranks, a supervised phase, generation, update, export.
+#: A short run with everything that a local run has: two ranks, a supervised phase, generation, update, export.
 RUN = ("train", "grpo_quickstart", "sft.steps=1", "trainer.steps=1", "data.max_val_samples=16")
 _LIMIT_S = 300
 _SHOWN = ("torch", "transformers", "ray", "datasets", "mlflow")

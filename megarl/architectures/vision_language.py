@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from megarl.system.errors import ConfigError
 
-#: The architecture of the decoder of each model type.
+#: Model type -> architecture of its decoder.
 DECODERS = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
 
 

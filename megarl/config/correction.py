@@ -196,7 +196,7 @@ def describe_correction(config: RunConfig) -> list[str]:
 def gap_source(config: RunConfig) -> str:
     """Describe the gap's two sides: the rollout engine with its precision and weight age, and the trainer."""
     rollout = config.rollout
-    lag = rollout.stale_steps + config.async_.max_staleness  # at most one of the two is not 0
+    lag = rollout.stale_steps + config.async_.max_staleness  # only one of the two terms can be above 0
     most = "up to " if not config.async_.in_order else ""
     age = f", weights {most}{count(lag, 'step')} old" if lag else ""
     return f"{rollout.engine} engine {config.rollout_dtype}{age} -> trainer {config.model.dtype}"

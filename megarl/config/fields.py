@@ -111,7 +111,8 @@ def find_key(path: tuple[str, ...]) -> Key | None:
     Keys below a plain value, and the own keys of a component, are not in the models.
     """
     model: type[Section] = RunConfig
-    entries: type[Section] | None = None  # section of the entries of the mapping that the previous part named
+    # if the previous name in the path is a mapping of sections, the section of its entries
+    entries: type[Section] | None = None
     above: Key | None = None
     for depth, name in enumerate(path):
         info = fields_of(model).get(name) if entries is None else FieldInfo(annotation=entries)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 ORDER = "async.order"
 
-#: Numbers of groups by the version of the weights that they began with.
+#: Weight version -> numbers of the groups that began with it.
 ByVersion = Mapping[int, Collection[int]]
 
 

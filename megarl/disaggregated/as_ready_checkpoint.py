@@ -92,7 +92,7 @@ def flow_files(
     files = {f"{_stem(layout.dp_rank)}.json": json.dumps(content).encode()}
     if ready:
         files[f"{_stem(layout.dp_rank)}.safetensors"] = Batch.concat(list(map(_batch, ready))).to_bytes()
-    patches: dict[int, Tensor] = {}  # by digest, since samples of a group share images
+    patches: dict[int, Tensor] = {}  # patches by digest, because samples of a group share images
     for partial in chain.from_iterable(partials.values()):
         if partial.images is not None:
             patches.update(zip(partial.images.digests, partial.images.parts(), strict=True))

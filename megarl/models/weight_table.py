@@ -143,7 +143,7 @@ class WeightTable:
                     yield rule, (chunk, rule.param.format(i=layer - first)), tuple(map(self.in_checkpoint, sources))
         if at.pp_rank == at.pp - 1:
             yield from self._outer("final", at.vpp - 1)
-            if not (TIED_HEAD in self.rules and at.pp * at.vpp == 1):  # else the head is the embedding
+            if not (TIED_HEAD in self.rules and at.pp * at.vpp == 1):  # otherwise the head is the embedding
                 yield from self._outer("head", at.vpp - 1)
 
     def _outer(self, part: str, chunk: int) -> Iterator[Instance]:

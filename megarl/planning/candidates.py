@@ -97,7 +97,8 @@ class Choice:
         }
         placement = _with(config.placement, teams=teams, auto=None, measured=None)
         cluster: dict[str, Any] = {"nproc": spread.workers, "nnodes": hardware.nodes}
-        if config.cluster.max_restarts == config.placement.default_max_restarts:  # its default depends on the teams
+        # the default of max_restarts depends on the teams
+        if config.cluster.max_restarts == config.placement.default_max_restarts:
             cluster["max_restarts"] = placement.default_max_restarts
         if hardware.gpu:
             cluster["device_memory_gb"] = hardware.memory_gb

@@ -113,7 +113,8 @@ def update_passes(
         tokens = min(together * longest * -(-share // count), max(budget, together * longest)) / parallel.cp
         return Passes(tokens, tokens, longest, count)
     sampling = config.rollout.sampling
-    if (call := config.task.call_tokens(config, facts)) is not None:  # as many policy calls as the budget allows
+    # a micro-batch has as many policy calls as its budget allows
+    if (call := config.task.call_tokens(config, facts)) is not None:
         longest, slots = call
         calls = max(1, budget // longest)
         share = -(-(section.mini_batch_size or config.data.batch_size) * sampling.n // dp)

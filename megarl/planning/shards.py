@@ -24,7 +24,7 @@ MOMENT_BYTES = 8
 MASTER_BYTES = {"fp32": 0, "bf16": 4}
 """Bytes per parameter of a float32 master copy, which shorter dtypes have."""
 
-#: Sizes of each role's model; None: not known here.
+#: Role -> sizes of its model; None: the sizes are not known.
 Sizes = Mapping[Role, ModelFacts | None]
 
 

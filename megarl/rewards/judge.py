@@ -135,7 +135,7 @@ def _verdict(item: tuple[str, dict[str, Any]], server: ScoreServer, options: Jud
             try:
                 write_atomically(cached, json.dumps({"score": score}))
             except OSError as error:
-                with _WARNING:  # of several threads that fail at the same time only one warns
+                with _WARNING:  # only one of several threads that fail at the same time warns
                     _warn_not_kept(str(options.cache), error.strerror or str(error))
     return (score - options.low) / (options.high - options.low)
 

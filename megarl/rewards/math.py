@@ -53,7 +53,7 @@ def read_reference(answer: str) -> str:
     "math",
     settings=MathSettings,
     package="mpmath",
-    prepare=lambda settings: context(DIGITS),  # imports mpmath before the first sample
+    prepare=lambda settings: context(DIGITS),  # imports mpmath before the first sample is scored
     limit="timeout_s",
     reference=read_reference,
 )

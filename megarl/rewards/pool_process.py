@@ -53,7 +53,7 @@ class PoolProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL if quiet else subprocess.PIPE,
                 stderr=subprocess.PIPE if quiet else subprocess.STDOUT,
-                # its own process group, which is killed as a whole with the function's children
+                # starts a process group of its own, which is killed as a whole with the function's children
                 start_new_session=True,
                 env={**os.environ, **as_parent(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             )

@@ -116,7 +116,8 @@ def _guard(scorer: Scorer, call: Callable[[], Any]) -> Any:
         return call()
     except _Refused as error:
         return ScoringFailure(str(error))
-    # also SystemExit and KeyboardInterrupt, which only the function can raise: no signal raises them in this thread
+    # catches SystemExit and KeyboardInterrupt too, which only the function can raise: no signal raises them in this
+    # thread
     except BaseException as error:
         if isinstance(error, ConfigError) and scorer.name in REWARDS.names():
             raise

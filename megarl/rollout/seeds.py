@@ -44,6 +44,6 @@ class Seeds:
         return self._seed("resampling", step)
 
     def _seed(self, kind: str, *parts: str | int) -> int:
-        # The separator is in no number or uid, so different parts give different texts.
+        # No number or uid contains the separator, so different parts give different texts.
         text = "\x1f".join(map(str, (kind, self.run, *parts)))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

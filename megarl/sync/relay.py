@@ -139,6 +139,6 @@ def serve(relay: Relay, address: tuple[str, int], key: str, port_file: Path) -> 
 
 if __name__ == "__main__":
     if "--end-with-parent" in sys.argv:
-        die_with_parents()  # else the relay of a killed trainer would keep the model's memory
+        die_with_parents()  # otherwise the relay of a killed trainer would keep the model's memory
     torch.set_num_threads(1)
     serve(Relay(), (sys.argv[1], int(sys.argv[2])), os.environ[KEY_VARIABLE], Path(sys.argv[3]))

@@ -175,7 +175,7 @@ def unreachable(uri: str) -> str | None:
     except urllib.error.URLError as error:
         return None if isinstance(error.reason, ssl.SSLError) else str(error.reason)
     except (http.client.InvalidURL, ValueError):
-        return None  # not an address, which MLflow's client will report
+        return None  # the text is no address; MLflow's client will report that
     except (OSError, http.client.HTTPException) as error:
         return f"{type(error).__name__}: {error}".rstrip(": ")
     return None

@@ -347,7 +347,7 @@ class BufferClient:
             time.sleep(self._slice_s)
             try:
                 self._ping()
-            except HandoverError as error:  # raised again by the next call of another thread
+            except HandoverError as error:  # the next call of another thread raises the error again
                 if not isinstance(error.__cause__, ray.exceptions.GetTimeoutError):
                     return
 

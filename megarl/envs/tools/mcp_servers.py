@@ -288,7 +288,8 @@ async def _connect(name: str, server: McpServer, stack: AsyncExitStack) -> Clien
 def bounded_errors(name: str) -> Iterator[TextIO]:
     """Yield a file for a program's error output, which is printed up to a limit and then dropped."""
     reading, writing = os.pipe()
-    ProcessOutput(os.fdopen(reading, "rb", buffering=0), name)  # its thread ends when the last writer has closed
+    # the thread of ProcessOutput ends when the last writer has closed the pipe
+    ProcessOutput(os.fdopen(reading, "rb", buffering=0), name)
     with os.fdopen(writing, "w") as errors:
         yield errors
 

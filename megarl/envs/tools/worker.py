@@ -53,7 +53,7 @@ def _answer(tool: Any, arguments: dict[str, Any], images: Sequence[Any]) -> tupl
     """Return the tool's result, or its error as text for the model, and whether it failed."""
     try:
         return tool.call(arguments, images), False
-    except BaseException as error:  # also SystemExit and KeyboardInterrupt, which only the tool can raise here
+    except BaseException as error:  # catches SystemExit and KeyboardInterrupt too, which only the tool can raise here
         text = text_of(error) if isinstance(error, ValueError | DataError) else describe(error)
         return f"error: {text}".rstrip(": "), True
 

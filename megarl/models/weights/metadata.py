@@ -120,7 +120,7 @@ def _write_config(folder: Path, hf_config: PretrainedConfig, dtype: str, *, valu
     config.dtype = dtype
     if value_head:
         config.num_labels = 1
-        config.token_classification_bias = value_bias(config)  # else transformers adds a bias
+        config.token_classification_bias = value_bias(config)  # otherwise transformers adds a bias
     config.save_pretrained(folder)
     file = folder / "config.json"
     written = json.loads(file.read_text(encoding="utf-8"))

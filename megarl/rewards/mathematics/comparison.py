@@ -331,7 +331,7 @@ def _is_name(node: Node) -> bool:
     if not isinstance(node, Compound) or node.kind != "tuple":
         return False
     letters = [item.name for item in node.items if isinstance(item, Symbol) and _is_name(item)]
-    # (y, x) has the values in another order.
+    # The pair (y, x) lists the values in a different order.
     ordered = any(len(name) != 1 for name in letters) or letters == sorted(letters)
     return len(letters) == len(node.items) and ordered
 

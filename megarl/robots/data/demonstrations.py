@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from megarl.system.errors import DataError, UnavailableError
 
 FORM = "megarl.demonstration/1"
-#: The name in LIBERO's files of each camera of the LIBERO simulator.
+#: Camera of the LIBERO simulator -> its name in LIBERO's files.
 LIBERO_CAMERAS = {"agentview": "agentview_rgb", "wrist": "eye_in_hand_rgb"}
 LIBERO_STATE = ("ee_pos", "ee_ori", "gripper_states")
 #: The arm stands still if the norm of an action, without the gripper's value, is below this.

@@ -59,7 +59,8 @@ class SimulatorProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # its own process group, so that the simulator's children are killed too
+                    # starts a process group of its own, so that the simulator's children are killed too
+                    start_new_session=True,
                     env=environment(settings, where, cuda_device),
                 )
             except OSError as error:

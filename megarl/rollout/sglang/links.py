@@ -57,7 +57,8 @@ class OwnServers(WeightLink):
         # a share of the memory that is free when it starts.
         with on_shared_devices(self._host, "start_servers"):
             self.fleet.refresh()
-            starting = any(server.state == "starting" for server in self.fleet.servers)  # on all ranks, after `refresh`
+            # the same on all ranks, after `refresh`
+            starting = any(server.state == "starting" for server in self.fleet.servers)
             if starting and self._host.config.rollout.colocated:
                 self.fleet.wait_started()
         record_servers(self._host, self.fleet, self.engine)

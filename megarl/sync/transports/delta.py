@@ -106,7 +106,8 @@ class DeltaTransport(Transport):
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
         """Compare the bucket with the version that was sent last, and keep it for the next comparison."""
-        self._put.pop(number - _BUFFERS, None)  # its buffer is being filled again, so all receivers have it
+        # the buffer of this bucket is being filled again, so all receivers have the bucket
+        self._put.pop(number - _BUFFERS, None)
         known = self._bases.get(number)
         if known is None:
             self._bases[number] = self._version, torch.cat(list(parts))
