@@ -350,7 +350,7 @@ def _srun_options(job: Submission, part: Component) -> list[str]:
     if slurm.image is not None and slurm.container != "apptainer":
         options += [f"--container-image={slurm.image}", f"--container-mounts={_mounts(job)}"]
     if (cpus := part.settings.cpus_per_node or slurm.cpus_per_node) is not None:
-        options.append(f"--cpus-per-task={cpus}")  # since Slurm 22.05 srun does not inherit it from sbatch
+        options.append(f"--cpus-per-task={cpus}")  # since Slurm 22.05 srun does not inherit this option from sbatch
     return options
 
 

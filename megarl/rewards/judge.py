@@ -109,7 +109,7 @@ def judge(samples: list[Sample], **settings: Any) -> list[Any]:
     server = options.server(f"{options.url.rstrip('/')}/chat/completions")
     render, deadline = _template(options.prompt or _PROMPT), time.monotonic() + options.deadline_s
     bodies = [_body(options, _rendered(render, sample, options)) for sample in samples]
-    # The name of a verdict in the cache: a hash of server, scale and request.
+    # A verdict's name in the cache is a hash of server, scale and request.
     requests = (json.dumps([server.url, options.low, options.high, body], sort_keys=True) for body in bodies)
     digests = (hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16) for text in requests)
     keys = [digest.hexdigest() for digest in digests]

@@ -47,7 +47,7 @@ class StepContext:
     resting: int = 0  # number of first steps in which only the critic is trained (`critic.warmup_steps`)
     step: int = 0  # the current training step (1-based; 0 before the first)
     metrics: Metrics = field(default_factory=Metrics)  # this rank's metrics of the step, before they are reduced
-    # shows a progress bar on the console, on the rank with the tracker; else nothing
+    # shows a progress bar on the console, on the rank with the tracker; does nothing elsewhere
     progress: Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[float], None]]] = no_progress
     # this rank's share of the scored groups that dynamic sampling left over for the next step
     surplus: Batch | None = None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Episodes:
     """The environment of a run on one rank."""
 
-    scores: bool  # whether the environment gives the rewards; else the recipe's reward function does
+    scores: bool  # whether the environment gives the rewards; otherwise the recipe's reward function does
     replayable: bool  # whether an episode can be replayed from its recorded turns
     tools: Announcement  # the tools that prompts announce to the policy
     turns: Turns  # turns text and messages of the environment into tokens

@@ -40,7 +40,8 @@ from megarl.system.imports import is_of_user
 from megarl.system.processes import write_atomically
 from megarl.system.rendezvous import ranks_text
 
-_HEADER = struct.Struct("<QQqQdH?")  # sequence (odd: being written), changes, step, pid, unix time, text length, over
+# fields: sequence number (odd: being written), changes, step, pid, unix time, text length, over
+_HEADER = struct.Struct("<QQqQdH?")
 _SIZE = 512
 _LOOK_S = 2.0  # seconds between two checks that the file still exists
 _TEXT_MAX = _SIZE - _HEADER.size

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-BOTTLENECK = "perf/bottleneck/"  # prefix; a team's metric is 1 in steps that this team limits, else 0
+# prefix of one metric per team, which is 1 in steps that this team limits, and otherwise 0
+BOTTLENECK = "perf/bottleneck/"
 _TEAM, _BUSY, _FOR, _WHAT, _QUEUE = "team/", "/busy_s", "/wait_for/", "/wait/", "store/queue/"
 Values = Mapping[str, Sequence[float | None]]
 

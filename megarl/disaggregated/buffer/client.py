@@ -140,7 +140,8 @@ class BufferClient:
         pieces, size = [], 0
         for block, start, stop in payloads:
             if block not in objects:
-                # Ray copies its parts once into shared memory, where readers map them; bytes would be copied again.
+                # Ray copies the parts of a block once into shared memory, where readers map them; bytes would be copied
+                # again.
                 try:
                     objects[block] = put_object(block)
                 except ray.exceptions.RayError as error:
