@@ -174,7 +174,7 @@ class Trajectory:
         return self.images.between(first, first + len(self.observation(turn)))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values; images lack their patches."""
+        """Return the fields as JSON values; images are stored without their patches."""
         images = self.images
         layout = None if images is None else {n: getattr(images, n) for n in ("places", "sizes", "digests")}
         fields = {**vars(self), "images": layout}

@@ -49,7 +49,7 @@ def append_runs(runs: VersionRuns, more: VersionRuns) -> None:
 
 
 def version_values(rows: Sequence[VersionRuns]) -> dict[str, Jagged]:
-    """Return the VERSION_FIELDS of samples from the runs of each; a sample's runs cover all its response tokens."""
+    """Return the VERSION_FIELDS of a batch from each sample's version runs, which cover all its response tokens."""
     import torch
 
     from megarl.data.batch import Jagged

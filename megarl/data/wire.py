@@ -273,7 +273,7 @@ class Opened(NamedTuple):
 
     @property
     def kinds(self) -> tuple[list[tuple[str, bool, str, list[int]]], list[str]]:
-        """Name, whether dense, dtype and inner shape of each field, and the names of the columns.
+        """For each field its name, whether it is dense, its dtype and inner shape; and the names of the columns.
 
         They are equal for all blocks of one batch.
         """

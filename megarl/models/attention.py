@@ -231,7 +231,9 @@ def _newest_flash() -> str | None:
 def _flash_attention() -> Callable[..., Tensor] | None:
     """Return flash-attn's function, or None.
 
-    Importing is the only test: flash-attn-4 uses the same package name, and a build may be for another torch."""
+    Only an import shows whether it exists: flash-attn-4 uses the same package name, and a build may be for another
+    torch.
+    """
     try:
         from flash_attn import flash_attn_varlen_func
     except ImportError:

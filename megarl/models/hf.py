@@ -84,7 +84,7 @@ def _config_classes() -> type[AutoConfig]:
 
 
 def _raw_config(model: ModelConfig, key: str) -> tuple[dict[str, Any], str]:
-    """Return a model's config.json as a dict, and its place for errors.
+    """Return a model's config.json as a dict, and the name of its file for errors.
 
     An unreadable file gives an empty dict; loading it as a language model then raises the error."""
     from transformers import PretrainedConfig

@@ -18,7 +18,7 @@ _BLOCK = 1 << 19  # elements of one block of the input on a CPU: a megabyte in b
 
 
 class SwiGLU(MegatronModule):
-    """silu(gate) * up, where `x` [..., 2 * width] is gate and up side by side -> [..., width].
+    """The activation silu(gate) * up [..., width] of an `x` [..., 2 * width] that is gate and up side by side.
 
     Megatron's unfused form adds an offset of zero, keeps two more activations and copies to join the halves' gradients;
     this one keeps only its input (Shazeer 2020, GLU Variants Improve Transformer).

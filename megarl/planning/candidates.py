@@ -277,7 +277,7 @@ class Space:
         return [layout for layout in layouts if self._fits_others(layout, spread)]
 
     def _experts(self, tp: int, ranks: int) -> list[Mapping[str, Any]]:
-        """Return the ways to divide experts over the ranks of a stage: by number, or also by width."""
+        """Return the ways to divide experts over the ranks of a stage: by number, or also by their width."""
         if not self.facts.is_moe:
             return [{}]
         sizes = [ep for ep in _powers(ranks) if self.facts.experts % ep == 0]

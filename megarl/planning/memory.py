@@ -175,7 +175,7 @@ def teacher_states(config: RunConfig, sizes: Sizes, team: TeamPlan) -> list[Term
 def cache_bytes(
     config: RunConfig, facts: ModelFacts, parallel: ParallelConfig, dp: int, job: str = "train"
 ) -> tuple[float, float]:
-    """Return the bytes of keys and values of one full-length sequence, and of the `rollout.max_running` sequences."""
+    """Return the bytes of keys and values of one full-length sequence, and of `rollout.max_running` sequences."""
     if job == "train":
         sampling, rows = config.rollout.sampling, config.data.batch_size
     else:

@@ -66,7 +66,7 @@ class Search:
     """Compares variants of one recipe (`Choice`) by the seconds of their steps.
 
     Args:
-        hardware: hardware whose devices are all used.
+        hardware: the hardware; every variant uses all of its devices.
     """
 
     def __init__(

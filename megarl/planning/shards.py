@@ -75,7 +75,7 @@ def stage_parameters(
 
 
 def key_value_bytes(facts: ModelFacts, tp: int, dtype: str) -> float:
-    """Return the bytes of keys and values of one token on a rank, over all layers. A head is copied, never divided."""
+    """Return the bytes of keys and values of one token on a rank, over all layers. A head is never divided."""
     heads = facts.kv_heads / min(tp, facts.kv_heads)
     return 2 * facts.layers * heads * facts.head_dim * BYTES[dtype]
 

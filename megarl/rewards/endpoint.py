@@ -164,8 +164,8 @@ def _key(variable: str) -> str:
 def ask_all(
     requests: Sequence[T], ask: Callable[[T], list[Any]], count: Callable[[T], int], concurrency: int
 ) -> list[Any]:
-    """Return the results of all samples in order, of requests with one or more samples each, with `concurrency`
-    requests at a time. Samples of a request without a reply get a `ScoringFailure` each."""
+    """Send requests with one or more samples each, `concurrency` at a time, and return the results of all samples in
+    order. Samples of a request without a reply get a `ScoringFailure` each."""
 
     def one(request: T) -> list[Any]:
         try:

@@ -164,7 +164,7 @@ class EmbeddingSettings(Section):
         return self.name == "vjepa2" and self.clip == "steps"
 
     def check(self, where: str) -> None:
-        """Refuse keys that only another embedding reads, and `vjepa2` without a path."""
+        """Raise an error for keys that only another embedding reads, and for `vjepa2` without a path."""
         read = _READ[self.name]
         for key in sorted(self.model_fields_set - {"name", *read}):
             raise ConfigError(

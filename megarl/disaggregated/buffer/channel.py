@@ -262,8 +262,8 @@ class FinishedGroups:
 class GroupChannel:
     """The channel of a rank in a rollout team with `async.order=as_ready`; implements `megarl.dag.executor.Channel`.
 
-    It records in `context.metrics` the GB (10^9 bytes) that this rank gave (`store/given_gb`). Ranks do not communicate
-    with each other for this.
+    It records in `context.metrics` the GB (10^9 bytes) that this rank handed over (`store/given_gb`). Ranks do not
+    communicate with each other for this.
 
     Args:
         is_lead: whether this worker hands over the samples of its replica.

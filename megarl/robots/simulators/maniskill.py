@@ -75,7 +75,7 @@ class ManiSkill(Simulator):
         return self._observation()
 
     def step(self, actions: Numbers) -> Outcome:
-        """Execute actions [K, D]. `physics` includes the pictures' seconds, since every step renders."""
+        """Execute actions [K, D]. The seconds of `physics` include rendering, since every step renders."""
         return self.execute(np.clip(np.asarray(actions, np.float32), -1, 1), self._act, self._observation)
 
     def _act(self, action: Numbers) -> bool:

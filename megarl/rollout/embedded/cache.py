@@ -65,7 +65,7 @@ class KVCache:
         return (2 * layers + 1) * max_length * heads * head_dim * dtype.itemsize
 
     def _view(self, flat: Tensor, length: int) -> Tensor:
-        """Return [rows, G, length, D] over a flat buffer."""
+        """Return a view [rows, G, length, D] of a flat buffer."""
         row = self.heads * length * self.head_dim
         return flat[: flat.numel() // row * row].view(-1, self.heads, length, self.head_dim)
 

@@ -29,13 +29,13 @@ class EmbeddedFamily(EngineFamily):
         return engine, SharedWeights(engine)
 
     def open_receiver(self, host: EngineHost, engine: RolloutEngine) -> tuple[RolloutEngine, WeightLink]:
-        """Implement `EngineFamily.open_receiver`; raises what `ReceivedWeights` raises."""
+        """Implement `EngineFamily.open_receiver`; raises the errors of `ReceivedWeights`."""
         from megarl.rollout.embedded.links import ReceivedWeights
 
         return engine, ReceivedWeights(host, engine)
 
     def open_sender(self, host: EngineHost) -> WeightLink:
-        """Implement `EngineFamily.open_sender`; raises what `SentWeights` raises."""
+        """Implement `EngineFamily.open_sender`; raises the errors of `SentWeights`."""
         from megarl.rollout.embedded.links import SentWeights
 
         return SentWeights(host)

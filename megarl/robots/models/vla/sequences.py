@@ -64,7 +64,7 @@ class VLALayout:
     """The layout of policy calls: rows with `prompt_ids`, `response_ids` (K * D), `frames/CAMERA` and `states`.
 
     Attributes:
-        dim, chunk: numbers of an action, and actions of a call.
+        dim, chunk: components of an action, and actions of a call.
     """
 
     shape: VisionShape  # the policy's vision part
