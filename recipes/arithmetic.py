@@ -27,8 +27,8 @@ def make_rows(
         low: smallest operand.
         high: largest operand.
         held_out: size of the `val` split.
-        seed: decides which expressions are held out, and which are dropped by `shares`.
-        shares: the part of an operator's expressions that is kept, at random; other operators keep all.
+        seed: seed for the choice of held-out expressions and of expressions dropped by `shares`.
+        shares: fraction of an operator's expressions that is kept, chosen at random; other operators keep all.
 
     Returns:
         Rows with `prompt` ("47+85="), `answer` ("132") and `data_source` (with several operators: sums, differences,
@@ -62,11 +62,11 @@ def make_rows(
 def make_pairs(
     split: str = "train", ops: Sequence[str] = ("+",), low: int = 10, high: int = 99, held_out: int = 512, seed: int = 0
 ) -> list[dict[str, str]]:
-    """Return the expressions of `make_rows` with an invented preference: results of four digits.
+    """Return the expressions of `make_rows` with an artificial preference for results of four digits.
 
     Returns:
         Rows with `prompt` ("47+85="), `chosen` ("0132"), `rejected` ("132"), and `answer`, one of the two at random,
-        for supervised fine-tuning before.
+        for supervised fine-tuning before preference training.
     """
     rows = make_rows(split, ops, low, high, held_out, seed)
     tossed = random.Random(f"{seed}{split}")

@@ -71,7 +71,7 @@ def _sound_graph(function: Callable[[RunConfig], object], config: RunConfig) -> 
 
 
 def _check_correction_node(graph: TaskGraph, config: RunConfig) -> None:
-    """Refuse a pipeline without a correction node, which would silently ignore the recipe's setting."""
+    """Reject a pipeline without a correction node, which would silently ignore the recipe's rollout correction."""
     correction = config.rollout_correction.resolved()
     if correction.active and not correction.bypass and not any("loss_mask" in node.writes for node in graph):
         raise ConfigError(

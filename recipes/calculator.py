@@ -24,12 +24,12 @@ def make_demonstrations(
 ) -> list[dict[str, Any]]:
     """Return synthetic demonstrations of products that use the calculator more often if the first factor is large.
 
-    The others are answered directly and correctly; a tiny model learns the form of these answers, not the digits.
+    The other demonstrations give the correct answer directly; a tiny model learns their form, not the digits.
 
     Args:
         split: see `megarl.recipes.arithmetic:make_rows`, also for the settings that are not listed here.
         often: share of demonstrations that call `multiply`, for a first factor of 65 or more.
-        seldom: the same for smaller first factors.
+        seldom: share of demonstrations that call `multiply`, for smaller first factors.
         seed: seed for both choices and for the held-out products.
     """
     rows = arithmetic_rows(split, seed=seed, **settings)

@@ -28,7 +28,7 @@ REGISTRIES: Mapping[str, Registry[Any]] = {
 
 
 class _Registered:
-    """The registries and environments with the interface `megarl.config.components.Components`."""
+    """Finds registered components and environments; implements `megarl.config.components.Components`."""
 
     def names(self, path: str) -> Sequence[str]:
         return REGISTRIES[path].names()

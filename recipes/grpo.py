@@ -50,7 +50,7 @@ def add_advantage(p: Pipeline, config: RunConfig) -> None:
 
 
 def add_scoring(p: Pipeline, config: RunConfig) -> None:
-    """Add rewards, and the models' scores of the samples that are computed meanwhile."""
+    """Add rewards, and the log-probs that are computed while reward functions run."""
     p.add(reward.reward_submit)
     add_logprobs(p, config)
     add_reward(p, config)
@@ -59,7 +59,7 @@ def add_scoring(p: Pipeline, config: RunConfig) -> None:
 
 
 def add_reward(p: Pipeline, config: RunConfig) -> None:
-    """Add the node that waits for rewards; for a reward from a model of the run, also the nodes that score and sum."""
+    """Add the node that waits for rewards; with a reward model, also the nodes that compute its scores and the sum."""
     if config.reward.of_model is None:
         p.add(reward.reward)
         return
@@ -109,7 +109,7 @@ def add_greedy(p: Pipeline, config: RunConfig) -> None:
 def add_filter(p: Pipeline, config: RunConfig) -> None:
     """Add the node that masks out samples by `algorithm.filter`, if the recipe has a filter.
 
-    If the filter decides which groups are delivered, the rollout's team runs it.
+    If the filter decides which groups are delivered to training, the rollout team runs it.
     """
     if not config.algorithm.filter.active:
         return
@@ -147,6 +147,6 @@ def add_overlong(p: Pipeline, config: RunConfig) -> None:
 
 
 def add_kl(p: Pipeline, config: RunConfig) -> None:
-    """Add the KL penalty, if it is a part of the reward."""
+    """Add the KL penalty to the reward, if the recipe has it there."""
     if config.algorithm.kl.use == "reward":
         p.add(advantage.kl_in_reward)

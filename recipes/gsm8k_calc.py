@@ -24,7 +24,7 @@ OPERAND = re.compile(r"\d+\.?\d*|\.\d+")
 
 
 def expressions(source: str) -> dict[str, str]:
-    """Return expression -> value over all numeric annotations of one GSM8K source, without blanks."""
+    """Return {expression: value} of all calculator annotations in GSM8K's data `source`, without blanks."""
     values: dict[str, str] = {}
     for row in load_rows(source):
         for expression, value in ANNOTATION.findall(row["answer"]):
@@ -46,10 +46,10 @@ def make_rows(
 
     Args:
         split: `train` or `val`.
-        train: GSM8K's training data: any source form of `data.train_files`.
+        train: GSM8K's training data, in any form that `data.train_files` accepts.
         test: GSM8K's test data.
         max_chars: longer expressions are dropped.
-        limit: keep this many rows after shuffling.
+        limit: number of rows to keep after shuffling.
         seed: seed of the shuffle.
 
     Returns:
@@ -102,7 +102,7 @@ def make_sft_rows(
 
 
 def invent(real: list[str], draw: random.Random) -> Iterator[str]:
-    """Yield endless synthetic expressions: each has the shape of a real one, with numbers from others."""
+    """Yield synthetic expressions without end; each has the form of a real one, with numbers from other expressions."""
     operands: dict[tuple[str, int], list[str]] = defaultdict(list)
     shapes = [OPERAND.sub("{}", expression) for expression in real]
     for shape, expression in zip(shapes, real, strict=True):

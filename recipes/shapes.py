@@ -21,15 +21,15 @@ def make_rows(
 ) -> list[dict[str, Any]]:
     """Return questions about images of 32 x 32 pixels with one to four shapes, each in its own quarter.
 
-    `<image>n?` asks for the number of shapes; `<image>l?` asks for the colour of the left shape in the upper row, of
-    images with shapes in both upper places. Answers have one character.
+    `<image>n?` asks for the number of shapes; `<image>l?` asks for the colour of the upper left shape, only for images
+    with shapes in both upper quarters. Answers have one character.
 
     Args:
         split: `train`, or `val` for images that are never trained on.
         count: rows of `train`.
         held_out: rows of `val`.
         seed: seed of the images.
-        shuffled: as a control, exchange the images between questions.
+        shuffled: whether to exchange the images between questions, as a control experiment.
 
     Returns:
         Rows with `prompt`, `images` (one PNG), `answer`, and `data_source`: counting or left.

@@ -64,7 +64,7 @@ def make_rows(
 def make_pairs(
     split: str = "train", most: int = 60, rows: int = 4000, held_out: int = 256, system: str = "", seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Return the problems of `make_rows` with an invented preference: chosen answers end politely.
+    """Return the problems of `make_rows` with an artificial preference for answers that end politely.
 
     Returns:
         Rows with `prompt` (messages), `chosen` ("Anna has 42 apples. You are welcome!"), `rejected` ("Anna has 42
@@ -84,5 +84,5 @@ def make_pairs(
 
 
 def polite(samples: list[dict[str, Any]]) -> list[float]:
-    """Score 1 for each response that ends like the chosen ones of `make_pairs`, otherwise 0."""
+    """Score 1 for each response that ends like the chosen responses of `make_pairs`, otherwise 0."""
     return [float(sample["response"].rstrip().endswith(POLITE)) for sample in samples]

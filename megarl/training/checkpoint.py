@@ -76,20 +76,20 @@ def begin(
 ) -> Saving:
     """Start to write `ROOT/step_<step>` with all engines and `extra`; old checkpoints are removed when it is complete.
 
-    Collective over all ranks of this team, which leads the others. Returns as soon as everything is copied to host
-    memory. The previous checkpoint must be complete.
+    Collective over all ranks of this team, which leads the other teams. Returns as soon as everything is copied to
+    host memory. The previous checkpoint must be complete.
 
     Args:
         root: folder of checkpoints, on a file system that all ranks share.
         step: the completed training step.
         engines: engines by name; frozen engines are stored without optimizer.
-        extra: JSON values of rank 0 that `load` returns.
+        extra: JSON values that rank 0 stores and `load` returns.
         files: contents by name of files that this rank adds to the folder; names must differ between ranks.
         config: resolved configuration as plain data, to find what a resumed run changes.
         keep_last: number of newest checkpoints to keep, in addition to the best; only those with `kept` count.
-        best: this checkpoint is the best so far.
-        kept: False for a checkpoint that is only for resuming until there is a newer one.
-        teams: the other teams that write a part (`multi_team_commit.begin_part`); None: there are none.
+        best: whether this checkpoint is the best so far.
+        kept: False for a temporary checkpoint, which is removed when a newer one is complete.
+        teams: the other teams that write a part (`multi_team_commit.begin_part`); None: no other team.
 
     Raises:
         FolderTaken: another attempt uses the run folder that contains `root`.
@@ -124,7 +124,7 @@ def begin(
 
 
 def _commit(folder: Path, meta: dict[str, Any], keep_last: int, best: bool, checksums: dict[str, FileChecksum]) -> None:
-    """Turn the folder into the checkpoint after all files are on disk, and remove old checkpoints."""
+    """Give the folder its final name after all files are on disk, and remove old checkpoints."""
     root, step = folder.parent, meta["step"]
     # other machines wrote some of the files: check that this machine sees them whole
     for name, (size, _) in checksums.items():
@@ -146,7 +146,7 @@ def _commit(folder: Path, meta: dict[str, Any], keep_last: int, best: bool, chec
 
 
 def _facts_of(parts: Sequence[PartCopied]) -> dict[str, Any]:
-    """Return meta.json's entries on the engines and, with several teams, on which team wrote which engines."""
+    """Return the entries of meta.json for the engines and, with several teams, for the team that wrote each engine."""
     facts: dict[str, Any] = {
         "layout": parts[0].layout,
         "optimizer_steps": {name: step for part in parts for name, step in part.optimizer_steps.items()},
@@ -185,7 +185,7 @@ def _make_room(root: Path, step: int) -> str:
 def load(
     folder: Path, engines: dict[str, MegatronEngine], meta: dict[str, Any] | None = None
 ) -> tuple[int, dict[str, Any]]:
-    """Fill `engines` from a checkpoint of any layout; RNG states are restored if the layout is the same. Collective.
+    """Load `engines` from a checkpoint of any layout; RNG states are restored if the layout is the same. Collective.
 
     Args:
         folder: the checkpoint.
@@ -208,7 +208,7 @@ def load(
 
 
 def load_random_states(folder: Path, layout: Layout) -> None:
-    """Load the random states of a team without engines, if such a team with this layout wrote some. Collective.
+    """Load the random states of a team without engines, if the checkpoint has them for this layout. Collective.
 
     Raises:
         CheckpointError: the files are damaged.
@@ -217,7 +217,7 @@ def load_random_states(folder: Path, layout: Layout) -> None:
 
 
 def _load_random_states(folder: Path, meta: dict[str, Any], layout: Layout, engines: Collection[str]) -> None:
-    """Load the random states of the team that wrote `engines`, if it had this layout. Collective."""
+    """Load the random states that the team with `engines` wrote, if it had this layout. Collective."""
     same = (team for team in _teams_in(meta) if _wrote_for(team, engines) and team["layout"] == layout.describe())
     if (team := next(same, None)) is not None:
         load_rng(folder / rng_name(team["workers"][0] + layout.world.rank))
@@ -225,7 +225,7 @@ def _load_random_states(folder: Path, meta: dict[str, Any], layout: Layout, engi
 
 
 def _teams_in(meta: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the workers, layout and engines of each team that wrote a part, from meta.json."""
+    """Return workers, layout and engines of each team that wrote a part of the checkpoint, from meta.json."""
     if "teams" in meta:
         return list(meta["teams"].values())
     size = sum(name.startswith("rank_") for name in meta["files"])
@@ -308,10 +308,11 @@ def _index(folder: Path, meta: dict[str, Any], engines: Collection[str]) -> Inde
 def verify(folder: Path, world: WorkerGroup, engines: Collection[str] | None = None) -> dict[str, Any]:
     """Read every file that meta.json lists, check it, and return the contents of meta.json. Collective over `world`.
 
-    With `engines`, only files of teams that wrote one of them are read; with an empty collection, of teams without any.
+    With `engines`, read only files of teams that wrote one of these engines; if `engines` is empty, only files of teams
+    without engines.
 
     Raises:
-        CheckpointError: on every rank; it names the damaged files, and other checkpoints that could be used.
+        CheckpointError: on every rank; the message names the damaged files and other checkpoints that can be used.
         FormatError: on every rank: another version of megarl wrote the checkpoint.
     """
     meta, wrong, other = world.broadcast_json(_meta_or_fault(folder) if world.rank == 0 else None)
@@ -333,7 +334,7 @@ def _damaged(folder: Path, fault: str) -> CheckpointError:
 
 
 def _stranger(path: Path, tag: str) -> str | None:
-    """Return a message if the file, one of a rank's, belongs to another checkpoint, else None."""
+    """Return a message if a rank's file belongs to another checkpoint, else None."""
     if not path.name.startswith("rank_"):
         return None
     with contextlib.suppress(CheckpointError, KeyError):  # raised for a damaged file, which its checksum shows
@@ -344,7 +345,7 @@ def _stranger(path: Path, tag: str) -> str | None:
 
 
 def _meta_or_fault(folder: Path) -> tuple[dict[str, Any] | None, str | None, dict[str, Any] | None]:
-    """Return (contents of meta.json, what is damaged, arguments of a `FormatError`), two of them None."""
+    """Return (contents of meta.json, description of damage, arguments of a `FormatError`); two of these are None."""
     try:
         return read_meta(folder), None, None
     except FormatError as error:
@@ -415,13 +416,13 @@ def keep_best(root: Path, step: int) -> bool:
 
 
 def set_aside(root: Path, after: int | None) -> Path | None:
-    """Move checkpoints of later steps than `after` (None: all) to another folder, as a run trains these steps again.
+    """Move checkpoints of later steps than `after` (None: all) to another folder, because these steps are repeated.
 
-    Otherwise they would count as the run's newest checkpoints: its own would be pruned, and the next resume would use
-    the old ones. One rank calls this.
+    Otherwise they would count as the run's newest checkpoints, so new checkpoints would be pruned and the next resume
+    would use the old ones. One rank calls this.
 
     Returns:
-        The new folder ROOT.old-K, with best.json if it names one of them; None: there was nothing to move.
+        The new folder ROOT.old-K, with best.json if it names a moved checkpoint; None if nothing was moved.
     """
     steps = [step for step in named_steps(root) if after is None or step > after]
     if not steps:
@@ -467,7 +468,7 @@ def _note_best(root: Path, step: int) -> None:
 
 
 def _prune(root: Path, keep_last: int) -> None:
-    """Remove all complete checkpoints except the newest, the best, and the newest `keep_last` of those to be kept."""
+    """Remove complete checkpoints except the newest, the best, and the newest `keep_last` that are not temporary."""
     steps, best_folder = steps_in(root), best(root)
     stay = {*[step for step in steps if _is_kept(root / f"step_{step}")][-keep_last:], *steps[-1:]}
     for step in steps:
@@ -479,7 +480,7 @@ def _prune(root: Path, keep_last: int) -> None:
 
 
 def _is_kept(folder: Path) -> bool:
-    """Return whether a checkpoint is to be kept when there is a newer one; an unreadable one is kept."""
+    """Return whether a checkpoint is not temporary; an unreadable checkpoint counts as not temporary."""
     try:
         return bool(json.loads((folder / _META).read_text()).get("kept", True))
     except (OSError, ValueError, AttributeError):

@@ -35,8 +35,8 @@ def checksum_of(file: BinaryIO) -> FileChecksum:
 def opened_size(file: BinaryIO) -> int:
     """Return the size of an open file.
 
-    `Path.stat` may return an old size: NFS caches attributes of names for up to a minute, but refreshes them on
-    open."""
+    `Path.stat` may return an old size, because NFS caches a file's attributes for up to a minute; opening the file
+    refreshes them."""
     return os.fstat(file.fileno()).st_size
 
 
@@ -61,8 +61,9 @@ def faults(
 ) -> list[str]:
     """List the files of `folder` that differ from their checksums, one line each; equal on all ranks.
 
-    Collective over `world`: all ranks together read every byte once; with `per_machine` the ranks of each machine do,
-    as each machine may have its own folder. `stranger(path)` may return a more precise message for a changed file.
+    Collective over `world`: all ranks together read every byte once. With `per_machine` the ranks of each machine do
+    so, because each machine may have its own folder. `stranger(path)` may return a more precise message for a changed
+    file.
     """
     names = _share(sorted(checksums), world, per_machine)
     lines = [line for name in names if (line := _fault(folder / name, checksums[name], stranger))]
@@ -86,7 +87,7 @@ def checksums_of(folder: Path, names: Sequence[str], world: WorkerGroup) -> dict
 
 
 def _share(names: Sequence[str], world: WorkerGroup, per_machine: bool) -> Sequence[str]:
-    """Return the names that this rank reads, if all ranks, or those of each machine, divide them."""
+    """Return this rank's share of `names`, which all ranks or the ranks of each machine divide among themselves."""
     if not per_machine:
         return names[world.rank :: world.size]
     hosts = world.all_gather_json(socket.gethostname())
@@ -95,7 +96,7 @@ def _share(names: Sequence[str], world: WorkerGroup, per_machine: bool) -> Seque
 
 
 def few(lines: list[str], n: int = 4) -> str:
-    """Join the first `n` lines, and add how many more there are.
+    """Join the first `n` lines to one text that ends with the number of omitted lines.
 
     >>> few(["a", "b", "c"], 2)
     'a; b; and 1 more'

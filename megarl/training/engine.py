@@ -56,7 +56,7 @@ LossFn = Callable[..., tuple[Tensor, Metrics]]
 
 
 class TeacherTargets(NamedTuple):
-    """The batch field with a teacher's most likely tokens or, with `terms` of a divergence, its hidden states."""
+    """The batch field with a teacher's most likely tokens or, if a divergence has `terms`, its hidden states."""
 
     field: str
     terms: Terms | None = None
@@ -68,22 +68,22 @@ Weights = Callable[[list[PolicyModel]], None]
 
 
 class MegatronEngine:
-    """One model under `layout`. Methods are collective over all ranks of the layout.
+    """Trains and evaluates one model that is split by a parallel layout. Methods are collective over all its ranks.
 
     Args:
         hf_config: Hugging Face configuration of the model.
-        parallel, engine: layout and memory settings.
+        parallel, engine: the recipe's settings of parallelism and of memory.
         optim: optimizer settings; None for a frozen engine, without gradient buffers and optimizer.
         dtype: dtype of parameters and activations; bf16 has float32 master weights and gradients.
         total_steps: optimizer steps of the whole run, the default length of the learning-rate decay.
         weights: fills the newly built chunks, e.g. `lambda chunks: load_weights(chunks, folder)`.
-        name: role; the first part of metric names.
+        name: name of the role, which is the first part of metric names.
         seed: seed of dropout and other random numbers of the model.
-        value_head: build a critic: one value per token instead of logits.
-        sequences: how samples become sequences.
-        lora: low-rank adapters that are trained in place of the weights, new ones initialised from `seed`; None: no
-            adapters.
-        freeze: parts (`ModelPart`) that are not trained.
+        value_head: whether to build a critic, which has one value per token instead of logits.
+        sequences: turns samples into input sequences.
+        lora: settings of low-rank adapters, which are trained instead of the weights and initialised from `seed`;
+            None: no adapters.
+        freeze: parts of the model (`ModelPart`) that are not trained.
 
     Attributes:
         teacher_weight: a teacher's output embedding [v, its width] for the tokens in `vocab_range`, on the last stage,
@@ -230,7 +230,7 @@ class MegatronEngine:
     ) -> Jagged:
         """Return the head's outputs [N, outputs] in `dtype` for the response tokens of rows, on the batch's device.
 
-        With `together=False` the other replicas do not take part."""
+        With `together=False` only this replica takes part."""
         self.require(PARAMETERS)
         groups = self._plan(batch, together=together)
         micros, length = self._build(batch, groups)
@@ -250,7 +250,7 @@ class MegatronEngine:
     def _collect(self, head: Head, where: torch.device, dtype: torch.dtype, micro: MicroBatch, chunk: Any) -> Any:
         """Return a function from final hidden states to the head's outputs, moved to the device `where`.
 
-        Moving each micro-batch's outputs saves device memory: those of all micro-batches may not fit there."""
+        Moving the outputs after each micro-batch saves device memory, which may be too small for all outputs."""
 
         def collect(hidden: Tensor, non_loss_data: bool = True) -> Tensor:
             outputs = self._outputs(head, hidden, chunk, micro)
@@ -291,7 +291,7 @@ class MegatronEngine:
         taught: TeacherTargets | None = None,
         unit: int = 1,
     ) -> Metrics:
-        """Make one optimizer step on this data-parallel rank's part of one mini-batch; a rank's part may be empty.
+        """Take one optimizer step on this data-parallel rank's part of one mini-batch; the part may be empty.
 
         `loss_fn(logp [N], entropy [N], micro)` gets the response tokens of a micro-batch in order and their samples,
         and returns a scalar, already a sum with global weights, and metrics. If a count is known only after the last
@@ -309,11 +309,11 @@ class MegatronEngine:
         return self._step(batch, loss_fn, self._log_probs(temperature), divisor, taught, unit)
 
     def value_step(self, batch: Batch, loss_fn: LossFn, unit: int = 1) -> Metrics:
-        """Call `train_step` for an engine with a value head, with `loss_fn(values [N], micro)`."""
+        """Take an optimizer step like `train_step` for an engine with a value head: `loss_fn(values [N], micro)`."""
         return self._step(batch, loss_fn, Values(), unit=unit)
 
     def sft_step(self, batch: Batch) -> Metrics:
-        """Make one optimizer step on -sum(loss_weights * logp); `loss_weights` is a field over response tokens."""
+        """Take one optimizer step on -sum(loss_weights * logp); `loss_weights` is a field over response tokens."""
 
         def loss(logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
             weights = micro["loss_weights"].values.to(logp.device)
@@ -454,7 +454,7 @@ class MegatronEngine:
         return microbatch.build_all(batch, groups, self.layout, self.device, self.sequences, unit)
 
     def _train_mode(self, on: bool) -> None:
-        """Switch all modules to training or evaluation mode, only if needed: for robot policies the switch is slow."""
+        """Switch all modules to training or evaluation mode, if needed: the switch is slow for robot policies."""
         if self.chunks[0].training != on:
             for chunk in self.chunks:
                 chunk.train(on)
@@ -509,10 +509,10 @@ def _sum_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **kwargs
 
 
 class _AllTokens(torch.autograd.Function):
-    """Gathers values [n] of this context-parallel rank's rows into values [N] of all rows, on every rank.
+    """Gathers the values [n] of each context-parallel rank's rows into values [N] of all rows, on every rank.
 
-    The backward pass takes this rank's part without a sum: all ranks compute the same loss, so a sum would count it cp
-    times."""
+    The backward pass returns this rank's part of the gradient without a sum over ranks: all ranks compute the same
+    loss, so a sum would count it cp times."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, order: Tensor, tokens: int, group: WorkerGroup) -> Tensor:

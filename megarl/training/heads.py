@@ -30,7 +30,7 @@ from megatron.core.tensor_parallel.mappings import (  # noqa: E402  (after insta
 
 
 class Head(Protocol):
-    """A head: `head(hidden [t, h], model, micro)` returns `outputs` tensors, float32 [n]."""
+    """A function from final hidden states to values per token; `head(hidden [t, h], model, micro)` computes them."""
 
     @property
     def outputs(self) -> int:
@@ -42,7 +42,7 @@ class Head(Protocol):
 
 @dataclass(frozen=True)
 class LogProbs:
-    """The head for the log-prob of each row's target and optionally the entropy, fused over a split vocabulary."""
+    """Computes the log-prob of each row's target token and optionally the entropy; ranks split the vocabulary."""
 
     temperature: float  # divides the logits
     chunk_tokens: int  # number of rows whose logits exist at the same time
@@ -53,7 +53,7 @@ class LogProbs:
 
     @property
     def outputs(self) -> int:
-        """2 with the entropy, otherwise 1."""
+        """Number of values per token: 2 with the entropy, otherwise 1."""
         return 2 if self.entropy else 1
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
@@ -77,7 +77,7 @@ def head_rows(
 ) -> tuple[Tensor, Tensor, int]:
     """Return the rows' hidden states [n, h], this rank's rows of the output embedding, and the first row's token id.
 
-    `columns`: first and one past the last token of the softmax; None: all.
+    `columns`: first and one past the last token id of the softmax; None: the whole vocabulary.
     """
     if model.config.sequence_parallel:
         rows = gather_from_sequence_parallel_region(hidden)[micro.rows]
@@ -93,7 +93,7 @@ def head_rows(
 
 @dataclass(frozen=True)
 class Values:
-    """The head that predicts the return at each row with the value head, in float32 whatever the model's dtype."""
+    """Predicts the return at each row with the critic's value head, in float32 for any dtype of the model."""
 
     outputs: ClassVar[int] = 1
 
@@ -110,7 +110,7 @@ class Values:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """Samples a token for each row from some columns of the vocabulary, and returns its log-prob."""
+    """Samples a token for each row from a range of the vocabulary, and returns the token and its log-prob."""
 
     temperature: float  # divides the logits; 0: the most likely token, with its log-prob at temperature 1
     group: WorkerGroup  # tensor-parallel ranks

@@ -22,7 +22,7 @@ _ALIGNED = 512  # every copy begins at a multiple of this many bytes
 
 
 class HostArena:
-    """One block of host memory for several copies. Without a GPU it is ordinary memory and is not kept."""
+    """A block of pinned host memory that is reused for copies from a GPU; without a GPU, ordinary memory each time."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
@@ -30,7 +30,7 @@ class HostArena:
 
     @property
     def nbytes(self) -> int:
-        """Size of the block that is kept."""
+        """Size in bytes of the block that is kept for reuse."""
         return self._block.nbytes
 
     def take(self, sizes: Sequence[int]) -> list[Tensor]:

@@ -36,7 +36,7 @@ _ALIGNED = 16  # columns of a block are a multiple of this, so that rows begin a
 
 
 class VocabularyShard(NamedTuple):
-    """The arguments of `linear_logprob` or `token_logprobs` that are no tensors."""
+    """The arguments of `linear_logprob` or `token_logprobs` that are not tensors."""
 
     start: int  # vocabulary index of this rank's first column
     inverse_temperature: float
@@ -59,14 +59,14 @@ def linear_logprob(
     """Return log-probs of `targets` and entropies under softmax(hidden @ weight.T / temperature).
 
     Args:
-        hidden: [N, H], equal on all ranks of `group`. Its gradient is only this rank's part: sum it over the group
-            (Megatron's copy_to or gather_from_sequence_parallel mappings before this call do so).
+        hidden: [N, H], equal on all ranks of `group`. Its gradient is only this rank's part and must be summed
+            over the group, as Megatron's mappings copy_to and gather_from_sequence_parallel before this call do.
         weight: [V, H], this rank's rows of the output embedding, without rows that only pad the vocabulary; V may
             differ between ranks and be 0.
         targets: int64 [N], indices into the whole vocabulary.
         temperature: softmax temperature, > 0.
         vocab_start: vocabulary index of the first row of `weight`.
-        chunk_tokens: number of tokens whose logits exist at the same time.
+        chunk_tokens: number of tokens whose logits are in memory at the same time.
         entropy: False skips the entropy and returns an empty tensor.
         group: tensor-parallel group that splits the vocabulary; None: one process.
 
@@ -122,7 +122,7 @@ class _LinearLogprob(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Rows:
-    """The inputs for the gradient of some tokens' logits."""
+    """The values of some tokens from which the gradient of their logits is computed."""
 
     hidden: Tensor
     targets: Tensor
@@ -132,7 +132,7 @@ class _Rows:
     grad_entropy: Tensor | None
 
     def part(self, place: slice) -> _Rows:
-        """Return the inputs for the tokens `place`."""
+        """Return the values of the tokens `place`."""
         values = (getattr(self, field.name) for field in fields(self))
         return _Rows(*(None if value is None else value[place] for value in values))  # type: ignore[arg-type]
 
@@ -179,7 +179,7 @@ def _by_columns(
 
 
 def _adds_wide(hidden: Tensor) -> bool:
-    """Return whether `wide_product` is not rounded, so that a sum of products is as exact as one product."""
+    """Return whether `wide_product` returns unrounded products, so that a sum of them is as exact as one product."""
     return hidden.is_cuda
 
 
@@ -189,7 +189,7 @@ def _kernels(logits: Tensor) -> ModuleType | None:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of reductions: at least float32."""
+    """Return the dtype in which values of `dtype` are reduced: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -231,7 +231,7 @@ def _reduce(logits: Tensor, targets: Tensor, shard: VocabularyShard, out: Tensor
 
 
 def _combine(stats: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine the statistics [4, N] of all ranks to logp, logZ and entropy [N]."""
+    """Combine the statistics [4, N] of all ranks' shards to logp, logZ and entropy [N]."""
     parts = stats[None]
     if shard.group is not None and stats.shape[1]:
         parts = torch.stack(shard.group.all_gather(stats))

@@ -46,11 +46,11 @@ def plan(
     unit: int = 1,
     patch_tokens: float = 0.0,
 ) -> list[list[int]]:
-    """Return the rows of each micro-batch; all data-parallel ranks get equally many micro-batches, some maybe empty.
+    """Return the rows of each micro-batch. All data-parallel ranks get the same number; some may be empty.
 
     With `together=False` only this replica has rows. Every `unit` consecutive rows are in one micro-batch, in order. A
     patch of an image counts as `patch_tokens` tokens; rows with the same images are put together if possible, so that
-    these count once. With interleaved pipelining the number is a multiple of the pipeline size.
+    these images count once. With interleaved pipelining the number of micro-batches is a multiple of the pipeline size.
     """
     rows = sequences.lengths(batch).view(-1, unit)
     patches = sequences.patches(batch)
@@ -85,8 +85,8 @@ def build(
 ) -> MicroBatch:
     """Pack `samples` of `batch` into a micro-batch; without samples, a filler micro-batch that adds zero to the loss.
 
-    The stream is padded to `total` tokens (over all context-parallel ranks), if given, and so that each tensor-parallel
-    rank has a multiple of `multiple` tokens.
+    The packed tokens are padded to `total` tokens (over all context-parallel ranks), if given, and so that each
+    tensor-parallel rank has a multiple of `multiple` tokens.
     """
     packed = sequences.pack(batch.select(list(samples))) if samples else sequences.filler()
     tokens, predicts, lengths, opens = packed.tokens, packed.predicts, list(packed.lengths), list(packed.open_from)
@@ -136,10 +136,10 @@ def build_all(
     sequences: SequenceLayout = TEXT,
     multiple: int = 1,
 ) -> tuple[list[MicroBatch], int]:
-    """Return all micro-batches, and the stream length that Megatron's schedules expect.
+    """Return all micro-batches, and the number of packed tokens that Megatron's schedules expect.
 
-    Interleaved stages exchange tensors of one fixed shape, so their micro-batches are all padded to the longest:
-    Megatron's exchange of variable shapes hangs there, because stages wait for each other's shapes in different calls.
+    Interleaved pipeline stages exchange tensors of one fixed shape, so all micro-batches are padded to the longest.
+    Megatron's exchange of variable shapes would hang, because stages wait for each other's shapes in different calls.
     """
     total = None
     if layout.parallel.vpp:
@@ -153,5 +153,5 @@ def build_all(
 
 
 def _unit(layout: Layout) -> int:
-    """Return the unit of padding: every sequence's length is padded to a multiple of it."""
+    """Return the number to a multiple of which the length of every sequence is padded."""
     return 2 * layout.cp_size if layout.cp_size > 1 else 1

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def part_of(
     engines: Mapping[str, MegatronEngine], team: str, step: int, first: int, nbytes: int, layout: Layout
 ) -> PartCopied:
-    """Return the description of a team's part of a checkpoint: its `engines`, and `first`, its first worker."""
+    """Return the description of a team's part of a checkpoint; `first`: the number of the team's first worker."""
     steps = {name: engine.step for name, engine in engines.items()}
     vocab_sizes = {name: engine.hf_config.vocab_size for name, engine in engines.items()}
     return PartCopied(team, step, [first, layout.world.size], layout.describe(), steps, vocab_sizes, nbytes)
@@ -43,7 +43,7 @@ def part_of(
 
 @dataclass(frozen=True)
 class Teams:
-    """The teams that write one checkpoint, from the view of one of them."""
+    """One team's information about the teams that write a checkpoint together."""
 
     name: str  # name of this team
     first: int  # number of the team's first worker; 0 in the team that leads
@@ -70,7 +70,7 @@ def begin_part(
         step: the completed training step.
         tag: the tag that the leading team announced.
         engines: trained engines of this team, by name.
-        teams: the teams, from the view of this one.
+        teams: this team's information about all teams.
         layout: layout of this team.
         files: contents by name of files that this rank adds to the folder; names must differ between ranks.
 
@@ -95,7 +95,7 @@ def folder_of(root: Path, step: int, tag: str) -> Path:
 def own_files(
     engines: Mapping[str, MegatronEngine], tag: str, step: int, number: int
 ) -> tuple[Snapshot, dict[str, bytes]]:
-    """Return a snapshot of worker `number`'s part of the engines, and its file of random states by name."""
+    """Return a snapshot of worker `number`'s part of the engines, and the file of its random states, by name."""
     return snapshot(engines, {"tag": tag, "step": step}), {rng_name(number): rng_bytes()}
 
 
@@ -110,6 +110,6 @@ def size_of(shard: Snapshot, contents: Mapping[str, bytes]) -> int:
 
 
 def refuse_folder(folder: Path, problem: str | None, fix: str) -> None:
-    """Raise a CheckpointError if there is a problem."""
+    """Raise a CheckpointError with `problem` about a checkpoint's folder, unless `problem` is empty."""
     if problem:
         raise CheckpointError("cannot write the checkpoint", where=str(folder), found=problem, fix=fix)

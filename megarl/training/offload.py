@@ -23,7 +23,7 @@ from megarl.training.optimizer import parts
 
 @dataclass(frozen=True)
 class ParkedBlock:
-    """A storage to be emptied."""
+    """A storage whose device memory is to be freed."""
 
     storage: torch.UntypedStorage
     nbytes: int
@@ -31,9 +31,9 @@ class ParkedBlock:
 
 
 class Parked:
-    """Storages that are emptied on construction; `restore` fills them again.
+    """Frees the device memory of storages on construction; `restore` allocates and fills it again.
 
-    All copies are complete before the first storage is emptied, so an error before that leaves the model intact."""
+    All copies are complete before the first storage is freed, so an error before that leaves the model intact."""
 
     def __init__(self, blocks: list[ParkedBlock]) -> None:
         self._blocks = blocks
@@ -44,13 +44,13 @@ class Parked:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of freed device memory."""
+        """Number of bytes of device memory that were freed."""
         return sum(block.nbytes for block in self._blocks)
 
     def restore(self) -> None:
         """Allocate every storage again, with its copied contents or, for gradients, zeros.
 
-        After an error (the device is full) it can be called again.
+        After an error, for example if the device is full, call it again.
         """
         for block in self._blocks:
             block.storage.resize_(block.nbytes)
@@ -64,7 +64,7 @@ class Parked:
 
 
 def park(wrapped: Iterable[Any], optimizer: Any | None, part: str, arena: HostArena) -> Parked:
-    """Empty the storages of one part (see `offload_schedule`) of model chunks, which may be wrapped in DDP.
+    """Free the device memory of one part (see `offload_schedule`) of model chunks, which may be wrapped in DDP.
 
     The parameters must be on the device when another part is parked. `arena` holds the copies until they are restored.
     """
@@ -88,7 +88,7 @@ def _optimizer_tensors(optimizer: Any | None) -> Iterable[Tensor]:
 
 
 def kept_in(arena: HostArena, tensors: Sequence[Tensor]) -> list[ParkedBlock]:
-    """Start copying the storages of `tensors` to host memory of `arena`; return each storage with its copy."""
+    """Start to copy the storages of `tensors` to host memory of `arena`; return each storage with its copy."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     copies = arena.take([storage.nbytes() for storage in storages])
     for storage, copy in zip(storages, copies, strict=True):

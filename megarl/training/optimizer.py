@@ -36,7 +36,7 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
 
     The peak is reached at step `warmup_steps`, or at the share `warmup_ratio` of `total_steps`. `min_lr` is reached at
     step `decay_steps`, by default `total_steps`, which is one past the last step. A decaying schedule reaches its peak
-    at the last step at the latest: a shorter run cuts the warm-up.
+    at the last step at the latest, so the warm-up is shortened in a short run.
     """
     end, warmup = config.decay_steps or total_steps, config.warmup(total_steps)
     if config.schedule != "constant":
@@ -76,7 +76,7 @@ def build_optimizer(
     dtype: torch.dtype,
     where: str = "actor.engine",
 ) -> ChainedOptimizer:
-    """Return AdamW over all parameters of `chunks`, no weight decay on vectors; bf16 gets float32 master weights."""
+    """Return AdamW over all parameters of `chunks`: no weight decay on vectors, float32 master weights for bf16."""
     refuse_short_moment(engine, dtype, f"{where}.exp_avg_dtype")
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -127,12 +127,12 @@ def refuse_short_moment(engine: EngineConfig, dtype: torch.dtype, key: str) -> N
 
 
 def holds_masters(part: MegatronOptimizer) -> bool:
-    """Return whether the inner optimizer holds the float32 masters, and so reads gradients next to the parameters."""
+    """Return whether the inner optimizer itself holds the float32 master weights; it then reads `decoupled_grad`."""
     return part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the inner optimizers (dense, experts) that hold parameters on this rank."""
+    """Return the inner optimizers (of dense layers, of experts) that hold parameters on this rank."""
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in chain if not part.is_stub_optimizer]
 

@@ -25,11 +25,11 @@ from megatron.core import parallel_state as mpu  # noqa: E402  (after install)
 
 @dataclass(frozen=True)
 class Layout:
-    """How a team splits and replicates a model: the tp * pp * cp ranks of `mp_group` hold one replica.
+    """The split and the replicas of a model in a team: the tp * pp * cp ranks of `mp_group` hold one replica.
 
     Attributes:
         tp_group, pp_group, cp_group: the groups that split a replica.
-        ep_group, etp_group, expert_group: groups that distribute experts, split each expert, and both.
+        ep_group, etp_group, expert_group: groups that distribute experts, that split each expert, and that do both.
     """
 
     parallel: ParallelConfig
@@ -96,7 +96,7 @@ class Layout:
 
     @property
     def is_lead(self) -> bool:
-        """Whether this is the first rank of its replica, which acts for it."""
+        """Whether this is the first rank of its replica, which performs work that is done once per replica."""
         return self.mp_group.rank == 0
 
     @property
@@ -118,7 +118,7 @@ class Layout:
     def close(self) -> None:
         """Destroy the layout's groups and their threads, so that `init_parallel` can create another one. Collective.
 
-        Its engines can no longer be used. The world stays.
+        Engines with this layout can no longer be used. The team's world remains.
         """
         self.world.barrier()  # all ranks have left the collectives of these groups
         for group in self._made:

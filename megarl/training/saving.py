@@ -34,19 +34,19 @@ _STUCK_S = 20.0  # seconds without a new byte after which a failing run stops wa
 
 
 class _Stopped(Exception):
-    """Ends a thread's write because another rank failed."""
+    """Stops the writing thread, because another rank failed."""
 
 
 class Saving:
-    """The writing of this rank's part of a checkpoint; every rank creates one and calls the same methods.
+    """Writes this rank's part of a checkpoint in a thread; every rank creates one and calls the same methods.
 
     Args:
-        folder: an existing folder; removed if a rank fails.
+        folder: the checkpoint's folder, which exists; it is removed if a rank fails.
         shard: this rank's tensors.
         files: contents by name of this rank's other files.
         commit: called in rank 0's thread with the checksums of all files, after all are on disk; None: another team
             commits.
-        fix: the advice in the error if writing fails.
+        fix: advice to the user in the error if writing fails.
         world: all ranks of the team.
         first: number of the team's first worker.
         others: workers of other teams for whose checksums `commit` waits, by team.
@@ -108,7 +108,7 @@ class Saving:
     def settle(self) -> None:
         """Wait until the checkpoint is complete or its files no longer grow, before an error of this rank ends the run.
 
-        Not collective: threads of other ranks continue to write while these ranks wait for this one.
+        Not collective: other ranks wait for this rank while their threads continue to write.
         """
         grown, size = time.monotonic(), -1
         while (self._folder.exists() or self._thread.is_alive()) and time.monotonic() - grown < _STUCK_S:
@@ -205,10 +205,10 @@ class Saving:
 
 
 class PendingSave:
-    """The current `Saving` of a run, if any. All methods except `settle` are collective over the team.
+    """Holds the current `Saving` of a run, if any. All methods except `settle` are collective over the team.
 
     Raises (poll, wait):
-        CheckpointError, WorkerError: as for `Saving.poll`; the previous checkpoint is still complete.
+        CheckpointError, WorkerError: as in `Saving.poll`; the previous checkpoint is still complete.
 
     Attributes:
         longest_s: the longest time, in seconds, in which this rank's thread wrote its part of a checkpoint.
@@ -228,7 +228,7 @@ class PendingSave:
             self.longest_s = max(self.longest_s, saving.ended - self._began)
 
     def poll(self) -> None:
-        """Check whether the current checkpoint is complete, and forget it then."""
+        """Check whether the current checkpoint is complete; if so, there is no current checkpoint any more."""
         if self._saving is not None:
             with phase("checkpoint"):
                 if self._saving.poll():
@@ -268,7 +268,7 @@ def _checksums_path(folder: Path, number: int) -> Path:
 
 
 def drop_checksums(folder: Path) -> None:
-    """Remove a complete checkpoint's checksum files; in an incomplete one, a missing file means a part is missing."""
+    """Remove the checksum files of a complete checkpoint; before that, a missing file means a missing part."""
     for path in folder.glob("seal_*.json"):
         path.unlink()
 

@@ -17,7 +17,7 @@ from megarl.data.batch import Batch, Jagged
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows packed end to end: T columns, N response tokens."""
+    """Sequences (rows) packed end to end: T token positions (columns), N response tokens."""
 
     lengths: list[int]  # number of columns of each row
     tokens: Tensor  # int64 [T], the input tokens
@@ -38,29 +38,29 @@ class SequenceLayout(Protocol):
 
     @property
     def columns(self) -> tuple[int, int] | None:
-        """First and one past the last token over which log-probs are computed; None: the whole vocabulary."""
+        """First and one past the last token id over which log-probs are computed; None: the whole vocabulary."""
 
     def rows(self, samples: Batch) -> Batch:
-        """Return one row per sequence of the model, several for some samples; response tokens stay in order."""
+        """Return one row per input sequence of the model; a sample may have several. Response tokens stay in order."""
 
     def sample_columns(self, samples: Batch) -> list[list[int]]:
-        """Return the number of columns of every sequence of each sample, prompt and response, to count work."""
+        """Return the number of columns of every sequence of each sample, prompt and response, to count FLOPs."""
 
     def lengths(self, batch: Batch) -> Tensor:
         """Return the number of columns of each row, int64 [B]."""
 
     def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
-        """Return for each row the patches of each image by digest, unless they are columns; empty: no images."""
+        """Return each row's images as {digest: number of patches}, empty without images or if patches are columns."""
 
     def pack(self, rows: Batch) -> PackedRows:
         """Pack these rows, at least one, end to end."""
 
     def filler(self) -> PackedRows:
-        """Return a row without effect that uses every parameter, for a rank that has no samples but must take part."""
+        """Return a row without effect that uses every parameter, for a rank without samples that must take part."""
 
 
 class TextLayout:
-    """The layout of text: P prompt and R response tokens become P + R - 1 columns, as the last token predicts nothing.
+    """The layout of text: P prompt and R response tokens become P + R - 1 columns (the last token is not an input).
 
     Column P - 1 + j predicts response token j.
     """
@@ -68,7 +68,7 @@ class TextLayout:
     columns = None
 
     def rows(self, samples: Batch) -> Batch:
-        """Return the samples: a sample is a sequence."""
+        """Return the samples unchanged, because each sample is one sequence."""
         return samples
 
     def sample_columns(self, samples: Batch) -> list[list[int]]:

@@ -43,7 +43,7 @@ Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
 def snapshot(engines: Mapping[str, MegatronEngine], label: dict[str, Any]) -> Snapshot:
-    """Copy this rank's slices of all engines (maybe none) into host memory of the first engine."""
+    """Copy this rank's slices of all engines into host memory of the first engine; `engines` may be empty."""
     first = next(iter(engines.values()), None)
     memory = HostArena() if first is None else first.snapshots
     return Snapshot(_all_slices(engines, writing=True), label, memory)
@@ -72,14 +72,14 @@ def _all_slices(engines: Mapping[str, MegatronEngine], *, writing: bool) -> list
 
 
 def world_of(engines: Mapping[str, MegatronEngine]) -> WorkerGroup:
-    """Return all ranks that hold these engines, of which there is at least one."""
+    """Return the group of all ranks that hold these engines; `engines` must not be empty."""
     return next(iter(engines.values())).layout.world
 
 
 def refuse_foreign(
     slices: Iterable[TensorSlice], index: Index, folder: Path, world: WorkerGroup, more: Sequence[str] = ()
 ) -> None:
-    """Check that an index has all ranks' slices, of equal shapes; `more` lists further differences. Collective.
+    """Check that an index has the slices of all ranks with the same shapes; `more`: further differences. Collective.
 
     Raises:
         CheckpointError: on every rank; it lists the differences.
@@ -107,7 +107,7 @@ def weight_slices(name: str, engine: MegatronEngine) -> Iterator[TensorSlice]:
 
 
 class _Copy(NamedTuple):
-    """This rank's copy of a tensor: its places, and whether it is the first of model- and data-parallel ranks."""
+    """This rank's copy of a tensor: its places in the whole tensor, and whether it is the first of several copies."""
 
     places: list[SlicePlace]
     first_in_model: bool
@@ -117,8 +117,8 @@ class _Copy(NamedTuple):
 def engine_slices(name: str, engine: MegatronEngine, *, writing: bool) -> Iterator[TensorSlice]:
     """Yield this rank's slices of an engine; their keys begin with the engine's name.
 
-    With `writing`, each element comes from one rank: the owner if the distributed optimizer divides the parameter among
-    data-parallel ranks, otherwise the first rank that holds it.
+    With `writing`, each element is yielded by only one rank: its owner if the distributed optimizer divides the
+    parameter among data-parallel ranks, otherwise the first rank that holds it.
     """
     optimizers = _optimizers(engine)
     for part in optimizers:
@@ -180,7 +180,7 @@ def _adapters(name: str, engine: MegatronEngine, lora: LoraConfig) -> Iterator[t
 
 
 def _tensors_only(state: dict[str, Any]) -> dict[str, Sharded]:
-    """Drop Megatron's extra-state objects, which are empty here and would need pickle."""
+    """Drop Megatron's extra-state objects, which are empty in megarl's models and would need pickle."""
     tensors = {key: value for key, value in state.items() if not isinstance(value, ShardedObject)}
     for key, value in tensors.items():
         if key.endswith(("word_embeddings.weight", "output_layer.weight")) and isinstance(value, ShardedTensor):

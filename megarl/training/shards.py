@@ -148,7 +148,7 @@ def label_of(path: Path) -> dict[str, Any]:
 
 
 def read_index(folder: Path, names: Iterable[str]) -> Index:
-    """Return the location of every slice in the files `names` of `folder`."""
+    """Return the location in the files `names` of `folder` of every slice that they contain."""
     index: Index = {}
     for name in names:
         beat()

@@ -46,7 +46,7 @@ class TensorSlice:
 
 
 class SlicePlace(NamedTuple):
-    """A contiguous part of a local tensor: its elements from `start` on are a slice of the whole tensor `key`."""
+    """A contiguous part of a local tensor that begins at element `start` and is a slice of the whole tensor `key`."""
 
     key: str
     whole: Shape
@@ -57,7 +57,7 @@ class SlicePlace(NamedTuple):
 
 
 def places_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[SlicePlace]:
-    """Return the contiguous parts of a local tensor: usually one, two if it holds a gate and an up projection."""
+    """Return the contiguous parts of a local tensor: two for a fused gate and up projection, else one."""
     # On the meta device: a factory returns views, whose offsets show which elements they cover.
     blank = torch.empty(sharded.data.shape, dtype=sharded.data.dtype, device="meta")
     moved = dataclasses.replace(sharded, data=blank)

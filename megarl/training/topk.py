@@ -24,7 +24,7 @@ from megarl.training.microbatch import MicroBatch
 
 @dataclass(frozen=True)
 class TopTokens:
-    """The head for ids and log-probs of each row's `k` most likely tokens, and of all others together."""
+    """Computes ids and log-probs of each row's `k` most likely tokens, and the log-prob of all others together."""
 
     k: int  # number of tokens per row
     limit: int  # token ids from `limit` on are never in the top k; they count in the one entry for all others
@@ -32,7 +32,7 @@ class TopTokens:
 
     @property
     def outputs(self) -> int:
-        """Columns of ids and log-probs."""
+        """Number of values per token: k + 1 ids and k + 1 log-probs."""
         return 2 * self.k + 2
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
@@ -45,7 +45,7 @@ class TopTokens:
         return (torch.cat(parts),)
 
     def _of(self, rows: Tensor, weight: Tensor, start: int) -> Tensor:
-        """Return [C, 2 K + 2] for a chunk of rows."""
+        """Return ids and log-probs [C, 2 K + 2] for a chunk of C rows."""
         logits, group = head_logits(rows, weight).float() / self.base.temperature, self.base.group
         log_z = _log_z(*_partition(logits), group)
         ids = torch.arange(start, start + logits.shape[1], device=logits.device)
@@ -65,14 +65,14 @@ class TopTokens:
 
 @dataclass(frozen=True)
 class SoftTargets:
-    """The head for the outputs of `base`, and the policy's log-probs of a teacher's most likely tokens."""
+    """Computes the outputs of `base` and the policy's log-probs of a teacher's most likely tokens."""
 
     base: LogProbs  # log-probs and entropies of the sampled tokens
     teacher: Jagged  # float32 [tokens of a sample, K + 1, 2] for every row of the batch, from `TopTokens`
 
     @property
     def outputs(self) -> int:
-        """Outputs of `base`, and one tensor of log-probs."""
+        """Number of values per token: those of `base`, and the log-probs of the teacher's tokens."""
         return self.base.outputs + 1
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
@@ -103,8 +103,9 @@ def token_logprobs(
 ) -> Tensor:
     """Return the log-probs of K tokens of each row, and of all other tokens together.
 
-    Probabilities are softmax(hidden @ weight.T / temperature). One chunk of logits exists at a time, and the backward
-    pass computes it again. The other tokens are summed directly: 1 - sum_k q_k would lose the digits of a small rest.
+    Probabilities are softmax(hidden @ weight.T / temperature). Only one chunk of logits is in memory at a time, and the
+    backward pass computes it again. The probability of the other tokens is summed directly, because 1 - sum_k q_k would
+    be inexact for a small remainder.
 
     Args:
         hidden, weight, temperature, vocab_start, chunk_tokens, group: as for `linear_logprob`.
@@ -165,7 +166,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def of_rows(values: Jagged, micro: MicroBatch, count: int) -> Tensor:
-    """Return the values of a micro-batch's `count` response tokens, in its order; zeros if it has no samples."""
+    """Return the values of a micro-batch's `count` response tokens in the micro-batch's order; zeros for a filler."""
     if micro.samples:
         return values.select(list(micro.samples)).values[micro.order.cpu()]
     return values.values.new_zeros(count, *values.values.shape[1:])

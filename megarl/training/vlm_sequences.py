@@ -19,7 +19,7 @@ from megarl.training.sequence_layout import PackedRows, TextLayout
 
 @dataclass(frozen=True)
 class ImageLayout(TextLayout):
-    """The layout of text with images: that of text, with positions of three numbers and each image once."""
+    """The layout of text with images: positions are (time, height, width), and a repeated image is stored once."""
 
     encoder: VisionEncoder  # the model's vision encoder
     reads_images: bool = True  # whether samples have the fields of images; otherwise all samples are text
@@ -39,9 +39,9 @@ class ImageLayout(TextLayout):
         ]
 
     def pack(self, rows: Batch) -> PackedRows:
-        """Implement `SequenceLayout.pack` for rows of which some or all may lack images.
+        """Implement `SequenceLayout.pack`; rows may be without images.
 
-        Each token of a response is text, except for images that an environment shows.
+        Response tokens are text, except for images in an environment's observations.
         """
         packed = super().pack(rows)
         if not self.reads_images or not len(rows):

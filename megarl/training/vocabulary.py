@@ -27,7 +27,7 @@ Terms = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """The head that gives what the output embedding would be multiplied with, [n, outputs]."""
+    """Returns the final hidden states [n, outputs], from which the output embedding would compute logits."""
 
     outputs: int
 
@@ -37,7 +37,7 @@ class HiddenStates:
 
 
 class TeacherHead(NamedTuple):
-    """A teacher's output embedding [v, its width] of this rank's part of the vocabulary, and a divergence's terms."""
+    """This rank's rows [v, width] of a teacher's output embedding, and the terms of a divergence."""
 
     weight: Tensor
     terms: Terms
@@ -45,7 +45,7 @@ class TeacherHead(NamedTuple):
 
 @dataclass(frozen=True)
 class WholeVocabulary:
-    """The head that gives `base` for each row, and the divergence from a teacher over the policy's vocabulary."""
+    """Computes the outputs of `base` and the divergence from a teacher over the policy's vocabulary, for each row."""
 
     base: LogProbs  # log-probs and entropies of the sampled tokens
     teacher: Jagged  # [tokens of a sample, teacher's width] for every row of the batch, the teacher's hidden states
@@ -53,7 +53,7 @@ class WholeVocabulary:
 
     @property
     def outputs(self) -> int:
-        """Those of `base`, and the divergence."""
+        """Number of values per token: those of `base`, and the divergence."""
         return self.base.outputs + 1
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
@@ -74,7 +74,7 @@ class WholeVocabulary:
 
 
 class _Shard(NamedTuple):
-    """The arguments of `vocabulary_divergence` that are no tensors."""
+    """The arguments of `vocabulary_divergence` that are not tensors."""
 
     inverse_temperature: float
     chunk: int
@@ -93,16 +93,16 @@ def vocabulary_divergence(
     chunk_tokens: int,
     group: WorkerGroup,
 ) -> Tensor:
-    """Sum the terms of log p and log q over the vocabulary, for p of a teacher and q of the policy at `temperature`.
+    """Sum f(log p, log q) over the vocabulary, with p of a teacher and q of the policy at `temperature`.
 
     Both are softmaxes over the same tokens. The backward pass computes the logits of both again, chunk by chunk.
 
     Args:
         hidden, weight: [N, H] and [v, H], of the policy; differentiable.
         states, teacher_weight: [N, H'] and [v, H'], of the teacher.
-        terms: computed under autograd, for the gradient.
-        chunk_tokens: rows whose logits exist at the same time.
-        group: ranks that share out the vocabulary.
+        terms: the function f, computed under autograd for the gradient.
+        chunk_tokens: number of rows whose logits are in memory at the same time.
+        group: ranks that each hold a part of the vocabulary.
 
     Returns:
         [N], float32 (float64 for float64 inputs), equal on all ranks of `group`.
@@ -112,7 +112,7 @@ def vocabulary_divergence(
 
 
 class _Divergence(torch.autograd.Function):
-    """The sum over the vocabulary of terms f(log p, log q) of each row; p of the teacher has no gradient.
+    """The sum of f(log p, log q) over the vocabulary for each row; the teacher's p has no gradient.
 
     With s = df / d log q, the gradient of the policy's logit of token v is s_v - q_v sum_u s_u.
     """
@@ -150,6 +150,6 @@ class _Divergence(torch.autograd.Function):
 
 
 def _log_softmax(rows: Tensor, weight: Tensor, shard: _Shard) -> Tensor:
-    """Return the log-probs [C, v] of this rank's tokens, of the softmax over those of all ranks."""
+    """Return the log-probs [C, v] of this rank's tokens under the softmax over all ranks' tokens."""
     logits = scaled_logits(rows, weight, shard.inverse_temperature)
     return logits - log_partition(logits, shard.group)[:, None]
