@@ -30,7 +30,7 @@ FINAL_NORM = TENorm
 
 
 def te_layer_spec(config: PolicyConfig, experts: ModuleSpec | None) -> ModuleSpec:
-    """Return one transformer layer; its MLP is dense, or the mixture `experts`."""
+    """Return the spec of one transformer layer; its MLP is dense, or the mixture `experts`."""
     spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     parts = spec.submodules
     parts.self_attention.submodules.core_attention = TEPackedAttention

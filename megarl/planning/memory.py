@@ -383,7 +383,7 @@ class _Models:
         self._offloads = dict.fromkeys(self.state, config.actor.engine.offload) | others
 
     def resident(self, phase: str, role: str | None = None) -> list[Term]:
-        """Return the parts on the device in a phase (see `offload_schedule`). On a CPU only gradients can be freed."""
+        """Return the terms on the device in a phase (see `offload_schedule`). On a CPU only gradients can be freed."""
         wanted = needed(phase, role)
         return self._always + [
             part

@@ -82,7 +82,7 @@ def key_value_bytes(facts: ModelFacts, tp: int, dtype: str) -> float:
 
 @lru_cache(maxsize=4096)
 def _elements(facts: ModelFacts, tp: int, expert_tp: int) -> Mapping[Part, int]:
-    """Return a rank's elements of each part of the model, per layer and per expert, cached for the search."""
+    """Return the number of parameters of each part of the model on a rank, per layer and expert, cached."""
     size = facts.dimensions
     counts: dict[Part, int] = dict.fromkeys(("embedding", "layer", "dense", "moe", "expert", "final"), 0)
     for rule in ARCHITECTURES[facts.model_type].tensors:

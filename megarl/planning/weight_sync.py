@@ -58,7 +58,7 @@ class WeightSyncMemory:
         return (share, 0.0) if share <= bucket else (max(bucket, self._largest), min(bucket, share - self._largest))
 
     def always(self) -> list[Term]:
-        """Return the terms that stay on the device."""
+        """Return the memory terms of weight updates that stay on the device."""
         terms: list[Term] = []
         if self.config.sync.transport in _ON_DEVICE:
             size = sum(self.buffers())
@@ -78,7 +78,7 @@ class WeightSyncMemory:
         return terms
 
     def passing(self) -> list[Term]:
-        """Return the terms that an update adds while it lasts."""
+        """Return the memory terms that a weight update adds while it lasts."""
         terms: list[Term] = []
         if self.config.rollout.colocated and max(self._here, self.config.rollout.sglang.ranks) > 1:
             terms.append(Term("a bucket on its way into a server", max(self.buffers()), "sync.bucket_mb", 0.0))

@@ -21,7 +21,7 @@ _WIDE = 8192  # hidden size of a teacher of unknown size: that of the largest de
 
 
 def token_bytes(config: RunConfig, field: str) -> int:
-    """Return the approximate bytes per token of a batch field; only a teacher's fields have several numbers."""
+    """Return the approximate bytes per token of a batch field; only teacher fields have several numbers."""
     if field == "teacher_topk" and (chosen := chosen_divergence(config.algorithm.distillation)) is not None:
         return _NUMBER * (chosen.settings.topk + 1)  # an id and a log-prob per entry, both float32
     if field == "teacher_hidden":

@@ -28,11 +28,11 @@ class EpisodeLimits:
     """The limits of an episode.
 
     Attributes:
-        turns: most turns.
-        prompt_tokens: most tokens of the first observation.
-        tokens: most tokens after the first observation.
-        seconds: most seconds; None: no limit.
-        images: most images; None: no limit.
+        turns: maximum number of turns.
+        prompt_tokens: maximum number of tokens of the first observation.
+        tokens: maximum number of tokens after the first observation.
+        seconds: maximum duration in seconds; None: no limit.
+        images: maximum number of images; None: no limit.
         image_token: the token that stands for an image feature; None: a text model. An episode ends after a turn that
             contains this token, because a server would look for another image.
     """

@@ -426,7 +426,7 @@ class Core:
         return Change(topics=[("mail", name)])
 
     def arrive(self, team: str, rank: int, name: str, text: str) -> Change:
-        """Record that a replica of `team` has arrived at a message; post the message when all have.
+        """Record that a replica of `team` has arrived at a message; post the message when all replicas have arrived.
 
         Every replica passes the same `text`. Repeated calls do nothing.
         """

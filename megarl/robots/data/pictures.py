@@ -33,7 +33,7 @@ _AT_A_TIME = {"cpu": 4}
 
 @dataclass(frozen=True)
 class PicturePipeline:
-    """Turns a camera's frame into a picture, by these steps in this order."""
+    """Turns a camera's frame into a picture, by the steps that its fields configure, in their order."""
 
     size: int  # height and width of the result
     rotate: bool = False  # turn by 180 degrees; LIBERO renders upside down, and its demonstrations were turned

@@ -46,7 +46,7 @@ class PoolCounts:
     """The counters of a pool since its creation.
 
     Attributes:
-        resets, chunks, steps: resets, policy calls and environment steps, including those of replayed episodes.
+        resets, chunks, steps: numbers of resets, policy calls and environment steps, replayed episodes included.
     """
 
     constructions: Counter[str] = field(default_factory=Counter)  # number of constructed simulators, by task
