@@ -44,7 +44,7 @@ def _users_function(name: str) -> Callable[[RunConfig], object]:
 
 
 def _sound_graph(function: Callable[[RunConfig], object], config: RunConfig) -> TaskGraph:
-    """Call the pipeline function and return its checked graph."""
+    """Call the pipeline function, check the task graph that it returns, and return the graph."""
     name = config.algorithm.pipeline
     try:
         graph = function(config)

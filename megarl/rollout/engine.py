@@ -101,10 +101,10 @@ class Generation(Protocol):
     """Generation of turns that are submitted at any time. Every rank of a replica makes the same calls in order.
 
     Attributes:
-        is_async: turns are generated between calls of `wait` as well. Otherwise the order in which turns finish is
-            reproducible.
-        is_batched: each `wait` is a round that finishes all turns. The ranks of `any_busy` run it together, including
-            ranks without a turn.
+        is_async: whether turns are also generated between calls of `wait`. If not, the order in which turns finish
+            is reproducible.
+        is_batched: whether each `wait` is a round that finishes all turns. The ranks of `any_busy` run it together,
+            including ranks without a turn.
     """
 
     is_async: ClassVar[bool]

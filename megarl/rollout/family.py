@@ -84,7 +84,7 @@ class EngineHost(Protocol):
 
 
 class WeightLink:
-    """One team's end of the connection that brings the actor's weights to the engine. The base class does nothing."""
+    """One team's end of the connection through which the actor's weights reach the engine. This class does nothing."""
 
     def publish(self, version: int) -> None:
         """Send or receive the weights after step `version`; the engine then generates with them.

@@ -61,7 +61,7 @@ class Group:
 
     Attributes:
         number: unique among the groups in flight.
-        prompt_ids: the prompt's tokens; an environment may replace them by its first observation.
+        prompt_ids: the prompt's tokens, which an environment may replace by its first observation.
         seeds: `seeds[i](k)` is the seed of segment k of sample i, in [0, 2**63).
         row: the data row that the environment's `reset` receives.
     """
@@ -140,7 +140,7 @@ class GroupGenerator:
         slots: maximum number of samples in flight.
         longest: maximum number of tokens of a prompt and its sample together.
         rules: rules of episodes; None: samples have no environment.
-        strings: the stop strings of `sampling`; None: it has none.
+        strings: the stop strings of `sampling`; None: no stop strings.
     """
 
     def __init__(
@@ -354,7 +354,7 @@ class GroupGenerator:
             self._release(slot)
 
     def _play(self, advance: Callable[[int], None]) -> None:
-        """Play all episodes to their ends.
+        """Generate all episodes completely, with their environments.
 
         If the engine decodes only inside `wait`, each round waits for all environments, so that the batches of turns
         do not depend on the environments' speed and a second run repeats them.
@@ -392,7 +392,7 @@ class GroupGenerator:
 
         Args:
             enough: passed to `Generation.wait`.
-            whole: wait until all environments have answered.
+            whole: whether to wait until all environments have answered.
         """
         before = len(self._samples)
         ended = self._collect(generation.wait(enough))

@@ -166,7 +166,7 @@ class CheckpointPart:
 
 @contextlib.contextmanager
 def settling(checkpoints: CheckpointPart) -> Iterator[None]:
-    """Finish writing the checkpoint in flight before a `UserError` ends the run, so that it can resume from there."""
+    """Finish writing the checkpoint in flight before a `UserError` ends the run, so that the run can resume from it."""
     try:
         yield
     except UserError:

@@ -232,8 +232,8 @@ class Checkpoints(CheckpointPart):
     def _has(self, best_step: int) -> bool:
         """Return whether the checkpoint of `best_step` is in this run's folder; else a worse one may become the best.
 
-        It can be missing because the run was killed before best.json was written, because it is damaged, or because
-        it is in another run's folder.
+        The checkpoint can be missing because the run was killed before best.json was written, because the checkpoint is
+        damaged, or because it is in another run's folder.
         """
         exists = self._continues and best_step in steps_in(self._root)
         return self._world.broadcast_json(exists if self._world.rank == 0 else None)
@@ -273,7 +273,7 @@ class Checkpoints(CheckpointPart):
             step: the step that is complete.
             numbers: the step's metrics, equal on all ranks.
             accuracy: on held-out prompts; None: not a validation step.
-            last: no step follows.
+            last: whether this is the run's last step.
 
         Raises:
             ConfigError: the metrics of a validation step lack `trainer.best_metric`.
@@ -398,7 +398,7 @@ class Checkpoints(CheckpointPart):
 
 
 def _outlook(step: int, steps: int, key: str, source: str, early: str | None) -> str:
-    """Return the text that says how many steps a resumed run has left; `early`: why it needs no further step."""
+    """Return a text on the number of steps that a resumed run has left; `early`: why it needs no further step."""
     if early is not None and step < steps:
         return (
             f"this run is finished: trainer.early_stop ended it after step {step} ({source}): {early}\n"

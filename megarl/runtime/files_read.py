@@ -124,7 +124,7 @@ def _is_fixed(key: str, name: str) -> bool:
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield every one-line text in a section with its recipe key; texts in a list have the key of the list."""
+    """Yield (text, recipe key) of every one-line text in a section; texts in a list have the key of the list."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _texts(inner, f"{key}.{name}")

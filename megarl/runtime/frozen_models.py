@@ -61,7 +61,7 @@ def keep_reference(c: RankState, *, resumed_from: Path | None, begun: bool) -> R
     case it is the actor with adapters off if the adapters change nothing yet, `model.path` if its weights are
     unchanged, else a copy in the run folder, because a resumed run starts from a later actor. A run that resumes from
     another run's checkpoint uses that run's reference. The copy lies in a temporary folder until `take_up_reference`,
-    as later checks may still reject the start.
+    because later checks may still reject the start.
 
     Args:
         resumed_from: RUN_DIR/checkpoints/step_N; None: no resume.

@@ -210,7 +210,7 @@ class Recorder:
             self._tracker.samples(step, rows)
 
     def groups(self, step: int, samples: Batch, *, early: bool = False) -> None:
-        """Write some groups of a training step for the report; `early`: the run ends early after this step."""
+        """Write some groups of a training step for the report; `early`: whether the run ends early after this step."""
         if self._tracker is not None and shows_groups(self._c.config, step, early=early):
             self._tracker.groups(step, group_rows(self._c, samples))
 

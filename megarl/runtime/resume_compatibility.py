@@ -171,7 +171,7 @@ def _differences(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]
 def announcements(
     before: Plain, now: Plain, command: Command, *, begun: bool = True, generated: int | None = None
 ) -> list[str]:
-    """Return one line per setting that has changed since the checkpoint, and say where the old value still applies.
+    """Return one line per setting that has changed since the checkpoint, with where the old value still applies.
 
     Args:
         before: the configuration of the checkpoint.

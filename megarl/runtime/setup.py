@@ -288,7 +288,7 @@ def check_vocabulary(config: RunConfig, tokens: int, vocabulary: int) -> None:
 
 
 def check_embeddings(model: PretrainedConfig, policy: PretrainedConfig, key: str) -> None:
-    """Raise ConfigError if the model of recipe key `key` has fewer embeddings than the policy, or lacks its images."""
+    """Raise ConfigError if the model of key `key` has fewer embeddings than the policy or cannot read its images."""
     if encoder_of(policy) is not None and encoder_of(model) is None:
         raise ConfigError(
             "this model cannot see images, but the policy does",
@@ -315,7 +315,7 @@ def read_other_config(c: RankState, path: str, key: str) -> PretrainedConfig:
 
 
 def build_frozen(c: RankState, hf_config: PretrainedConfig, path: str, name: str) -> MegatronEngine:
-    """Build a frozen model with the weights at `path`; `name`: its role."""
+    """Build a frozen model with the weights at `path`; `name`: name of the role."""
     read: Weights = lambda chunks: load_weights(chunks, path)  # noqa: E731
     return build_engine(c.config, hf_config, c.layout, read, trainable=False, name=name)
 

@@ -44,7 +44,7 @@ def cold_start(c: RankState, examples: PromptLoader, checkpoints: ColdStartCheck
 
 
 def train(config: RunConfig, run_dir: Path) -> None:
-    """Run supervised fine-tuning as a run of its own, with checkpoints and an export at the end."""
+    """Run supervised fine-tuning as a separate run, with checkpoints and an export at the end."""
     c = build_rank_state(config, run_dir, scored=("val",))
     try:
         c.loader = load_examples(c)
@@ -95,7 +95,7 @@ def _examples(c: RankState, split: Split) -> SFTDataset:
 
 
 def load_held_out(c: RankState) -> SFTDataset | None:
-    """Read the held-out rows as examples for `val/loss`; None: there are none, or they have no usable responses.
+    """Read the held-out rows as examples for `val/loss`; None without rows, or if they have no usable responses.
 
     With `sft.train_files` the result is None, because rows of `data.val_files` may have another format.
     """

@@ -36,7 +36,7 @@ class TeamTime:
             self._since = time.time_ns()
 
     def end_step(self, metrics: Metrics, events: Iterable[PhaseEvent], tokens: int | None) -> None:
-        """Add the times of the step that ends now to `metrics`.
+        """Add the working and waiting times of the current step, which ends with this call, to `metrics`.
 
         Args:
             metrics: this rank's metrics.

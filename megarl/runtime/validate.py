@@ -108,8 +108,8 @@ def _report_rows(c: RankState, samples: Batch, results: list[dict[str, Any]], co
 def evaluate(c: RankState, recorder: Recorder, step: int, *, films: bool = False) -> float | None:
     """Run the held-out evaluation and record its metrics and samples; return the accuracy over all ranks.
 
-    None: there are no held-out prompts. Collective over the team. In preference training the accuracy is the share of
-    held-out pairs that are ranked correctly; a cold start before it evaluates nothing.
+    The accuracy is None without held-out prompts. Collective over the team. In preference training the accuracy is the
+    share of held-out pairs that are ranked correctly; a cold start before it evaluates nothing.
     """
     if c.val_pairs is not None:
         measures = settings_of(c.context).scores or "reference" in c.models

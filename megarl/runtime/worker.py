@@ -163,7 +163,7 @@ def _imports_beat() -> Iterator[None]:
 
 
 def redirect_output(log_dir: Path) -> None:
-    """Send this process's stdout and stderr, also those of native code, to log_dir/rank_K.txt of worker K."""
+    """Redirect stdout and stderr of this process, including native code, to log_dir/rank_K.txt for worker K."""
     log_dir.mkdir(parents=True, exist_ok=True)
     handle = os.open(log_dir / f"rank_{worker_number()}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (sys.stdout, sys.stderr):
@@ -174,7 +174,7 @@ def redirect_output(log_dir: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one rank as a process of its own."""
+    """Run one rank in this process (the command of worker processes)."""
     parser = argparse.ArgumentParser(prog="python -m megarl.runtime.worker", description="Run one rank.")
     parser.add_argument("--entry", required=True, help="function to run, pkg.mod:fn(config, run_dir)")
     parser.add_argument("--config", required=True, type=Path, help="resolved config.yaml in the run folder")

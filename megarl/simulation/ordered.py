@@ -87,7 +87,7 @@ class Ordered:
                 yield s.event("pushed", version)
 
     def _generate(self, step: int) -> Steps:
-        """Give each server its groups, and wait until all are generated."""
+        """Simulate the generation of a step: assign the groups to servers and wait until all are generated."""
         s = self._s
         for place, number in enumerate(self._numbers(step)):
             s.servers[place % len(s.servers)].add(number, s.group(number))

@@ -54,14 +54,14 @@ def hosts_of_ranks(world: WorkerGroup) -> tuple[dict[int, str], dict[str, str]]:
 def hosts_of_receivers(
     urls: Sequence[str], names: dict[int, str], addresses: dict[str, str], world: WorkerGroup
 ) -> list[str]:
-    """Return the host of every receiver, resolved by rank 0: different results would give ranks different plans."""
+    """Return the host of every receiver. Only rank 0 resolves names, so that all ranks compute the same plan."""
     resolved = [host_of(url, names[0], addresses) for url in urls] if world.rank == 0 else None
     hosts: list[str] = world.broadcast_json(resolved)
     return hosts
 
 
 def host_of(url: str, here: str, addresses: dict[str, str]) -> str:
-    """Return the host of a receiver; a host of the trainer is returned by the name that its ranks report.
+    """Return the host of a receiver; for a host of the trainer, return the name that its ranks report.
 
     Args:
         url: url of the receiver.

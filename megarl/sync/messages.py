@@ -27,7 +27,7 @@ Opened = Callable[[], contextlib.AbstractContextManager[Handler]]
 
 
 class Refused(Exception):
-    """The other side refused a request."""
+    """The other side rejected a request."""
 
 
 class FailedError(ConnectionError):
@@ -105,7 +105,7 @@ class MessageClient:
         """Send a message and return the answer.
 
         Raises:
-            Refused: the other side refused the request.
+            Refused: the other side rejected the request.
             FailedError: the other side failed.
             OSError: the other side is gone or did not answer in time; the connection can no longer be used.
         """
@@ -137,7 +137,7 @@ def answer(listener: socket.socket, opened: Opened, key: str, name: str) -> None
     """Accept connections until the process ends or the listener is closed; each is served in its own thread.
 
     Args:
-        opened: called for each connection; returns a handler, which gets a message, and returns the answer or raises
+        opened: called for each connection; returns a handler, which receives a message and returns the answer or raises
             Refused.
         name: name of this side, for its proof.
     """

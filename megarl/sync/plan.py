@@ -284,7 +284,7 @@ def _assign(
 def _buckets(tensors: list[tuple[str, tuple[int, ...]]], dtype: str, fp8: bool, bound: int) -> Iterable[Bucket]:
     """Yield buckets of consecutive tensors, each with as many as fit into `bound` bytes.
 
-    The first of several buckets is small, because nothing is sent while it is gathered.
+    The first of several buckets is small, because no bucket can be sent while the first is gathered.
     """
     on_wire = [wire_tensors(name, shape, dtype, fp8) for name, shape in tensors]
     sizes = [sum(part.nbytes for part in parts) for parts in on_wire]
@@ -302,7 +302,7 @@ def _buckets(tensors: list[tuple[str, tuple[int, ...]]], dtype: str, fp8: bool, 
 
 
 def _in_turn(buckets: Iterable[Bucket], bound: int) -> tuple[Bucket, ...]:
-    """Order a sender's buckets so that, if possible, those above `bound` (single tensors) have even numbers.
+    """Order a sender's buckets so that, if possible, buckets larger than `bound` (single tensors) have even numbers.
 
     Buckets use two buffers in turn, so only the first buffer has to be large."""
     large: list[Bucket] = []

@@ -61,7 +61,7 @@ class ReceiverUpdate:
 
 
 def failure(receiver: Receiver, phase: str, reason: str) -> ServerError:
-    """Return the error that a receiver failed in this phase of its update."""
+    """Return the error for a receiver that failed in `phase` of its weight update."""
     return ServerError(receiver.name, receiver.url, phase, reason)
 
 

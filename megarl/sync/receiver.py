@@ -28,7 +28,7 @@ Checksums = list[dict[str, str]]  # For each rank of a receiver: parameter -> ch
 
 @dataclass(frozen=True)
 class UpdateStep:
-    """One step of an update: its name in errors, and its deadline in seconds."""
+    """One step of a weight update: the step's name in errors, and its deadline in seconds."""
 
     phase: str
     deadline_s: float
@@ -171,7 +171,7 @@ class Receiver(Protocol):
         """Return the checksums of the engine's parameters, by rank."""
 
     def forget(self) -> None:
-        """Drop cached facts about a receiver that failed: another engine may appear at its address."""
+        """Drop cached facts about a receiver that failed, because another engine may appear at its address."""
 
 
 class Receivers(Protocol):

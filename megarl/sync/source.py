@@ -119,7 +119,7 @@ class Source:
 
         Args:
             out: uint8 buffer for this rank's bucket in this round; None if it has no such bucket.
-            whole: also fill frozen buckets.
+            whole: whether to fill frozen buckets too.
 
         Raises:
             WorkerError: another rank did not answer before the process group's deadline.

@@ -115,13 +115,13 @@ class WeightSync:
         return self._sync(lambda receiver: True)
 
     def catch_up(self) -> SyncReport:
-        """Send the current version to living receivers that do not have it. Collective; cheap if there are none."""
+        """Send the current version to receivers that lack it and have not failed. Collective; cheap if none lack it."""
         if self.version is None:
             raise ValueError("catch_up was called before the first push of weights")
         return self._sync(lambda receiver: receiver.version != self.version)
 
     def close(self) -> None:
-        """Leave process groups, free buffers, and notify receivers that the trainer ends. Not collective."""
+        """Leave process groups, free buffers, and notify the receivers that the trainer is ending. Not collective."""
         self.receivers.close()
         self.transport.close()
         self.sender.release()

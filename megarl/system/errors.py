@@ -98,7 +98,7 @@ class WorkerError(MegarlError):
 
 
 class ServerError(MegarlError):
-    """A generation server could not be reached, was too slow, or refused a call.
+    """A generation server could not be reached, was too slow, or rejected a call.
 
     Args:
         server: the server's name.

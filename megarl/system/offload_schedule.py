@@ -93,7 +93,7 @@ class Holder(Protocol):
 
 
 class Model(Holder, Protocol):
-    """A holder that lists its parts, and whose calls concern only this process."""
+    """A model as a `Holder`: it lists its parts, and its calls affect only this process."""
 
     @property
     def parts(self) -> frozenset[str]:

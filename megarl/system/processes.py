@@ -73,7 +73,7 @@ def ending(code: int) -> str:
 
 
 def how_it_ended(process: subprocess.Popen[Any], seconds: float = 5.0) -> str:
-    """Return `ending` of a process whose connection broke, after waiting up to `seconds` for its end."""
+    """Describe how a process ended whose connection broke, after waiting up to `seconds` for its end."""
     try:
         return ending(process.wait(seconds))
     except subprocess.TimeoutExpired:
@@ -243,7 +243,7 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = False)
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked this command to stop."""
+    """Raised when a signal requests that this command stops."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)

@@ -40,7 +40,7 @@ _BACKLOG = 4096  # all ranks of a large run connect at once; the kernel uses its
 
 
 def write_token(run_dir: Path) -> None:
-    """Create a random token for the run in a file that only its owner can read; all machines can read the file."""
+    """Create a random token for the run, in a file in the run folder that only the user can read."""
     path = run_dir / _TOKEN_FILE
     path.unlink(missing_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

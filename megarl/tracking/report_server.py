@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: ReportServer
 
     def do_GET(self) -> None:
-        """Reply with the page or its data."""
+        """Reply to an HTTP request with the page or its data."""
         if (urlsplit(f"//{self.headers.get('Host', '')}").hostname or "") not in (HOST, "localhost"):
             self._answer(403, "text/plain", "this server is only for this machine")
             return

@@ -238,7 +238,7 @@ def _wrote_for(team: dict[str, Any], engines: Collection[str]) -> bool:
 
 
 def _files_for(meta: dict[str, Any], engines: Collection[str]) -> dict[str, FileChecksum]:
-    """Return the checkpoint's files without those of teams that did not write `engines`."""
+    """Return the checkpoint's files, without the files of teams that wrote none of `engines`."""
     other = [team["workers"] for team in _teams_in(meta) if not _wrote_for(team, engines)]
     numbers = [first + rank for first, size in other for rank in range(size)]
     left_out = {name for number in numbers for name in (shard_name(number), rng_name(number))}

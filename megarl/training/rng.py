@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global generators of this process; Megatron seeds its own by the layout."""
+    """Seed the global random generators of this process; Megatron seeds its own generators by the layout."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -228,7 +228,7 @@ class PendingSave:
             self.longest_s = max(self.longest_s, saving.ended - self._began)
 
     def poll(self) -> None:
-        """Check whether the current checkpoint is complete; if so, there is no current checkpoint any more."""
+        """Check whether the current checkpoint is complete; if so, there is no current `Saving` afterwards."""
         if self._saving is not None:
             with phase("checkpoint"):
                 if self._saving.poll():

@@ -45,7 +45,7 @@ class Sampler:
         vocab_start: first vocabulary id of this rank's shard.
         vocab_size: true vocabulary size, over all shards.
         shard: width of every rank's shard; logits may be narrower where the vocabulary ends.
-        tp: the axis the vocabulary is sharded over.
+        tp: the parallel axis over which the vocabulary is sharded.
     """
 
     def __init__(

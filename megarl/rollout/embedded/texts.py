@@ -48,7 +48,7 @@ class RunningTexts:
         return rows
 
     def cut(self, sample: int, sampled: Sampled) -> Sampled:
-        """Drop the text of a finished sample and return the sample, cut after its stop string."""
+        """Return a finished sample, cut after its stop string, and forget its text."""
         del self._texts[sample]
         tokens, logprobs, reason = sampled
         end = self._ends.pop(sample, len(tokens) + 1)

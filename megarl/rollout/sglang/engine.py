@@ -162,7 +162,7 @@ class SglangEngine:
     def leave(self) -> None:
         """End generation, and wait for servers that are starting on the trainer's devices.
 
-        A starting server allocates a share of the free memory, so the trainer must not use the devices meanwhile.
+        A starting server allocates a share of the memory that is free at that moment.
 
         Collective over all ranks of the run.
         """

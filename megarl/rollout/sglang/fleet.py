@@ -288,7 +288,7 @@ class Fleet:
             self._record(process)
 
     def _record(self, process: ServerProcess) -> None:
-        """Copy the address and GPUs of a node 0 process to its server."""
+        """Copy address and GPUs of a server's first process (node 0) to the `Server`."""
         if process.spec.node == 0:
             server = self.servers[process.spec.number]
             server.api, server.gpus = process.api, process.spec.own_gpus
@@ -299,7 +299,7 @@ class Fleet:
         Call from the main thread, see ServerProcess.
 
         Args:
-            give_up: do not restart servers that exited by themselves while starting.
+            give_up: whether not to restart servers that exited by themselves while starting.
         """
         for lost in self.ended():
             self.mark_failed(self.servers[lost.number], lost.why)
@@ -333,7 +333,7 @@ class Fleet:
                         self.mark_failed(server, why)
 
     def _give_up(self, server: Server) -> None:
-        """Mark `server` as failed, kill its process here, and do not restart it."""
+        """Mark `server` as failed, kill this rank's process of it, and do not restart it."""
         process, why = self._owned.get(server.number), server.why
         if server.state == "starting":
             limit = f"{self.config.start_timeout_s:g} s (rollout.sglang.start_timeout_s)"

@@ -120,7 +120,7 @@ class KeeperState:
         versions: the old and the new version of a server that may hold tensors of both. A server with another version
             now belongs to another trainer.
         whole: servers that hold all tensors of a version that this trainer sent; other servers' state is not known.
-        folders: the weights of that version, for servers that can read them from a folder.
+        folders: the weights in the last complete version, for servers that can read them from a folder.
     """
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class Recovery:
         be dropped while they run.
 
         Args:
-            weights: the server's last complete weights; None: they are in no folder.
+            weights: the server's last complete weights; None: these weights are in no folder.
 
         Raises:
             ServerError: the server does not answer in time, or can load no weights.

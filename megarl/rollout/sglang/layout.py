@@ -54,7 +54,8 @@ class ServerLayout:
     def needs(self, rank: int, tensor: str) -> bool:
         """Return whether `rank` holds any part of this tensor.
 
-        Each rank holds an equal block of consecutive experts, as the server places them unless it balances experts.
+        Each rank holds an equal block of consecutive experts, which is how a server places them unless it balances
+        experts.
         """
         match = _ANY_EXPERT.search(tensor)
         if self.ep == 1 or match is None or self.facts.experts % self.ep:

@@ -118,7 +118,7 @@ class SglangReceiver:
         return str(self._call("/model_info", None, step, "GET").get("weight_version"))
 
     def flush(self, mode: PauseMode, step: UpdateStep) -> None:
-        """Drop the prefix cache; after an `in_place` pause the server may refuse, because requests use the cache."""
+        """Drop the prefix cache; after an `in_place` pause the server may reject this: requests use the cache."""
         try:
             self._call("/flush_cache", {}, step)
         except ServerError as error:

@@ -73,7 +73,7 @@ class Router(Generic[Name]):
             self._lanes[name].prompts.discard(prompt)
 
     def drop(self, name: Name) -> None:
-        """Route no more samples to server `name`; its prompts get another server."""
+        """Stop routing samples to server `name`; its prompts are assigned to other servers."""
         lane = self._lanes.pop(name, None)
         for prompt in lane.prompts if lane is not None else ():
             self._home.pop(prompt, None)

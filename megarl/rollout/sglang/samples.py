@@ -36,11 +36,11 @@ class ServedSample:
         interruptions: number of answers that did not end the sample.
         late: number of requests that were not answered within their deadline.
         room: token limit, up to `sampling.max_new_tokens`, which is also the default.
-        aborted: the sample ends with its partial tokens.
+        aborted: whether the sample was aborted, so that it ends with its partial tokens.
         cached: number of prompt tokens that were in the server's prefix cache.
         drafts: numbers of draft tokens that were proposed and accepted (speculative decoding).
-        strings: the stop strings of sampling; None: it has none. Servers have no tokenizer and do not stop at them, so
-            later tokens are dropped.
+        strings: the stop strings of sampling; None: no stop strings. Servers have no tokenizer and do not stop at
+            these strings, so later tokens are dropped.
         begun: number of tokens at the end of the prompt that belong to the turn which the sample continues.
     """
 

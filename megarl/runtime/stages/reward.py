@@ -132,7 +132,7 @@ def submit(scorer: ScorerRole, samples: Batch) -> list[Pending | None]:
 
 
 def _images(runner: Rewards, samples: Batch) -> list[list[str]] | None:
-    """Return each sample's images, encoded for reward functions; None: there are none, or no function uses them."""
+    """Return each sample's images, encoded for reward functions; None without images, or if no function uses them."""
     if not runner.asks_images or PATCHES not in samples:
         return None
     from megarl.data.image_set import image_sets, pixels_of

@@ -47,7 +47,7 @@ def overlong(c: StepContext, samples: Batch) -> Batch:
     role=Role.ADVANTAGE,
 )
 def filter_samples(c: StepContext, samples: Batch, *, own: Mapping[str, Any] | None = None) -> Batch:
-    """Mask out the samples that a filter drops: baselines, the loss and its divisor ignore them.
+    """Mask out the samples that a filter drops, so that baselines, the loss and its divisor ignore them.
 
     Args:
         own: settings of this node's own filter, like the section `algorithm.filter`; None: use that section.

@@ -208,7 +208,7 @@ def leave(group: dist.ProcessGroup) -> None:
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Create groups in this block without nccl's watchdog, which ends this process when a receiver is gone."""
+    """In this block, create groups without nccl's watchdog, which would end this process if a receiver is gone."""
     with _environment:
         before = os.environ.get(_WATCHDOG)
         os.environ[_WATCHDOG] = "0"  # torch reads it when it creates a group

@@ -203,5 +203,5 @@ def numbered(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _in_front(folders: Sequence[Path], path: str | None) -> str:
-    """Return a search path with `folders` in front of those of `path`."""
+    """Return the search path `path` with `folders` at its front."""
     return os.pathsep.join([*map(str, folders), *([path] if path else [])])
