@@ -37,7 +37,7 @@ def make_rows(
         most: largest number in a problem or its answer.
         rows: problems for training.
         held_out: size of the `val` split.
-        system: system message; empty: the chat template's own.
+        system: system message; empty: the default of the chat template.
         seed: seed of the problems.
 
     Returns:

@@ -51,7 +51,7 @@ class ColdStartCheckpoints:
 
         Raises:
             ConfigError, DataError: this configuration or data cannot continue it.
-            FormatError: another version of megarl wrote it.
+            FormatError: another version of megarl wrote the checkpoint.
         """
         config = self._c.config.model_dump(mode="json")
         self._read = self._world.broadcast_json(files_read(config) if self._world.rank == 0 else None)

@@ -200,7 +200,7 @@ def check_same_tokens(
 
     Args:
         path: the teacher's folder or hub name.
-        key: recipe key that names it.
+        key: recipe key that names the teacher.
 
     Raises:
         ConfigError: shows the first tokens that differ.

@@ -118,9 +118,9 @@ def tell_waits(silent_s: float = 4.0, every_s: float = 5.0) -> Iterator[None]:
     """Print the current phase if it takes long, except in training steps after the first one.
 
     Args:
-        silent_s: seconds in one phase before it is printed.
-        every_s: seconds until it is printed again; the interval is six times as long once the phase has taken six
-            times `every_s`.
+        silent_s: seconds in one phase after which the phase is printed.
+        every_s: seconds until the phase is printed again; the interval is six times as long once the phase has taken
+            six times `every_s`.
     """
     done = threading.Event()
 

@@ -44,7 +44,7 @@ def hosts_of_ranks(world: WorkerGroup) -> tuple[dict[int, str], dict[str, str]]:
     """Return the host name of every rank, and the address at which other hosts reach each host. Collective.
 
     Raises:
-        WorkerError: a host has no route to the others.
+        WorkerError: a host has no route to the other hosts.
     """
     name = socket.gethostname()
     addresses = world.all_gather_json([name, address_for_others(name, world)])
@@ -66,8 +66,8 @@ def host_of(url: str, here: str, addresses: dict[str, str]) -> str:
     Args:
         url: url of the receiver.
         here: name of this host.
-        addresses: address of each of the trainer's hosts for other hosts; a host may resolve its own name to a loopback
-            address only.
+        addresses: address by which other hosts reach each of the trainer's hosts; a host may resolve its own
+            name to a loopback address only.
     """
     host = urlsplit(url).hostname or ""
     if host in LOOPBACK:

@@ -80,7 +80,7 @@ class MessageClient:
     """The client of a message server. It makes one call at a time; the default deadline of a call is `deadline_s`.
 
     Args:
-        peer: name of the other side, for its proof and for errors.
+        peer: name of the other side, which is part of its proof of the key and of error messages.
 
     Raises:
         ConnectionError: the process that answers does not have the key.
@@ -139,7 +139,7 @@ def answer(listener: socket.socket, opened: Opened, key: str, name: str) -> None
     Args:
         opened: called for each connection; returns a handler, which receives a message and returns the answer or raises
             Refused.
-        name: name of this side, for its proof.
+        name: name of this process, which is part of its proof of the key.
     """
     while True:
         try:

@@ -47,7 +47,7 @@ class WorkerGroup:
     Args:
         name: name of the group, for messages.
         process_group: torch's group; None: only this process.
-        deadline_s: deadline of every collective, for messages; torch enforces it.
+        deadline_s: deadline of every collective in seconds, only for messages; torch enforces it.
 
     Attributes:
         rank, size: this process's rank in the group, and the number of ranks.

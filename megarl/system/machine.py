@@ -33,10 +33,10 @@ class Machine:
     Attributes:
         memory: bytes of host memory, installed or allowed by a cgroup.
         has_gpu: whether an NVIDIA driver is loaded and CUDA_VISIBLE_DEVICES does not hide all GPUs.
-        gpu_memory: bytes of the smallest visible GPU; None: there is none, or its driver does not report it.
+        gpu_memory: bytes of the smallest visible GPU; None without a GPU, or if its driver does not report them.
         gpu_certain: False if CUDA_VISIBLE_DEVICES is ambiguous; `gpu_memory` is then the memory of the machine's
             smallest GPU.
-        shared_memory: free bytes in /dev/shm; None: there is no such file system.
+        shared_memory: free bytes in /dev/shm; None if this file system does not exist.
     """
 
     cores: int

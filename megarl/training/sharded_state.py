@@ -82,7 +82,7 @@ def refuse_foreign(
     """Check that an index has the slices of all ranks with the same shapes; `more`: further differences. Collective.
 
     Raises:
-        CheckpointError: on every rank; it lists the differences.
+        CheckpointError: on every rank; the message lists the differences.
     """
     everyone = world.all_gather_json([*foreign(slices, index), *more])
     lines = list(dict.fromkeys(line for part in everyone for line in part))

@@ -58,7 +58,7 @@ class Snapshot:
     Args:
         slices: the slices to copy. Their tensors may change after construction.
         label: identifies the checkpoint that the file belongs to.
-        arena: provides the memory; its previous snapshot must have been written.
+        arena: provides the memory; the previous snapshot in the arena must have been written.
     """
 
     def __init__(self, slices: Iterable[TensorSlice], label: dict[str, Any], arena: HostArena) -> None:

@@ -78,7 +78,7 @@ class Functions:
         workers: number of processes.
         timeout_s: a call that takes longer ends with an error, and its process is replaced.
         memory_mb: address space of a process.
-        max_chars: most characters of a result; a longer one is cut.
+        max_chars: maximum number of characters of a result; longer results are cut.
 
     Attributes:
         names: names of the tools.

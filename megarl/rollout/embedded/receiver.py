@@ -171,7 +171,7 @@ class EngineReceivers:
 
     Args:
         receivers: the same engines on every rank of the trainer.
-        cannot_map: why the engines cannot map the trainer's device memory; empty: they can.
+        cannot_map: why the engines cannot map the trainer's device memory; empty if they can.
     """
 
     def __init__(self, receivers: Sequence[EngineReceiver], cannot_map: str = "") -> None:

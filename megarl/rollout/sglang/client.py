@@ -48,7 +48,7 @@ class Dispatch:
         servers: servers with the current weights, by number.
         tag: the expected tag of the servers' weights (`version_tag`).
         done: called in the event loop with every finished sample.
-        failures: receives the servers that fail; another thread may empty it.
+        failures: queue into which servers that fail are put; another thread may empty it.
     """
 
     def __init__(

@@ -37,12 +37,12 @@ class Server:
 
     Attributes:
         number: 0, 1, ... over all machines.
-        api: its address; a restart changes the address.
-        version: last acknowledged weight version; None: no update since its start.
-        why: reason of its last failure.
+        api: address of the server, which a restart changes.
+        version: last acknowledged weight version; None: no weight update since the server's start.
+        why: reason for the server's last failure.
         restarts: number of restarts; of an external server, number of times that the run waited for it.
         given_up: whether the server failed to start and is not restarted.
-        gpus: names of the GPUs of its ranks on its first machine; empty: unknown, or a CPU.
+        gpus: names of the GPUs of the server's ranks on its first machine; empty: unknown, or a CPU.
     """
 
     number: int

@@ -85,7 +85,7 @@ class Keeper:
         """Note that from now on the server may hold tensors of both its old version and `version`.
 
         Raises:
-            ServerError: the server does not answer the query of its old version.
+            ServerError: the server does not answer the query for its old version.
         """
         self._send({"event": "loading", "url": api.url, "versions": [_version_of(api, self._deadline_s), version]})
 

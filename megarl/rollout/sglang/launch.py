@@ -63,14 +63,14 @@ def open_fleet(
     Collective over `world`.
 
     Args:
-        run_dir: contains the servers' logs, in its folder `servers`.
+        run_dir: run folder; the servers' logs are in its folder `servers`.
         model: Hugging Face folder, readable on every machine.
         dtype: float32, bfloat16 or float16.
         random_weights: see ServerSpec; the first update must bring every weight.
         longest: tokens of the longest sequence, which external servers must accept; 0: not checked.
         fp8: whether the config of `model` names block-wise FP8 weights.
         key: API key of started servers; None: a random key.
-        host: address of started servers without `rollout.sglang.host`; None: one that the other ranks reach.
+        host: address of started servers without `rollout.sglang.host`; None: an address that the other ranks reach.
         world: the ranks that start the servers, check them, and generate on them.
 
     Raises:

@@ -53,7 +53,7 @@ class ServerSpec:
         api_key: required in every request; not shown in `repr`.
         cuda: whether the server runs on GPUs.
         gpus: names of the GPUs that the server sees, as in CUDA_VISIBLE_DEVICES; None: the GPUs of this process.
-        random_weights: start with random weights, because the first weight update sends all of them.
+        random_weights: whether to start with random weights, because the first weight update sends all weights.
         node: index of the process among the server's machines.
     """
 

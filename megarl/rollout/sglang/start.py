@@ -38,7 +38,7 @@ def start_servers(host: EngineHost, key: str | None = None, address: str | None 
     """Start the servers of the run, wait until they answer, and return them. Collective.
 
     Args:
-        key: their API key, if another team uses it too; None: a new key.
+        key: the servers' API key, if another team uses it too; None: a new key.
         address: the address at which workers of other teams reach the servers; None: loopback.
     """
     config, layout, servers = host.config, host.layout, host.config.rollout.sglang

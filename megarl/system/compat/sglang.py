@@ -141,13 +141,13 @@ def server_environment(
 
     Args:
         base: environment to start from; the trainer's own variables are removed.
-        python: the servers' interpreter. Its programs (ninja) come first on the path, and on GPUs its CUDA runtime,
-            which the memory saver of colocated servers needs before torch is loaded.
-        api_key: passed in the environment, so that no process list shows it.
+        python: the servers' interpreter. Its programs (ninja) come first on PATH. On GPUs its CUDA runtime comes first
+            on the library path, because the memory saver of colocated servers needs it before torch is loaded.
+        api_key: the server's API key, passed in the environment so that no process list shows it.
         instance: name of the server's shared memory, unique to the server.
         cuda: whether the server runs on GPUs.
         tp_size: number of ranks of the server; on a CPU each gets its own core.
-        gpus: devices that it may use; None: those that this process sees.
+        gpus: GPUs that the server may use; None: the GPUs that this process sees.
         colocated: whether the server's memory is released between calls; a health check that generates would crash it
             then.
         temporary: folder for the server's sockets, which it never removes; None: the system's temporary folder.

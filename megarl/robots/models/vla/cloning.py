@@ -65,7 +65,7 @@ class CloningExamples:
         cameras: names, in the policy's order.
         chunk: actions of a call, K.
         states: converts recorded states [N, S] to the policy's, float32 [N, S].
-        keep: most bytes of pictures in memory.
+        keep: maximum number of bytes of pictures in memory.
 
     Attributes:
         fingerprint: fingerprint of actions, states, prompts and settings; frames are not read for it.
