@@ -49,6 +49,7 @@ class Axis:
 @dataclass(frozen=True)
 class Mesh:
     """All parallel axes of one process.
+
     `expert` spans the ranks that share one set of experts (expert x expert-tensor).
     """
 

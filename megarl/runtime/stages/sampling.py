@@ -49,9 +49,8 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
     """Return this rank's share of `data.batch_size` groups that carry a learning signal.
 
     The chosen groups do not depend on the number of ranks. Surplus groups wait for the next step
-    (`algorithm.dynamic_sampling.surplus`) with log-probs of this step's policy.
-    If `max_rounds` rounds of generation do not fill the batch, `short: fill` fills it with dropped groups of the last
-    round.
+    (`algorithm.dynamic_sampling.surplus`) with log-probs of this step's policy. If `max_rounds` rounds of generation do
+    not fill the batch, `short: fill` fills it with dropped groups of the last round.
 
     Raises:
         NoSignalError: the batch is not full, and `short` is not `fill`.
