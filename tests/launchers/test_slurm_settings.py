@@ -430,7 +430,7 @@ def test_the_site_fills_what_the_recipe_leaves_open(tmp_path, monkeypatch):
         ("alps: {acount: a1}", r"clusters\.yaml: alps\.acount(?s:.*)did you mean account"),
         ("partition: gpu", r"clusters\.yaml: partition: a cluster must be a mapping"),
         ("[alps]", "invalid file of clusters"),
-        ("alps: {options: [exclusive]}", "begins with -, such as --exclusive"),
+        ("alps: {options: [exclusive]}", "begin with -, such as --exclusive"),
         ("alps: {options: [--nodes=3]}", r"cluster\.nnodes and launch\.spares"),
         ("alps: {options: [-N4]}", r"cluster\.nnodes and launch\.spares"),
         ("alps: {memory: 1.5T}", "a whole number with K, M, G or T"),
