@@ -1,7 +1,6 @@
 """Measure which answers the reward `math` accepts: answers with one wrong character, and right answers in other forms.
 
-    python -m megarl.benchmarks.mutations
-    python -m megarl.benchmarks.mutations --json FOLDER
+    python -m megarl.benchmarks.mutations python -m megarl.benchmarks.mutations --json FOLDER
     python -m megarl.benchmarks.mutations --show            # every answer that was judged wrongly
 
 `answers.txt` beside this file holds answers of all kinds, and for each the forms that equal it, listed by hand. A

@@ -5,9 +5,8 @@
 
 Both are bound by memory: one logit in 1.2 ps at 3.35 TB/s, in which an H100 computes 80 FLOPs. The products before and
 after them use cuBLAS. Sums run in float32 over blocks of columns, in an order that depends only on the number of
-columns:
-equal logits give equal bits in every run and on every rank, unlike with the usual timing of block sizes at the first
-call. `python -m megarl.benchmarks.logits` times the block sizes on a GPU.
+columns: equal logits give equal bits in every run and on every rank, unlike with the usual timing of block sizes at the
+first call. `python -m megarl.benchmarks.logits` times the block sizes on a GPU.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """`megarl doctor parity`: find the first place where transformers and the Megatron engine differ on the same tokens.
 
     tokens --> transformers -----> embedding, attention, MLP and output of every layer, final norm, log-probs
-           \\-> Megatron engine --> the same places
-           \\-> SGLang server ----> log-probs
+           \\-> Megatron engine --> the same places \\-> SGLang server ----> log-probs
 
 Both models run in one process. Layer outputs are compared in the order of computation, so the first place beyond the
 tolerance is where to look for the error. Of a server only log-probs are compared.

@@ -61,9 +61,8 @@ def settle(
             does not have are left out.
 
     Returns:
-        The settings (None when there are problems) and the problems. A key that only other components have is
-        accepted while it has their default, because recipes resolved by earlier versions list the keys of all
-        components.
+        The settings (None when there are problems) and the problems. A key that only other components have is accepted
+        while it has their default, because recipes resolved by earlier versions list the keys of all components.
     """
     where = where or (lambda key: f"{path}.{key}")
     problems, known = [], {}

@@ -2,8 +2,7 @@
 
 Every worker runs this loop by itself; there is no controller process. The order of nodes is the same everywhere:
 
-    samples = the batch that enters
-    for node in topological order, of its team:
+    samples = the batch that enters for node in topological order, of its team:
         samples = samples with the fields from other teams that it uses            (take)
         samples = samples with the fields that the node wrote                      (a node that resamples: its new
                                                                          samples, which replicas may exchange)

@@ -3,8 +3,7 @@
     actor's team                                    other teams, if there are any
     resume, or cold start                           the same start (`RunStart`)
     make models, open the engine                    make models, open the engine
-    wait until all teams are ready
-    publish the weights to where samples are generated, validate
+    wait until all teams are ready publish the weights to where samples are generated, validate
     for each step:                                  for each step:
       load prompts -> walk the graph -> publish       walk the team's nodes
       -> [validate] -> [checkpoint] -> log            -> [part of the checkpoint] -> send metrics

@@ -1,10 +1,9 @@
 """Floating-point operations of a decoder, dense or mixture of experts.
 
 Counted are the matrix products (2 per multiply-add): projections, MLPs or the active experts and their router, causal
-attention scores and values, and the output head. Norms, softmax, RoPE and the embedding lookup are below a percent.
-The backward pass makes two products of each (one for the input's gradient, one for the weight's), so training costs
-three forward passes (arXiv:2001.08361); recomputation is not counted, so MFU is model FLOPs utilisation
-(arXiv:2204.02311).
+attention scores and values, and the output head. Norms, softmax, RoPE and the embedding lookup are below a percent. The
+backward pass makes two products of each (one for the input's gradient, one for the weight's), so training costs three
+forward passes (arXiv:2001.08361); recomputation is not counted, so MFU is model FLOPs utilisation (arXiv:2204.02311).
 """
 
 from __future__ import annotations

@@ -132,8 +132,7 @@ def mask_argument(argument: str) -> str:
 
 
 def mask_yaml(text: str) -> str:
-    """Return YAML `text` with secrets masked: values of secret keys, of secret options in lists, and what
-    `mask` finds.
+    """Return YAML `text` with secrets masked: values of secret keys, of secret options in lists, and what `mask` finds.
 
     >>> mask_yaml("args: [--api-key, sk-1, --n, 2, --token=t]")
     'args: [--api-key, "***", --n, 2, "--token=***"]'
