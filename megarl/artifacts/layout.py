@@ -110,7 +110,7 @@ def pipeline_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> C
             fix=f"remove {key}.{name}, or set {key}.pp",
         )
     counts = parallel.chunk_layers(facts.layers)
-    if min(counts) > 0 and sum(counts) == facts.layers:
+    if chunks <= facts.layers and min(counts) > 0 and sum(counts) == facts.layers:
         return None
     if ends and chunks <= facts.layers:
         return ConfigError(

@@ -164,14 +164,17 @@ class ParallelConfig(Section):
         return self.tp * self.pp * self.cp
 
     def chunk_layers(self, layers: int) -> list[int]:
-        """Return how many of a model's `layers` each pipeline chunk has, in the order of the model."""
-        chunks = self.pp * (self.vpp or 1)
+        """Return how many of a model's `layers` each pipeline chunk has, in the order of the model.
+
+        A layout with more chunks than layers, which the checks refuse, counts as one with a layer per chunk.
+        """
+        chunks = min(self.pp * (self.vpp or 1), layers)
         return split_layers(layers, chunks, self.first_stage_layers or 0, self.last_stage_layers or 0)
 
     def stage_layers(self, layers: int) -> list[int]:
         """Return how many of a model's `layers` each pipeline stage has."""
         chunks = self.chunk_layers(layers)
-        return [sum(chunks[stage :: self.pp]) for stage in range(self.pp)]
+        return [sum(chunks[stage :: self.pp]) for stage in range(min(self.pp, layers))]
 
     def most_layers(self, layers: int) -> int:
         """Return how many of a model's `layers` the fullest pipeline stage has."""

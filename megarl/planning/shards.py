@@ -63,12 +63,12 @@ def stage_parameters(
     }
     first = part["embedding"] + visual
     last = part["final"] + (facts.hidden if value_head else part["embedding"])
-    if parallel.pp == 1:
+    stages = parallel.stage_layers(facts.layers)
+    if len(stages) == 1:
         ends = [first + part["final"] if facts.tied and not value_head else first + last]
     else:
-        ends = [first, *[0] * (parallel.pp - 2), last]
+        ends = [first, *[0] * (len(stages) - 2), last]
     dense, expert = sum(part[name] * times for name, times in share.items()), part["expert"] * share["moe"]
-    stages = parallel.stage_layers(facts.layers)
     expert *= facts.experts / parallel.ep
     layers, end = max(zip(stages, ends, strict=True), key=lambda stage: stage[0] * (dense + expert) + stage[1])
     return layers * dense + end, layers * expert
