@@ -53,7 +53,7 @@ def folder(tmp_path):
 def test_other_models_that_cannot_be_used_are_refused(failures, folder, role, changes, words):
     path = folder(**changes)
     found = [c.message for c in failures(*ROLES[role], f"{role}.path={path}") if c.name == role]
-    assert [words in message for message in found if "no model.safetensors" not in message] == [True]
+    assert [words in message for message in found if "neither model.safetensors" not in message] == [True]
 
 
 @pytest.mark.parametrize(("labels", "refused"), [({}, True), ({"id2label": {"0": "value"}}, False)])
@@ -100,7 +100,7 @@ JUDGED = "reward.name=reward_model"
 )
 def test_a_reward_model_that_cannot_score_the_samples_is_refused(failures, folder, changes, words):
     found = [f"{c.message}" for c in failures(JUDGED, f"reward_model.path={folder(**changes)}")]
-    assert [words in message for message in found if "no model.safetensors" not in message] == [True], found
+    assert [words in message for message in found if "neither model.safetensors" not in message] == [True], found
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,8 @@ def test_other_commands_have_one_team_of_all_workers(config_of, job):
             "placement.teams.frozen.devices",
             ["3 is not divisible by 2", "2 or", "4"],
         ),
-        ([*GRPO, *TWO, "reference.parallel.pp=3", "cluster.nproc=5", "placement.teams.frozen.devices=3"],
-         "reference.parallel.pp", ["4 layers", "1, 2, 4"]),
+        ([*GRPO, *TWO, "reference.parallel.pp=5", "cluster.nproc=7", "placement.teams.frozen.devices=5"],
+         "reference.parallel.pp", ["4 layers", "at most 4"]),
         ([*GRPO, *TWO, "data.batch_size=5"], "data.batch_size", ["data parallel size of the team train", "4 or 6"]),
         (
             [*PPO, *FOUR[:1], "placement.teams.rest={roles: [critic, reference, rollout], devices: 3}",

@@ -506,7 +506,7 @@ def test_model_folder(write, failures, tmp_path):
     write(json.dumps({"model_type": "llama", "num_attention_heads": 6, "hidden_size": 72}), "model/config.json")
     missing = failures(*overrides, "cluster.nproc=4", "actor.parallel.tp=4")
     assert [check.key for check in missing] == ["model", "actor.parallel.tp"]
-    assert "no model.safetensors and no" in missing[0].message
+    assert "neither model.safetensors nor" in missing[0].message
 
 
 def test_unknown_hub_name_skips_what_it_cannot_know(config_of):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,7 +13,7 @@ from megarl.config.rollout import RolloutConfig
 from megarl.config.run import RunConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.rollout.families import family_of
-from megarl.rollout.sglang.start import _addresses_are_the_users
+from megarl.rollout.sglang import start
 from megarl.system.errors import ConfigError, ServerError
 
 
@@ -28,9 +31,18 @@ def test_an_address_that_refuses_connections_is_said_before_the_start() -> None:
     assert family_of(RunConfig(name="r")).silent_servers(RunConfig(name="r")) is None
 
 
-def test_an_address_without_a_server_is_the_users_to_correct() -> None:
-    message = r"rollout.sglang.urls(?s:.*)refused(?s:.*)correct the addresses"
-    with pytest.raises(ConfigError, match=message), _addresses_are_the_users(["http://127.0.0.1:9"]):
+def test_an_address_without_a_server_is_the_users_to_correct(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_fleet(servers: SGLangConfig, *args: object, **kwargs: object) -> None:
         raise ServerError("server 0", "http://127.0.0.1:9", "start", "connection refused")
-    with pytest.raises(ServerError), _addresses_are_the_users([]):
-        raise ServerError("server 0", "", "start", "exit code 1")
+
+    monkeypatch.setattr(start, "open_fleet", open_fleet)
+    monkeypatch.setattr(start, "_write_model_config", lambda host: None)
+    layout = SimpleNamespace(rank=0, world=None)
+
+    def host(*urls: str) -> Any:
+        return SimpleNamespace(config=config(*urls), layout=layout, run_dir=Path("runs"))
+
+    with pytest.raises(ConfigError, match=r"rollout.sglang.urls(?s:.*)refused(?s:.*)correct the addresses"):
+        start.start_servers(host("http://127.0.0.1:9"))
+    with pytest.raises(ServerError):
+        start.start_servers(host())

@@ -94,7 +94,7 @@ def test_tensors_that_nothing_reads_are_refused(tmp_path: Path, extra: str, crit
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        ("none", ["no model.safetensors and no", "save_pretrained"]),
+        ("none", ["neither model.safetensors nor", "save_pretrained"]),
         ("cut", ["model-2.safetensors", "cut inside its tensors", "bytes"]),
         ("short", ["model-2.safetensors", "ends inside its header"]),
         ("text", ["model-2.safetensors", "ends inside its header"]),

@@ -63,7 +63,10 @@ CASE = str(ROOT / "benchmarks" / "cases" / "llama31_8b_h100x16_ahead.yaml")
     [
         ([RUN, "--run", RUN, "--what-if", "train_mfu=0.3"], "this assumption is taken from the run with --run"),
         ([RUN, "--run", RUN, "--assume", "step_s=3"], "this assumption is taken from the run with --run"),
-        (["grpo_qwen3_8b_8gpu", "actor.parallel.pp=5"], "actor.parallel.pp"),
+        (
+            ["grpo_qwen3_8b_8gpu", "cluster.nproc=80", "actor.parallel.tp=1", "actor.parallel.pp=80"],
+            "actor.parallel.pp",
+        ),
         (["grpo_qwen3_8b_8gpu", "--what-if", "actor.parallel.tp=3"], "tp 3 does not divide"),
         (["grpo_qwen3_8b_8gpu", "rollout.sglang.servers=16"], "set rollout.sglang.servers=8"),
         (["grpo_qwen3_8b_8gpu", "rollout.sampling.max_new_tokens=65536"], "40960 positions"),

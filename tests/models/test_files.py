@@ -107,7 +107,7 @@ def test_the_files_that_are_read_are_said(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("break_it", "words"),
     [
-        (lambda f: (f / "model.safetensors").rename(f / "weights.safetensors"), "no model.safetensors"),
+        (lambda f: (f / "model.safetensors").rename(f / "weights.safetensors"), "neither model.safetensors"),
         (lambda f: (f / "adapter_config.json").write_text("{}"), "has an adapter"),
         (lambda f: change_config(f, transformers_weights="no.safetensors"), "is missing"),
         (lambda f: (f / "model.safetensors").rename(f / "model.safetensors.index.json"), "cannot read the index"),

@@ -133,7 +133,7 @@ def test_a_server_that_is_busy_for_a_while_is_asked_again_with_the_key(served, m
             "status 500: its text did not arrive (IncompleteRead)",
         ),
         ((302, "", {"Location": "/b"}), 1, "status 302: it redirects to /b, and redirects are not followed"),
-        ({"scores": [1.0, 2.0]}, 2, "ValueError: 2 scores for 1 samples"),
+        ({"scores": [1.0, 2.0]}, 2, "ValueError: the server returned 2 scores for 1 samples"),
         ({"score": 1.0}, 2, "for 1 samples"),
     ],
 )

@@ -201,8 +201,8 @@ def test_one_image_after_different_texts_is_read_in_its_own_place(made):
 def test_a_broken_image_is_an_error_of_its_episode(made):
     with pytest.raises(
         EpisodeError,
-        match=r"sample p\d#\d failed at turn 1: step \(turn 1\) returned an observation that cannot be read: "
-        r"image 1 of the[\s\S]*nowhere",
+        match=r"sample p\d#\d failed at turn 1: step \(turn 1\): the environment returned an observation that cannot "
+        r"be read: image 1 of the[\s\S]*nowhere",
     ):
         play(made, Broken)
     marked = play(made, Broken, "mark")

@@ -97,5 +97,5 @@ def test_another_count_of_tokens_is_an_error(off: int | None) -> None:
     found = answered(sample, [7, 2], "stop", 0 if off is None else len(sample.prompt_ids) + off)
     if off is None:
         del found["meta_info"]["prompt_tokens"]
-    with pytest.raises(OtherPromptError, match=rf"a prompt with images that has {len(sample.prompt_ids)}"):
+    with pytest.raises(OtherPromptError, match=rf"of a prompt with images instead of {len(sample.prompt_ids)}"):
         sample.add(found, SAMPLING, [2], TAG)

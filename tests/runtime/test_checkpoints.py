@@ -348,7 +348,8 @@ def test_a_damaged_best_checkpoint_costs_a_finished_run_no_more_than_that_model(
         run_dir=run_dir,
     )
     c.layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
-    c.actor, c.models, c.offload = SimpleNamespace(engine=SimpleNamespace(layout=c.layout)), {}, OffloadSchedule()
+    engine = SimpleNamespace(layout=c.layout)
+    c.actor, c.models, c.offload = SimpleNamespace(engine=engine, chunks=[]), {}, OffloadSchedule()
     c.team = SimpleNamespace(leads=True)
     critic = SimpleNamespace(parts={*PARTS}, held={*PARTS})
     critic.hold = lambda *parts: setattr(critic, "held", {*parts})

@@ -106,6 +106,7 @@ def push_and_be_killed(folder: str, url: str, run_dir: str, transport: str, die:
     from megarl.config.sglang import SGLangConfig
     from megarl.config.sync import SyncConfig
     from megarl.rollout.sglang.fleet import Fleet, Server
+    from megarl.sync.transports import distributed
 
     fresh_parallel()
     chunks = build_tiny(folder)
@@ -116,8 +117,9 @@ def push_and_be_killed(folder: str, url: str, run_dir: str, transport: str, die:
     report = sync.push(1)
     assert (report.updated, report.verified) == ([0], PARAMETERS), report
     if die:
-        step = {"distributed": "_broadcast", "disk": "commit"}.get(transport, "deliver")
-        action, calls = getattr(sync.transport, step), iter(range(100))
+        step = {"distributed": "broadcast_within", "disk": "commit"}.get(transport, "deliver")
+        owner = distributed if transport == "distributed" else sync.transport
+        action, calls = getattr(owner, step), iter(range(100))
 
         def dying(*args) -> None:
             if next(calls) == (0 if step == "commit" else 1):
@@ -125,7 +127,7 @@ def push_and_be_killed(folder: str, url: str, run_dir: str, transport: str, die:
                 os.kill(os.getpid(), signal.SIGKILL)
             action(*args)
 
-        setattr(sync.transport, step, dying)
+        setattr(owner, step, dying)
         for parameter in chunks[0].parameters():
             parameter.data.mul_(1.5)
         sync.push(2)

@@ -207,7 +207,7 @@ def test_the_published_policy_has_the_published_sizes():
         ({"model_type": "llava"}, "not the configuration of a robot policy"),
         ({"vision_towers": None, "timm_model_ids": ["resnet50"]}, "timm_model_ids"),
         ({"vision_towers": [SIGLIP | {"depth": 3}]}, "vision_towers[0]"),
-        ({"vision_towers": [SIGLIP | {"heads": 3}]}, "do not divide"),
+        ({"vision_towers": [SIGLIP | {"heads": 3}]}, "do not fit together"),
         ({"vision_towers": [SIGLIP, SIGLIP | {"patch": 2}]}, "do not fit together"),
         ({"vision_towers": [SIGLIP] * 3}, "one or two towers"),
     ],
