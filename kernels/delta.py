@@ -75,7 +75,9 @@ def patch(base: Tensor, distances: Tensor, values: Tensor, itemsize: int) -> Non
         ValueError: an element is outside of `base`.
     """
     if len(values) != len(distances) * itemsize:
-        raise ValueError(f"the number of distances ({len(distances)}) does not match the values ({len(values)} bytes)")
+        raise ValueError(
+            f"a delta has {len(distances)} distances between changed elements but {len(values)} bytes of values"
+        )
     kernels = _load()
     (patch_reference if kernels is None else kernels.patch)(base, distances, values, itemsize)
 

@@ -174,7 +174,7 @@ class StatisticsCollector:
     states: list[NDArray[np.float32]] = field(default_factory=list)
 
     def add(self, actions: ArrayLike, states: ArrayLike | None = None) -> None:
-        """Add one episode: actions [T, D], grippers in the policy's convention, and states [T, state_dim]."""
+        """Add an episode: actions [T, D], with grippers as the policy has them, and states [T, state_dim]."""
         episode = len(self.actions)
         if episode and (states is None) != (not self.states):
             raise DataError("some episodes have states and others have none", where=f"episode {episode}")

@@ -32,7 +32,7 @@ _RESOLVERS = [
 
 
 class _Located(yaml.SafeLoader):
-    """A pure Python loader with only the `_RESOLVERS`. Its errors name the line that the user has to change."""
+    """A YAML loader in Python that reads plain text by `_RESOLVERS` only. Its errors name the line to change."""
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]

@@ -174,10 +174,10 @@ def _refuse_nodes(config: RunConfig, team: TeamPlan, graph: TaskGraph) -> None:
             raise _model_error(node, team)
         if node.declared.resamples:
             raise _refused(
-                f"node {node.id!r} in the team {team.name} changes the samples, but a step has one group per prompt "
-                f"from {first.id!r} in this team",
+                f"node {node.id!r} in the team {team.name} replaces samples, but in this team only {first.id!r} "
+                "may: async.order=as_ready counts one group of samples for each prompt",
                 f"node {node.id!r}",
-                f"no other node that resamples in the team {team.name}",
+                f"no node after {first.id!r} that resamples in the team {team.name}",
             )
 
 

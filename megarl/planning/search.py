@@ -46,7 +46,7 @@ class FoundPlan:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search."""
+    """The result of a search for the fastest plan of a recipe."""
 
     best: tuple[FoundPlan, ...]  # the best plans, the fastest first
     compared: int  # number of layouts in placements that were considered

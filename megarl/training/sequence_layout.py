@@ -23,7 +23,7 @@ class PackedRows:
     tokens: Tensor  # int64 [T], the input tokens
     predicts: Tensor  # int64 [T], which of the N response tokens each column predicts; -1 for none
     targets: Tensor  # int64 [N], the response tokens to predict
-    open_from: Sequence[int] = ()  # see `megarl.models.packing.PackedSequences`
+    open_from: Sequence[int] = ()  # from which column of each row on tokens see the whole row; empty: never
     seen: Any = None  # image inputs, with their places among the T columns
     # int64 [3, T], for models whose positions have three numbers; None: the index in the row
     positions: Tensor | None = None

@@ -246,7 +246,7 @@ def chooses(c, samples):
     ("stages", "words"),
     [
         ((first, second, trains), ["the first node of the team draw must be the stage rollout", "node 'first'"]),
-        ((rollout, chooses, looks_at_first), ["node 'chooses' in the team draw changes the samples"]),
+        ((rollout, chooses, looks_at_first), ["node 'chooses' in the team draw replaces samples"]),
     ],
 )
 def test_only_the_stage_of_this_project_draws_and_makes_samples(stages, words):

@@ -17,7 +17,7 @@ _REPEATS = 10  # calls between two readings of the clock, because starting a ker
 
 
 def run(found: Findings, folder: Path) -> None:
-    """Measure this process's device."""
+    """Record in `found` the rates of products, memory, copies and attention on this process's device."""
     kind = hardware_here()
 
     def beside(field: str) -> tuple[float | None, str]:

@@ -276,7 +276,7 @@ def _converted(a: Node, b: Node) -> bool:
         others = b.items if isinstance(b, Compound) and b.kind in ("list", "set") else ()
         return not any(isinstance(item, Relation) for item in others) and _in_any_order(values, others)
     if a.kind == "list" and a.marks == "and" and isinstance(b, Apply) and b.name == "mixed":
-        return _in_order(a.items, b.args)  # for example 5 feet and 3 inches
+        return _in_order(a.items, b.args)  # "5 feet and 3 inches" as a list against 5 ft 3 in as a mixed quantity
     if not isinstance(b, Compound):
         return a.kind == "list" and isinstance(b, Relation) and b.ops == ("=",) and _tuple_equation(a, b)
     if a.kind == "list" and a.marks in (",", "and") and b.kind == "tuple" and b.marks == "()":

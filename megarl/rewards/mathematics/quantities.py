@@ -47,7 +47,7 @@ def known_words(text: str) -> Node | None:
 
 
 def letter(text: str) -> Symbol:
-    """Return the symbol of a letter."""
+    """Return the constant or the variable that a letter stands for: e and i are constants."""
     return Symbol(text, "constant" if text in ("e", "i") else "variable")
 
 

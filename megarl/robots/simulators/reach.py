@@ -234,12 +234,12 @@ class _Canvas:
         self._table = self._picture.copy()
 
     def begin(self) -> _Canvas:
-        """Return an empty table."""
+        """Start a new picture, with the empty table, and return the canvas."""
         self._picture = self._table.copy()
         return self
 
     def end(self) -> Frame:
-        """Return the picture, uint8 [size, size, 3]."""
+        """Return the picture drawn since `begin`, uint8 [size, size, 3]."""
         return (self._picture + np.float32(0.5)).astype(np.uint8)
 
     def square(self, x: float, y: float, half: float, color: tuple[int, int, int]) -> None:

@@ -83,7 +83,7 @@ class DiskTransport(Transport):
         receiver.read_folder(self.folder_held(), UpdateStep("reading the weights", self.deadline_s))
 
     def folder_held(self) -> Path:
-        """Return the folder of this version."""
+        """Return the folder with the weights of the version that is being sent."""
         return (self.folder / _name(self._version)).resolve()
 
 
