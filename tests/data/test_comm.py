@@ -34,7 +34,7 @@ def test_what_a_source_does_not_give_is_an_error():
         WorkerGroup.alone().broadcast_bytes(None)
     with pytest.raises(ValueError, match="only this process"):
         WorkerGroup.alone().process_group  # noqa: B018
-    with pytest.raises(ValueError, match="2 parts for 1 rank"):
+    with pytest.raises(ValueError, match="one part for each of 1 ranks, got 2"):
         WorkerGroup.alone().all_to_all_bytes([b"", b""])
 
 

@@ -222,7 +222,7 @@ def test_what_is_wrong_is_refused():
     stream.add(group(0, [1], 2))
     with pytest.raises(ValueError, match="group 0 is already in flight"):
         stream.add(group(0, [1], 1))
-    with pytest.raises(ValueError, match="needs 2 slots, and 1 of 3 are free"):
+    with pytest.raises(ValueError, match="needs 2 slots, but only 1 of 3 are free"):
         stream.add(group(1, [1], 2))
     with pytest.raises(ValueError, match="1 samples and 2 partial"):
         stream.add(group(1, [1], 1), [Trajectory([1]), Trajectory([1])])
