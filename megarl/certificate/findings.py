@@ -62,13 +62,13 @@ class Findings:
         self._write("figure", name, value=value, unit=unit, expected=expected, source=source)
 
     def _write(self, kind: str, name: str, **values: Any) -> None:
+        details = "; ".join(str(value) for key, value in values.items() if value not in ("", None) and key != "passed")
         for key, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
                 values[key] = None  # JSON has neither NaN nor infinity
         line = {"kind": kind, "name": name, **values, "at_s": round(time.monotonic() - self._began, 2)}
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        details = "; ".join(str(value) for key, value in values.items() if value not in ("", None) and key != "passed")
         print(f"[{kind}{'' if values.get('passed', True) else ' FAILED'}] {name}: {details}", flush=True)
 
 

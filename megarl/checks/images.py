@@ -66,11 +66,12 @@ def _deep_layers_fit(config: RunConfig, facts: ModelFacts, checks: Checklist) ->
     layers = parallel.chunk_layers(facts.layers)[0]
     if layers >= deep:
         return True
+    ends = parallel.first_stage_layers is not None
     checks.fail(
-        "actor.parallel.pp",
+        f"actor.parallel.{'first_stage_layers' if ends else 'pp'}",
         "the first pipeline stage has fewer layers than those that get features of the vision encoder",
         found=f"{layers} layers",
         allowed=f"at least {deep} layers in the first stage",
-        fix="use fewer pipeline stages",
+        fix=f"set it to {deep} or more" if ends else f"set actor.parallel.first_stage_layers={deep}, or a smaller pp",
     )
     return False

@@ -149,10 +149,11 @@ class StepFormulas:
     def room(self) -> ServerRoom:
         """The memory of an engine or a server for keys and values (formula K1 of docs/planning.md)."""
         decoder, work = self.decoder, self.work
-        token = decoder.key_bytes / decoder.pp
-        servers = self.config.rollout.servers
+        token, servers = decoder.key_bytes, self.config.rollout.servers
         if servers is None:
-            return self._embedded_room(token)
+            layers = decoder.facts.layers
+            most = self.placement.home(Role.ROLLOUT).parallel.most_layers(layers)
+            return self._embedded_room(token * most / layers)
         tokens = min(self._server_cache() / token, servers.max_total_tokens or float("inf"))
         sample = work.prompt + work.lengths.expected
         fitting = int(tokens / sample)

@@ -242,7 +242,7 @@ class ScorerPool:
             batch.again.extend(batch.groups(at_work))
             return
         reason += ", for the second time" if at_work[0] in batch.killed else ""
-        reason += f"while it scored a batch of {len(left)}" if self._mode == "batch" else ""
+        reason += f", while it scored a batch of {len(left)}" if self._mode == "batch" else ""
         fix = f"{_LESS_MEMORY}, or set reward.on_error to a score for such samples" if killed else None
         batch.outcomes.update({i: ScoringFailure(reason, None, k > 0, fix) for k, i in enumerate(at_work)})
 

@@ -138,10 +138,10 @@ class VisionLanguageModel(PolicyModel):
         if len(self.decoder.layers) < deep:
             raise ConfigError(
                 "the vision encoder adds features to more layers than the first pipeline chunk has",
-                where="parallel.pp, parallel.vpp",
+                where="parallel.first_stage_layers, parallel.pp, parallel.vpp",
                 found=f"{len(self.decoder.layers)} layers",
                 allowed=f"at least {deep} layers in the first chunk",
-                fix="use fewer pipeline stages",
+                fix=f"set first_stage_layers to {deep} or more, or use fewer pipeline stages",
             )
         self.visual = build_encoder(hf, config.params_dtype)
         for param in self.visual.parameters():

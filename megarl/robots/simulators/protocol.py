@@ -96,9 +96,13 @@ class Simulator:
 
     def begin(self, trial: int) -> None:
         """Begin to count an episode's environment steps; raise ValueError if the task has no start state `trial`."""
+        self.refuse_trial(trial)
+        self._steps, self._over = 0, False
+
+    def refuse_trial(self, trial: int) -> None:
+        """Raise ValueError if the task has no start state `trial`; for simulators that count their steps themselves."""
         if not 0 <= trial < self.spec.trials:
             raise ValueError(f"{self.spec.name} has no trial {trial}; allowed: 0 to {self.spec.trials - 1}")
-        self._steps, self._over = 0, False
 
     def refuse_ended(self) -> None:
         """Raise RuntimeError if no episode has begun since the last one ended."""
