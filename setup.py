@@ -48,7 +48,7 @@ setup(
     install_requires=[
         # `make campaign-install` trains with the oldest of these, and with the newest. Torch 2.12 was never tested.
         "torch>=2.11,!=2.12.*,<2.15",
-        "megatron-core>=0.16.1,!=0.17.*,!=0.18.*,<0.20",
+        "megatron-core>=0.16.1,<0.17",
         "transformers>=5,<6",
         "tensordict>=0.9,<1",
         "safetensors>=0.6.2",

@@ -52,12 +52,12 @@ def main(version: str, folder: Path) -> int:
     interpreter, complete = folder / "bin/python", folder / ".complete"
     if not complete.is_file():
         subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
-        lines = (ROOT / "constraints.txt").read_text().splitlines()
-        pins = [line for line in lines if not line.startswith("megatron-core==")]
-        constraints = folder / "constraints.txt"
-        constraints.write_text("\n".join([*pins, f"megatron-core=={version}", ""]))
-        installer.install(interpreter, next(line for line in pins if line.startswith("torch==")))
+        constraints = ROOT / "constraints.txt"
+        lines = constraints.read_text().splitlines()
+        installer.install(interpreter, next(line for line in lines if line.startswith("torch==")))
         installer.install(interpreter, "-c", str(constraints), "-e", f"{ROOT}[dev]")
+        # setup.py allows older versions only, and all versions require the same packages.
+        installer.install(interpreter, "--no-deps", f"megatron-core=={version}")
         complete.touch()
     else:
         installer.install(interpreter, "--no-deps", "-e", str(ROOT))

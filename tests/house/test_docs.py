@@ -116,7 +116,8 @@ def test_modules_scripts_and_targets_of_make_exist(page: Path) -> None:
         arguments = [text for text in rest if "=" not in text and not text.startswith("-") and text != "..."]
         if program == "make":
             for target in arguments:
-                rule = re.sub(r"^campaign-torch-.*", "campaign-torch-%", target.replace(".venv/.installed", "$(STAMP)"))
+                target = target.replace(".venv/.installed", "$(STAMP)")
+                rule = re.sub(r"^campaign-(torch|megatron)-.*", r"campaign-\1-%", target)
                 known = [*(f"campaign-{name}" for name in (*CAMPAIGNS, "NAME")), *rules]
                 assert rule in known, line
         elif program == "python" and rest[:1] == ["-m"] and re.match(r"(megarl|tests).*\w$", rest[1]):
