@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.kernels import gpu
-from megarl.models.swiglu import _SwiGLU
+from megarl.models.layers.mlp.swiglu import _SwiGLU
 
 #: Numbers of a block, warps of a program.
 CHOICES = tuple(itertools.product((1024, 2048, 4096), (4, 8)))

@@ -18,16 +18,16 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megarl.models.attention import PackedAttention
 from megarl.models.config import PolicyConfig
-from megarl.models.deepep import DeepEPDispatcher
-from megarl.models.experts import GroupedExperts, TokenDispatcher, expert_groups
 from megarl.models.hf import encoder_of, moe_layers, vision_of
 from megarl.models.layer_forms import parts_of
+from megarl.models.layers.attention.training import PackedAttention
+from megarl.models.layers.experts.deepep import DeepEPDispatcher
+from megarl.models.layers.experts.training import GroupedExperts, TokenDispatcher, expert_groups
+from megarl.models.layers.mlp.swiglu import SwiGLU
 from megarl.models.lora import attach
 from megarl.models.norm import RMSNorm
 from megarl.models.policy import PolicyModel
-from megarl.models.swiglu import SwiGLU
 from megarl.system.device import device
 
 if TYPE_CHECKING:

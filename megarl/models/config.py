@@ -12,7 +12,6 @@ from megatron.core.transformer import TransformerConfig
 from megarl.architectures import ARCHITECTURES
 from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.training import EngineConfig
-from megarl.models.deepep import Dispatch, dispatch_of
 from megarl.models.hf import (
     check_layout,
     encoder_of,
@@ -26,6 +25,7 @@ from megarl.models.hf import (
     num_experts,
 )
 from megarl.models.layer_forms import Form, layer_form, refuse_fp8
+from megarl.models.layers.experts.deepep import Dispatch, dispatch_of
 from megarl.models.rope import Rope
 from megarl.system import device
 from megarl.system.comm import WorkerGroup
@@ -47,7 +47,7 @@ class PolicyConfig(TransformerConfig):
     """Which modules the transformer layers are made of; see `megarl.models.layer_forms`."""
 
     dispatch: Dispatch = "alltoall"
-    """How tokens travel to their experts; see `megarl.models.deepep`."""
+    """How tokens travel to their experts; see `megarl.models.layers.experts.deepep`."""
 
     lora: LoraConfig | None = None
     """The model's low-rank adapters, if it has any."""

@@ -21,9 +21,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from transformer_engine.pytorch.ops import SwiGLU
 
-from megarl.models.attention import attend_over_ranks
 from megarl.models.config import PolicyConfig
 from megarl.models.layer_forms import parts_of
+from megarl.models.layers.attention.training import attend_over_ranks
 from megarl.models.packing import PackedSequences
 
 FINAL_NORM = TENorm
@@ -60,7 +60,7 @@ class TEPackedAttention(TEDotProductAttention):
     """Self-attention within each sequence of a packed stream by Transformer Engine, with its RoPE and context
     parallelism.
 
-    Under context parallelism keys and values go round the ranks. `models.attention` computes what the kernels cannot:
+    Under context parallelism keys and values go round the ranks. `layers.attention` computes what the kernels cannot:
     streams of causal and bidirectional tokens, and sliding windows under context parallelism.
     """
 

@@ -35,7 +35,7 @@ BY_NAME = {
     "megarl/data/sources.py": "a function of the user",
     "megarl/data/tokenizer.py": "is an optional package installed?",
     "megarl/envs/registry.py": "an environment of the user, or an included one, of the same folder",
-    "megarl/models/deepep.py": "is an optional package installed?",
+    "megarl/models/layers/experts/deepep.py": "is an optional package installed?",
     "megarl/system/imports.py": "what the others call",
     "megarl/robots/simulators/registry.py": "a simulator of the user, or an included one, of the same folder",
     "megarl/robots/simulators/robotwin.py": "a task's module, in the interpreter of a simulator, without this package",

@@ -23,9 +23,9 @@ pytest.importorskip("triton", reason="Triton is not installed: make triton-test"
 
 from megarl.benchmarks import layers as benchmark
 from megarl.kernels import experts_gpu, gpu, layers_gpu
-from megarl.models.experts import GroupedExperts, TokenDispatcher
+from megarl.models.layers.experts.training import GroupedExperts, TokenDispatcher
+from megarl.models.layers.mlp.swiglu import SwiGLU
 from megarl.models.rows import route_by_expert, route_of_slots
-from megarl.models.swiglu import SwiGLU
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: One rounding to 8 bits, and float32's errors before it. The interpreter does not round to bf16, it cuts off.

@@ -23,9 +23,9 @@ pytest.importorskip("triton", reason="Triton is not installed: make triton-test"
 
 from megarl.benchmarks import layers as benchmark
 from megarl.kernels import gpu, layers_gpu
+from megarl.models.layers.mlp.swiglu import SwiGLU
 from megarl.models.norm import RMSNorm, _KernelRMSNorm  # Megatron imports Triton
 from megarl.models.rope import apply_rope
-from megarl.models.swiglu import SwiGLU
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-6

@@ -12,7 +12,7 @@ def submodules(experts: int) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from megarl.models.layer_forms import parts_of
-    from megarl.models.swiglu import SwiGLU
+    from megarl.models.layers.mlp.swiglu import SwiGLU
 
     spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, normalization="RMSNorm")
     parts = parts_of(parts_of(spec.submodules.mlp).experts)
@@ -24,7 +24,7 @@ def sequential_experts(experts: Any) -> Any:
     """Megatron's SequentialMLP with the weights of these grouped experts, which must be of this process's layout."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    from megarl.models.experts import expert_groups
+    from megarl.models.layers.experts.training import expert_groups
 
     count = experts.experts
     made = SequentialMLP(count, experts.config, submodules(count), pg_collection=expert_groups())

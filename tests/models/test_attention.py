@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megarl.models import attention, attention_cpu
-from megarl.models.attention import bucket_attention, group_by_length
-from megarl.models.attention_cpu import causal_attention, runs
+from megarl.models.layers.attention import cpu as attention_cpu
+from megarl.models.layers.attention import training as attention
+from megarl.models.layers.attention.cpu import causal_attention, runs
+from megarl.models.layers.attention.training import bucket_attention, group_by_length
 from megarl.models.packing import cp_split, pack_stream
 from tests.models import varlen
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megarl.config.model import ParallelConfig
-from megarl.models import deepep
 from megarl.models.hf import facts_of
+from megarl.models.layers.experts import deepep
 from megarl.system.errors import ConfigError
 from tests.deepep_double import signatures
 from tests.dist import fresh_parallel, run_distributed
@@ -41,7 +41,7 @@ def layers(layouts: list[dict]) -> list[list[float]]:
     """Largest differences of a layer's output and gradients between the two dispatchers, under each layout."""
     from megatron.core import parallel_state as mpu
 
-    from megarl.models.experts import expert_groups
+    from megarl.models.layers.experts.training import expert_groups
 
     found = []
     for layout in layouts:

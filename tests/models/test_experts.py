@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.models.experts import GroupedExperts, grouped_linear
+from megarl.models.layers.experts.training import GroupedExperts, grouped_linear
 from tests.dist import fresh_parallel, run_distributed
 from tests.models.sequential import sequential_experts
 from tests.rollout.cases import build

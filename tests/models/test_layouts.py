@@ -83,7 +83,7 @@ def probe(rows: torch.Tensor, vocab: tuple[int, int]) -> torch.Tensor:
 
 
 def forward_cases(folders: list[str], layouts: dict) -> list[dict]:
-    from megarl.models import attention
+    from megarl.models.layers.attention import training as attention
 
     found: list[dict] = [{} for _ in folders]
     for name, layout in layouts.items():

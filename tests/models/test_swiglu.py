@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megarl.models import swiglu
+from megarl.models.layers.mlp import swiglu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.models.attention import VarlenCall
+from megarl.models.layers.attention.training import VarlenCall
 
 
 def kernel(q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float, window: int | None) -> Tensor:

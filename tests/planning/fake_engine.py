@@ -152,8 +152,8 @@ def seams(hidden_shape: list[int]) -> Iterator[None]:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     from megarl.kernels import gpu
-    from megarl.models import attention
-    from megarl.models.experts import TokenDispatcher
+    from megarl.models.layers.attention import training as attention
+    from megarl.models.layers.experts.training import TokenDispatcher
     from megarl.models.policy import PolicyModel
     from megarl.training import logprob
 
@@ -330,7 +330,7 @@ def _batch(case: FakeCase) -> Any:
 
 
 def _micro_batches(case: FakeCase, batch: Any, layout: Any, engine: Any) -> tuple[list[Any], int]:
-    from megarl.models.attention import plan_buckets
+    from megarl.models.layers.attention.training import plan_buckets
     from megarl.training import microbatch
 
     cpu = torch.device("cpu")

@@ -11,7 +11,7 @@ from megarl.artifacts.facts import facts_from_config
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.kernels import gpu
-from megarl.models.experts import TokenDispatcher
+from megarl.models.layers.experts.training import TokenDispatcher
 from megarl.planning.activations import Activations, Passes
 from tests.models.tiny import tiny_dict
 
@@ -27,7 +27,7 @@ def sum_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_route_keeps_the_bytes_that_the_planner_counts(kernels, ranks, monkeypatch):
     monkeypatch.setattr(gpu, "expert_kernels", lambda rows: SimpleNamespace(sum_rows=sum_rows) if kernels else None)
-    monkeypatch.setattr("megarl.models.experts.all_to_all", lambda group, rows, *sizes: rows.clone())
+    monkeypatch.setattr("megarl.models.layers.experts.training.all_to_all", lambda group, rows, *sizes: rows.clone())
     dispatcher, storages = dispatcher_of(ranks), dict[int, torch.UntypedStorage]()
 
     def keep(saved: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megarl.models.layers.attention.decoding import HeadNorm, RopeTables
 from megarl.models.rope import apply_rope
-from megarl.rollout.embedded.attention import HeadNorm, RopeTables
 
 EPS = 1e-6
 
@@ -20,7 +20,7 @@ def test_heads_are_normed_and_rotated_as_in_training(dtype):
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     q, k, v = HeadNorm(weights, EPS).split(qkv, RopeTables(cos, sin))
     heads = (qkv[:, :, :-2].reshape(tokens, -1, size), weights[0], q), (qkv[:, :, -2], weights[1], k)
-    for raw, weight, found in heads:  # models.norm.RMSNorm on a GPU, then models.attention
+    for raw, weight, found in heads:  # models.norm.RMSNorm on a GPU, then layers.attention
         expected = apply_rope(F.rms_norm(raw, (size,), weight, EPS), cos, sin)
         assert torch.equal(found.reshape(expected.shape), expected)
     assert torch.equal(v, qkv[:, :, -1])

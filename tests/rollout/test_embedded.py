@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.rollout.embedded.cache import free_bytes
+from megarl.rollout.embedded.memory import free_bytes
 from megarl.rollout.embedded.model import can_pack
 from megarl.rollout.engine import Request
 from megarl.rollout.stop_strings import StopStrings
@@ -245,7 +245,7 @@ def test_a_request_without_prompt_is_refused():
 
 
 def test_caches_of_one_machine_share_its_memory(monkeypatch):
-    monkeypatch.setattr("megarl.rollout.embedded.cache.free_host_memory", lambda: 1000)
+    monkeypatch.setattr("megarl.rollout.embedded.memory.free_host_memory", lambda: 1000)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert free_bytes(torch.device("cpu")) == 800
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -52,7 +52,8 @@ class Watch:
         self.logits: set[str] = set()
 
     def __enter__(self) -> Watch:
-        from megarl.rollout.embedded import attention, sampler, session
+        from megarl.models.layers.attention import decoding as attention
+        from megarl.rollout.embedded import sampler, session
         from tests.pretend_cuda import SEEN
 
         step, sdpa = session.Session._step, attention.F.scaled_dot_product_attention

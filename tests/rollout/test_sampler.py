@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megarl.config.rollout import SamplingConfig
+from megarl.models.layers.mesh import Axis
 from megarl.models.noise import uniforms
-from megarl.rollout.embedded.parallel import Axis
 from megarl.rollout.embedded.sampler import Sampler
 
 DRAWS = 20_000

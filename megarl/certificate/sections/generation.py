@@ -42,9 +42,9 @@ def run(found: Findings, folder: Path) -> None:
 
 def generate(found: Findings, model: str, layout: Layout, dtype: torch.dtype) -> None:
     """Check the generated samples of one model."""
+    from megarl.models.layers.mesh import Mesh
     from megarl.rollout.embedded.engine import EmbeddedEngine
     from megarl.rollout.embedded.model import DecoderStage
-    from megarl.rollout.embedded.parallel import Mesh
 
     name = f"{model} {str(dtype).removeprefix('torch.')}"
     engine = make_engine(model, layout, dtype, frozen=True)

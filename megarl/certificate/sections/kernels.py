@@ -53,7 +53,7 @@ def difference(got: Tensor, wanted: Tensor, floor: float = 0.0) -> float:
 
 
 def _attention(lengths: Sequence[int], dtype: torch.dtype, window: int | None) -> float:
-    from megarl.models.attention import attend
+    from megarl.models.layers.attention.training import attend
     from megarl.models.packing import pack_stream
 
     packed = pack_stream(list(lengths), device=device()).params
@@ -77,7 +77,7 @@ def _shared_attention(lengths: Sequence[int], dtype: torch.dtype, ranks: int) ->
     """Return the error of attention computed for each rank in turn, with the keys and values that its all-gather would
     return.
     """
-    from megarl.models.attention import attend
+    from megarl.models.layers.attention.training import attend
     from megarl.models.packing import cp_split, pack_stream
 
     padded = list(pack_stream(lengths, cp_size=ranks).params.lengths)
@@ -170,7 +170,7 @@ def _norm(dtype: torch.dtype) -> float:
 
 
 def _swiglu(dtype: torch.dtype) -> float:
-    from megarl.models.swiglu import SwiGLU
+    from megarl.models.layers.mlp.swiglu import SwiGLU
 
     settings: Any = SimpleNamespace()
     ours = SwiGLU(settings)

@@ -58,7 +58,7 @@ def _best_seconds(call: Callable[[], object]) -> float:
 
 def _attention(tokens: int, heads: int = 32, groups: int = 8, dim: int = 128) -> tuple[float, float]:
     """Return the FLOP/s of causal attention (half of all pairs): forward, and with gradients (3.5 times the work)."""
-    from megarl.models.attention import attend
+    from megarl.models.layers.attention.training import attend
     from megarl.models.packing import pack_stream
 
     sequences = max(1, 16384 // tokens) if has_cuda() else 1

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megarl.config.rollout import RolloutConfig, SamplingConfig
+from megarl.models.layers.mesh import Mesh
 from megarl.rollout.batched import BatchedGeneration
 from megarl.rollout.embedded.model import DecoderStage
-from megarl.rollout.embedded.parallel import Mesh
 from megarl.rollout.embedded.session import Session, SessionLimits
 from megarl.rollout.embedded.turns import TurnSession
 from megarl.rollout.engine import Completion, Generation, Request, ignore_progress

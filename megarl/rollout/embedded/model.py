@@ -23,14 +23,14 @@ from torch import Tensor
 from megarl.kernels.cpu import CpuKernels, add_norm_reference, silu_mul_reference
 from megarl.kernels.cpu import load as load_kernels
 from megarl.kernels.gpu import decode_kernels
-from megarl.models.experts import group_by_group, grouped_linear
 from megarl.models.head import head_logits
 from megarl.models.layer_forms import bias_of, layer_norms
+from megarl.models.layers.attention.decoding import Attend, DecodeKernels, HeadNorm, RopeTables
+from megarl.models.layers.experts.decoding import Grouped, MoE
+from megarl.models.layers.experts.training import group_by_group, grouped_linear
+from megarl.models.layers.mesh import Mesh
 from megarl.models.lora import LinearAdapter, adapter_of
 from megarl.planning.memory import PACK_LIMIT_BYTES, PACK_STEPS
-from megarl.rollout.embedded.attention import Attend, DecodeKernels, HeadNorm, RopeTables
-from megarl.rollout.embedded.moe import Grouped, MoE
-from megarl.rollout.embedded.parallel import Mesh
 
 if TYPE_CHECKING:
     from megarl.architectures.vision_language import VisionEncoder

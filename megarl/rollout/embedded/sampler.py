@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megarl.config.rollout import SamplingConfig
 from megarl.kernels.gpu import decode_kernels
+from megarl.models.layers.mesh import Axis
 from megarl.models.noise import race
-from megarl.rollout.embedded.parallel import Axis
 
 
 def _kth_largest(z: Tensor, k: int, tp: Axis) -> Tensor:

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from megarl.config.rollout import SamplingConfig
+from megarl.models.layers.attention.cache import KVCache
+from megarl.models.layers.attention.decoding import Attend, DecodeAttention, KernelAttention, PromptAttention
 from megarl.models.vlm.model import next_position, positions_of
-from megarl.rollout.embedded.attention import Attend, DecodeAttention, KernelAttention, PromptAttention
-from megarl.rollout.embedded.cache import KVCache, free_bytes
 from megarl.rollout.embedded.graphs import DecodeGraphs, cache_length, length_bucket, row_bucket, slots_below
+from megarl.rollout.embedded.memory import free_bytes
 from megarl.rollout.embedded.model import DecoderStage
 from megarl.rollout.embedded.sampler import Sampler
 from megarl.rollout.embedded.scheduler import Prefill, Scheduler

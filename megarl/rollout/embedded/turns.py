@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from megarl.config.rollout import SamplingConfig
-from megarl.rollout.embedded.attention import ExtendAttention
+from megarl.models.layers.attention.decoding import ExtendAttention
 from megarl.rollout.embedded.model import DecoderStage
 from megarl.rollout.embedded.rows import CacheRows, RowAssignment
 from megarl.rollout.embedded.session import Session, SessionLimits, seen

@@ -21,9 +21,10 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _STAND_IN = "_megarl_cuda"
 
@@ -162,7 +163,7 @@ REWRITES: tuple[Rewrite, ...] = (
         ("megatron.core.transformer.moe.fused_a2a",),
         r"^(try:\n\s+)from deep_ep import \w+$",
         r"\1raise ImportError",
-        "models.deepep imports it where it is used; the import may end with an AssertionError (no CUDA, another NCCL)",
+        "experts.deepep imports it where it is used; the import may end with an AssertionError (no CUDA, another NCCL)",
         cpu_only=False,
     ),
     Rewrite(
@@ -217,10 +218,14 @@ def _no_context(*args: object, **kwargs: object) -> Iterator[None]:
 
 
 def _get_rng_state(*args: object, **kwargs: object) -> torch.Tensor:
+    import torch
+
     return torch.get_rng_state()
 
 
 def _set_rng_state(state: torch.Tensor, *args: object, **kwargs: object) -> None:
+    import torch
+
     torch.set_rng_state(state)
 
 
@@ -238,13 +243,19 @@ class _CudaOnCpu:
 
     @staticmethod
     def current_device() -> torch.device:
+        import torch
+
         return torch.device("cpu")
 
     @staticmethod
     def manual_seed(seed: int) -> None:
+        import torch
+
         torch.default_generator.manual_seed(seed)
 
     def __getattr__(self, name: str) -> object:
+        import torch
+
         return getattr(torch.cuda, name)
 
 
@@ -255,6 +266,8 @@ def _rng_on_cpu(module: types.ModuleType) -> None:
 
 def _uneven_splits(module: types.ModuleType) -> None:
     """Gather and reduce-scatter parts of different lengths without padding, one rank after the other."""
+    import torch
+
     gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
 
     def gather_parts(
@@ -353,8 +366,14 @@ def _compiled_tag(*, cuda: bool) -> str:
     return f".megarl-{hashlib.sha256(repr((REWRITES, cuda)).encode()).hexdigest()[:8]}.pyc"
 
 
+def _has_cuda() -> bool:
+    import torch  # here, because importing megarl.models takes no time
+
+    return torch.cuda.is_available()
+
+
 def _own_bytecode(path: str) -> str:
-    return path.removesuffix(".pyc") + _compiled_tag(cuda=torch.cuda.is_available()) if path.endswith(".pyc") else path
+    return path.removesuffix(".pyc") + _compiled_tag(cuda=_has_cuda()) if path.endswith(".pyc") else path
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -362,7 +381,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> types.CodeType:  # type: ignore[override]
         source = importlib.util.decode_source(data)
-        changed = rewrite(self.name, source, cuda=torch.cuda.is_available())
+        changed = rewrite(self.name, source, cuda=_has_cuda())
         return super().source_to_code(changed.encode(), path, _optimize=_optimize)
 
     def get_data(self, path: str) -> bytes:
@@ -372,7 +391,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         super().set_data(_own_bytecode(path), data, _mode=_mode)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        cuda = torch.cuda.is_available()
+        cuda = _has_cuda()
         if not cuda:
             module.__dict__[_STAND_IN] = _CudaOnCpu()
         super().exec_module(module)
@@ -387,10 +406,17 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if not name.startswith("megatron.core."):
             return None
+        _quiet_on_cpu()
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
             spec.loader = _Loader(name, spec.loader.path)
         return spec
+
+
+@functools.cache
+def _quiet_on_cpu() -> None:
+    for message, module in () if _has_cuda() else _QUIET_ON_CPU:
+        warnings.filterwarnings("ignore", message=message, module=module)
 
 
 def install() -> None:
@@ -401,6 +427,6 @@ def install() -> None:
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError("megarl.system.compat.megatron.install() must be called before megatron.core is imported")
-    for message, module in _QUIET + (() if torch.cuda.is_available() else _QUIET_ON_CPU):
+    for message, module in _QUIET:
         warnings.filterwarnings("ignore", message=message, module=module)
     sys.meta_path.insert(0, _Finder())

@@ -28,8 +28,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
+from megarl.models.layers.mlp.swiglu import SwiGLU
 from megarl.models.rows import route_by_expert, route_of_slots
-from megarl.models.swiglu import SwiGLU
 from megarl.system.device import device
 
 _ALIGNED = 16  # `grouped_mm` needs rows whose bytes are a multiple of this

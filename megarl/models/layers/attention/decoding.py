@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.kernels.gpu import layer_kernels
-from megarl.models.attention import varlen_attention
+from megarl.models.layers.attention.cache import KVCache
+from megarl.models.layers.attention.training import varlen_attention
 from megarl.models.packing import pack_stream
-from megarl.rollout.embedded.cache import KVCache
 
 
 class RopeTables:

@@ -4,7 +4,7 @@
 
 On CUDA the stream goes to a variable-length kernel if there is one: in one call or, under context parallelism, in two
 calls, one for each of a rank's two chunks of every sequence, with the keys up to the chunk's end. On a CPU short
-sequences are plain matrix products (attention_cpu.py). Otherwise sequences of similar length are right-padded into a
+sequences are plain matrix products (cpu.py). Otherwise sequences of similar length are right-padded into a
 bucket, and each bucket is one scaled_dot_product_attention call; causality hides the padding after a sequence, so it
 needs no mask. Sliding windows and context parallelism need a mask and so use the buckets.
 
@@ -28,8 +28,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megarl.models.attention_cpu import LONGEST, causal_attention
 from megarl.models.config import PolicyConfig
+from megarl.models.layers.attention.cpu import LONGEST, causal_attention
 from megarl.models.packing import PackedSequences, cp_split
 from megarl.models.rope import apply_rope
 

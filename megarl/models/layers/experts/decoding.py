@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.kernels.gpu import expert_kernels, layer_kernels
-from megarl.models.experts import is_one_kernel
+from megarl.models.layers.experts.training import is_one_kernel
+from megarl.models.layers.mesh import Mesh
 from megarl.models.lora import adapter_of
-from megarl.rollout.embedded.parallel import Mesh
 
 Grouped = Callable[[Tensor, Tensor], Tensor]
 

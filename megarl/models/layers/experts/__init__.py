@@ -1,0 +1,1 @@
+"""Mixtures of experts: router, experts, and the dispatch of tokens to them."""

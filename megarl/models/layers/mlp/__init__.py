@@ -1,0 +1,1 @@
+"""The dense MLP and its activation."""
