@@ -268,7 +268,7 @@ def run(arguments: argparse.Namespace) -> int:
     by_name = {case.name: case for case in CASES}
     unknown = [name for name in arguments.only or [] if name not in by_name]
     if unknown:
-        raise UserError("there is no such case", where="--only", found=unknown[0], allowed=list(by_name))
+        raise UserError("unknown case", where="--only", found=unknown[0], allowed=list(by_name))
     environment = os.environ | KEEP_FREED_MEMORY | {"OMP_NUM_THREADS": "1"}
     results, shares = [], []
     for case in [by_name[name] for name in arguments.only or by_name]:

@@ -24,7 +24,7 @@ def case_file(case: str) -> Path:
         return find_recipe(case)
     if not path.is_file():
         allowed = f"{', '.join(case_names())}, a shipped recipe, or a recipe file"
-        raise UserError("there is no such case", where="--case", found=case, allowed=allowed)
+        raise UserError("unknown case", where="--case", found=case, allowed=allowed)
     return path
 
 

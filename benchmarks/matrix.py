@@ -121,14 +121,14 @@ def read_matrix(name: str) -> Matrix:
     """Return a shipped matrix, or that of a file.
 
     Raises:
-        UserError: there is no such matrix, or the file is not a valid one.
+        UserError: `name` is neither a shipped matrix nor a file, or the file is invalid.
     """
     shipped = matrix_names()
     path = MATRICES / f"{name}.yaml" if name in shipped else Path(name)
     if not path.is_file():
         near = close_matches(name, shipped)
         raise UserError(
-            "there is no such matrix",
+            "unknown matrix",
             where="--matrix",
             found=name,
             allowed=f"{', '.join(shipped)}, or a file",

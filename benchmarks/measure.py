@@ -81,7 +81,7 @@ def settle(
     """Return the recipe that `run_case` runs with these arguments, and what it overrides; its model is not made yet.
 
     Raises:
-        UserError: there is no such case, or a setting that a recipe cannot have.
+        UserError: `case` is unknown, or a setting is not one of a recipe.
     """
     settings = [*([] if dtype == "default" else [f"model.dtype={dtype}"]), *overrides]
     config = load_config(case_file(case), settings, components=COMPONENTS)

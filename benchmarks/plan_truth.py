@@ -219,7 +219,7 @@ def _some(given: str | None, known: dict[str, Any], where: str) -> list[str]:
     names = list(known) if given is None else given.split(",")
     wrong = [name for name in names if name not in known]
     if wrong:
-        raise UserError("there is no such case", where=where, found=", ".join(wrong), allowed=", ".join(known))
+        raise UserError("unknown case", where=where, found=", ".join(wrong), allowed=", ".join(known))
     return names
 
 

@@ -43,7 +43,7 @@ def _known(commit: str) -> str:
         return _git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}").strip()
     except (OSError, subprocess.CalledProcessError):
         raise UserError(
-            "no such commit in this checkout",
+            "unknown commit",
             where="--base",
             found=commit,
             allowed="a commit, branch or tag of the checkout that megarl is installed from",

@@ -328,10 +328,10 @@ def _refuse(parser: Parser, unknown: Sequence[str], arguments: argparse.Namespac
     near = parser.nearest_option(arguments.command, unknown[0])
     keys = "; keys of the recipe are written key.path=value" if "recipe" in arguments else ""
     raise UserError(
-        "this command has no such argument" if len(unknown) == 1 else "this command has no such arguments",
+        "unknown argument" if len(unknown) == 1 else "unknown arguments",
         where=command,
         found=" ".join(unknown),
-        fix=f"did you mean {near}?" if near else f"{command} --help tells which it has{keys}{option_meaning(unknown)}",
+        fix=f"did you mean {near}?" if near else f"{command} --help lists its arguments{keys}{option_meaning(unknown)}",
     )
 
 

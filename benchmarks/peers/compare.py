@@ -187,7 +187,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if not arguments.trl_python.is_file():
         raise UserError(
-            "there is no such interpreter",
+            "interpreter not found",
             where="--trl-python",
             found=str(arguments.trl_python),
             fix="run `make bench-trl-env`, or name the Python of an environment with TRL",

@@ -70,5 +70,5 @@ def chosen(names: Sequence[str], only: Sequence[str], skip: Sequence[str]) -> li
     unwanted = [name for text in skip for name in text.split(",")]
     for option, given in (("--only", wanted), ("--skip", unwanted)):
         for name in given:
-            choose(dict.fromkeys(names), name, "there is no such section", where=option)
+            choose(dict.fromkeys(names), name, "unknown section", where=option)
     return [name for name in names if (not wanted or name in wanted) and name not in unwanted]

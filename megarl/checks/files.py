@@ -136,7 +136,7 @@ def _check_tokenizer(model: ModelConfig, facts: ModelFacts | None, checks: Check
     elif not is_hub_name(name):
         checks.fail(
             "model.tokenizer",
-            "there is no such tokenizer folder",
+            "tokenizer folder not found",
             found=name,
             allowed="a folder, a hub name, chars:<alphabet>, or words:<word> ...",
             fix=relative_path_fix(),
@@ -264,7 +264,7 @@ def check_source(source: str, key: str, checks: Checklist) -> None:
         close = close_sources(path)
         checks.fail(
             key,
-            "there is no such file or folder",
+            "file or folder not found",
             found=source,
             allowed=f"{', '.join(SUFFIXES)} files, folders, hub names org/name@split, or pkg.mod:fn",
             fix=f"did you mean {path.parent / close[0]}?" if close else relative_path_fix(),
@@ -478,7 +478,7 @@ def check_places(config: RunConfig, checks: Checklist) -> None:
     if resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
         checks.of("resume").fail(
             "trainer.resume",
-            "there is no such checkpoint folder",
+            "checkpoint folder not found",
             found=resume,
             allowed="auto, never, or a checkpoint folder",
             fix="use auto to resume from the newest complete checkpoint of this run",

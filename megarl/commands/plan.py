@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def choose_hardware(text: str | None, config: RunConfig, graph: TaskGraph, *, search: bool) -> Hardware:
     """Return the hardware that `--hardware` names, with the recipe's number of devices if `--hardware` gives no number.
-    Raise ConfigError if there is no such hardware, or the recipe uses a different number of devices.
+    Raise ConfigError if the hardware is unknown, or the recipe uses a different number of devices.
     """
     from megarl.dag.placement import place
     from megarl.planning.hardware import KINDS, read_hardware, this_cpu, with_memory

@@ -303,7 +303,7 @@ def find_recipe(
     path: str | Path, *, relative_to: Path | None = None, said_in: str | None = None, takes_runs: bool = False
 ) -> Path:
     """Return the recipe file for a path (with or without `.yaml`) or for the bare name of a shipped recipe. Raise
-    ConfigError if there is no such recipe.
+    ConfigError if neither exists.
 
     Args:
         path: path or name as the user wrote it.
@@ -322,7 +322,7 @@ def find_recipe(
     neighbours = [file.name for file in sorted(base.parent.glob("*.y*ml"))] if base.parent.is_dir() else []
     close = close_files(recipe.name, [*neighbours, *recipe_names()])
     raise ConfigError(
-        "there is no such recipe" if not base.is_dir() else "this is a folder, not a recipe file",
+        "recipe not found" if not base.is_dir() else "this is a folder, not a recipe file",
         where=said_in or str(path),
         found=str(path),
         allowed=allowed_recipes(takes_runs=takes_runs),

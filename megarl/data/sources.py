@@ -163,7 +163,7 @@ def _missing(path: Path) -> DataError:
         return special_source(str(path), str(path))
     near = close_sources(path)
     return DataError(
-        "no such file or folder",
+        "file or folder not found",
         where=str(path),
         allowed=FORMS,
         fix=f"did you mean {path.parent / near[0]}?"

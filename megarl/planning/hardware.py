@@ -117,7 +117,7 @@ def read_hardware(text: str) -> tuple[Hardware, bool]:
     """Return the hardware that `--hardware` names, and whether the name includes the number of devices.
 
     Raises:
-        ConfigError: there is no such kind or file, or a key or value of the file is invalid.
+        ConfigError: `text` is neither a known kind nor a file, or a key or value of the file is invalid.
     """
     spec = _SPEC.fullmatch(text.lower())
     if spec is not None and spec[1] in KINDS:
@@ -145,7 +145,7 @@ def read_hardware(text: str) -> tuple[Hardware, bool]:
     name = text.lower().partition("x")[0]
     near = [f"{name}x8x4"] if name in KINDS else close_matches(name, list(KINDS))
     raise ConfigError(
-        "this kind of hardware is unknown",
+        "unknown kind of hardware",
         where=_WHERE,
         found=text,
         allowed=f"{', '.join(KINDS)}, cpu; or with x devices per machine x machines, such as h100x8x4; or a YAML file",
@@ -161,7 +161,7 @@ def _read_file(file: Path) -> Hardware:
     known = {field.name: field for field in fields(Hardware)}
     for name, value in values.items():
         where = f"{file}: {name}"
-        kind = choose(known, name, "hardware has no such key", where=str(file)).type
+        kind = choose(known, name, "unknown key of hardware", where=str(file)).type
         if kind == "str":
             right, allowed = isinstance(value, str) and bool(value.strip()), "text"
         elif kind == "bool":

@@ -218,7 +218,7 @@ def choose(table: Mapping[str, T], name: str, what: str, *, where: str) -> T:
     """Return the entry of `table` called `name`. Raise ConfigError with the problem `what` at the dotted key `where` if
     the table does not have it.
 
-    >>> choose({"half": 0.5}, "half", "there is no such number", where="a.b")
+    >>> choose({"half": 0.5}, "half", "unknown number", where="a.b")
     0.5
     """
     if name in table:

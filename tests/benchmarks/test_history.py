@@ -139,5 +139,5 @@ def test_a_base_is_for_a_verdict(tmp_path):
 def test_an_unknown_commit_is_told(monkeypatch, tmp_path):
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     monkeypatch.setattr(sources, "ROOT", tmp_path)
-    with pytest.raises(UserError, match="no such commit"), sources.package_of("0123456"):
+    with pytest.raises(UserError, match="unknown commit"), sources.package_of("0123456"):
         pass

@@ -222,5 +222,5 @@ def test_an_import_that_hangs_is_told(monkeypatch, tmp_path, capsys):
 
 def test_a_case_may_be_a_shipped_recipe():
     assert load_config(case_file("grpo_qwen3_8b_8gpu")).name == "grpo_qwen3_8b_8gpu"
-    with pytest.raises(UserError, match="there is no such case"):
+    with pytest.raises(UserError, match="unknown case"):
         case_file("grpo_qwen3_9b")

@@ -69,7 +69,7 @@ def test_what_was_measured_is_not_measured_again(tmp_path, monkeypatch, capsys):
 
 
 def test_an_unknown_layout_is_refused(tmp_path):
-    with pytest.raises(UserError, match="there is no such case"):
+    with pytest.raises(UserError, match="unknown case"):
         plan_truth.run(SimpleNamespace(json=tmp_path / "plan.json", sizes=None, layouts="tp3", kind="memory"))
 
 

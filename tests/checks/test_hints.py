@@ -135,7 +135,7 @@ def init(tmp_path, monkeypatch, capsys):
 def test_init_says_that_a_file_is_missing(init):
     code, text = init("--data", "nope.jsonl")
     assert code == 2
-    assert "there is no such file or folder" in text
+    assert "file or folder not found" in text
 
 
 def test_init_takes_columns_with_unusual_names(init, tmp_path):

@@ -196,7 +196,7 @@ PAIRS = ("algorithm.pipeline=dpo", "preference={}", "algorithm.kl.use=none")
             ["between 0.9 and 0.1", "exchange"],
         ),
         (["data.train_files=[]"], "data.train_files", ["no training data"]),
-        (["data.train_files=missing.jsonl"], "data.train_files", ["no such file", "missing.jsonl"]),
+        (["data.train_files=missing.jsonl"], "data.train_files", ["not found", "missing.jsonl"]),
         (["data.train_files=megarl.recipes.arithmetic:make_row"], "data.train_files", ["arithmetic:make_rows?"]),
         (["reward.name=exact_mach"], "reward.name", ["unknown reward", "mean exact_match?"]),
         (["reward.name=missing.py:score"], "reward.name", ["no file missing.py"]),
@@ -238,7 +238,7 @@ PAIRS = ("algorithm.pipeline=dpo", "preference={}", "algorithm.kl.use=none")
             "model.hf_config.vocab_size",
             [">= 7", "3 words + 4 special"],
         ),
-        (["model.tokenizer=no/such/folder"], "model.tokenizer", ["no such tokenizer folder"]),
+        (["model.tokenizer=no/such/folder"], "model.tokenizer", ["tokenizer folder not found"]),
         (["model.hf_config.vocab_size=8"], "model.hf_config.vocab_size", [">= 16"]),
     ],
 )

@@ -302,7 +302,7 @@ def test_staleness_that_the_placement_does_not_allow_is_left_out_with_the_reason
 def test_the_recipe_stays_where_the_data_are_on_another_machine(write, tmp_path, capsys):
     file = write("verl.sh", VERL.replace("verl.jsonl", "/data/elsewhere.parquet"))
     assert main(["init", "mine", "--from", str(file)]) == 2
-    assert "there is no such file or folder" in capsys.readouterr().err
+    assert "file or folder not found" in capsys.readouterr().err
     assert "/data/elsewhere.parquet" in (tmp_path / "mine.yaml").read_text()
 
 

@@ -145,7 +145,7 @@ def test_assumptions_are_listed_and_documented(capsys):
     [
         ([BIG, "--hardware", "h200x8x2"], "cluster.nproc=16 cluster.nnodes=2"),
         ([AHEAD, "--hardware", "h100x8x3"], "change placement.teams, cluster.nproc and cluster.nnodes together"),
-        ([BIG, "--hardware", "h300"], "this kind of hardware is unknown"),
+        ([BIG, "--hardware", "h300"], "unknown kind of hardware"),
         ([BIG, "--hardware", "cpux2x3"], "only this machine can be measured"),
         ([BIG, "--assume", "speed=3"], "this assumption does not exist"),
         ([BIG, "--search", "--top", "0"], "--top"),

@@ -26,7 +26,7 @@ def megarl(write, capsys):
     [
         (RECIPE + "actr: {}", [], ["recipe.yaml:11: unknown key actr", "did you mean actor?"]),
         (RECIPE + "trainer: {steps: many}", [], ["recipe.yaml:11: trainer.steps has a wrong type"]),
-        (RECIPE, ["data.train_files=missing.jsonl"], ["data.train_files: there is no such file or folder"]),
+        (RECIPE, ["data.train_files=missing.jsonl"], ["data.train_files: file or folder not found"]),
         (RECIPE, ["cluster.nproc=4", "data.batch_size=30"], ["a multiple of 4", "to 28 or 32"]),
         (RECIPE, ["algorithm.advantage.name=gpro"], ["unknown advantage estimator", "did you mean grpo?"]),
         (RECIPE, ["cluster.nproc=4", "actor.parallel.tp=4"], ["tp 4 does not divide", "allowed: 1, 2"]),
@@ -127,7 +127,7 @@ def test_commands_that_take_a_run_folder_say_so(capsys, command, takes_runs):
 
 def test_missing_recipe(capsys):
     assert main(["train", "no_such_recipe.yaml"]) == 2
-    assert "there is no such recipe" in capsys.readouterr().err
+    assert "recipe not found" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["train"], ["sft", "--dry-run"]])

@@ -159,7 +159,7 @@ def test_cycle_is_named(write):
 def test_missing_parent_names_the_line_and_the_nearest_file(write):
     write("{}", "parent.yaml")
     text = message(write("name: x\nextends: parnt.yaml", "child.yaml"))
-    assert "child.yaml:2: extends: there is no such recipe" in text
+    assert "child.yaml:2: extends: recipe not found" in text
     assert "did you mean parent.yaml?" in text
 
 

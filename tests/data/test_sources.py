@@ -395,12 +395,12 @@ def test_a_prompt_on_the_command_line_is_checked_as_well():
 
 def test_missing_file_suggests_its_neighbour(tmp_path):
     write(tmp_path / "train.jsonl")
-    with pytest.raises(DataError, match=r"trian.jsonl: no such file or folder(?s:.*)did you mean .*/train.jsonl"):
+    with pytest.raises(DataError, match=r"trian.jsonl: file or folder not found(?s:.*)did you mean .*/train.jsonl"):
         load_rows(f"{tmp_path}/trian.jsonl")
 
 
 def test_a_missing_relative_file_is_not_taken_for_a_hub_name():
-    with pytest.raises(DataError, match="no such file"):
+    with pytest.raises(DataError, match="not found"):
         load_rows("data/train.jsonl")
 
 

@@ -72,7 +72,7 @@ def test_overrides_may_follow_options(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             ["train", "r.yaml", "--trainer.steps=10"],
             "'--trainer.steps=10'",
-            "megarl train --help tells which it has; keys "
+            "megarl train --help lists its arguments; keys "
             "of the recipe are written key.path=value; write trainer.steps=10, without dashes",
         ),
         (["train", "r.yaml", "--dryrun"], "'--dryrun'", "did you mean --dry-run?"),
@@ -85,7 +85,7 @@ def test_an_unknown_argument_is_named(
 ) -> None:
     assert cli.main(command) == 2
     shown = capsys.readouterr().err
-    assert f"megarl: megarl {command[0]}: this command has no such argument" in shown
+    assert f"megarl: megarl {command[0]}: unknown argument" in shown
     assert f"found:   {found}\n" in shown
     assert f"fix:     {fix}" in shown
 

@@ -73,7 +73,7 @@ class View:
     def of_task(self, spec: TaskSpec) -> TaskSpec:
         """Return the task with the policy's cameras and picture size."""
         for camera in self.cameras:
-            choose(spec.cameras, camera, "the simulator has no such camera", where="robot.cameras")
+            choose(spec.cameras, camera, "unknown camera", where="robot.cameras")
         if self.states is not None and self.states.dim != spec.state_dim:
             raise ConfigError(
                 "the statistics are for a robot state of a different size",

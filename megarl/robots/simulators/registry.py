@@ -33,7 +33,7 @@ def simulator_class(name: str) -> type[Simulator]:
     """Return the class that `name` names.
 
     Raises:
-        LookupError: there is no such class; the message lists the known ones.
+        LookupError: the module has no such class; the message lists its simulators.
         Exception: any error of importing the module.
     """
     if name in SIMULATORS:
@@ -66,7 +66,7 @@ def _import_named(name: str) -> Any:
 def _from_file(file: Path) -> Any:
     file = file.expanduser().resolve()
     if not file.is_file():
-        raise LookupError(f"there is no file {file}")
+        raise LookupError(f"file not found: {file}")
     name = f"simulator_file_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None

@@ -78,7 +78,7 @@ def test_a_view_is_of_some_cameras_at_one_size_with_states_in_their_range() -> N
     failure = Failure("crash", "it fell", "pick", 3, 1, "")
     assert view.of_answer(failure) is failure
     assert view.of_task(SPEC).cameras == {"hand": (8, 8)}
-    with pytest.raises(ConfigError, match="no such camera"):
+    with pytest.raises(ConfigError, match="unknown camera"):
         View(["side"], PicturePipeline(8)).of_task(SPEC)
     with pytest.raises(ConfigError, match="for a robot state of a different size"):
         View(["top"], PicturePipeline(8), ActionStatistics.plain(5)).of_task(SPEC)
