@@ -53,7 +53,7 @@ class TokenInputs:
     weights: Tensor | None = None  # float32, share of each token in the loss, from `Objective.weigh`
     # log-probs in the denominator of the ratio. None: the log-probs of this update, which is the only one.
     old_logp: Tensor | None = None
-    drawn_logp: Tensor | None = None  # old log-probs of samples that waited since an earlier step, NaN for others
+    surplus_logp: Tensor | None = None  # old log-probs of samples that waited since an earlier step, NaN for others
     rollout_logp: Tensor | None = None
     ref_logp: Tensor | None = None
     teacher_logp: Tensor | None = None
@@ -178,7 +178,7 @@ class Objective:
         """
         mask, is_weights, old_logp = inputs.loss_mask, inputs.is_weights, inputs.old_logp
         if old_logp is None:
-            old_logp, drawn = logp.detach(), inputs.drawn_logp
+            old_logp, drawn = logp.detach(), inputs.surplus_logp
             old_logp = old_logp if drawn is None else drawn.where(~drawn.isnan(), old_logp)
         correction = self._correct(logp, inputs) if self.measures(inputs) else None
         if correction is not None and self.correction.bypass:

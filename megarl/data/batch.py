@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.data.fields import current_name
 from megarl.data.jagged import Index, Jagged, as_index, gather_plan
 from megarl.data.wire import Block, Packer, Parts, Span, gather, open_block, pack
 from megarl.system.compat import torch_compile
@@ -197,10 +198,10 @@ class Batch:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Batch:
-        """Restore a batch from `to_bytes`, bit for bit, on the CPU."""
+        """Restore a batch from `to_bytes`, bit for bit, on the CPU. Fields get their present names."""
         opened = open_block(Block((np.frombuffer(data, dtype=np.uint8),)))
         fields, columns, size = gather([(opened, 0, opened.head["size"])])
-        return cls(fields, columns, size=size)
+        return cls({current_name(name): value for name, value in fields.items()}, columns, size=size)
 
     def to_blocks(self, parts: Sequence[Sequence[int]], together: Sequence[int] = ()) -> Iterator[Span]:
         """Serialise parts of the batch to blocks, each with the bytes that `to_bytes` gives for its samples, as views.

@@ -185,7 +185,7 @@ FIELDS: dict[str, Field] = {
     "old_logp": Field(
         "float32", "[B, response]", "old_logp, rollout_as_old", "log-probs before the update", "[-0.1, -0.7, 0.0]"
     ),
-    "drawn_logp": Field(
+    "surplus_logp": Field(
         "float32",
         "[B, response]",
         "dynamic_sampling",
@@ -195,8 +195,8 @@ FIELDS: dict[str, Field] = {
     "sum_pi_squared": Field(
         "float32", "[B, response]", "sum_pi_squared", "sum of pi(v)^2 over the vocabulary", "[0.8, 0.4, 1]"
     ),
-    "drawn_sum_pi_squared": Field(
-        "float32", "[B, response]", "dynamic_sampling", "sum_pi_squared, as drawn_logp", "[nan, nan, nan]"
+    "surplus_sum_pi_squared": Field(
+        "float32", "[B, response]", "dynamic_sampling", "sum_pi_squared, as surplus_logp", "[nan, nan, nan]"
     ),
     "ref_logp": Field("float32", "[B, response]", "ref_logp", "log-probs of the reference", "[-0.2, -0.9, 0.0]"),
     "mismatched_ref_logp": Field(
@@ -243,6 +243,20 @@ FIELDS: dict[str, Field] = {
         "float32", "[B, response]", "critic_train", "each token's share in the value loss", "[0.1, 0.1, 0.1]"
     ),
 }
+
+
+#: Names in the checkpoints of older versions -> present names.
+_RENAMED = {"drawn_logp": "surplus_logp", "drawn_sum_pi_squared": "surplus_sum_pi_squared"}
+
+
+def current_name(name: str) -> str:
+    """Return the present name of a stored field, which may have the form node/field.
+
+    >>> current_name("drawn_logp"), current_name("rollout/drawn_logp"), current_name("uid")
+    ('surplus_logp', 'rollout/surplus_logp', 'uid')
+    """
+    node, slash, field = name.rpartition("/")
+    return f"{node}{slash}{_RENAMED.get(field, field)}"
 
 
 _HEAD = """# Fields of a batch

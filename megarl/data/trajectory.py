@@ -177,9 +177,7 @@ class Trajectory:
         """Return the fields as JSON values; images are stored without their patches."""
         images = self.images
         layout = None if images is None else {n: getattr(images, n) for n in ("places", "sizes", "digests")}
-        fields = {**vars(self), "images": layout}
-        fields["drawn"] = fields.pop("sampled")  # checkpoints call the field "drawn"
-        return fields
+        return {**vars(self), "images": layout}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], patches: Mapping[int, Tensor]) -> Trajectory:
@@ -190,7 +188,8 @@ class Trajectory:
             whole = torch.cat([patches[digest] for digest in layout["digests"]])
             images = ImageSet(whole, places, tuple(layout["sizes"]), tuple(layout["digests"]))
         values = {**fields, "images": images}
-        values["sampled"] = values.pop("drawn")
+        if "drawn" in values:  # its name in checkpoints of older versions
+            values["sampled"] = values.pop("drawn")
         return cls(**values)
 
     def copy(self) -> Trajectory:

@@ -33,6 +33,7 @@ from megarl.disaggregated.call_batcher import CallBatcher
 from megarl.disaggregated.rollout_team import evaluate_last, evaluate_step, post_loader_place
 from megarl.rollout.families import family_of
 from megarl.runtime.generation import publish
+from megarl.runtime.resume_compatibility import buffered_entry
 from megarl.runtime.samples import groups_of_prompts, open_groups, samples_of
 from megarl.runtime.stages import sampling
 from megarl.runtime.stages.reward import is_scored
@@ -56,7 +57,7 @@ _LOOK_S = 0.1  # seconds between two checks whether a weight update is requested
 
 def find_buffered_groups(source: Path) -> BufferedGroups | None:
     """Return a checkpoint's groups on which no step was trained; None: the checkpoint has no such groups."""
-    saved = read_state(source).get("drawn")
+    saved = buffered_entry(read_state(source))
     return None if saved is None else read_buffered_groups(source, saved["parts"])
 
 

@@ -4,9 +4,11 @@ When step t is trained, the weights that generated step t + 1 are gone, so it co
 holds the samples and metrics that the team handed over for later steps. Each replica writes its groups; in a run that
 resumes, group k goes to replica k modulo the number of replicas:
 
-    drawn_0.safetensors    uid, sample_id, number and tokens of the group, fields as node/field; one row per sample
-    drawn_0.json           metrics of generating the step
-    drawn_0_2...           the same for step t + 2, if generation runs two steps ahead
+    generated_0.safetensors    uid, sample_id, number and tokens of the group, fields as node/field; one row per sample
+    generated_0.json           metrics of generating the step
+    generated_0_2...           the same for step t + 2, if generation runs two steps ahead
+
+Older versions named the files drawn_0 and so on; these are read, too.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from megarl.training.parallel import Layout
 
 _NUMBER, _TOKENS = "group_number", "group_tokens"
+_PREFIX = "generated_"
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ def read_buffered_step(
     stems, metrics = [_stem(part, step - saved) for part in range(parts)], Metrics()
     if not layout.is_lead:
         return BufferedStep({}, metrics, step)
+    if not (folder / f"{stems[0]}.json").is_file():
+        stems = [stem.replace(_PREFIX, "drawn_") for stem in stems]
     for part in range(layout.dp_rank, parts, layout.dp_size):
         metrics.merge(Metrics.from_json(json.loads((folder / f"{stems[part]}.json").read_text())))
     whole = Batch.concat([Batch.from_bytes((folder / f"{stem}.safetensors").read_bytes()) for stem in stems])
@@ -98,4 +103,4 @@ def read_buffered_step(
 
 def _stem(part: int, ahead: int) -> str:
     """Return the name without suffix of replica `part`'s files, `ahead` steps after the checkpoint's step."""
-    return f"drawn_{part}" if ahead == 1 else f"drawn_{part}_{ahead}"
+    return f"{_PREFIX}{part}" if ahead == 1 else f"{_PREFIX}{part}_{ahead}"

@@ -17,7 +17,7 @@ from megarl.dag.staleness import StalenessPolicy, policy_of
 from megarl.disaggregated.in_order_checkpoint import BufferedStep, files_ahead, read_buffered_step
 from megarl.disaggregated.rollout_team import evaluate_last, evaluate_step, post_loader_place
 from megarl.runtime.generation import publish
-from megarl.runtime.resume_compatibility import steps_held
+from megarl.runtime.resume_compatibility import buffered_entry, steps_held
 from megarl.runtime.validate import may_be_last, validates
 from megarl.system.metrics import Metrics
 from megarl.system.tracing import phase, set_step
@@ -127,7 +127,7 @@ class InOrderLoop:
 
 def find_buffered_steps(c: RankState, source: Path, step: int) -> list[BufferedStep]:
     """Return this replica's share of the generated steps after `step` that the checkpoint at `source` contains."""
-    saved = read_state(source).get("drawn")
+    saved = buffered_entry(read_state(source))
     if saved is None:
         return []
     given = c.team.placement.given_by(c.team.plan.name)

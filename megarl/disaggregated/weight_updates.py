@@ -93,7 +93,7 @@ class InOrderUpdates(WeightUpdates):
         if not self._policy.max_staleness:
             return True
         if wait:
-            with phase("await_drawn", waits_for=c.team.of(Role.ROLLOUT)):
+            with phase("await_generation", waits_for=c.team.of(Role.ROLLOUT)):
                 StepGenerated.read(c.mail, step)
             return True
         generated = c.buffer.is_posted(StepGenerated.name_of(step)) if c.layout.rank == 0 else None
@@ -148,7 +148,7 @@ class AsReadyUpdates(WeightUpdates):
         return drained
 
     def _await_open(self) -> None:
-        with phase("await_drawn", waits_for=self._team):
+        with phase("await_generation", waits_for=self._team):
             ReplicasOpen.read(self._c.mail, self._update_number)
 
     def _push(self, version: int) -> None:

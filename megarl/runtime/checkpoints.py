@@ -21,6 +21,7 @@ from megarl.runtime.files_read import FilesRead, changed_lines, files_read
 from megarl.runtime.frozen_models import put_aside, take_up_reference
 from megarl.runtime.resume_compatibility import (
     Command,
+    buffered_entry,
     describe_buffered,
     left_out,
     refuse_left_out,
@@ -132,7 +133,7 @@ class Checkpoints(CheckpointPart):
         refuse_other_batches(step, state["loader"], meta["config"], now, command)
         ahead = None
         if step < steps:  # a finished run uses no buffered samples
-            buffered = state.get("drawn")
+            buffered = buffered_entry(state)
             if state.get("surplus_parts") and (why := self._why_no_surplus()):
                 lines.append(f"the checkpoint's surplus samples of dynamic sampling are not used: {why}")
             if buffered is not None and steps_held(buffered):
@@ -376,7 +377,7 @@ class Checkpoints(CheckpointPart):
             "early_stop": self._early_stop.state_dict(),
             "frozen": c.frozen,
             "read": self._read,
-            "drawn": None if teams is None else describe_buffered(c.config, c.team.placement, step),
+            "generated": None if teams is None else describe_buffered(c.config, c.team.placement, step),
         }
         self._in_flight.wait()
         began = time.monotonic()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megarl.config.fields import find_key, iter_keys, names_component
 from megarl.dag.stage import Role
 from megarl.dag.staleness import policy_of
+from megarl.data.fields import current_name
 from megarl.system.errors import ConfigError, count
 
 if TYPE_CHECKING:
@@ -283,6 +284,12 @@ def describe_buffered(config: RunConfig, placement: Placement, step: int) -> dic
     }
 
 
+def buffered_entry(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the result of `describe_buffered` from a checkpoint's state; older versions stored it as `drawn`."""
+    entry: dict[str, Any] | None = state.get("generated", state.get("drawn"))
+    return entry
+
+
 def steps_held(saved: Mapping[str, Any] | None) -> int:
     """Return for how many steps a checkpoint holds samples; `saved`: the checkpoint's `describe_buffered` entry."""
     return 0 if saved is None else saved["steps"]
@@ -378,7 +385,7 @@ def _refuse_other_fields(step: int, held: int, kept: Mapping[str, Sequence[str]]
         f"{field} of {handover.node}"
         for handover in given
         for field in handover.fields
-        if field not in kept.get(handover.node, ())
+        if field not in map(current_name, kept.get(handover.node, ()))
     ]
     if lacking:
         raise ConfigError(

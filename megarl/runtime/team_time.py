@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _AWAIT = "await_"  # prefix of phases that wait for something other than samples
 SAMPLES, WEIGHTS = "samples", "weights"
+FORMER_WAIT = "wait/drawn"  # earlier name of `wait/generation`, which is still recorded
 
 
 class TeamTime:
@@ -61,6 +62,8 @@ class TeamTime:
         spent = {"wait_s": waited, "busy_s": max(0.0, seconds - waited)}
         spent |= {f"wait_for/{name}_s": s for name, s in whom.items()}
         spent |= {f"wait/{name}_s": s for name, s in kinds.items()}
+        if "generation" in kinds:
+            spent[f"{FORMER_WAIT}_s"] = kinds["generation"]
         # summed over ranks, this is the mean over ranks; several calls in one step add up
         for name, s in spent.items():
             metrics.sum(f"{self._name}/{name}", s / self._team.plan.devices)

@@ -63,9 +63,15 @@ def shown_as_waits(names: Iterable[str]) -> set[str]:
 
 
 def lines_of_waits(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return metric and legend of each team's waiting times, such as `draw: weights`."""
-    metrics = [name for name in sorted(names) if _is(name, "_s") and _WHAT in name]
-    return [(name, name.removeprefix(_TEAM).removesuffix("_s").replace(_WHAT, ": ")) for name in metrics]
+    """Return metric and legend of each team's waiting times.
+
+    >>> lines_of_waits(["team/draw/wait/weights_s", "team/train/wait/generation_s", "team/train/wait/drawn_s"])
+    [('team/draw/wait/weights_s', 'draw: weights'), ('team/train/wait/generation_s', 'train: generation')]
+    """
+    metrics = {name for name in names if _is(name, "_s") and _WHAT in name}
+    # Waits for generation are also recorded under their earlier name.
+    metrics -= {name.replace(f"{_WHAT}generation", f"{_WHAT}drawn") for name in metrics if f"{_WHAT}generation" in name}
+    return [(name, name.removeprefix(_TEAM).removesuffix("_s").replace(_WHAT, ": ")) for name in sorted(metrics)]
 
 
 def lines_of_queues(names: Iterable[str]) -> list[tuple[str, str]]:

@@ -78,6 +78,21 @@ def test_every_replica_gives_what_it_would_have_drawn(tmp_path, before, now):
     assert metrics.result() == {"score": sum(range(GROUPS)) / GROUPS}
 
 
+def test_files_and_fields_of_older_versions_are_read(tmp_path):
+    handovers = (Handover("rollout", "draw", ("response_ids", "surplus_logp"), ("train",), "rollout"),)
+    older = drawn(0, 1).given[HANDOVERS[0].key].samples
+    older.set("drawn_logp", older["response_ids"])
+    groups = drawn(0, 1).given[HANDOVERS[0].key].groups
+    step = BufferedStep({handovers[0].key: SentSamples("rollout", groups, older)}, Metrics(), STEP)
+    for name, content in step.files(layout(0, 1), SAVED).items():
+        (tmp_path / name.replace("generated_", "drawn_")).write_bytes(content)
+    found = read_buffered_step(tmp_path, SAVED, STEP, 1, layout(0, 1), handovers)
+    samples = found.given[handovers[0].key].samples
+    assert samples["surplus_logp"].values.tolist() == older["drawn_logp"].values.tolist()
+    state = {"order": "in_order", "steps": 1, "parts": 1, "fields": {"rollout": ["response_ids", "drawn_logp"]}}
+    refuse_other_sampling(3, state | {"settings": {}}, config(), placement(handovers=handovers))
+
+
 def test_only_the_first_rank_of_a_replica_writes_and_gives(tmp_path):
     saved(tmp_path, 1)
     assert drawn(0, 1).files(layout(0, 1, lead=False), SAVED) == {}

@@ -233,12 +233,12 @@ def with_state(run_dir, monkeypatch, state, roles=(), **sections):
 
 def test_a_finished_run_is_not_refused_for_samples_that_it_does_not_train_on(run_dir, monkeypatch):
     fields, settings = {"rollout": ["response_ids"]}, {"data.batch_size": 1}
-    state = {"drawn": {"order": "in_order", "steps": 1, "parts": 1, "fields": fields, "settings": settings}}
+    state = {"generated": {"order": "in_order", "steps": 1, "parts": 1, "fields": fields, "settings": settings}}
     batch_size = RunConfig(name="run").data.batch_size
     assert with_state(run_dir, monkeypatch, state).find("trainer.steps", 3) == 3
     with pytest.raises(ConfigError, match=r"data\.batch_size: .* samples of step 4"):
         with_state(run_dir, monkeypatch, state).find("trainer.steps", 4)
-    state["drawn"]["settings"]["data.batch_size"] = batch_size
+    state["generated"]["settings"]["data.batch_size"] = batch_size
     with pytest.raises(ConfigError, match="placement: the checkpoint holds samples of step 4"):
         with_state(run_dir, monkeypatch, state).find("trainer.steps", 4)
 
@@ -267,8 +267,9 @@ def test_prompts_that_a_run_as_ready_left_out_are_not_skipped_in_order(run_dir, 
 def test_changes_are_announced_with_the_step_that_is_drawn_already(run_dir, monkeypatch, capsys):
     monkeypatch.setattr("megarl.runtime.checkpoints.refuse_other_sampling", lambda *_: None)
     monkeypatch.setattr("megarl.runtime.files_read.announcements", lambda *_, begun, generated: [f"after {generated}"])
-    with_state(run_dir, monkeypatch, {"drawn": {"steps": 1}}).find("trainer.steps", 9)
-    assert "changed since the checkpoint: after 4\n" in capsys.readouterr().out
+    for name in ("generated", "drawn"):  # the name of older versions
+        with_state(run_dir, monkeypatch, {name: {"steps": 1}}).find("trainer.steps", 9)
+        assert "changed since the checkpoint: after 4\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_old_log_probs_are_those_of_the_policy_that_drew_the_sample():
     c = worker()
     first, second = steps(c, 2)
     assert logprob.old_logp(c, second, actor=c.actor)["old_logp"].values.tolist() == pytest.approx(logp_of([1, 2]))
-    assert "drawn_logp" not in first
+    assert "surplus_logp" not in first
     assert second["uid"] == ["p2"] * N + ["p3"] * N
     assert c.actor.engine.scored == [f"{p}#{i}" for p in ("p2", "p4", "p5", "p3") for i in range(N)], "once each"
 
@@ -110,11 +110,11 @@ def test_a_group_may_wait_more_than_once():
     c = worker()
     third = steps(c, 3)[-1]  # 3 groups a step for 2: p2 | p4 p5 | p6 p7 p8 wait
     fourth = dynamic_sampling(c, drawn(next(c.loader)), lambda: drawn(next(c.loader)), actor=c.actor)
-    assert third["drawn_logp"].values.tolist() == pytest.approx(logp_of([2, 2]))
-    assert fourth["drawn_logp"].values.tolist() == pytest.approx(logp_of([3, 3]))
+    assert third["surplus_logp"].values.tolist() == pytest.approx(logp_of([2, 2]))
+    assert fourth["surplus_logp"].values.tolist() == pytest.approx(logp_of([3, 3]))
     waits = set(c.surplus["uid"])
     assert waits == {"p8", "p9", "p10", "p11"}
-    assert c.surplus["drawn_logp"].values.tolist() == pytest.approx(logp_of([3, 3, 3, 3]))
+    assert c.surplus["surplus_logp"].values.tolist() == pytest.approx(logp_of([3, 3, 3, 3]))
     assert len(set(c.actor.engine.scored)) == len(c.actor.engine.scored)
 
 
@@ -129,7 +129,7 @@ def test_the_optimal_baselines_see_one_policy():
 def test_in_bypass_the_rollout_has_said_it_already():
     c = worker(rollout_correction=RolloutCorrectionConfig(preset="ppo_is_bypass"))
     _, second = steps(c, 2)
-    assert "drawn_logp" not in second
+    assert "surplus_logp" not in second
     assert c.actor.engine.scored == []
 
 

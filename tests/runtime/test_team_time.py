@@ -70,6 +70,16 @@ def test_waits_are_told_apart_by_team_and_by_what_was_waited_for(clock):
     }
 
 
+def test_waits_for_generation_are_also_recorded_under_their_earlier_name(clock):
+    team, metrics = of("value"), Metrics()
+    team.start_step()
+    clock[0] = 110
+    team.end_step(metrics, [event("step/await_generation", 103, 105, "draw")], None)
+    numbers = metrics.result()
+    assert (numbers["team/value/wait_s"], numbers["team/value/busy_s"]) == (2, 8)
+    assert numbers["team/value/wait/generation_s"] == numbers["team/value/wait/drawn_s"] == 2
+
+
 def test_a_team_that_may_start_again_tells_how_often_it_has(clock):
     plan = TeamPlan("score", (Role.REFERENCE,), 1, 0, ParallelConfig(), ())
     mine = TeamTime(TeamContext(plan, Placement((plan,)), restarts=2, begins_again=True))

@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 
 #: Values of a surplus sample (dynamic sampling) under the policy of the step that generated it; NaN: a new sample.
-DRAWN_LOGP, DRAWN_SUM = "drawn_logp", "drawn_sum_pi_squared"
+SURPLUS_LOGP, SURPLUS_SUM = "surplus_logp", "surplus_sum_pi_squared"
 
 
 #: A stage in which a model reads prompts and responses.
 _scores = partial(stage, reads=["prompt_ids", "response_ids"], needs=call_fields, kind=Kind.MODEL_INFERENCE)
 
 
-@_scores(optional=[DRAWN_LOGP], writes=["old_logp"], role=Role.ACTOR)
+@_scores(optional=[SURPLUS_LOGP], writes=["old_logp"], role=Role.ACTOR)
 def old_logp(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     """Score the responses with the policy before the update; surplus samples keep their earlier log-probs."""
-    samples.set("old_logp", _scored_once(samples, DRAWN_LOGP, actor.log_probs))
+    samples.set("old_logp", _scored_once(samples, SURPLUS_LOGP, actor.log_probs))
     return samples
 
 
 @_scores(
-    reads=["prompt_ids", "response_ids", "old_logp"], optional=[DRAWN_SUM], writes=["sum_pi_squared"], role=Role.ACTOR
+    reads=["prompt_ids", "response_ids", "old_logp"], optional=[SURPLUS_SUM], writes=["sum_pi_squared"], role=Role.ACTOR
 )
 def sum_pi_squared(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     """Compute the sum over the vocabulary of pi(v)^2 at every response token, for the optimal token baselines.
@@ -43,7 +43,7 @@ def sum_pi_squared(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch
     At half the temperature a token's log-prob is 2 log pi(y) - log sum pi(v)^2, so a second scoring pass is enough.
     Both passes use the same policy, also for surplus samples of an earlier step.
     """
-    samples.set("sum_pi_squared", _scored_once(samples, DRAWN_SUM, lambda some: _sum_pi_squared(c, some, actor)))
+    samples.set("sum_pi_squared", _scored_once(samples, SURPLUS_SUM, lambda some: _sum_pi_squared(c, some, actor)))
     return samples
 
 
@@ -54,13 +54,13 @@ def score_waiting(c: StepContext, samples: Batch, actor: ActorRole) -> Batch:
     bypass mode the rollout log-probs are used instead.
     """
     if c.config.rollout_correction.resolved().bypass:
-        return samples.drop([DRAWN_LOGP, DRAWN_SUM])
-    samples.set(DRAWN_LOGP, _scored_once(samples, DRAWN_LOGP, actor.log_probs))
+        return samples.drop([SURPLUS_LOGP, SURPLUS_SUM])
+    samples.set(SURPLUS_LOGP, _scored_once(samples, SURPLUS_LOGP, actor.log_probs))
     if "sum_pi_squared" in component_fields(c.config.algorithm):
-        samples.set("old_logp", samples[DRAWN_LOGP])
-        samples.set(DRAWN_SUM, _scored_once(samples, DRAWN_SUM, lambda some: _sum_pi_squared(c, some, actor)))
+        samples.set("old_logp", samples[SURPLUS_LOGP])
+        samples.set(SURPLUS_SUM, _scored_once(samples, SURPLUS_SUM, lambda some: _sum_pi_squared(c, some, actor)))
         return samples.drop(["old_logp"])
-    return samples.drop([DRAWN_SUM])
+    return samples.drop([SURPLUS_SUM])
 
 
 def like_waiting(c: StepContext, fresh: Batch) -> Batch:
@@ -70,7 +70,7 @@ def like_waiting(c: StepContext, fresh: Batch) -> Batch:
     import torch
 
     nan = fresh["response_ids"].like(torch.full_like(fresh["response_ids"].values, math.nan, dtype=torch.float32))
-    for name in (DRAWN_LOGP, DRAWN_SUM):
+    for name in (SURPLUS_LOGP, SURPLUS_SUM):
         if name in c.surplus:
             fresh.set(name, nan)
     return fresh

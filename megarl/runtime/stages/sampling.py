@@ -8,7 +8,7 @@ from megarl.algorithms.group_filter import informative_groups, live_rows, score_
 from megarl.dag.stage import Role, stage
 from megarl.data.groups import ORDINAL, by_group, group_places
 from megarl.runtime.stages import logprob
-from megarl.runtime.stages.logprob import DRAWN_LOGP, DRAWN_SUM
+from megarl.runtime.stages.logprob import SURPLUS_LOGP, SURPLUS_SUM
 from megarl.runtime.stages.needs import call_fields
 from megarl.system.errors import MegarlError
 
@@ -40,7 +40,7 @@ class NoSignalError(MegarlError):
     needs=_read,
     optional=["prompt_ids", "response_ids"],  # for sharing by tokens, and for scoring surplus groups
     writes=[],
-    may_write=[DRAWN_LOGP, DRAWN_SUM, ORDINAL],
+    may_write=[SURPLUS_LOGP, SURPLUS_SUM, ORDINAL],
     role=Role.DYNAMIC_SAMPLING,
     resamples=True,
     refills=True,

@@ -13,7 +13,7 @@ from megarl.algorithms.user_code import naming_samples
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.groups import ORDINAL, group_numbers, group_places
 from megarl.data.versions import VERSION_FIELDS
-from megarl.runtime.stages.logprob import DRAWN_LOGP
+from megarl.runtime.stages.logprob import SURPLUS_LOGP
 from megarl.runtime.stages.needs import update_fields
 from megarl.runtime.stages.resampling import COPIES
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     reads=["prompt_ids", "response_ids", "response_mask", "advantages", "uid"],
     optional=[
         "old_logp",
-        DRAWN_LOGP,
+        SURPLUS_LOGP,
         "ref_logp",
         "teacher_logp",
         "teacher_topk",
@@ -213,7 +213,7 @@ _INPUTS = {
     "loss_mask": "loss_mask",
     "weights": "loss_weights",
     "old_logp": "old_logp",
-    "drawn_logp": DRAWN_LOGP,
+    "surplus_logp": SURPLUS_LOGP,
     "rollout_logp": "rollout_logp",
     "ref_logp": "ref_logp",
     "teacher_logp": "teacher_logp",
