@@ -132,7 +132,7 @@ def gpus_of_a_node(config: RunConfig, job: str) -> int:
     if job == "sft":
         return workers
     named = None if config.rollout.servers is None else config.rollout.servers.gpus
-    lent = config.placement.asking if job == "train" else 0
+    lent = config.placement.request_workers if job == "train" else 0
     return max(workers + server_gpus(config, lent), 1 + max(named or [-1]))
 
 

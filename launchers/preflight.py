@@ -130,13 +130,13 @@ def check_ecc(listed: CommandOutput, remapped: CommandOutput) -> NodeCheck:
     if listed.error:
         return NodeCheck(True, f"not known: {listed.error}")
     # A GPU without ECC prints [N/A]; other texts, such as [GPU requires reset], are errors.
-    bad = [f"GPU {row[0]}: {row[2]} uncorrected ECC errors" for row in _rows(listed.text, 3) if _yes(row[2])]
+    bad = [f"GPU {row[0]}: {row[2]} uncorrected ECC errors" for row in _rows(listed.text, 3) if _is_set(row[2])]
     if remapped.error:
         note = f"; remapped rows are unknown: {remapped.error}"
     else:
         rows = _rows(remapped.text, 3)
-        bad += [f"{row[0]}: a memory row could not be remapped" for row in rows if _yes(row[2])]
-        waiting = sum(_yes(row[1]) for row in rows)
+        bad += [f"{row[0]}: a memory row could not be remapped" for row in rows if _is_set(row[2])]
+        waiting = sum(_is_set(row[1]) for row in rows)
         note = f"; {waiting} GPUs wait for a reset to remap a row" if waiting else ""
     return NodeCheck(not bad, "; ".join(bad) if bad else f"none{note}")
 
@@ -159,7 +159,7 @@ def _rows(text: str, columns: int) -> list[list[str]]:
     return [row for row in rows if len(row) == columns]
 
 
-def _yes(cell: str) -> bool:
+def _is_set(cell: str) -> bool:
     return cell not in (*_NOT_KNOWN, "0", "No")
 
 

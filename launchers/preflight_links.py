@@ -89,7 +89,7 @@ def measure(folder: Path, gpus: int, limit_s: float, local: int) -> int:
         store.set("over", "")
     store.wait(["over"], (len(members) + 4) * limit)
     if first:
-        _wait_for_leavers(store, nodes * each, limit_s)
+        _wait_until_others_left(store, nodes * each, limit_s)
     else:
         store.add("left", 1)
     for other in others:
@@ -178,7 +178,7 @@ def _all_reduce(
     return {"gb_per_s": round(2 * (ranks - 1) / ranks * size / best / 1e9, 3)}
 
 
-def _wait_for_leavers(store: Store, processes: int, limit_s: float) -> None:
+def _wait_until_others_left(store: Store, processes: int, limit_s: float) -> None:
     """Wait a few seconds until the other processes have left the store, which ends with this process."""
     end = time.monotonic() + min(limit_s, 5.0)
     while store.add("left", 0) < processes - 1 and time.monotonic() < end:

@@ -149,7 +149,7 @@ class RayWorkers:
         self._entered = True
         with _signals_kept():
             folder = _connect(self._address, job.config, size, self._seconds_left())
-        import ray  # imported only now: at its import Ray reads the settings of `_keep_strangers_out`
+        import ray  # imported only now: at its import Ray reads the settings of `_restrict_clients`
 
         self._ray = ClusterRay(ray.get_runtime_context().gcs_address) if folder is None else OwnRay(folder)
         self._reserve()
@@ -289,7 +289,7 @@ class RayWorkers:
             for rank in ranks:
                 self._actors[rank] = self._new_actor(self._bundles[rank])
             places = ray.get([self._actors[rank].place.remote() for rank in ranks], timeout=self._seconds_left())
-            self._seat_again(ranks, places)
+            self._reassign_places(ranks, places)
             for rank in ranks:
                 self._ended.pop(rank, None)
                 self._causes.pop(rank, None)
@@ -298,7 +298,7 @@ class RayWorkers:
             raise self._no_restart(team, str(error)) from error
         return finished
 
-    def _seat_again(self, ranks: range, places: list[Place]) -> None:
+    def _reassign_places(self, ranks: range, places: list[Place]) -> None:
         """Give new actors of a team's workers (their numbers are `ranks`) the places of their predecessors, or other
         places on the same machine if Ray has assigned the GPUs differently.
         """
@@ -406,7 +406,7 @@ def _connect(address: str | None, config: RunConfig, store_bytes: int, limit_s: 
     text = "starting Ray" if address is None else f"joining Ray at {address}"
     print(text, file=config.tracking.messages, flush=True)
     if address is None:
-        _keep_strangers_out()
+        _restrict_clients()
     import ray
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
@@ -431,7 +431,7 @@ def _connect(address: str | None, config: RunConfig, store_bytes: int, limit_s: 
     return folder
 
 
-def _keep_strangers_out() -> None:
+def _restrict_clients() -> None:
     """Make a Ray of our own listen only on loopback, and accept only clients with a random token of this run.
 
     Ray reads both settings when it is imported. Without the first it takes 127.0.0.1 for "some address of this machine"

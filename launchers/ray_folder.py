@@ -42,7 +42,7 @@ def make_ray_folder() -> Path:
         )
     try:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _refuse_strangers(parent)
+        _refuse_shared_folder(parent)
         return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # created with mode 0700, and never an existing folder
     except OSError as error:
         problem = f"Ray's folder cannot be created ({error.strerror})"
@@ -50,7 +50,7 @@ def make_ray_folder() -> Path:
         raise UnavailableError(problem, where=where, found=str(parent), fix=fix) from error
 
 
-def _refuse_strangers(parent: Path) -> None:
+def _refuse_shared_folder(parent: Path) -> None:
     """Refuse a folder in which another user could replace one of this user's folders."""
     for folder in (parent, *parent.parents):
         status = folder.stat()

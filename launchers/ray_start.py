@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from megarl.launchers.ray_folder import INNER, make_ray_folder
-from megarl.system.compat.ray_session import only_what_runs_ask
+from megarl.system.compat.ray_session import without_unused_programs
 from megarl.system.errors import MegarlError
 
 
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> None:
     sys.modules["ray.serve.scripts"] = None  # type: ignore[assignment]
     from ray.scripts import scripts
 
-    with only_what_runs_ask():
+    with without_unused_programs():
         scripts.cli(["start", f"--temp-dir={folder}", *arguments])
 
 

@@ -190,7 +190,7 @@ def _check_container(job: Submission, image: str) -> None:
 
 def doubtful(job: Submission) -> list[str]:
     """Return warnings about settings that Slurm accepts but that are probably not intended."""
-    slurm, parts, warnings = job.slurm, components(job.config, job.command), _early_warning(job)
+    slurm, parts, warnings = job.slurm, components(job.config, job.command), _warnings_of_early_saves(job)
     named = any(word in option for option in slurm.options for word in ("cpu", "exclusive"))
     for part in parts:
         cpus, workers = part.settings.cpus_per_node or slurm.cpus_per_node, part.workers // part.nodes
@@ -206,7 +206,11 @@ def doubtful(job: Submission) -> list[str]:
         warnings.append(
             f"launch.slurm.python={slurm.python} does not exist on this machine; nodes must be able to see it"
         )
-    warnings += [*_doubtful_gpus(job.config, parts), *_idle_gpus(job.config, parts), *_crowded(job.config, parts)]
+    warnings += [
+        *_doubtful_gpus(job.config, parts),
+        *_idle_gpus(job.config, parts),
+        *_warnings_of_many_gpus(job.config, parts),
+    ]
     warnings += _unmounted(job)
     for folder in (job.run_dir, job.workdir):
         if Path(tempfile.gettempdir()) in folder.parents and job.config.cluster.nnodes > 1:
@@ -258,7 +262,7 @@ def _idle_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
     return warnings
 
 
-def _crowded(config: RunConfig, parts: list[Component]) -> list[str]:
+def _warnings_of_many_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
     """Return warnings about more GPUs per node of a team than usual, if their number is not set."""
     warnings, apart = [], config.launch.slurm.teams and config.cluster.device_memory_gb is not None
     for part in parts if apart else ():
@@ -280,7 +284,7 @@ def _crowded(config: RunConfig, parts: list[Component]) -> list[str]:
     return warnings
 
 
-def _early_warning(job: Submission) -> list[str]:
+def _warnings_of_early_saves(job: Submission) -> list[str]:
     """Return warnings about jobs of a chain that must save right after their start, or get no signal."""
     slurm = job.slurm
     limit = limit_minutes(slurm.time)

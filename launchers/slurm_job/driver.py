@@ -87,7 +87,7 @@ class SlurmJob:
         """Raise Over for a signal while nodes are tested: steps that a signal interrupted must not be judged. After a
         failure of the run a warning waits as long as possible, so that the failure is judged first.
         """
-        self.files.tell_alive()
+        self.files.write_heartbeat()
         late = self.warned is not None and time.monotonic() > self.warned + self.plan["warn_s"] - LEFT_S
         if self.ended or late or not self.attempt:
             self._handle_signals()
@@ -258,7 +258,7 @@ class SlurmJob:
     def _watch(self, step: subprocess.Popen[bytes]) -> int:
         """Wait for a step; return its exit code. Raise Over if the job has to end."""
         while (code := step.poll()) is None:
-            self.files.tell_alive()
+            self.files.write_heartbeat()
             self._keep_guard()
             if self.ended:
                 self.nodes.stop(step)
@@ -306,7 +306,7 @@ class SlurmJob:
         self.say("limit", f"{why}: requesting a checkpoint, waiting at most {wait_s} s")
         end = time.monotonic() + wait_s
         while save.exists() and step.poll() is None and time.monotonic() < end and not self.ended:
-            self.files.tell_alive()
+            self.files.write_heartbeat()
             time.sleep(LOOK_S)
         if step.poll() is not None:  # the run ended in the meantime, and the caller handles its exit code
             return False
@@ -321,7 +321,7 @@ class SlurmJob:
         runs = self.guard is not None and (self.guard.poll() is None or time.monotonic() < self.guarded + GUARD_S)
         if not self.plan["spares"] or not others or runs:
             return
-        self.files.tell_alive()
+        self.files.write_heartbeat()
         node = others[self.guards % len(others)]  # another node than before, which may have caused the guard's end
         self.guarded, self.guards = time.monotonic(), self.guards + 1
         command = [sys.executable, "-m", "slurm_job", str(self.files.run_dir), "guard"]

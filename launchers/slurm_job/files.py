@@ -136,7 +136,7 @@ class Folder:
         print(f"megarl: {text}", flush=True)
         self.add(self.path / "events.jsonl", {"time": time.time(), "job": job, "kind": kind, "text": text})
 
-    def tell_alive(self) -> None:
+    def write_heartbeat(self) -> None:
         """Write a heartbeat for the guard; cheap enough for every loop."""
         if time.monotonic() - self._told_alive > ALIVE_S:
             self._told_alive = time.monotonic()

@@ -99,7 +99,7 @@ class Nodes:
     def stop(self, step: subprocess.Popen[bytes], seconds: float | None = None) -> None:
         """End a step within `seconds`, by default STOP_S."""
         step.terminate()
-        self._wait(step, STOP_S if seconds is None else seconds, self._files.tell_alive)
+        self._wait(step, STOP_S if seconds is None else seconds, self._files.write_heartbeat)
         if step.poll() is None:
             step.kill()
 
@@ -132,7 +132,7 @@ class Nodes:
         """Return Slurm's state of a lost node; empty if the node is not lost. Raise CommandFailed if Slurm does not
         reply, which proves nothing about the node.
         """
-        self._files.tell_alive()
+        self._files.write_heartbeat()
         try:
             state = fields_of(answer("scontrol", "show", "node", "--oneliner", node)).get("State", "")
         except CommandFailed as error:

@@ -136,7 +136,7 @@ class VisionShape:
             raise ConfigError("the vision towers do not fit together", where=where, found=sizes, allowed=allowed)
         return cls(towers, hidden, state_size(config, where))
 
-    def passed_over(self, name: str) -> bool:
+    def is_unused_in_tower(self, name: str) -> bool:
         """Return whether tensor `name` of a published checkpoint belongs to a part of its towers that is not executed.
 
         These are the last block and everything after it (features are those of the block before, without a norm), and

@@ -135,7 +135,7 @@ def refuse_unread(names: Iterable[str], read: Collection[str], sight: VisionShap
         for name in sorted(set(names) - set(read))
         if not name.endswith((_COMPUTED, HEAD))
         and name.removesuffix(_SCALES) not in read
-        and not (sight is not None and sight.passed_over(name))
+        and not (sight is not None and sight.is_unused_in_tower(name))
     ]
     if not unread:
         return

@@ -30,7 +30,7 @@ _RUN_TYPES: Needs = {
     "config": dict,
     "folder": str,  # base of relative paths in the configuration; missing in runs of earlier versions
 }
-_told: set[Path] = set()
+_reported: set[Path] = set()
 log = logging.getLogger(__name__)
 
 
@@ -117,6 +117,6 @@ def set_aside(path: Path, why: str) -> Path:
 
 def warn_once(path: Path, text: str) -> None:
     """Log a warning about a file once per process."""
-    if path not in _told:
-        _told.add(path)
+    if path not in _reported:
+        _reported.add(path)
         log.warning("%s", text)

@@ -20,7 +20,7 @@ def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks
     workers = sum(team.devices for team in placement.teams)
     starts = job != "sft" and not config.rollout.sglang.urls
     beside = occupied(config, placement) - workers if starts else 0
-    refused = config.rollout.sglang.dp_size > 1 or (beside and placement.asking and cluster.nnodes > 1)
+    refused = config.rollout.sglang.dp_size > 1 or (beside and placement.request_workers and cluster.nnodes > 1)
     servers = config.rollout.sglang
     uneven = bool(beside) and servers.servers * servers.nnodes % cluster.nnodes
     if refused or workers % cluster.nnodes or uneven:  # other checks report these cases
@@ -48,7 +48,7 @@ def _usual_gpus(config: RunConfig) -> int:
 def _more_machines(config: RunConfig, placement: Placement, workers: int, beside: int) -> str:
     """Describe a change after which machines with the usual number of GPUs are enough."""
     settings, servers = [], config.rollout.sglang
-    if beside and placement.asking:  # on several machines servers run only on GPUs that workers lend
+    if beside and placement.request_workers:  # on several machines servers run only on GPUs that workers lend
         team = placement.of_role(Role.ROLLOUT)
         assert team is not None, "workers of the rollout team send the requests"
         settings = [f"{devices_key(config, team)}={team.devices + beside}", f"cluster.nproc={workers + beside}"]

@@ -53,7 +53,7 @@ def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) ->
             "the local launcher starts processes on this machine only",
             found=cluster.nnodes,
             allowed="1",
-            fix=f"use {'' if config.placement.asks_for_teams else '--launcher torchrun or '}--launcher ray"
+            fix=f"use {'' if config.placement.has_several_teams else '--launcher torchrun or '}--launcher ray"
             + ("" if too_many else ", or set cluster.nnodes=1"),
         )
     _check_restarts(config, checks.of("restarts"), launcher)

@@ -21,7 +21,7 @@ def check_placement(
     """
     checks = checks.of("placement")
     if job != "train":
-        roles = (Role.ACTOR,) if job == "sft" else (Role.ACTOR, Role.ROLLOUT, *asked_models(config, job))
+        roles = (Role.ACTOR,) if job == "sft" else (Role.ACTOR, Role.ROLLOUT, *extra_models(config, job))
         return together(config, roles)
     if config.placement.measured is not None and config.placement.auto != "measured":
         checks.warn(
@@ -31,7 +31,7 @@ def check_placement(
             fix="set placement.auto=measured, or remove this key",
         )
     if graph is None:  # the graph's error is already recorded
-        return None if config.placement.asks_for_teams else together(config)
+        return None if config.placement.has_several_teams else together(config)
     try:
         placement = place(graph, config)
     except ConfigError as error:
@@ -47,7 +47,7 @@ def check_placement(
     return placement
 
 
-def asked_models(config: RunConfig, job: str) -> frozenset[Role]:
+def extra_models(config: RunConfig, job: str) -> frozenset[Role]:
     """Return the models, in addition to the policy, that a job without a task graph uses."""
     return frozenset({Role.REWARD_MODEL} if job == "eval" and config.reward.of_model is not None else ())
 

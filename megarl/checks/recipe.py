@@ -30,7 +30,7 @@ from megarl.checks.images import check_images
 from megarl.checks.layout import check_cluster, check_layouts
 from megarl.checks.lora import check_lora
 from megarl.checks.machine import check_machine
-from megarl.checks.placement import asked_models, check_placement
+from megarl.checks.placement import check_placement, extra_models
 from megarl.checks.reward_model import check_reward_model
 from megarl.checks.settings import (
     check_batches,
@@ -105,7 +105,7 @@ def check_config(
     built = build(config, checks) if job == "train" else None
     graph = built if isinstance(built, TaskGraph) else None
     roles = graph.roles if graph is not None else None
-    others = check_other_models(config, roles if job == "train" else asked_models(config, job), facts, checks)
+    others = check_other_models(config, roles if job == "train" else extra_models(config, job), facts, checks)
     sizes = {Role.ACTOR: facts, Role.ROLLOUT: facts, **others}
     placement = check_placement(config, graph, job, launcher, checks)
     if placement is not None:

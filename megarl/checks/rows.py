@@ -39,7 +39,7 @@ from megarl.data.teachers import check_teachers
 from megarl.data.templates import no_chat_template, prompt_formatter
 from megarl.rewards import REWARDS
 from megarl.rewards.parts import located
-from megarl.rewards.references import check_answers, explained_scoring, reads_answers, uses_reward
+from megarl.rewards.references import check_answers, explain_missing_columns, reads_answers, uses_reward
 from megarl.rewards.registry import KWARGS, reward_settings
 from megarl.rewards.signatures import OWN, columns_of, form_of
 from megarl.system.errors import ConfigError, DataError, UserError, close_matches
@@ -145,14 +145,14 @@ class _Rows:
             with self._recorded():
                 rows = load_rows(source)
                 known += rows
-                with self._recorded(), explained_scoring(self.config) if scored else contextlib.nullcontext():
+                with self._recorded(), explain_missing_columns(self.config) if scored else contextlib.nullcontext():
                     for row in rows:
                         row.column(self.config.data.prompt_key, "data.prompt_key")
                 if split == "train":
                     with self._recorded():
                         check_teachers(self.config.teacher, rows)
                 if scored:
-                    with self._recorded(), explained_scoring(self.config):
+                    with self._recorded(), explain_missing_columns(self.config):
                         self._check_answers(rows, needless)
                     with self._recorded():
                         self._check_parameters(rows)

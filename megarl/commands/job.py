@@ -179,7 +179,7 @@ def run(arguments: argparse.Namespace) -> int:
         and (code != UserError.exit_code or (begun and steps_in(run_dir / "checkpoints")))
     ):
         first = "fix the problem above, then " if code == UserError.exit_code else ""
-        command = command_to_go_on(arguments, run_dir, config.trainer.resume, begun=begun)
+        command = continue_command(arguments, run_dir, config.trainer.resume, begun=begun)
         print(f"to continue: {first}{command}", file=sys.stderr)
     return code
 
@@ -284,9 +284,9 @@ def refuse_trained(run_dir: Path, command: str) -> None:
         )
 
 
-def command_to_go_on(arguments: argparse.Namespace, run_dir: Path, resume: str, *, begun: bool) -> str:
-    """Return the command that continues the run in its folder, and a description of the checkpoint. `begun`: whether
-    this run has begun; if not, the checkpoints in the folder are an earlier run's.
+def continue_command(arguments: argparse.Namespace, run_dir: Path, resume: str, *, begun: bool) -> str:
+    """Return the command that continues the run, followed by a line with the checkpoint's description. The arguments
+    from `run_dir` on are those of `next_start`.
     """
     from megarl.launchers.attempts import next_start
 

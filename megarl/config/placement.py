@@ -65,11 +65,11 @@ class PlacementConfig(Section):
         return _TEAM_RESTARTS if len(self.teams) > 1 or self.auto is not None else 0
 
     @property
-    def asks_for_teams(self) -> bool:
-        """Whether the recipe asks for several teams."""
+    def has_several_teams(self) -> bool:
+        """Whether the recipe has several teams, or lets megarl choose them."""
         return bool(self.teams) or self.auto is not None
 
     @property
-    def asking(self) -> int:
+    def request_workers(self) -> int:
         """Number of workers in the team that has only the rollout; with servers they only send requests."""
         return sum(team.devices for team in self.teams.values() if team.roles == ["rollout"])

@@ -158,7 +158,7 @@ class RunStart(Message, topic="start"):
         return bool(self.resumed_at)
 
     @property
-    def shown_from(self) -> int | None:
+    def recorded_until(self) -> int | None:
         """The step after which the run's record continues; -1: record step 0 again; None: there is no record yet."""
         return -1 if self.resumed_at == 0 else self.resumed_at
 

@@ -111,7 +111,7 @@ class Placement:
         return team
 
     @property
-    def asking(self) -> int:
+    def request_workers(self) -> int:
         """Number of workers in teams with only the rollout; with servers they hold no model and send requests."""
         return sum(team.devices for team in self.teams if team.roles == (Role.ROLLOUT,))
 

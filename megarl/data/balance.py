@@ -166,7 +166,7 @@ def share_groups(tokens: Sequence[int], parts: int, cuts: Sequence[int] = ()) ->
     totals = [0] * parts
     for start, end in _mini_batches(len(sizes), cuts):
         batch = sizes[start:end]
-        sets = _evened(balance(batch, parts, equal_counts=True), batch)
+        sets = _balanced(balance(batch, parts, equal_counts=True), batch)
         fullest_first = sorted(sets, key=lambda places: -int(batch[places].sum()))
         least_first = sorted(range(parts), key=totals.__getitem__)
         for part, places in zip(least_first, fullest_first, strict=True):
@@ -203,7 +203,7 @@ def _mini_batches(count: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
     return list(itertools.pairwise([0, *(cut for cut in cuts if 0 < cut < count), count]))
 
 
-def _evened(parts: list[list[int]], sizes: np.ndarray) -> list[list[int]]:
+def _balanced(parts: list[list[int]], sizes: np.ndarray) -> list[list[int]]:
     """Exchange items between the fullest part and any other until no exchange makes it smaller, or it is near the mean.
     `_exchange` compares the fullest part with the lightest only, since hundreds of parts cost too much."""
     owner = np.zeros(len(sizes), dtype=np.int64)

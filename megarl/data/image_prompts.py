@@ -85,7 +85,7 @@ class ImagePrompts:
                 where=row.where,
                 found=f"{ids.count(self.token)} tokens, {count(len(values), 'image')}",
                 allowed=f"{MARK} for each image",
-                fix=row.way_out,
+                fix=row.column_fix,
             )
         images, tokens, unit = iter(values), list[int](), self.settings.patch * self.settings.merge
         for token in ids:

@@ -27,7 +27,7 @@ def are_parts(value: Sequence[Any]) -> bool:
     )
 
 
-def taken_apart(observation: Any, images: ImagePrompts | None) -> tuple[Any, list[ImageSet]]:
+def separate_images(observation: Any, images: ImagePrompts | None) -> tuple[Any, list[ImageSet]]:
     """Separate an observation into its text, with the text of an image in place of each image, and the images.
 
     Image tokens in texts, which may be the policy's own words, are removed until none is left, because each would count

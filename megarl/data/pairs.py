@@ -48,7 +48,7 @@ def as_pairs(rows: Sequence[Row], config: DataConfig, settings: PreferenceConfig
                 where=row.where,
                 found=margin,
                 allowed="a finite number",
-                fix=row.way_out,
+                fix=row.column_fix,
             )
         if chosen != rejected:
             pairs.append(_with_prompt(row, config, settings, chosen, rejected))
@@ -108,7 +108,7 @@ def label_of(row: Row, settings: PreferenceConfig) -> bool:
             where=row.where,
             found=label,
             allowed="true or false, or 1 or 0",
-            fix=row.way_out,
+            fix=row.column_fix,
         )
     return bool(label)
 
@@ -119,7 +119,7 @@ def _no_response(row: Row, key: str, value: Any) -> DataError:
         where=row.where,
         found=value,
         allowed="text, or chat messages",
-        fix=row.way_out,
+        fix=row.column_fix,
     )
 
 

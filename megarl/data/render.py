@@ -132,14 +132,14 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str], rows: Sequence[Row], *,
         ids = to_continue(tokenizer, ids)
     for text, row, tokens in zip(texts, rows, ids, strict=True):
         if not tokens:
-            raise DataError("the text has no tokens", where=row.where, found=text, fix=row.way_out)
+            raise DataError("the text has no tokens", where=row.where, found=text, fix=row.column_fix)
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in tokens:
             unknown = (c for c in text if tokenizer.unk_token_id in tokenizer(c, add_special_tokens=False)["input_ids"])
             raise DataError(
                 f"the tokenizer has no token for {next(unknown, text[:80])!r}",
                 where=row.where,
                 found=text[:200],
-                fix=f"add it to the tokenizer (model.tokenizer 'chars:...'), or {row.way_out}",
+                fix=f"add it to the tokenizer (model.tokenizer 'chars:...'), or {row.column_fix}",
             )
     return ids
 

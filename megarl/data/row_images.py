@@ -52,7 +52,7 @@ def row_images(row: Row, key: str, prompt_key: str, limit: int | None) -> list[A
             where=row.where,
             found=len(images),
             allowed=f"data.limit_images: {limit}",
-            fix=f"raise the limit, or {row.way_out}",
+            fix=f"raise the limit, or {row.column_fix}",
         )
     return images
 
@@ -95,5 +95,5 @@ def check_marks(text: str, images: int, key: str, row: Row) -> None:
             where=row.where,
             found=text[:120],
             allowed=f"{MARK} once for each image of column {key!r}",
-            fix=f"write {MARK} where the image belongs, as with data.format_prompt, or {row.way_out}",
+            fix=f"write {MARK} where the image belongs, as with data.format_prompt, or {row.column_fix}",
         )

@@ -51,7 +51,7 @@ class Row(dict):
         return f"{self.source}:{self.number}" if self.unit == "line" else f"{self.source} row {self.number}"
 
     @property
-    def way_out(self) -> str:
+    def column_fix(self) -> str:
         """The fix to suggest when the user cannot correct the column."""
         return "write the prompt in another way" if self.unit == PROMPT else "remove the row"
 

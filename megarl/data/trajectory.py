@@ -101,7 +101,7 @@ class Trajectory:
         self._need_token(end_token, version)
         self.end("error")
 
-    def end_unsaid(self, end_token: int, version: int) -> None:
+    def end_before_turn(self, end_token: int, version: int) -> None:
         """End the episode because its time limit passed before the first token of a turn; drop the last observation.
 
         An episode without a finished turn becomes one end token that is not trained on.

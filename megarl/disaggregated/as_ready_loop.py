@@ -258,7 +258,7 @@ class AsReadyLoop:
         if self._wanted or not self.c.layout.is_lead or now - self._checked_s < _LOOK_S:
             return self._wanted
         self._checked_s = now
-        return self.c.buffer.has_come(UpdateWanted.name_of(self._update_number))
+        return self.c.buffer.has_arrived(UpdateWanted.name_of(self._update_number))
 
     def _score(self, groups: Sequence[tuple[int, list[Trajectory]]]) -> None:
         """Turn generated groups into samples, and run this team's nodes up to the first that waits for rewards."""
@@ -324,7 +324,7 @@ class AsReadyLoop:
             NoSignalError: `max_rounds` * `data.batch_size` groups in a row were rejected.
         """
         config, scores = self.c.config, list[list[float]]()
-        required = sampling.asked_of_groups(config)
+        required = sampling.group_condition(config)
         if required is None:
             return set()
         admitted = sampling.admitted(self.c.context, batch, scores)

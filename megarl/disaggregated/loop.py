@@ -98,7 +98,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         accept_start(c, graph, checkpoints)
         # The recorder is opened after all checks, so that a start that fails them does not change the run's record.
         part: Part = "second" if config.sft.steps else "whole"
-        with Recorder(c, "train", config.trainer.steps, start.shown_from, part) as recorder:
+        with Recorder(c, "train", config.trainer.steps, start.recorded_until, part) as recorder:
             publish(c, c.context.step)
             if not start.begun and not c.team.finished and config.validation.before_train and config.data.held_out:
                 checkpoints.rate_start(_validate_first(c, recorder))

@@ -19,7 +19,7 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.observations import are_parts, taken_apart
+from megarl.data.observations import are_parts, separate_images
 from megarl.envs.protocol import Action, Environment, Step
 from megarl.system.errors import MegarlError, UserError, describe
 from megarl.system.imports import is_of_user
@@ -157,9 +157,9 @@ class Host:
         """Return the reply with its images read, in a thread if there may be images, since reading takes long."""
         try:
             if self._images is None:
-                reply.observation, _ = taken_apart(reply.observation, None)
+                reply.observation, _ = separate_images(reply.observation, None)
             else:
-                reply.observation, reply.images = await self.call(taken_apart, reply.observation, self._images)
+                reply.observation, reply.images = await self.call(separate_images, reply.observation, self._images)
         except UserError as error:
             raise _Refused(f"the environment returned an observation that cannot be read: {error}") from error
         return reply

@@ -183,14 +183,14 @@ class Activations:
         products = 2 * t * width + self.held * facts.hidden
         weights = 2 * width * facts.hidden + t * (facts.hidden + width) if tp > 1 else 0.0
         dense = max(products, weights - 2 * t * width)
-        rows = self._rows_on_their_way if facts.is_moe else 0.0
+        rows = self._expert_rows if facts.is_moe else 0.0
         gathered = t * facts.hidden if self.split_stream else 0.0  # one buffer of Megatron that all layers share
         most = max(element * dense if self.sparse < 1 else 0.0, rows)
         again = self.layer if self.engine.recompute == "full" else 0.0
         return most + element * gathered + again
 
     @property
-    def _rows_on_their_way(self) -> float:
+    def _expert_rows(self) -> float:
         """Most temporary bytes of a layer's expert rows, in the backward pass or while divided experts are summed."""
         ways, element = self.parallel.expert_tp, self.element
         backward = 4 * element * ways

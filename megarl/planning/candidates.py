@@ -185,7 +185,7 @@ class Space:
         spreads = []
         for tp in sizes:
             for many in range(1, -(-each // tp)):
-                lending = min(self.config.placement.asking or 1, tp * many)  # workers that have GPUs to lend
+                lending = min(self.config.placement.request_workers or 1, tp * many)  # workers that have GPUs to lend
                 teams = self._two_teams(each - tp * many, lending)
                 spreads.append(Spread(each - tp * many + lending, many, tp, teams=teams))
         return spreads
@@ -203,8 +203,8 @@ class Space:
                 fix="count the devices of servers and training in --hardware",
             )
         if self.config.async_.max_staleness:
-            asking = self.config.placement.asking or 1
-            return [Spread(left + asking, teams=self._two_teams(left, asking))]
+            request_workers = self.config.placement.request_workers or 1
+            return [Spread(left + request_workers, teams=self._two_teams(left, request_workers))]
         return [Spread(left)]
 
     def _rollout_teams(self) -> list[Spread]:
@@ -222,7 +222,7 @@ class Space:
 
         They are multiples of an eighth of all devices (or of 1), whole machines, and the recipe's own number.
         """
-        hardware, given = self.hardware, self.config.placement.asking
+        hardware, given = self.hardware, self.config.placement.request_workers
         step, machines = max(1, hardware.devices // _EIGHTHS), max(1, hardware.nodes // (2 * _EIGHTHS))
         whole = range(machines * hardware.per_node, hardware.devices, machines * hardware.per_node)
         return sorted(

@@ -31,7 +31,7 @@ from megarl.planning.shards import (
 )
 from megarl.planning.terms import Moment, Term, held, term
 from megarl.planning.vision import image_patches, patch_bytes, patch_tokens
-from megarl.planning.weight_sync import WeightSyncMemory, weights_travel
+from megarl.planning.weight_sync import WeightSyncMemory, sends_weights
 from megarl.system.offload_schedule import (
     ACTOR,
     ALWAYS,
@@ -276,7 +276,7 @@ def device_memory(
     cache = [] if known is None else [_server_cache(config, sizes, known.server_share, free)]
     on_its_own = [Moment("a server", (*servers, *cache))] if servers and not shared else []
     generation = _generation(config, sizes, team, job, gpu=gpu) + (cache if shared else [])
-    travels = gpu and job != "sft" and weights_travel(config, team)
+    travels = gpu and job != "sft" and sends_weights(config, team)
     sync = WeightSyncMemory(config, models.facts[ACTOR], team) if travels else None
     if job in ("eval", "generate"):
         weights = models.state[ACTOR][PARAMETERS]

@@ -120,7 +120,7 @@ class ModelPass:
         """
         budget, images = self.engine.micro_batch_tokens, 0.0
         if share.patches:
-            images = share.patches * patch_tokens(self.facts, self.parallel, self.engine, learns=self._sees_to_learn)
+            images = share.patches * patch_tokens(self.facts, self.parallel, self.engine, learns=self._trains_vision)
         group = share.group * share.length + images
         together = budget // group * share.group if group <= budget else (budget - images) // share.length
         each = max(1.0, together, budget // (share.length + images))
@@ -172,7 +172,7 @@ class ModelPass:
         ]
 
     @property
-    def _sees_to_learn(self) -> bool:
+    def _trains_vision(self) -> bool:
         return "tower" not in self.facts.frozen
 
     def _encoder(self, share: Share, passes: float, *, train: bool) -> float:
@@ -185,7 +185,7 @@ class ModelPass:
         if encoder is None or not share.patches:
             return 0.0
         images = max(1.0, share.samples / share.group)
-        times = passes if self._sees_to_learn else 1.0
+        times = passes if self._trains_vision else 1.0
         products = images * image_flops(encoder, [share.patches])
         seconds = times * products / (peak * given.gemm_share * self._filled(images * share.patches))
         elements = images * share.patches * patch_bytes(encoder, 1, recompute=False)

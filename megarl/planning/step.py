@@ -69,7 +69,11 @@ def occupied(config: RunConfig, placement: Placement) -> int:
     workers, servers = sum(team.devices for team in placement.teams), config.rollout.servers
     if servers is None:
         return workers
-    return workers - placement.asking + max(0 if servers.urls else placement.asking, server_devices(config))
+    return (
+        workers
+        - placement.request_workers
+        + max(0 if servers.urls else placement.request_workers, server_devices(config))
+    )
 
 
 @dataclass(frozen=True)

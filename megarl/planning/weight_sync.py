@@ -89,7 +89,7 @@ class WeightSyncMemory:
         return terms
 
 
-def weights_travel(config: RunConfig, team: TeamPlan) -> bool:
+def sends_weights(config: RunConfig, team: TeamPlan) -> bool:
     """Return whether other processes than the team's generate with its weights; preference recipes do not generate."""
     if Role.ACTOR not in team.roles:
         return False

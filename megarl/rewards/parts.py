@@ -77,9 +77,9 @@ class Rewards:
             raise
 
     @property
-    def asks_images(self) -> bool:
+    def uses_images(self) -> bool:
         """Whether a function uses the images of samples."""
-        return any(runner.asks_images for runner in self._runners.values())
+        return any(runner.uses_images for runner in self._runners.values())
 
     def submit(self, samples: list[Sample], images: Sequence[list[str]] | None = None) -> Submitted:
         """Start scoring a batch, as `RewardRunner.submit`."""
@@ -87,7 +87,7 @@ class Rewards:
         if images is not None:
             seen = [{**sample, IMAGES: pictures} for sample, pictures in zip(samples, images, strict=True)]
         runners = self._runners.items()
-        handles = {label: runner.submit(seen if runner.asks_images else samples) for label, runner in runners}
+        handles = {label: runner.submit(seen if runner.uses_images else samples) for label, runner in runners}
         return Submitted(handles, len(samples))
 
     def result(self, handle: Submitted) -> list[Result]:

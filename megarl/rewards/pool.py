@@ -101,7 +101,7 @@ class ScorerPool:
         self._mode, self._size, self._repeats, self._quiet = mode, size, repeats, quiet
         self._sample_limit_s, self._limit_result = sample_limit_s, limit_result
         self._workers: list[PoolProcess] = []
-        self.asks_images = False  # known once a process has loaded the function
+        self.uses_images = False  # known once a process has loaded the function
         self._start_missing()
         try:
             self._await_ready(time.monotonic() + START_TIMEOUT_S)
@@ -157,7 +157,7 @@ class ScorerPool:
         until = deadline
         if self._sample_limit_s is not None:
             until = min([until, *(w.since + self._sample_limit_s for w in self._workers if w.chunk)])
-        for worker in self._with_news(until - time.monotonic()):
+        for worker in self._ready_processes(until - time.monotonic()):
             worker.flush()
             try:
                 for message in worker.receive():
@@ -178,7 +178,7 @@ class ScorerPool:
                 batch.pending.extendleft([left[1:]] if left[1:] else [])
                 self._start_missing()
 
-    def _with_news(self, wait_s: float) -> list[PoolProcess]:
+    def _ready_processes(self, wait_s: float) -> list[PoolProcess]:
         """Return the processes that wrote, ended or can receive more within `wait_s` seconds."""
         poll, by_handle = select.poll(), {worker.fileno(): worker for worker in self._workers}
         for handle, worker in by_handle.items():
@@ -207,7 +207,7 @@ class ScorerPool:
         elif kind == "idle" and worker.chunk and (not worker.left or self._stopped(worker, outcomes)):
             worker.chunk = []
         elif kind == "ready" and not worker.ready:
-            self.asks_images = flag(message.get("images"), "the field `images` of an answer")
+            self.uses_images = flag(message.get("images"), "the field `images` of an answer")
             worker.ready = True
         elif kind == "refused" and (not worker.ready or self._setup["name"] in REWARDS.names()):
             raise ConfigError(cut(str(message.get("text")), _REFUSAL))

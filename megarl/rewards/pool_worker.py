@@ -55,8 +55,8 @@ def serve(parent: socket.socket, load: Callable[[dict[str, Any]], tuple[Work, bo
         return
     sys.path[:] = setup["sys_path"]
     try:
-        work, asks_images = load(setup)
-        parent.sendall(pack({"kind": "ready", "images": asks_images}))
+        work, uses_images = load(setup)
+        parent.sendall(pack({"kind": "ready", "images": uses_images}))
         for message in messages:
             for index, outcome in work(unpacked(message), message["stop_at_failure"]):
                 parent.sendall(pack({"kind": "scored", "index": index, **plain_outcome(outcome)}))
@@ -81,9 +81,9 @@ def _scoring(setup: dict[str, Any]) -> tuple[Work, bool]:
     scorer = load_scorer(setup["name"], setup["mode"], setup["kwargs"])
 
     def work(samples: list[Any], stop_at_failure: bool) -> Iterable[tuple[int, Any]]:
-        return score(scorer, with_images(samples) if scorer.asks_images else samples, stop_at_failure)
+        return score(scorer, with_images(samples) if scorer.uses_images else samples, stop_at_failure)
 
-    return work, scorer.asks_images
+    return work, scorer.uses_images
 
 
 if __name__ == "__main__":

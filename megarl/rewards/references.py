@@ -36,7 +36,7 @@ def reads_answers(config: RunConfig) -> bool:
 
 
 @contextlib.contextmanager
-def explained_scoring(config: RunConfig) -> Iterator[None]:
+def explain_missing_columns(config: RunConfig) -> Iterator[None]:
     """Convert errors of missing columns inside the block: in a recipe that learns from preferences, the DataError
     explains that scoring needs prompts with answers."""
     try:

@@ -67,7 +67,7 @@ class Scorer:
             mode; a result is a number or a dict with `overall`.
         file: source file, to find the user's line in a traceback.
         kwargs: all settings of a function that declares them, else the given ones.
-        asks_images: the function uses the images of samples.
+        uses_images: the function uses the images of samples.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Scorer:
     mode: Mode
     file: str
     kwargs: dict[str, Any] = field(default_factory=dict)
-    asks_images: bool = False
+    uses_images: bool = False
 
 
 def mode_of(name: str, mode: Mode) -> Mode:
@@ -123,7 +123,7 @@ def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any], *, images: bool =
     asks = False
     if name not in REWARDS.names():
         signature = _signature(function)
-        asks = signatures.asks_images(signature, kwargs)
+        asks = signatures.uses_images(signature, kwargs)
         if not images:
             refuse_images(name, signature, kwargs)
         function = signatures.adapt(function, signature, mode)

@@ -95,9 +95,9 @@ class RewardRunner:
         self._thread.start()
 
     @property
-    def asks_images(self) -> bool:
+    def uses_images(self) -> bool:
         """Whether the function uses the images of samples."""
-        return self._pool is not None and self._pool.asks_images
+        return self._pool is not None and self._pool.uses_images
 
     def submit(self, samples: list[Sample]) -> RewardHandle:
         """Start scoring. Every sample has `prompt`, `response`, `answer`, ... and `uid`; the list must not change."""

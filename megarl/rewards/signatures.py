@@ -73,20 +73,20 @@ def columns_of(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> list[
     return [p.name for p in settings_of(signature) if p.default is p.empty and p.name not in kwargs]
 
 
-def asks_images(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> bool:
+def uses_images(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a function uses the images of samples: it has the parameter `images`, and no setting fills it."""
     return IMAGES in signature.parameters and IMAGES not in kwargs
 
 
 def requires_images(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a function cannot be called without the images of samples."""
-    return asks_images(signature, kwargs) and signature.parameters[IMAGES].default is inspect.Parameter.empty
+    return uses_images(signature, kwargs) and signature.parameters[IMAGES].default is inspect.Parameter.empty
 
 
 def bind(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> None:
     """Raise TypeError if a function cannot be called with `reward.kwargs`, whatever the columns of the data."""
     form = form_of(signature)
-    images: dict[str, Any] = {IMAGES: []} if asks_images(signature, kwargs) else {}
+    images: dict[str, Any] = {IMAGES: []} if uses_images(signature, kwargs) else {}
     if form is OWN:
         signature.bind(None, **images, **kwargs)
         return
@@ -139,7 +139,7 @@ def _own(function: Callable[..., Any], signature: inspect.Signature, mode: str) 
     def call(first: Any, **kwargs: Any) -> Any:
         images = {}
         has_images = IMAGES in (first[0] if isinstance(first, list) else first)
-        if asks_images(signature, kwargs) and (has_images or requires_images(signature, kwargs)):
+        if uses_images(signature, kwargs) and (has_images or requires_images(signature, kwargs)):
             images = {IMAGES: list(map(_images, first)) if isinstance(first, list) else _images(first)}
         return _awaited(function(first, **images, **kwargs))
 

@@ -444,7 +444,7 @@ class GroupGenerator:
             elif trajectory.in_turn:
                 trajectory.end_turn("abort")
             else:
-                trajectory.end_unsaid(self._eos_ids[0], self._engine.weight_version)
+                trajectory.end_before_turn(self._eos_ids[0], self._engine.weight_version)
             self._cut.discard(slot)
             if trajectory.ended_by or trajectory.is_unanswered:
                 ended.append(slot)

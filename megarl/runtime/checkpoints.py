@@ -18,7 +18,7 @@ from megarl.data.groups import group_places
 from megarl.runtime.checkpoint_part import FOLDER, CheckpointPart, newest_intact, save_requests
 from megarl.runtime.early_stop import EarlyStop
 from megarl.runtime.files_read import FilesRead, changed_lines, files_read
-from megarl.runtime.frozen_models import put_aside, take_up_reference
+from megarl.runtime.frozen_models import install_reference, set_aside_reference
 from megarl.runtime.resume_compatibility import (
     Command,
     buffered_entry,
@@ -192,7 +192,7 @@ class Checkpoints(CheckpointPart):
         if self._world.rank == 0:
             if not self._begun:
                 self._leave_others()
-            take_up_reference(self._c.run_dir)
+            install_reference(self._c.run_dir)
             self._requests[-1].unlink(missing_ok=True)  # a killed launcher may have left a request
             if self._withdraws:
                 forget_exported(self._c.run_dir)
@@ -208,7 +208,7 @@ class Checkpoints(CheckpointPart):
         if aside is not None:
             print(f"checkpoints of steps that this run does not continue are now in {aside}", flush=True)
             if not self._continues:
-                put_aside(self._c.run_dir, aside)
+                set_aside_reference(self._c.run_dir, aside)
 
     def load(self, source: Path) -> None:
         """Restore the run from the checkpoint `source`, which `find` has chosen."""

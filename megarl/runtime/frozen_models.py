@@ -60,7 +60,7 @@ def keep_reference(c: RankState, *, resumed_from: Path | None, begun: bool) -> R
     Collective over the actor's team. The reference is `reference.path`, else the actor at the start of RL. In this
     case it is the actor with adapters off if the adapters change nothing yet, `model.path` if its weights are
     unchanged, else a copy in the run folder, because a resumed run starts from a later actor. A run that resumes from
-    another run's checkpoint uses that run's reference. The copy lies in a temporary folder until `take_up_reference`,
+    another run's checkpoint uses that run's reference. The copy lies in a temporary folder until `install_reference`,
     because later checks may still reject the start.
 
     Args:
@@ -201,7 +201,7 @@ def _export_actor(c: RankState, folder: Path) -> None:
 
 
 def now_at(run_dir: Path, source: str) -> str:
-    """Return the folder to which `take_up_reference` has moved weights that `keep_reference` wrote to `source`."""
+    """Return the folder to which `install_reference` has moved weights that `keep_reference` wrote to `source`."""
     taken_up = Path(source) == run_dir / NEXT_REFERENCE and not _is_model(Path(source))
     return str(run_dir / FOLDER) if taken_up else source
 
@@ -215,7 +215,7 @@ def drop_refused_start(c: RankState) -> None:
         drop_start(c.run_dir)
 
 
-def take_up_reference(run_dir: Path) -> None:
+def install_reference(run_dir: Path) -> None:
     """Move the reference of an accepted start to its final folder in the run folder. One rank calls this."""
     shutil.rmtree(run_dir / START_WEIGHTS, ignore_errors=True)
     if _is_model(run_dir / NEXT_REFERENCE):
@@ -265,7 +265,7 @@ def kept_reference(checkpoint: Path) -> Path:
     return folder
 
 
-def put_aside(run_dir: Path, aside: Path) -> None:
+def set_aside_reference(run_dir: Path, aside: Path) -> None:
     """Move the reference of a run that starts over into the folder `aside` with its old checkpoints."""
     if _is_model(run_dir / FOLDER):
         (run_dir / FOLDER).rename(aside / FOLDER)

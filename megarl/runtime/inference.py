@@ -12,7 +12,7 @@ from megarl.artifacts.lock import refuse_if_taken
 from megarl.config.run import RunConfig
 from megarl.data.loader import rounds
 from megarl.data.sources import TEXT
-from megarl.rewards.references import explained_scoring
+from megarl.rewards.references import explain_missing_columns
 from megarl.runtime import validate
 from megarl.runtime.frozen_models import check_base
 from megarl.runtime.generation import open_rollout, publish
@@ -34,7 +34,7 @@ _ROUND = 1024  # prompts whose responses are in memory at the same time
 
 def evaluate(config: RunConfig, run_dir: Path) -> None:
     """Generate for `data.val_files` with `validation.sampling` and score; metrics are logged as stage `eval`."""
-    with explained_scoring(config):
+    with explain_missing_columns(config):
         c = build_rank_state(config, run_dir, trainable=False)
     try:
         _restore(c)

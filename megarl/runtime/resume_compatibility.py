@@ -327,7 +327,7 @@ def refuse_other_sampling(step: int, saved: Mapping[str, Any], config: RunConfig
             where="async.order",
             found=config.async_.order,
             allowed=order,
-            fix=_way_out(step, held, f"async.order={order}"),
+            fix=_resume_fix(step, held, f"async.order={order}"),
         )
     if order == "in_order" and config.async_.max_staleness < held - 1:
         raise ConfigError(
@@ -346,7 +346,7 @@ def refuse_other_sampling(step: int, saved: Mapping[str, Any], config: RunConfig
                 where=key,
                 found=now,
                 allowed=str(before[key]),
-                fix=_way_out(step, held, f"{key}={before[key]}"),
+                fix=_resume_fix(step, held, f"{key}={before[key]}"),
             )
     _refuse_other_fields(step, held, saved["fields"], placement)
 
@@ -365,7 +365,7 @@ def refuse_left_out(step: int, prompts: int, config: RunConfig) -> None:
         where="async.order",
         found=config.async_.order,
         allowed="as_ready",
-        fix=_way_out(step, steps, "async.order=as_ready"),
+        fix=_resume_fix(step, steps, "async.order=as_ready"),
     )
 
 
@@ -378,7 +378,7 @@ def _refuse_other_fields(step: int, held: int, kept: Mapping[str, Sequence[str]]
             where="placement",
             found="the rollout in the actor's team",
             allowed="a team of its own for the rollout",
-            fix=_way_out(step, held, "the earlier placement"),
+            fix=_resume_fix(step, held, "the earlier placement"),
         )
     given = placement.given_by(team.name)
     lacking = [
@@ -394,11 +394,11 @@ def _refuse_other_fields(step: int, held: int, kept: Mapping[str, Sequence[str]]
             where="recipe",
             found=", ".join(lacking),
             allowed="; ".join(f"{', '.join(fields)} of {node}" for node, fields in kept.items()),
-            fix=_way_out(step, held, "the earlier recipe"),
+            fix=_resume_fix(step, held, "the earlier recipe"),
         )
 
 
-def _way_out(step: int, held: int, before: str) -> str:
+def _resume_fix(step: int, held: int, before: str) -> str:
     """Return the fix for a message: train `held` more steps on the checkpoint's samples with the setting `before`."""
     last = step + held
     steps = f"step {last}" if held == 1 else f"steps {step + 1} to {last}"

@@ -118,7 +118,7 @@ def evaluate(c: RankState, recorder: Recorder, step: int, *, films: bool = False
     if result is None:
         return None
     recorder.samples(step, result.rows)
-    return _take_up(c, result)
+    return _record_metrics(c, result)
 
 
 def _evaluate_pairs(c: RankState, data: PairDataset | LabelledDataset) -> float:
@@ -142,7 +142,7 @@ def _evaluate_pairs(c: RankState, data: PairDataset | LabelledDataset) -> float:
     return c.layout.dp_group.reduce_metrics(metrics).result()["val/acc"]
 
 
-def _take_up(c: RankState, result: Validation) -> float:
+def _record_metrics(c: RankState, result: Validation) -> float:
     """Add the evaluation's metrics to the step's metrics; return the accuracy over all ranks."""
     numbers = c.layout.dp_group.reduce_metrics(result.metrics).result()
     if "val/acc" not in numbers:

@@ -71,7 +71,7 @@ def _run(entry: str, config_path: Path, run_dir: Path, worker: int) -> int:
             path = next_config(run_dir) if WATCHED in os.environ else config_path
             config = hide_credentials(load_config(path))
             if worker == 0 and config.tracking.console != "quiet":
-                telling.enter_context(tell_waits())
+                telling.enter_context(print_long_waits())
             if config.cluster.threads is not None:  # read by OpenMP when torch is imported, below
                 os.environ["OMP_NUM_THREADS"] = str(config.cluster.threads)
             function = import_callable(entry, where="--entry", component=False)
@@ -114,7 +114,7 @@ _TRAINING = ("step", "sft")
 
 
 @contextlib.contextmanager
-def tell_waits(silent_s: float = 4.0, every_s: float = 5.0) -> Iterator[None]:
+def print_long_waits(silent_s: float = 4.0, every_s: float = 5.0) -> Iterator[None]:
     """Print the current phase if it takes long, except in training steps after the first one.
 
     Args:
@@ -221,14 +221,14 @@ def leave_to_launcher(run_dir: Path) -> Iterator[None]:
         if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, ask)
             signal.siginterrupt(number, False)  # the signal does not interrupt system calls of libraries
-    os.register_at_fork(after_in_child=_as_always)
+    os.register_at_fork(after_in_child=_restore_signals)
     try:
         yield
     finally:
         working = False
 
 
-def _as_always() -> None:
+def _restore_signals() -> None:
     for number in _LEFT:
         signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
 

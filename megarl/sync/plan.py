@@ -229,7 +229,7 @@ def _route(
     }
     sender_of = _assign(tensors, holders, pools, ranks, ITEMSIZE[dtype])
     givers = {
-        name: tuple((region, _giver(who, sender_of[name], ranks)) for region, who in regions)
+        name: tuple((region, _provider(who, sender_of[name], ranks)) for region, who in regions)
         for name, regions in holders.items()
     }
     names: dict[int, list[str]] = {}
@@ -245,7 +245,7 @@ def _route(
     return Route(replica, receivers, senders, givers)
 
 
-def _giver(who: tuple[int, ...], sender: int, ranks: Sequence[TrainerRank]) -> int:
+def _provider(who: tuple[int, ...], sender: int, ranks: Sequence[TrainerRank]) -> int:
     """Return the rank that provides a region: the sender if it holds it, else a rank on its host, else the first
     holder."""
     if sender in who:
@@ -316,14 +316,14 @@ def _in_turn(buckets: Iterable[Bucket], bound: int) -> tuple[Bucket, ...]:
     return tuple(ordered)
 
 
-def goes_as_fp8(name: str) -> bool:
+def is_sent_as_fp8(name: str) -> bool:
     """Return whether `sync.fp8` quantises the matrix with this Hugging Face name."""
     return name.endswith(".weight") and not any(part in name for part in _NOT_FP8)
 
 
 def wire_tensors(name: str, shape: tuple[int, ...], dtype: str, fp8: bool) -> list[Entry]:
     """Return the tensors that are sent for one Hugging Face tensor, all with offset 0."""
-    if fp8 and len(shape) == 2 and goes_as_fp8(name):
+    if fp8 and len(shape) == 2 and is_sent_as_fp8(name):
         blocks = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
         values = Entry(name, shape, "float8_e4m3fn", 0, math.prod(shape), name)
         return [values, Entry(f"{name}_scale_inv", blocks, "float32", 0, 4 * math.prod(blocks), name)]

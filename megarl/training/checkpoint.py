@@ -218,7 +218,7 @@ def load_random_states(folder: Path, layout: Layout) -> None:
 
 def _load_random_states(folder: Path, meta: dict[str, Any], layout: Layout, engines: Collection[str]) -> None:
     """Load the random states that the team with `engines` wrote, if it had this layout. Collective."""
-    same = (team for team in _teams_in(meta) if _wrote_for(team, engines) and team["layout"] == layout.describe())
+    same = (team for team in _teams_in(meta) if _wrote(team, engines) and team["layout"] == layout.describe())
     if (team := next(same, None)) is not None:
         load_rng(folder / rng_name(team["workers"][0] + layout.world.rank))
     layout.world.barrier()
@@ -232,14 +232,14 @@ def _teams_in(meta: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"workers": [0, size], "layout": meta["layout"], "engines": list(meta["optimizer_steps"])}]
 
 
-def _wrote_for(team: dict[str, Any], engines: Collection[str]) -> bool:
+def _wrote(team: dict[str, Any], engines: Collection[str]) -> bool:
     """Return whether the team wrote one of `engines`; if `engines` is empty, whether the team has no engines."""
     return bool({*engines} & {*team["engines"]}) if engines else not team["engines"]
 
 
 def _files_for(meta: dict[str, Any], engines: Collection[str]) -> dict[str, FileChecksum]:
     """Return the checkpoint's files, without the files of teams that wrote none of `engines`."""
-    other = [team["workers"] for team in _teams_in(meta) if not _wrote_for(team, engines)]
+    other = [team["workers"] for team in _teams_in(meta) if not _wrote(team, engines)]
     numbers = [first + rank for first, size in other for rank in range(size)]
     left_out = {name for number in numbers for name in (shard_name(number), rng_name(number))}
     return {name: checksum for name, checksum in meta["files"].items() if name not in left_out}
@@ -321,7 +321,7 @@ def verify(folder: Path, world: WorkerGroup, engines: Collection[str] | None = N
     lines = [wrong]
     if not wrong:
         checksums = meta["files"] if engines is None else _files_for(meta, engines)
-        lines = faults(folder, checksums, world, stranger=lambda path: _stranger(path, meta["tag"]))
+        lines = faults(folder, checksums, world, foreign_reason=lambda path: _foreign_reason(path, meta["tag"]))
     if lines:
         raise _damaged(folder, few(lines))
     return meta
@@ -333,7 +333,7 @@ def _damaged(folder: Path, fault: str) -> CheckpointError:
     )
 
 
-def _stranger(path: Path, tag: str) -> str | None:
+def _foreign_reason(path: Path, tag: str) -> str | None:
     """Return a message if a rank's file belongs to another checkpoint, else None."""
     if not path.name.startswith("rank_"):
         return None

@@ -56,17 +56,17 @@ def faults(
     checksums: Mapping[str, FileChecksum],
     world: WorkerGroup,
     *,
-    stranger: Callable[[Path], str | None] = lambda path: None,
+    foreign_reason: Callable[[Path], str | None] = lambda path: None,
     per_machine: bool = False,
 ) -> list[str]:
     """List the files of `folder` that differ from their checksums, one line each; equal on all ranks.
 
     Collective over `world`: all ranks together read every byte once. With `per_machine` the ranks of each machine do
-    so, because each machine may have its own folder. `stranger(path)` may return a more precise message for a changed
+    so, because each machine may have its own folder. `foreign_reason(path)` may return a more precise message for a changed
     file.
     """
     names = _share(sorted(checksums), world, per_machine)
-    lines = [line for name in names if (line := _fault(folder / name, checksums[name], stranger))]
+    lines = [line for name in names if (line := _fault(folder / name, checksums[name], foreign_reason))]
     return list(dict.fromkeys(line for part in world.all_gather_json(lines) for line in part))
 
 
@@ -104,14 +104,14 @@ def few(lines: list[str], n: int = 4) -> str:
     return "; ".join(lines[:n]) + (f"; and {len(lines) - n} more" if len(lines) > n else "")
 
 
-def _fault(path: Path, expected: FileChecksum, stranger: Callable[[Path], str | None]) -> str | None:
+def _fault(path: Path, expected: FileChecksum, foreign_reason: Callable[[Path], str | None]) -> str | None:
     size, checksum = expected
     try:
         with path.open("rb") as file:
             nbytes = opened_size(file)
             if nbytes == size and checksum_of(file)[1] == checksum:
                 return None
-        if why := stranger(path):
+        if why := foreign_reason(path):
             return f"{path.name} {why}"
         if nbytes != size:
             return f"{path.name} has {nbytes:,} bytes, but {size:,} were written"

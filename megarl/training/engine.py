@@ -338,7 +338,7 @@ class MegatronEngine:
         batch = self.sequences.rows(batch)
         if taught is not None:
             assert isinstance(head, LogProbs), "only a policy has a teacher"
-            head = self._taught_head(head, batch[taught.field], taught.terms)
+            head = self._teacher_head(head, batch[taught.field], taught.terms)
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -357,7 +357,7 @@ class MegatronEngine:
         metrics.mean(f"{self.name}/lr", rate, 1)
         return metrics
 
-    def _taught_head(self, base: LogProbs, teacher: Jagged, terms: Terms | None) -> Head:
+    def _teacher_head(self, base: LogProbs, teacher: Jagged, terms: Terms | None) -> Head:
         if terms is None:
             return SoftTargets(base, teacher)
         weight = self.teacher_weight

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.data.observations import taken_apart
+from megarl.data.observations import separate_images
 
 PAD = "<|image_pad|>"
 READER = SimpleNamespace(token_text=PAD, text=f"[{PAD}]", read=lambda value, where: value)
@@ -31,4 +31,4 @@ def text(said: str) -> dict[str, Any]:
     ids=["nested", "parts", "around an image", "other keys"],
 )
 def test_an_image_token_is_taken_out_of_all_text(said, plain):
-    assert taken_apart(said, READER)[0] == plain
+    assert separate_images(said, READER)[0] == plain

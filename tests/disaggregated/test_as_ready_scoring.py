@@ -70,7 +70,7 @@ class Run:
         layout = SimpleNamespace(mp_group=alone, world=alone, is_lead=True, rank=0, dp_rank=0, dp_size=1)
         self.wanted: Callable[[], bool] = lambda: False
         buffer = SimpleNamespace(
-            has_come=lambda name: self.wanted(),
+            has_arrived=lambda name: self.wanted(),
             flow_state=lambda: {"next": 5},
         )
         team = SimpleNamespace(plan=SimpleNamespace(nodes=["rollout"]))

@@ -91,7 +91,7 @@ def test_a_start_that_passes_to_a_critic_only_does_not_stay(worker, tmp_path):
     teams = {"train": TEAMS["train"], "value": TEAMS["value"]}
     passing = tmp_path / "run" / "start.next"
     assert begin(worker("train", teams), None, None) == RunStart(None, None, None, str(passing))
-    frozen_models.take_up_reference(tmp_path / "run")
+    frozen_models.install_reference(tmp_path / "run")
     assert list((tmp_path / "run").iterdir()) == []
 
 
@@ -139,7 +139,7 @@ def test_a_team_that_begins_again_goes_on_after_the_last_step_that_was_over_with
     start = begin(worker("train"), None, None)
     run_dir = tmp_path / "run"
     assert frozen_models.now_at(run_dir, start.reference) == start.reference
-    frozen_models.take_up_reference(run_dir)
+    frozen_models.install_reference(run_dir)
     c = worker("frozen")
     c.team = replace(c.team, restarts=1, finished=3)
     assert follow_start(c) == start

@@ -185,6 +185,6 @@ def test_an_episode_that_said_nothing_in_a_later_turn_drops_what_it_was_told():
     told = Trajectory([1])
     add_turn(told, [5, 6], [-1.0, -2.0], [[3, 2]])
     told.add_observation([7, 8])
-    told.end_unsaid(END, 4)
+    told.end_before_turn(END, 4)
     assert (told.token_ids, told.sampled, told.logprobs, told.versions) == ([5, 6], [True] * 2, [-1.0, -2.0], [[3, 2]])
     assert (told.ended_by, told.finish_reason, told.turns) == ("seconds", "abort", 1)

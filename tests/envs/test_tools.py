@@ -202,7 +202,7 @@ def test_an_image_that_no_encoder_takes_is_told_to_the_model():
 
 def test_a_column_images_is_kept_only_for_functions_that_ask_for_it():
     for row, asks in (({"images": None}, True), ({"images": ["no image"]}, False), ({}, True)):
-        Tools(ToolSettings(tools=["a.py:echo"]), SimpleNamespace(asks_images=asks)).reset(row, 0)
+        Tools(ToolSettings(tools=["a.py:echo"]), SimpleNamespace(uses_images=asks)).reset(row, 0)
 
 
 def test_a_turn_without_a_call_is_the_last_one(answer):

@@ -251,7 +251,7 @@ def test_a_crash_leaves_its_log_in_a_file_of_its_own_for_its_owner_only(
 
 def test_the_command_to_go_on_shows_no_password(tmp_path: Path) -> None:
     arguments = cli.build_parser().parse_args(["train", "r.yaml", "tracking.mlflow_uri=https://me:secret@host"])
-    shown = job.command_to_go_on(arguments, tmp_path, "auto", begun=True)
+    shown = job.continue_command(arguments, tmp_path, "auto", begun=True)
     assert "'tracking.mlflow_uri=https://***@host'" in shown
 
 

@@ -144,7 +144,7 @@ def test_a_ray_of_our_own_asks_for_no_more_shared_memory_than_there_is(
     for module in (ray_launcher, buffer_size):
         monkeypatch.setattr(module, "object_store_bytes", lambda config, placement: 9 << 30)
     monkeypatch.setattr(ray_launcher, "shared_memory_free", lambda: free)
-    monkeypatch.setattr(ray_launcher, "_keep_strangers_out", lambda: None)
+    monkeypatch.setattr(ray_launcher, "_restrict_clients", lambda: None)
     monkeypatch.setattr("ray.init", init)
     config = RunConfig.model_validate({"name": "x", "placement": {"spill": spill}})
     if warns and not spill:

@@ -130,7 +130,7 @@ def test_the_ray_of_a_node_has_such_a_folder(parent: Path, monkeypatch) -> None:
     scripts = SimpleNamespace(cli=calls.append)
     monkeypatch.setitem(sys.modules, "ray.scripts", SimpleNamespace(scripts=scripts))
     monkeypatch.setitem(sys.modules, "ray.serve.scripts", None)
-    monkeypatch.setattr(ray_start, "only_what_runs_ask", contextlib.nullcontext)
+    monkeypatch.setattr(ray_start, "without_unused_programs", contextlib.nullcontext)
     ray_start.main(["--head", "--block"])
     (made,) = parent.iterdir()
     assert calls == [["start", f"--temp-dir={made / ray_folder.INNER}", "--head", "--block"]]

@@ -108,7 +108,7 @@ def test_a_worker_gets_the_place_of_the_one_before_it_or_one_on_its_machine() ->
     workers = RayWorkers.__new__(RayWorkers)
     workers._places = [("a", ["0"]), ("a", ["1"]), ("b", ["0"]), ("b", ["1"])]
     workers._actors = ["old", "b1", "a2", "b0"]
-    workers._seat_again(range(1, 4), [("b", ["1"]), ("a", ["2"]), ("b", ["0"])])
+    workers._reassign_places(range(1, 4), [("b", ["1"]), ("a", ["2"]), ("b", ["0"])])
     assert workers._actors == ["old", "a2", "b0", "b1"]
     assert workers._places == [("a", ["0"]), ("a", ["2"]), ("b", ["0"]), ("b", ["1"])]
 

@@ -58,6 +58,6 @@ def test_a_full_disk_does_not_end_a_job(tmp_path, monkeypatch, capsys):
     folder.set_state(failures=1)
     folder.set_chain(1)
     folder.note_job("8")
-    folder.tell_alive()
+    folder.write_heartbeat()
     assert (folder.path / "alive").stat().st_mtime > 1, "the guard sees that the driver lives"
     assert capsys.readouterr().out.count("No space left on device") == 4

@@ -378,7 +378,7 @@ def test_a_node_that_slurm_does_not_know_any_more_is_lost(world):
 def told_alive(monkeypatch):
     """Times at which the driver tells its guard that it runs."""
     told: list[float] = []
-    monkeypatch.setattr(Folder, "tell_alive", lambda self: told.append(time.monotonic()))
+    monkeypatch.setattr(Folder, "write_heartbeat", lambda self: told.append(time.monotonic()))
     return told
 
 
@@ -389,7 +389,7 @@ def nodes(world, monkeypatch):
     for name, value in world.outside("n1,n2").items():
         monkeypatch.setenv(name, value)
     folder = Folder(world.run_dir)
-    return Nodes(folder, "7", lambda: folder.tell_alive())
+    return Nodes(folder, "7", lambda: folder.write_heartbeat())
 
 
 def test_a_port_of_this_node_that_is_taken_is_passed_over(nodes):

@@ -16,13 +16,13 @@ def accept() -> None:
         return
     from megarl.launchers import ray
 
-    keep_out = ray._keep_strangers_out
+    keep_out = ray._restrict_clients
 
     def then_choose() -> None:
         keep_out()  # before Ray is imported
         choose_worker()
 
-    ray._keep_strangers_out = then_choose
+    ray._restrict_clients = then_choose
 
 
 def choose_worker() -> None:

@@ -116,10 +116,10 @@ def test_the_images_of_samples_are_those_that_the_model_sees():
     assert PATCHES in samples
 
     class Asks:
-        asks_images = True
+        uses_images = True
 
     class Blind:
-        asks_images = False
+        uses_images = False
 
     found = with_images([{"images": own} for own in _images(Asks(), samples)])
     for own, images in zip(rows, found, strict=True):

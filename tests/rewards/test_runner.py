@@ -520,14 +520,14 @@ def _await_end(pids: list[int]) -> bool:
 def pool_until(note: Path, function: str) -> ScorerPool:
     """A pool whose samples are over their limit as soon as something stands in `note`."""
     pool = ScorerPool(function, "sequential", {}, 1, sample_limit_s=600)
-    news = pool._with_news
+    news = pool._ready_processes
 
     def look(wait_s: float) -> list[PoolProcess]:
         if note.exists() and note.read_text():
             pool._sample_limit_s = 0
         return news(min(wait_s, 0.05))
 
-    pool._with_news = look
+    pool._ready_processes = look
     return pool
 
 

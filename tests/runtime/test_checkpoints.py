@@ -24,7 +24,7 @@ from megarl.disaggregated import loop
 from megarl.runtime import export, frozen_models, start
 from megarl.runtime.checkpoint_part import settling
 from megarl.runtime.checkpoints import Checkpoints, SaveBy, check_best_metric
-from megarl.runtime.frozen_models import ReferencePlace, kept_reference, put_aside, unchanged_model
+from megarl.runtime.frozen_models import ReferencePlace, kept_reference, set_aside_reference, unchanged_model
 from megarl.runtime.rank_state import TeamContext
 from megarl.system.comm import WorkerGroup
 from megarl.system.errors import ConfigError, DataError, UserError, WorkerError
@@ -81,7 +81,7 @@ def test_a_run_that_starts_again_leaves_the_reference_with_its_old_checkpoints(t
     for folder in old:
         folder.mkdir()
     model(tmp_path / "reference")
-    put_aside(tmp_path, old[1])  # the first time the run only went back to an earlier step
+    set_aside_reference(tmp_path, old[1])  # the first time the run only went back to an earlier step
     newest = model(tmp_path / "reference")
     assert [kept_reference(folder / "step_1") for folder in old] == [old[1] / "reference"] * 2 + [newest]
     assert kept_reference(tmp_path / "checkpoints" / "step_1") == newest
@@ -566,6 +566,6 @@ def test_the_command_to_go_on_names_where_it_begins(tmp_path, resume, saved, beg
         (tmp_path / "checkpoints" / "step_3").mkdir(parents=True)
         (tmp_path / "checkpoints" / "step_3" / "meta.json").write_text("{}")
     arguments = argparse.Namespace(command="train", recipe="r.yaml", overrides=[], launcher=None)
-    text = job.command_to_go_on(arguments, tmp_path, resume, begun=begun)
+    text = job.continue_command(arguments, tmp_path, resume, begun=begun)
     assert advice in text
     assert ("trainer.resume=auto" in text) == (begun and (resume == "never" or (saved and resume != "auto")))

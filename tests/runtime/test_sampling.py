@@ -20,7 +20,7 @@ from megarl.disaggregated.as_ready_loop import AsReadyLoop
 from megarl.runtime.roles import ActorRole
 from megarl.runtime.stages import logprob
 from megarl.runtime.stages.rollout import record_unknown
-from megarl.runtime.stages.sampling import NoSignalError, admitted, asked_of_groups, dynamic_sampling
+from megarl.runtime.stages.sampling import NoSignalError, admitted, dynamic_sampling, group_condition
 from megarl.runtime.stages.update import token_inputs
 from megarl.system.comm import WorkerGroup
 from megarl.system.metrics import Metrics
@@ -171,7 +171,7 @@ def test_a_group_that_the_filter_leaves_nothing_of_is_not_handed_over(with_signa
     assert admitted(c, samples, seen) == kept
     assert seen == [[0, 1], [0, 1], [1, 1]]
     assert c.metrics.result()["filter/groups_kept"] == pytest.approx(2 / 3)
-    assert asked_of_groups(c.config).endswith("a sample that the filter mine.py:long_enough keeps")
+    assert group_condition(c.config).endswith("a sample that the filter mine.py:long_enough keeps")
     flow = SimpleNamespace(c=SimpleNamespace(config=c.config, layout=c.layout, context=c), _rejected=[[0.0]] * 18)
     assert len(AsReadyLoop._useless(flow, [0, 1, 2], samples)) == 3 - sum(kept)
     samples.set("response_mask", mask.like(mask.values & False))
@@ -181,7 +181,7 @@ def test_a_group_that_the_filter_leaves_nothing_of_is_not_handed_over(with_signa
     ):
         AsReadyLoop._useless(flow, [0, 1, 2], samples)
     c.config.async_.__dict__["order"] = "in_order"  # there it masks samples of a step, which keeps its size
-    assert asked_of_groups(c.config) == ("scores that differ" if with_signal else None)
+    assert group_condition(c.config) == ("scores that differ" if with_signal else None)
 
 
 def test_one_update_of_all_samples_clips_those_that_waited():

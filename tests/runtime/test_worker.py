@@ -15,7 +15,7 @@ import pytest
 from megarl.artifacts.run_folder import SAVE_REQUEST
 from megarl.launchers.ray import Actor
 from megarl.runtime import worker
-from megarl.runtime.worker import tell_waits
+from megarl.runtime.worker import print_long_waits
 from megarl.system.tracing import phase
 
 
@@ -35,7 +35,7 @@ def await_line(capsys):
 
 
 def test_long_waits_are_told_except_in_steps_after_the_first(await_line):
-    with tell_waits(silent_s=0.02, every_s=0.02):
+    with print_long_waits(silent_s=0.02, every_s=0.02):
         with phase("load_model"):
             await_line("... importing the model's libraries, building it and reading its weights")
         with phase("step"), phase("rollout"):
@@ -54,7 +54,7 @@ def test_long_waits_are_told_except_in_steps_after_the_first(await_line):
 @pytest.mark.parametrize(("console", "told"), [("quiet", False), ("plain", True)])
 def test_a_quiet_console_is_told_no_waits(console, told, monkeypatch, tmp_path):
     calls = []
-    monkeypatch.setattr(worker, "tell_waits", lambda: contextlib.nullcontext(calls.append(console)))
+    monkeypatch.setattr(worker, "print_long_waits", lambda: contextlib.nullcontext(calls.append(console)))
     monkeypatch.setattr(worker, "import_callable", lambda entry, **_: lambda config, run_dir: None)
     monkeypatch.setattr(worker, "Heartbeat", lambda run_dir, rank: mock.Mock())
     monkeypatch.setattr(worker, "raise_descriptor_limit", lambda: None)

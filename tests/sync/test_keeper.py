@@ -203,11 +203,11 @@ def test_a_server_that_another_trainer_has_since_is_left_alone(tmp_path):
         api, watch = ServerApi(urls[0], None, "server 0"), KeeperState()
         opened = {"event": "open", "url": urls[0], "api_key": None, "name": "server 0"}
         loading = {"event": "loading", "url": urls[0], "versions": ["default", "3"]}
-        watch.hear(json.dumps(message) for message in (opened, loading))
+        watch.read_events(json.dumps(message) for message in (opened, loading))
         api.call(
             "/update_weight_version", {"new_version": "8", "abort_all_requests": False}, deadline_s=60, phase="test"
         )
-        watch.bring_back(60.0)
+        watch.restore_servers(60.0)
         found = state_of(urls[0])
         assert found["version"] == "8"
         assert "/pause_generation" not in found["log"]

@@ -224,7 +224,7 @@ FURTHER |= {
 COPIES_OF = [0, 2, 1, 0, 3, 1, 1, 0]
 
 
-def _taught(batch: Batch):
+def _teacher_targets(batch: Batch):
     """A teacher's four likeliest tokens at every place, with most of its probability."""
     g, responses = torch.Generator().manual_seed(7), batch["response_ids"]
     n = len(responses.values)
@@ -240,7 +240,7 @@ def _further_steps() -> dict[str, list[dict]]:
     rank, size = engine.layout.dp_rank, engine.layout.dp_size
     whole = _samples(engine, "holes")
     whole.set("teacher_logp", whole["ref_logp"])
-    whole.set("teacher_topk", _taught(whole))
+    whole.set("teacher_topk", _teacher_targets(whole))
     for name, (loss, sections, copied) in FURTHER.items():
         batch = whole.copy()
         if copied:

@@ -55,7 +55,7 @@ class BufferClient:
         self._serial = 0  # number of this worker's last call that changes the state
         self._changes = 0
         self._waits_for = ""
-        self._awaited, self._awaiting = "", None  # name of the message that `has_come` awaits, and the call for it
+        self._awaited, self._awaiting = "", None  # name of the message that `has_arrived` awaits, and the call for it
         tracing.on_change(self._moved)
         self._ping()
         threading.Thread(target=self._keep_pinging, name="buffer-ping", daemon=True).start()
@@ -95,7 +95,7 @@ class BufferClient:
         """Return whether a message is posted under a name now."""
         return bool(self._query(f"look for mail {name!r}", "is_posted", name))
 
-    def has_come(self, name: str) -> bool:
+    def has_arrived(self, name: str) -> bool:
         """Return whether a message is posted under a name, according to the buffer's last reply.
 
         It never waits, so it is cheap enough for a tight loop. A call for the message is always pending in the buffer.
@@ -148,7 +148,7 @@ class BufferClient:
                     full = "it is full, and may not use the disk (set placement.spill=true), or the disk is full, too"
                     cause = full if isinstance(error, ray.exceptions.OutOfDiskError) else error
                     problem = f"{len(block)} bytes of {samples} do not fit into this machine's object store: {cause}"
-                    raise HandoverError(f"{self._who()}: {problem}") from error
+                    raise HandoverError(f"{self._caller()}: {problem}") from error
                 size += len(block)
             pieces.append((objects[block], start, stop))
         return pieces, size
@@ -295,8 +295,8 @@ class BufferClient:
                 waited = time.monotonic() - start
                 if min([waited, *(other.silent_s for other in others)]) > self._deadline_s + 2 * self._slice_s:
                     raise HandoverError(
-                        f"{self._who()} timed out waiting for {awaited} after {waited:.0f} s: no other team has made "
-                        f"progress for {self._deadline_s:g} s (cluster.timeout_s)"
+                        f"{self._caller()} timed out waiting for {awaited} after {waited:.0f} s: no other team has "
+                        f"made progress for {self._deadline_s:g} s (cluster.timeout_s)"
                         + "".join(f"\n  {other}" for other in others)
                     )
 
@@ -310,19 +310,19 @@ class BufferClient:
             yield
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, HandoverError):
-                raise HandoverError(f"{self._who()}: {error.cause}") from None
+                raise HandoverError(f"{self._caller()}: {error.cause}") from None
             raise
         except ray.exceptions.GetTimeoutError as error:
             raise HandoverError(
-                f"{self._who()} timed out waiting for {awaited}: {whom} did not reply for {limit_s:g} s "
+                f"{self._caller()} timed out waiting for {awaited}: {whom} did not reply for {limit_s:g} s "
                 "(cluster.timeout_s)"
             ) from error
         except ray.exceptions.RayActorError as error:
-            raise HandoverError(f"{self._who()}, waiting for {awaited}: {whom} is gone: {error}") from error
+            raise HandoverError(f"{self._caller()}, waiting for {awaited}: {whom} is gone: {error}") from error
         except ray.exceptions.RayError as error:
-            raise HandoverError(f"{self._who()}: {awaited} cannot be read: {error}") from error
+            raise HandoverError(f"{self._caller()}: {awaited} cannot be read: {error}") from error
 
-    def _who(self) -> str:
+    def _caller(self) -> str:
         return f"team {self.team!r} rank {self.rank} in phase {tracing.current()}"
 
     # -- progress ----------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ class Tools(Environment):
                     max_chars=settings.max_chars,
                 )
                 callers.add(functions)
-                callers.asks_images = bool(functions.seeing)
+                callers.uses_images = bool(functions.seeing)
             if settings.mcp:
                 callers.add(McpServers(settings.mcp, settings.timeout_s))
         except BaseException:
@@ -148,7 +148,7 @@ class Tools(Environment):
 
     def reset(self, row: dict[str, Any], seed: int) -> None:
         """Keep the prompt's images if a function uses images."""
-        given = (row.get("images") or ()) if self.shared.asks_images else ()
+        given = (row.get("images") or ()) if self.shared.uses_images else ()
         self._images = [data_url(image).partition(",")[2] for image in given]
 
     def step(self, action: Action) -> Step:
@@ -218,13 +218,13 @@ class Callers:
 
     Attributes:
         names: names of the tools.
-        asks_images: at least one tool uses the images of its episode.
+        uses_images: at least one tool uses the images of its episode.
     """
 
     def __init__(self) -> None:
         self._all: list[Caller] = []
         self._by_name: dict[str, Caller] = {}
-        self.asks_images = False
+        self.uses_images = False
         self._threads = ThreadPoolExecutor(_THREADS, "tools")
 
     @property

@@ -91,7 +91,7 @@ class Functions:
     def __init__(self, names: Sequence[str], *, workers: int, timeout_s: float, memory_mb: int, max_chars: int) -> None:
         late = {"said": f"error: no result within {timeout_s:g} s", "failed": True}
         tools = load_tools(names)
-        self.names, self.seeing = [tool.name for tool in tools], {tool.name for tool in tools if tool.asks_images}
+        self.names, self.seeing = [tool.name for tool in tools], {tool.name for tool in tools if tool.uses_images}
         self._free: queue.SimpleQueue[ScorerPool] = queue.SimpleQueue()
         self._pools = [
             ScorerPool(

@@ -25,13 +25,13 @@ _ENTRY = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 class Tool:
     """A function, the model of its arguments, and its schema in the form of chat templates.
 
-    `asks_images`: the function has a parameter `images`, which gets the episode's images and is not in the schema.
+    `uses_images`: the function has a parameter `images`, which gets the episode's images and is not in the schema.
     """
 
     function: Callable[..., Any]
     arguments: type[BaseModel]
     schema: dict[str, Any]
-    asks_images: bool = False
+    uses_images: bool = False
 
     @property
     def name(self) -> str:
@@ -57,7 +57,7 @@ class Tool:
             )
             raise ValueError(f"the arguments of {self.name} do not fit: {faults}") from None
         named = {name: getattr(given, name) for name in self.arguments.model_fields}
-        result = self.function(**named, **({IMAGES: list(images)} if self.asks_images else {}))
+        result = self.function(**named, **({IMAGES: list(images)} if self.uses_images else {}))
         if isinstance(result, str):
             return result
         return parts_of(result) or _plain(result)
@@ -107,8 +107,8 @@ def tool_of(function: Callable[..., Any]) -> Tool:
         raise ConfigError(
             f"the arguments of the tool {name!r} have no JSON schema: {error}", where="env.tools"
         ) from error
-    asks_images = IMAGES in inspect.signature(function).parameters
-    return Tool(function, arguments, as_schema(name, summary, parameters), asks_images)
+    uses_images = IMAGES in inspect.signature(function).parameters
+    return Tool(function, arguments, as_schema(name, summary, parameters), uses_images)
 
 
 def parts_of(result: Any) -> list[dict[str, Any]] | None:

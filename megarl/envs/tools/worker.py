@@ -33,7 +33,7 @@ def _tools(setup: dict[str, Any]) -> tuple[Work, bool]:
             result, failed = _answer(tools[call["name"]], call["arguments"], call.get(IMAGES, ()))
             yield index, {"said": _cut(result, most), "failed": failed}
 
-    return work, any(tool.asks_images for tool in tools.values())
+    return work, any(tool.uses_images for tool in tools.values())
 
 
 def _cut(said: Any, most: int) -> Any:

@@ -62,7 +62,7 @@ def through_jpeg(pictures: Tensor, quality: int = 95) -> Tensor:
     brightness = _smear(brightness, -height % 16, -width % 16)
     colour = torch.cat([_halve(blue), _halve(red)])
     steps = [_steps(table, quality, str(pictures.device)) for table in (_BRIGHTNESS, _COLOUR)]
-    brightness, colour = (_lose(plane, *step) for plane, step in zip((brightness, colour), steps, strict=True))
+    brightness, colour = (_quantized(plane, *step) for plane, step in zip((brightness, colour), steps, strict=True))
     colour = _double(colour[:, : (height + 1) // 2, : (width + 1) // 2])[:, :height, :width]
     blue, red = colour.chunk(2)
     return _to_pictures(brightness[:, :height, :width], blue, red)
@@ -138,15 +138,15 @@ def _double(plane: Tensor) -> Tensor:
     return torch.stack([(near + edges[..., :-2] + 8) >> 4, (near + edges[..., 2:] + 7) >> 4], dim=3).flatten(2, 3)
 
 
-def _lose(plane: Tensor, divisors: Tensor, multipliers: Tensor) -> Tensor:
+def _quantized(plane: Tensor, divisors: Tensor, multipliers: Tensor) -> Tensor:
     """Quantise the frequencies of the 8 x 8 blocks of a plane int32 [N, H, W], and transform them back."""
     count, height, width = plane.shape
     blocks = (plane - 128).view(count, height // 8, 8, width // 8, 8).permute(4, 2, 0, 1, 3).reshape(8, 8, -1)
     rows = torch.stack(_forward(blocks.unbind(0), first=True))
     frequencies = torch.stack(_forward(rows.unbind(1), first=False), dim=1).float()
     quantised = torch.floor((frequencies.abs() + divisors / 2) / divisors).copysign_(frequencies)
-    read = torch.stack(_back((quantised * multipliers).unbind(1)), dim=1)
-    values = torch.stack(_back(read.unbind(0))).mul_(1 / 32).floor_().clamp_(-128, 127).int() + 128
+    read = torch.stack(_inverse_dct((quantised * multipliers).unbind(1)), dim=1)
+    values = torch.stack(_inverse_dct(read.unbind(0))).mul_(1 / 32).floor_().clamp_(-128, 127).int() + 128
     return values.view(8, 8, count, height // 8, width // 8).permute(2, 3, 1, 4, 0).reshape(count, height, width)
 
 
@@ -176,7 +176,7 @@ def _forward(x: Sequence[Tensor], *, first: bool) -> list[Tensor]:
     ]
 
 
-def _back(x: Sequence[Tensor]) -> list[Tensor]:
+def _inverse_dct(x: Sequence[Tensor]) -> list[Tensor]:
     """Return the fast inverse DCT of eight frequencies: float32 tensors whose values are integers."""
     t10, t11, t13 = x[0] + x[4], x[0] - x[4], x[2] + x[6]
     t12 = _times(x[2] - x[6], 362) - t13

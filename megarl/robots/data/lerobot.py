@@ -124,9 +124,9 @@ class LeRobotFolder:
         if self._many:
             names |= {name: self._of(episode, f"{column}/{name}") for name in ("chunk_index", "file_index")}
         else:
-            chunk = episode.number // int(self._said("chunks_size"))
+            chunk = episode.number // int(self._info("chunks_size"))
             names |= {"episode_chunk": chunk, "episode_index": episode.number}
-        form = self._said(key)
+        form = self._info(key)
         try:
             place = PurePosixPath(str(form).format(**names))
         except (KeyError, IndexError, ValueError) as error:
@@ -143,7 +143,7 @@ class LeRobotFolder:
             )
         return str(place)
 
-    def _said(self, key: str) -> Any:
+    def _info(self, key: str) -> Any:
         """Return the value of a key in meta/info.json."""
         if key not in self.info:
             raise DataError(f"the file lacks the key {key!r}", where=str(self.folder / INFO), found=sorted(self.info))
@@ -179,7 +179,7 @@ class LeRobotFolder:
             if not path.is_file():
                 raise DataError("the video file does not exist", where=str(path))
             first = float(self._of(episode, f"videos/{camera}/from_timestamp")) if self._many else 0.0
-            fps = float(self._said("fps"))
+            fps = float(self._info("fps"))
             return lambda step: _picture_at(path, first + step / fps, _NEAR / fps)
         path, chosen = self.data_file(episode), tuple(groups)
         return lambda step: _decoded(_encoded(path, chosen, camera, episode.number)[step]["bytes"], path)

@@ -52,7 +52,7 @@ class _Episode:
     failures: int = 0  # number of processes that failed in this episode
 
     @property
-    def owed(self) -> bool:
+    def awaits_answer(self) -> bool:
         """Whether the process still has to answer a call."""
         return self.advice or len(self.sums) <= len(self.chunks)
 
@@ -69,8 +69,8 @@ class _Slot:
     used: bool = False  # whether the slot has played
 
     @property
-    def owed(self) -> bool:
-        return self.episode is not None and self.episode.owed
+    def awaits_answer(self) -> bool:
+        return self.episode is not None and self.episode.awaits_answer
 
 
 class SimulatorPool:
@@ -115,7 +115,7 @@ class SimulatorPool:
     @property
     def busy(self) -> list[int]:
         """The numbers of the slots that have not answered yet."""
-        return [number for number, slot in enumerate(self._slots) if slot.owed]
+        return [number for number, slot in enumerate(self._slots) if slot.awaits_answer]
 
     def begin(self, slot: int, task: str, trial: int, record: Recording | None = None) -> None:
         """Begin an episode in a slot; an unfinished episode of the slot is dropped.
@@ -127,7 +127,7 @@ class SimulatorPool:
             it.failures = 0
         assert 0 <= trial < self.tasks[task].trials, f"{task} has no trial {trial}"
         it.episode, it.played, it.used = _Episode(task, trial, record=record), 0, True
-        self._go_on(it)
+        self._send_next_call(it)
 
     def act(self, slot: int, actions: NDArray[Any]) -> None:
         """Execute a chunk of actions [K, D] in the slot's unfinished episode."""
@@ -140,14 +140,14 @@ class SimulatorPool:
         if not np.isfinite(chunk).all():
             raise ValueError(f"{task.name}, trial {it.episode.trial}: the policy's actions are not finite")
         it.episode.chunks.append(chunk)
-        self._go_on(it)
+        self._send_next_call(it)
 
     def expert(self, slot: int) -> None:
         """Request the scripted expert's action in the current state of the slot's episode."""
         it = self._free(slot)
         assert it.episode is not None, f"slot {slot} plays no episode"
         it.episode.advice = True
-        self._go_on(it)
+        self._send_next_call(it)
 
     def answers(self, wait_s: float) -> dict[int, Answer]:
         """Wait up to `wait_s` seconds for answers, and return those that have arrived, by slot.
@@ -176,10 +176,10 @@ class SimulatorPool:
 
     def _free(self, number: int) -> _Slot:
         slot = self._slots[number]
-        assert not slot.owed, f"slot {number} owes an answer"
+        assert not slot.awaits_answer, f"slot {number} has not answered its last call"
         return slot
 
-    def _go_on(self, slot: _Slot) -> None:
+    def _send_next_call(self, slot: _Slot) -> None:
         """Send the slot's process the next call of its episode, unless it is still working on one."""
         episode = slot.episode
         if episode is None or slot.process.waiting:
@@ -216,7 +216,7 @@ class SimulatorPool:
         key, seconds = self._limit(slot)
         if time.monotonic() - slot.process.since <= seconds:
             return None
-        slot.process.say_where()
+        slot.process.print_stack()
         return self._failed(slot, "hang", f"no answer to {slot.process.waiting[0]} within {key} = {seconds:g} s")
 
     def _read(self, slot: _Slot) -> Answer | None:
@@ -242,7 +242,7 @@ class SimulatorPool:
                 answer = self._take(slot, header, arrays)
             except Malformed as error:
                 return self._failed(slot, "crash", f"its process wrote an invalid message: {error} (during {during})")
-        self._go_on(slot)
+        self._send_next_call(slot)
         return answer
 
     def _take(self, slot: _Slot, header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Answer | None:
@@ -306,7 +306,7 @@ class SimulatorPool:
         if episode.failures > self.settings.retries or kind == "differs":
             slot.episode = None
             return failure
-        self._go_on(slot)
+        self._send_next_call(slot)
         return None
 
     def _error(self, what: str, failure: Failure | None, text: str = "", output: str = "") -> SimulatorError:
@@ -337,7 +337,7 @@ class SimulatorPool:
             except Malformed as error:
                 text = f"its process wrote an invalid message: {error}"
             if not header and time.monotonic() - process.since > self.settings.construct_s:
-                process.say_where()
+                process.print_stack()
                 text = f"it did not start within {self._where}.construct_s = {self.settings.construct_s:g} s"
         if not text and header.get("error") == "settings":
             raise self._refused(header)

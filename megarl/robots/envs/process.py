@@ -72,7 +72,7 @@ class SimulatorProcess:
         self.socket = ours
         self.socket.setblocking(False)
         self._inbox, self._output = Inbox(), _Tail(self.process)
-        self._said: str | None = None
+        self._closed_output: str | None = None
         self.waiting: deque[str] = deque()
         self.since = time.monotonic()
         given = {"settings": settings.own, "tasks": settings.tasks, "kept": settings.kept}
@@ -149,7 +149,7 @@ class SimulatorProcess:
             self._map = mmap.mmap(self._memory, size, prot=mmap.PROT_READ)
         return self._map
 
-    def say_where(self) -> None:
+    def print_stack(self) -> None:
         """Make a hanging process print its stack traces."""
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGUSR1)
@@ -162,7 +162,7 @@ class SimulatorProcess:
 
     def kill(self) -> str:
         """Kill the process and its children, and return their last lines of output."""
-        if self._said is None:
+        if self._closed_output is None:
             self.socket.close()
             self.process.terminate()  # ends the guardian, which finds children outside the group (megarl.system.reaper)
             self.wait(_EXIT_S)
@@ -173,8 +173,8 @@ class SimulatorProcess:
             if self._map is not None:
                 self._map.close()
             os.close(self._memory)
-            self._said = self._output.close()
-        return self._said
+            self._closed_output = self._output.close()
+        return self._closed_output
 
 
 class _Tail:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.architectures import ARCHITECTURES
 from megarl.artifacts.facts import ModelFacts
-from megarl.sync.plan import FP8_BLOCK, goes_as_fp8
+from megarl.sync.plan import FP8_BLOCK, is_sent_as_fp8
 
 
 def write_block_fp8(folder: Path, facts: ModelFacts) -> None:
@@ -23,7 +23,7 @@ def quantization_config(facts: ModelFacts) -> dict[str, Any]:
     unquantized = {"lm_head"}
     for rule in ARCHITECTURES[facts.model_type].tensors:
         for source in rule.sources:
-            if len(source.shape) == 2 and "{i}" in source.name and not goes_as_fp8(source.name):
+            if len(source.shape) == 2 and "{i}" in source.name and not is_sent_as_fp8(source.name):
                 module = source.name.removesuffix(".weight")
                 unquantized |= {module.format(i=layer) for layer in range(facts.layers)}
     if facts.encoder is not None:

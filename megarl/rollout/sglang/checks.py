@@ -59,11 +59,11 @@ def check_servers(
     checks = checks.of(_NAME)
     _check_ignored(config, checks)
     _check_interpreter(config, checks, here=here)
-    asking = 0 if placement is None else placement.asking
-    known = placement is not None or not config.placement.asks_for_teams  # whether the servers' GPUs are known
-    _check_layout(config, asking, checks, known=known)
+    request_workers = 0 if placement is None else placement.request_workers
+    known = placement is not None or not config.placement.has_several_teams  # whether the servers' GPUs are known
+    _check_layout(config, request_workers, checks, known=known)
     if here and known and launcher != "ray" and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        check_gpus(config, asking, checks)
+        check_gpus(config, request_workers, checks)
     if facts is not None:
         _check_model(config, facts, checks)
         _check_interrupted(config, facts, checks)
@@ -174,7 +174,7 @@ def _public(version: str) -> str:
     return version.partition("+")[0]
 
 
-def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: bool) -> None:
+def _check_layout(config: RunConfig, request_workers: int, checks: Checklist, *, known: bool) -> None:
     """Check the layout of a server and the number of servers per machine. `known` means that the teams are known."""
     servers, nnodes = config.rollout.sglang, config.cluster.nnodes
     groups = f"the {servers.tp_size} tensor-parallel ranks of a server cannot form expert-parallel groups"
@@ -207,7 +207,9 @@ def _check_layout(config: RunConfig, asking: int, checks: Checklist, *, known: b
             fix="set rollout.sglang.host=null",
         )
     key = "rollout.sglang.servers"
-    if nnodes > 1 and (asking or not known):  # servers run only on some of the machines; see megarl.checks.placement
+    if nnodes > 1 and (
+        request_workers or not known
+    ):  # servers run only on some of the machines; see megarl.checks.placement
         return
     per, by = nnodes // math.gcd(nnodes, servers.nnodes), "cluster.nnodes"
     by += " / rollout.sglang.nnodes" if servers.nnodes > 1 else ""

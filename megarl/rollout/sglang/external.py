@@ -77,7 +77,10 @@ def differences(
         if error.status is None:
             raise
         return [_unclear(server, error.reason)]
-    return [*_differences(server, info, config, dtype, longest), *(_forgetful(server, info) if images else ())]
+    return [
+        *_differences(server, info, config, dtype, longest),
+        *(_image_cache_problem(server, info) if images else ()),
+    ]
 
 
 def _problem(examine: Callable[[Server], list[Problem]], server: Server) -> str | None:
@@ -89,7 +92,7 @@ def _problem(examine: Callable[[Server], list[Problem]], server: Server) -> str 
     return problems[0]["what"] if problems else None
 
 
-def _forgetful(server: Server, info: dict[str, Any]) -> Iterator[Problem]:
+def _image_cache_problem(server: Server, info: dict[str, Any]) -> Iterator[Problem]:
     """Yield a problem if the server would keep its cached image features across weight updates."""
     if LOADER not in (info.get("custom_weight_loader") or ()):
         yield {

@@ -225,13 +225,13 @@ class Fleet:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _mine(self) -> list[Server]:
+    def _tracked(self) -> list[Server]:
         """Return the servers whose state this rank tracks."""
         heads = [number for number, process in self._owned.items() if process.spec.node == 0]
         return [self.servers[number] for number in (*heads, *self._watched)]
 
     def _starting(self) -> list[Server]:
-        return [server for server in self._mine() if server.state == "starting"]
+        return [server for server in self._tracked() if server.state == "starting"]
 
     def share_failures(self) -> None:
         """Mark every server as failed that some rank has marked as failed. Collective."""
@@ -346,7 +346,7 @@ class Fleet:
 
     def _agree(self) -> None:
         """Share each server's state from the rank that tracks it with all ranks. Collective."""
-        for reports in self._world.all_gather_json([_report(server) for server in self._mine()]):
+        for reports in self._world.all_gather_json([_report(server) for server in self._tracked()]):
             self.adopt(reports)
         self._end_failed()  # ends the other node processes of servers that were given up
         self.need_one()

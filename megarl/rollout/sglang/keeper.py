@@ -129,7 +129,7 @@ class KeeperState:
         self.whole: set[str] = set()
         self.folders: dict[str, Weights] = {}
 
-    def hear(self, lines: Iterable[str]) -> None:
+    def read_events(self, lines: Iterable[str]) -> None:
         """Read messages until the trainer closes the pipe."""
         for line in lines:
             message = json.loads(line)
@@ -147,16 +147,16 @@ class KeeperState:
                 if message["folder"] is not None:
                     self.folders[url] = Weights(message["folder"], "safetensors", message["version"])
 
-    def bring_back(self, deadline_s: float) -> None:
+    def restore_servers(self, deadline_s: float) -> None:
         """Restore every server whose weight update was not completed, all in parallel."""
         if not self.opened:
             return
         _log("the trainer ended in the middle of an update")
         time.sleep(_SETTLE_S)
         with ThreadPoolExecutor(len(self.opened)) as pool:
-            list(pool.map(lambda api: self._bring_back(api, deadline_s), self.opened.values()))
+            list(pool.map(lambda api: self._restore(api, deadline_s), self.opened.values()))
 
-    def _bring_back(self, api: ServerApi, deadline_s: float) -> None:
+    def _restore(self, api: ServerApi, deadline_s: float) -> None:
         recovery = Recovery(api, deadline_s)
         try:
             version = _version_of(api, deadline_s)
@@ -258,5 +258,5 @@ def _log(text: str) -> None:
 
 if __name__ == "__main__":
     state = KeeperState()
-    state.hear(sys.stdin)
-    state.bring_back(float(sys.argv[1]))
+    state.read_events(sys.stdin)
+    state.restore_servers(float(sys.argv[1]))

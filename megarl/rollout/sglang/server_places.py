@@ -14,17 +14,20 @@ if TYPE_CHECKING:
 NAME = "servers"
 
 
-def check_gpus(config: RunConfig, asking: int, checks: Checklist) -> None:
+def check_gpus(config: RunConfig, request_workers: int, checks: Checklist) -> None:
     """Check that servers have separate GPUs, or share the trainer's with `rollout.sglang.colocated`.
 
     Args:
-        asking: number of workers that lend their GPUs to servers.
+        request_workers: number of workers that lend their GPUs to servers.
     """
     checks = checks.of(NAME)
     servers, cluster = config.rollout.sglang, config.cluster
-    workers, here = (cluster.nproc - asking) // cluster.nnodes, servers.servers * servers.nnodes // cluster.nnodes
+    workers, here = (
+        (cluster.nproc - request_workers) // cluster.nnodes,
+        servers.servers * servers.nnodes // cluster.nnodes,
+    )
     # On several machines with lent GPUs, servers run on these only.
-    if servers.urls or servers.first_gpu_given or (asking and cluster.nnodes > 1):
+    if servers.urls or servers.first_gpu_given or (request_workers and cluster.nnodes > 1):
         return
     needed, key = max(1, here) * servers.ranks_per_node, "rollout.sglang.gpus"
     if servers.gpus is None:

@@ -47,7 +47,7 @@ def sum_pi_squared(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch
     return samples
 
 
-def score_waiting(c: StepContext, samples: Batch, actor: ActorRole) -> Batch:
+def score_surplus(c: StepContext, samples: Batch, actor: ActorRole) -> Batch:
     """Return surplus samples, which a later step trains on, with their log-probs under this step's policy.
 
     PPO's ratio and clipping refer to the policy that generated a sample, which no longer exists in the later step. In
@@ -63,7 +63,7 @@ def score_waiting(c: StepContext, samples: Batch, actor: ActorRole) -> Batch:
     return samples.drop([SURPLUS_SUM])
 
 
-def like_waiting(c: StepContext, fresh: Batch) -> Batch:
+def with_surplus_fields(c: StepContext, fresh: Batch) -> Batch:
     """Add the fields that only surplus samples have to new samples, as NaN, so that both form one batch."""
     if c.surplus is None:
         return fresh

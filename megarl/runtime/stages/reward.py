@@ -58,7 +58,7 @@ def reward_submit(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batc
 def reward(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batch:
     """Wait for the scores, on all ranks of a replica; each score becomes the reward of the sample's last token."""
     results = collect(c, scorer, samples[PENDING], samples)
-    take_up(c, samples, results, by_turn=scorer.by_environment)
+    write_scores(c, samples, results, by_turn=scorer.by_environment)
     return samples
 
 
@@ -100,11 +100,11 @@ def total_reward(c: StepContext, samples: Batch) -> Batch:
     from megarl.rewards.parts import with_model_scores
 
     results = with_model_scores(c.config.reward, samples["rule_rewards"], samples["model_score"].tolist())
-    take_up(c, samples, results, by_turn=False)
+    write_scores(c, samples, results, by_turn=False)
     return samples
 
 
-def take_up(c: StepContext, samples: Batch, results: list[dict[str, Any]], *, by_turn: bool) -> None:
+def write_scores(c: StepContext, samples: Batch, results: list[dict[str, Any]], *, by_turn: bool) -> None:
     """Write `score`, `token_rewards` and `reward_parts` from reward results, and record their metrics."""
     from megarl.evaluation.metrics import correctness
     from megarl.rewards.runner import reward_metrics
@@ -133,7 +133,7 @@ def submit(scorer: ScorerRole, samples: Batch) -> list[Pending | None]:
 
 def _images(runner: Rewards, samples: Batch) -> list[list[str]] | None:
     """Return each sample's images, encoded for reward functions; None without images, or if no function uses them."""
-    if not runner.asks_images or PATCHES not in samples:
+    if not runner.uses_images or PATCHES not in samples:
         return None
     from megarl.data.image_set import image_sets, pixels_of
     from megarl.rewards.images import encoded

@@ -69,7 +69,7 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
         if round_ > 1:
             with phase("refill"):
                 samples = more()
-        samples, keep = logprob.like_waiting(c, samples), signal(c, samples, seen)
+        samples, keep = logprob.with_surplus_fields(c, samples), signal(c, samples, seen)
         pool.add(samples, keep)
         if len(pool) >= wanted:
             break
@@ -86,7 +86,7 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
         raise no_signal(problem, "groups generated in this step", every)
     batch, rest = pool.split(wanted)
     left = max(0, informative - wanted)
-    c.surplus = logprob.score_waiting(c, rest, actor) if left and settings.surplus == "keep" else None
+    c.surplus = logprob.score_surplus(c, rest, actor) if left and settings.surplus == "keep" else None
     c.metrics.max("sampling/rounds", round_)
     c.metrics.max("sampling/surplus", left)
     if settings.short == "fill":
@@ -132,7 +132,7 @@ def admitted(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bo
     return [kept and has_sample for kept, has_sample in zip(keep, left, strict=True)]
 
 
-def asked_of_groups(config: RunConfig) -> str | None:
+def group_condition(config: RunConfig) -> str | None:
     """Return, as text for messages, the condition for a group to be trained on; None: every group is trained on."""
     sampling, chosen = config.algorithm.dynamic_sampling, config.algorithm.filter
     conditions = [sampling.kept_groups] if sampling.enabled else []

@@ -150,7 +150,7 @@ def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
             return objective.loss(logp, entropy, token_inputs(micro, fields, logp.device), tokens, *policy)
 
     divisor = objective.divisor if objective.divides_late(inputs) else None
-    metrics = actor.train_step(mini, loss, divisor, _taught(objective))
+    metrics = actor.train_step(mini, loss, divisor, _teacher_targets(objective))
     objective.settle(metrics, inputs)
     if objective.measures(inputs):
         metrics.merge(c.layout.dp_group.reduce_metrics(ages(c, mini)))
@@ -158,7 +158,7 @@ def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
     return metrics
 
 
-def _taught(objective: Objective) -> TeacherTargets | None:
+def _teacher_targets(objective: Objective) -> TeacherTargets | None:
     from megarl.training.engine import TeacherTargets
 
     chosen = objective.divergence

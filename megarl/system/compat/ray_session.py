@@ -21,12 +21,12 @@ def for_one_run() -> Iterator[None]:
     from ray._private import services
 
     popen_kwargs = [(services, "ConsolePopen", functools.partial(services.ConsolePopen, start_new_session=True))]
-    with _replaced(popen_kwargs), only_what_runs_ask():
+    with _replaced(popen_kwargs), without_unused_programs():
         yield
 
 
 @contextmanager
-def only_what_runs_ask() -> Iterator[None]:
+def without_unused_programs() -> Iterator[None]:
     """In this block, start Ray without four of its programs, each of which is an interpreter that imports Ray.
 
     Each program takes 1 to 2 CPU-seconds: the autoscaler's monitor (the cluster does not change), the log monitor

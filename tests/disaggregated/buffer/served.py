@@ -111,7 +111,7 @@ class FarClient:
         """Whether there is a message under a name."""
         return self._call("is_posted", name)
 
-    def has_come(self, name: str) -> bool:
+    def has_arrived(self, name: str) -> bool:
         """Whether there is a message under a name."""
         return self.is_posted(name)
 

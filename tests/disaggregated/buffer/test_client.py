@@ -299,13 +299,13 @@ def test_mail_that_comes_is_noticed_without_a_call_for_every_look(workers: dict[
 
     with buffer(workers, "noticed", 10.0):
         reader, writer = workers["train0"], workers["score0"]
-        looks = [ray.get(reader.call.remote("has_come", "wanted/1")) for _ in range(100)]
+        looks = [ray.get(reader.call.remote("has_arrived", "wanted/1")) for _ in range(100)]
         assert looks == [False] * 100
         ray.get(writer.call.remote("post", "wanted/1", "{}"))
         end = time.monotonic() + 30
-        while not ray.get(reader.call.remote("has_come", "wanted/1")):
+        while not ray.get(reader.call.remote("has_arrived", "wanted/1")):
             assert time.monotonic() < end, "nobody noticed the mail in 30 s"
-        assert ray.get(reader.call.remote("has_come", "wanted/2")) is False
+        assert ray.get(reader.call.remote("has_arrived", "wanted/2")) is False
 
 
 def test_calls_leave_no_records_in_rays_control_store(workers: dict[str, Any]) -> None:

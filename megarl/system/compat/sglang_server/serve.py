@@ -58,7 +58,7 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
 
 
-def blot_out_key() -> None:
+def mask_api_key() -> None:
     """Replace the API key in every log message of this process, because SGLang logs all its arguments at the start."""
     make = logging.getLogRecordFactory()
 
@@ -118,7 +118,7 @@ def forget_images() -> None:
         mm_schedule.embedding_cache.clear()
 
 
-def refuse_instead_of_dying() -> None:
+def reply_to_failed_updates() -> None:
     """Reply to a failed weight update with the failing rank's message, even if the update raised an exception.
     Unpatched SGLang ends when a tensor update raises, and reports only rank 0's result.
     """
@@ -171,7 +171,7 @@ def hook(target: str, function: Any, when: str = "AROUND") -> None:
     HookRegistry.register(target, function, getattr(HookType, when))
 
 
-def insist_on_hooks() -> None:
+def require_hooks() -> None:
     """End the server if a function to hook does not exist; unpatched SGLang would log this and run without the hook."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -234,7 +234,7 @@ def fork_processes() -> None:
     hook("sglang.srt.entrypoints.engine._set_envs_and_config", fork, "AFTER")
 
 
-def rest_while_paused() -> None:
+def sleep_while_paused() -> None:
     """Make a paused scheduler sleep until a message arrives, as `--sleep-on-idle` does without requests. SGLang's own
     loop polls, which would keep a CPU core busy during a weight update.
     """
@@ -248,22 +248,22 @@ def rest_while_paused() -> None:
 
 
 if KEY:
-    blot_out_key()
+    mask_api_key()
 if __name__ == "__main__":
     sys.path.remove(str(Path(__file__).parent))
     if PARENT:
         end_with_parent()
     extend_path()
 listen_on_one_address()
-refuse_instead_of_dying()
+reply_to_failed_updates()
 sample_by_token()
 if INSTANCE:
     name_shared_memory()
 if ON_CPU:
     honour_seeds()
     fork_processes()
-    rest_while_paused()
-insist_on_hooks()
+    sleep_while_paused()
+require_hooks()
 if __name__ == "__main__":
     if KEY:
         sys.argv.append(f"--api-key={KEY}")  # written with =, because a key may begin with a dash
