@@ -62,8 +62,8 @@ def faults(
     """List the files of `folder` that differ from their checksums, one line each; equal on all ranks.
 
     Collective over `world`: all ranks together read every byte once. With `per_machine` the ranks of each machine do
-    so, because each machine may have its own folder. `foreign_reason(path)` may return a more precise message for a changed
-    file.
+    so, because each machine may have its own folder. `foreign_reason(path)` may return a more precise message for a
+    changed file.
     """
     names = _share(sorted(checksums), world, per_machine)
     lines = [line for name in names if (line := _fault(folder / name, checksums[name], foreign_reason))]
