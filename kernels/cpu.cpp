@@ -102,9 +102,11 @@ void add_norm_row(T* hidden, const T* delta, const T* weight, T* out, int64_t di
     for (int64_t i = 0; i < dim; i += W) store(out + i, load(hidden + i) * scale * load(weight + i));
 }
 
-// RMS norm (when weight is given) and rotary embedding of one head, into fp32. cos and sin hold D / 2 values.
+// RMS norm (when weight is given) and rotary embedding of one head, into fp32. cos and sin hold `half` values: the first
+// 2 * half of the D numbers are rotated.
 template <typename T>
-void prepare_head(const T* x, const T* weight, const T* cos, const T* sin, float eps, int64_t D, float* out) {
+void prepare_head(const T* x, const T* weight, const T* cos, const T* sin, int64_t half, float eps, int64_t D,
+                  float* out) {
     vf squares = {};
     for (int64_t i = 0; i < D; i += W) {
         vf v = load(x + i);
@@ -115,7 +117,6 @@ void prepare_head(const T* x, const T* weight, const T* cos, const T* sin, float
         const float scale = 1.0f / std::sqrt(sum(squares) / D + eps);
         for (int64_t i = 0; i < D; i += W) store(out + i, load(out + i) * scale * load(weight + i));
     }
-    const int64_t half = D / 2;
     for (int64_t i = 0; i < half; ++i) {
         float c, s;
         if constexpr (sizeof(T) == 4) {
@@ -133,12 +134,13 @@ void prepare_head(const T* x, const T* weight, const T* cos, const T* sin, float
 }
 
 // H query heads against one key/value head: scores, softmax, weighted sum. q is scaled already; scores has room for
-// H rows of `stride` floats.
+// H rows of `stride` floats. sinks [H] (may be null) are further scores in the softmax, whose values are zero.
 template <typename T, int ND, int H>
-void attend_heads(const float* q, const T* keys, const T* values, int64_t count, float* scores, int64_t stride, T* out) {
+void attend_heads(const float* q, const T* keys, const T* values, int64_t count, float* scores, int64_t stride,
+                  const float* sinks, T* out) {
     constexpr int D = ND * W;
     float top[H];
-    for (int h = 0; h < H; ++h) top[h] = -std::numeric_limits<float>::infinity();
+    for (int h = 0; h < H; ++h) top[h] = sinks ? sinks[h] : -std::numeric_limits<float>::infinity();
     for (int64_t t = 0; t < count; ++t) {
         vf k[ND];
         for (int d = 0; d < ND; ++d) k[d] = load(keys + t * D + d * W);
@@ -160,7 +162,7 @@ void attend_heads(const float* q, const T* keys, const T* values, int64_t count,
             store(row + t, e);
             total += e;
         }
-        inverse[h] = 1.0f / sum(total);
+        inverse[h] = 1.0f / (sum(total) + (sinks ? std::exp(sinks[h] - top[h]) : 0.0f));
     }
     vf acc[H][ND] = {};
     for (int64_t t = 0; t < count; ++t) {
@@ -175,17 +177,22 @@ void attend_heads(const float* q, const T* keys, const T* values, int64_t count,
 
 template <typename T, int ND>
 void attend_group(const float* q, int64_t heads, const T* keys, const T* values, int64_t count, float* scores,
-                  int64_t stride, T* out) {
+                  int64_t stride, const float* sinks, T* out) {
     constexpr int D = ND * W;
+    const auto sink = [&](int64_t h) { return sinks ? sinks + h : nullptr; };
     int64_t h = 0;
-    for (; h + 4 <= heads; h += 4) attend_heads<T, ND, 4>(q + h * D, keys, values, count, scores, stride, out + h * D);
-    for (; h + 2 <= heads; h += 2) attend_heads<T, ND, 2>(q + h * D, keys, values, count, scores, stride, out + h * D);
-    for (; h < heads; ++h) attend_heads<T, ND, 1>(q + h * D, keys, values, count, scores, stride, out + h * D);
+    for (; h + 4 <= heads; h += 4)
+        attend_heads<T, ND, 4>(q + h * D, keys, values, count, scores, stride, sink(h), out + h * D);
+    for (; h + 2 <= heads; h += 2)
+        attend_heads<T, ND, 2>(q + h * D, keys, values, count, scores, stride, sink(h), out + h * D);
+    for (; h < heads; ++h)
+        attend_heads<T, ND, 1>(q + h * D, keys, values, count, scores, stride, sink(h), out + h * D);
 }
 
 struct Attention {
-    int64_t rows, groups, heads, length, window, stride_qkv;
+    int64_t rows, groups, heads, length, window, half, stride_qkv;
     float scale, eps;
+    const float* sinks;  // [groups * heads], or null
 };
 
 template <typename T, int ND>
@@ -200,20 +207,21 @@ void attend_rows(const T* qkv, const T* norm, const T* cos, const T* sin, T* key
         for (int64_t task = 0; task < a.rows * a.groups; ++task) {
             const int64_t row = task / a.groups, position = positions[row];
             const T* in = qkv + row * a.stride_qkv + task % a.groups * (a.heads + 2) * D;
-            const T* c = cos + row * D / 2;
-            const T* s = sin + row * D / 2;
+            const T* c = cos + row * a.half;
+            const T* s = sin + row * a.half;
             for (int64_t h = 0; h < a.heads; ++h) {
-                prepare_head(in + h * D, norm, c, s, a.eps, D, q.data() + h * D);
+                prepare_head(in + h * D, norm, c, s, a.half, a.eps, D, q.data() + h * D);
                 for (int d = 0; d < D; d += W) store(&q[h * D + d], load(&q[h * D + d]) * a.scale);
             }
-            prepare_head(in + a.heads * D, norm ? norm + D : nullptr, c, s, a.eps, D, k.data());
+            prepare_head(in + a.heads * D, norm ? norm + D : nullptr, c, s, a.half, a.eps, D, k.data());
             T* key = keys + task * a.length * D;
             T* value = values + task * a.length * D;
             for (int d = 0; d < D; d += W) store(key + position * D + d, load(&k[d]));
             std::memcpy(value + position * D, in + (a.heads + 1) * D, D * sizeof(T));
             const int64_t first = a.window > 0 && position >= a.window ? position - a.window + 1 : 0;
             attend_group<T, ND>(q.data(), a.heads, key + first * D, value + first * D, position + 1 - first,
-                                scores.data(), stride, out + task * a.heads * D);
+                                scores.data(), stride, a.sinks ? a.sinks + task % a.groups * a.heads : nullptr,
+                                out + task * a.heads * D);
         }
     }
 }
@@ -435,9 +443,10 @@ void silu_mul_backward(const T* gate_up, const T* grad, T* out, int64_t rows, in
 extern "C" {
 
 int megarl_attend(int is_bf16, const void* qkv, const void* norm, const void* cos, const void* sin, void* keys,
-                  void* values, const int64_t* positions, void* out, int64_t rows, int64_t groups, int64_t heads,
-                  int64_t head_dim, int64_t length, int64_t window, float scale, float eps) {
-    const Attention a{rows, groups, heads, length, window, groups * (heads + 2) * head_dim, scale, eps};
+                  void* values, const int64_t* positions, void* out, const float* sinks, int64_t rows, int64_t groups,
+                  int64_t heads, int64_t head_dim, int64_t length, int64_t window, int64_t half, float scale,
+                  float eps) {
+    const Attention a{rows, groups, heads, length, window, half, groups * (heads + 2) * head_dim, scale, eps, sinks};
     return is_bf16 ? attend<bf16>(qkv, norm, cos, sin, keys, values, positions, out, head_dim, a)
                    : attend<float>(qkv, norm, cos, sin, keys, values, positions, out, head_dim, a);
 }

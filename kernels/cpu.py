@@ -42,7 +42,7 @@ class CpuKernels:
         self._attend, self._stream = library.megarl_attend, library.megarl_stream
         self._add_norm, self._norm_backward = library.megarl_add_norm, library.megarl_norm_backward
         self._silu_mul, self._silu_mul_backward = library.megarl_silu_mul, library.megarl_silu_mul_backward
-        self._attend.argtypes = [_B, *[_P] * 8, *[_I] * 6, _F, _F]
+        self._attend.argtypes = [_B, *[_P] * 9, *[_I] * 7, _F, _F]
         self._stream.argtypes = [_B, *[_P] * 3, *[_I] * 5, _F]
         self._add_norm.argtypes = [_B, *[_P] * 4, _I, _I, _F]
         self._norm_backward.argtypes = [_B, *[_P] * 5, _I, _I, _I, _F]
@@ -97,24 +97,26 @@ class CpuKernels:
         window: int | None,
         scale: float,
         eps: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Norm and rotate new heads, append keys and values to the cache, and attend. Scores and sums are fp32.
 
         Args:
             qkv: [n, G, q + 2, D], for each group its q query heads, its key and its value.
             norm: [2, D], weights of the RMS norms of query and key heads; None: no norms.
-            rope: cos and sin, [n, D / 2] each.
+            rope: cos and sin, [n, R / 2] each; the first R numbers of a head are rotated.
             keys, values: caches [rows >= n, G, L, D], written at `positions`.
             positions: int64 [n], below L.
             window: newest positions that a query sees, itself included; None for all.
+            sinks: float32 [G * q], a further score of each head in its softmax, whose value is zero; None: no sinks.
 
         Returns:
             [n, G * q * D].
         """
         n, groups, heads, size = qkv.shape
         out = qkv.new_empty(n, groups * (heads - 2) * size)
-        pointers = _pointers(qkv, norm, *rope, keys, values, positions, out)
-        sizes = (n, groups, heads - 2, size, keys.shape[2], window or 0)
+        pointers = _pointers(qkv, norm, *rope, keys, values, positions, out, sinks)
+        sizes = (n, groups, heads - 2, size, keys.shape[2], window or 0, rope[0].shape[1])
         failed = self._attend(qkv.dtype == torch.bfloat16, *pointers, *sizes, scale, eps)
         assert not failed, "callers check supports()"
         return out

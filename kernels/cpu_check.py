@@ -72,14 +72,14 @@ def _gate(kernels: CpuKernels, draw: _Draw) -> Iterator[tuple[str, Tensor, Tenso
 def _attend(kernels: CpuKernels, draw: _Draw, size: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     groups, heads, length, scale = 2, 7, 40, size**-0.5  # the kernel processes 7 heads as 4, 2 and 1
     positions = torch.tensor([0, 17, 39], device="cpu")
-    for window, norm in ((None, draw(2, size)), (5, None)):
+    for window, norm, turned in ((None, draw(2, size), size), (5, None, size // 2)):
         qkv, n = draw(3, groups, heads + 2, size), len(positions)
-        cos, sin = (f(draw(n, size // 2)) for f in (torch.cos, torch.sin))
+        cos, sin = (f(draw(n, turned // 2)) for f in (torch.cos, torch.sin))
+        sinks = None if norm is not None else draw(groups, heads).float()
         keys, values = draw(n + 1, groups, length, size), draw(n + 1, groups, length, size)
         old_keys, old_values = keys.double(), values.double()
-        out = kernels.attend(qkv, norm, (cos, sin), keys, values, positions, window=window, scale=scale, eps=_EPS).view(
-            n, groups, heads, size
-        )
+        numbers = {"window": window, "scale": scale, "eps": _EPS, "sinks": sinks}
+        out = kernels.attend(qkv, norm, (cos, sin), keys, values, positions, **numbers).view(n, groups, heads, size)
         for row, position in enumerate(positions.tolist()):
             q, k, v = qkv[row].double().split((heads, 1, 1), 1)
             if norm is not None:
@@ -87,7 +87,10 @@ def _attend(kernels: CpuKernels, draw: _Draw, size: int) -> Iterator[tuple[str, 
             q, k = (_turn(x, cos[row].double(), sin[row].double()) for x in (q, k))
             old_keys[row, :, position], old_values[row, :, position] = k[:, 0], v[:, 0]
             seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
-            weights = torch.softmax(q @ old_keys[row, :, seen].mT * scale, -1)
+            scores = q @ old_keys[row, :, seen].mT * scale
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double()[:, :, None]), -1)
+            weights = torch.softmax(scores, -1)[:, :, : position + 1 - seen.start]
             yield f"attention with heads of {size}", out[row], weights @ old_values[row, :, seen]
         yield f"cache of keys with heads of {size}", keys, old_keys
         yield f"cache of values with heads of {size}", values, old_values
@@ -129,6 +132,6 @@ def _rms(x: Tensor) -> Tensor:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding to heads [..., D]."""
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    """Apply the rotary embedding to the first numbers of heads [..., D]; `cos` has half as many."""
+    a, b, rest = x.tensor_split((cos.shape[-1], 2 * cos.shape[-1]), -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)

@@ -55,6 +55,7 @@ def attend(
     window: int | None,
     scale: float,
     eps: float,
+    sinks: Tensor | None = None,
     launch: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
     """Return what `CpuKernels.attend` returns.
@@ -68,8 +69,8 @@ def attend(
     queries = qkv.new_empty(n, groups, per, size)
     weights = qkv if norm is None else norm
     _prepare[(n, groups * heads)](
-        qkv, weights, *rope, keys, values, positions, queries, groups, per, size, length, eps, block, norm is not None,
-        num_warps=1,
+        qkv, weights, *rope, keys, values, positions, queries, groups, per, size, rope[0].shape[1], length, eps, block,
+        norm is not None, num_warps=1,
     )  # fmt: skip
     chunk, at_once, warps, stages = launch or (ATTENTION if size * qkv.element_size() <= 256 else WIDE_ATTENTION)
     chunks = triton.cdiv(length, chunk)
@@ -83,8 +84,9 @@ def attend(
     )  # fmt: skip
     out = qkv.new_empty(n, groups * per * size)
     _join[(n, groups * per)](
-        parts, peaks, sums, positions, out, groups * per, size, chunks, window or 0, block, chunk, num_warps=1
-    )
+        parts, peaks, sums, positions, sums if sinks is None else sinks, out, groups * per, size, chunks, window or 0,
+        block, chunk, sinks is not None, num_warps=1,
+    )  # fmt: skip
     return out
 
 
@@ -155,6 +157,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     groups,
     per,
     size,
+    half,
     length,
     eps,
     BLOCK: tl.constexpr,
@@ -173,9 +176,9 @@ def _prepare(  # type: ignore[no-untyped-def]
     if head == per + 1:
         tl.store(values + cached + at, tl.load(source + at, mask=inside, other=0.0), mask=stored)
     else:
-        half = size // 2
         first = at < half
-        partner = tl.where(first, at + half, at - half)
+        turns = at < 2 * half
+        partner = tl.where(first, at + half, tl.where(turns, at - half, at))
         x = tl.load(source + at, mask=inside, other=0.0)
         y = tl.load(source + partner, mask=inside, other=0.0)
         if NORM:
@@ -186,8 +189,8 @@ def _prepare(  # type: ignore[no-untyped-def]
             scale_y = tl.load(weight + partner, mask=inside, other=0.0).to(tl.float32)
             y = (y.to(tl.float32) * inverse * scale_y).to(y.dtype)
         table = row * half + tl.where(first, at, at - half)
-        c = tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
-        s = tl.load(sin + table, mask=inside, other=0.0).to(tl.float32)
+        c = tl.load(cos + table, mask=turns, other=1.0).to(tl.float32)
+        s = tl.load(sin + table, mask=turns, other=0.0).to(tl.float32)
         turned = x.to(tl.float32) * c + y.to(tl.float32) * tl.where(first, -s, s)
         turned = turned.to(qkv.dtype.element_ty)
         if head == per:
@@ -260,7 +263,19 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _join(  # type: ignore[no-untyped-def]
-    parts, peaks, sums, positions, out, heads, size, chunks, window, SIZE: tl.constexpr, CHUNK: tl.constexpr
+    parts,
+    peaks,
+    sums,
+    positions,
+    sinks,
+    out,
+    heads,
+    size,
+    chunks,
+    window,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Join the contexts of a head's chunks."""
     row = tl.program_id(0).to(tl.int64)
@@ -271,6 +286,9 @@ def _join(  # type: ignore[no-untyped-def]
     oldest = tl.where(window > 0, tl.maximum(last - window + 1, 0), 0)
     peak = tl.full((), -float("inf"), tl.float32)
     total = tl.zeros((), tl.float32)
+    if SINKS:
+        peak = tl.load(sinks + tl.program_id(1))
+        total += 1.0
     context = tl.zeros((SIZE,), tl.float32)
     for chunk in range(oldest // CHUNK, (last + CHUNK) // CHUNK):
         chunk_peak = tl.load(peaks + place * chunks + chunk)

@@ -32,6 +32,9 @@ class Architecture:
     # both, the name that is no field of the class is set last and wins.
     experts_keys: tuple[str, str] | None = None
     qkv_bias: bool = False  # the projections to query, key and value have a bias
+    partial_rotary: bool = (
+        False  # RoPE rotates the first `partial_rotary_factor` of a head; other classes ignore the key
+    )
     qk_norm: bool = False  # queries and keys are normalised per head
     # the configuration class requires hidden_size to be a multiple of the number of heads, even with `head_dim`
     even_hidden: bool = False

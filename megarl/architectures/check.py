@@ -8,7 +8,15 @@ from typing import Any
 from megarl.architectures import architecture
 from megarl.architectures.base import Architecture, Refuse
 from megarl.architectures.generic import check_generic
-from megarl.architectures.values import KINDS, head_width, key_value_heads, layer_windows, read_keys, rope_scaling
+from megarl.architectures.values import (
+    KINDS,
+    head_width,
+    key_value_heads,
+    layer_windows,
+    read_keys,
+    rope_scaling,
+    rotated_width,
+)
 from megarl.system.errors import ConfigError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -79,7 +87,7 @@ def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     _check_heads(values, known, refuse)
     _check_experts(values, known, refuse)
     _check_windows(raw, values, refuse)
-    _check_rope(raw, values, refuse)
+    _check_rope(raw, values, known, refuse)
     for refusal in known.refusals:
         refusal(raw, values, refuse)
     return values
@@ -141,7 +149,7 @@ def _check_windows(raw: Mapping[str, Any], values: dict[str, Any], refuse: Refus
         )
 
 
-def _check_rope(raw: Mapping[str, Any], values: dict[str, Any], refuse: Refuse) -> None:
+def _check_rope(raw: Mapping[str, Any], values: dict[str, Any], known: Architecture, refuse: Refuse) -> None:
     key = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
     if values[key] is not None and not isinstance(values[key], Mapping):
         refuse(key, values[key], "a mapping, or null")
@@ -154,13 +162,18 @@ def _check_rope(raw: Mapping[str, Any], values: dict[str, Any], refuse: Refuse) 
     least = 1 if kind == "yarn" else 0  # yarn divides by the logarithm of theta
     if not _number(theta) or theta <= least:
         refuse("rope_theta", theta, f"number > {least}")
+    partial = scaling["partial_rotary_factor"]
+    if known.partial_rotary and not (partial is None or (_number(partial) and 0 < partial <= 1)):
+        refuse("partial_rotary_factor", partial, "number above 0, at most 1")
+    if rotated_width(values) % 2 or not rotated_width(values):
+        refuse("partial_rotary_factor", partial, f"an even number > 0 of the {head_width(values)} numbers of a head")
     if kind == "default":
         return
     beside = "original_max_position_embeddings"
     if kind in ("llama3", "yarn") and beside in raw and raw[beside] is None:
         refuse(beside, None, "integer > 0, or no such key", "transformers would use null for RoPE's own number")
-    if scaling["partial_rotary_factor"] not in (None, 1):
-        refuse("partial_rotary_factor", scaling["partial_rotary_factor"], "1", "this variant is not supported")
+    if partial not in (None, 1) and not known.partial_rotary:
+        refuse("partial_rotary_factor", partial, "1", "this variant is not supported")
     if not _whole(scaling["original_max_position_embeddings"]) or scaling["original_max_position_embeddings"] < 1:
         refuse(key, scaling, "original_max_position_embeddings: integer > 0")
     numbers = {name: scaling.get(name) for name in _ROPE_NEEDS[kind]}

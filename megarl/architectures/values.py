@@ -30,6 +30,13 @@ def head_width(values: Mapping[str, Any]) -> int:
     return values["hidden_size"] // values["num_attention_heads"] if width is None else width
 
 
+def rotated_width(values: Mapping[str, Any]) -> int:
+    """Return how many numbers of a head, from its first one on, RoPE rotates."""
+    factor = rope_scaling(values)["partial_rotary_factor"]
+    partial = ARCHITECTURES[values["model_type"]].partial_rotary and factor is not None
+    return int(head_width(values) * factor) if partial else head_width(values)
+
+
 def key_value_heads(values: Mapping[str, Any]) -> int:
     """Return the number of key/value heads."""
     heads: int | None = values["num_key_value_heads"]

@@ -239,6 +239,11 @@ def head_dim(hf: PretrainedConfig) -> int:
     return values.head_width(_keys(hf))
 
 
+def rotated_width(hf: PretrainedConfig) -> int:
+    """Return how many numbers of an attention head RoPE rotates."""
+    return values.rotated_width(_keys(hf))
+
+
 def expert_ffn(hf: PretrainedConfig) -> int:
     """Return the width of one expert's MLP."""
     return values.expert_width(_keys(hf))

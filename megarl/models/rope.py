@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.kernels import gpu
-from megarl.models.hf import head_dim, rope_type
+from megarl.models.hf import rope_type, rotated_width
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -31,7 +31,7 @@ class Rope(torch.nn.Module):
     def __init__(self, hf: PretrainedConfig, sections: Sequence[int] = (), *, interleaved: bool = False) -> None:
         super().__init__()
         if rope_type(hf) == "default":
-            size = head_dim(hf)
+            size = rotated_width(hf)
             exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
             frequencies, self.scale = 1.0 / hf.rope_parameters["rope_theta"] ** exponents, 1.0
         else:
@@ -43,12 +43,12 @@ class Rope(torch.nn.Module):
         self.sections = _sections(sections, interleaved=interleaved) if sections else None
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of `positions` int64 [...], each [..., head_dim / 2] in `dtype`, computed in fp32."""
+        """Return cos and sin of `positions` int64 [...], each [..., rotated / 2] in `dtype`, computed in fp32."""
         self.frequencies = self.frequencies.to(positions.device)
         return self._tables(positions.unsqueeze(-1).float() * self.frequencies, dtype)
 
     def cos_sin_of_three(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [t, head_dim / 2] of positions [3, t] that have three numbers each."""
+        """Return cos and sin [t, rotated / 2] of positions [3, t] that have three numbers each."""
         assert self.sections is not None, "this model's positions have one number"
         self.frequencies, self.sections = (x.to(positions.device) for x in (self.frequencies, self.sections))
         return self._tables(positions[self.sections].t().float() * self.frequencies, dtype)
@@ -57,7 +57,7 @@ class Rope(torch.nn.Module):
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
     def angles(self, length: int, where: torch.device) -> Tensor:
-        """Return the angles [length, 1, 1, head_dim] float32 of positions 0 .. length - 1, for Transformer Engine.
+        """Return the angles [length, 1, 1, rotated] float32 of positions 0 .. length - 1, for Transformer Engine.
 
         Transformer Engine has no argument for `scale`; the softmax scale includes its square instead.
         """
@@ -67,7 +67,7 @@ class Rope(torch.nn.Module):
 
 
 def _sections(sizes: Sequence[int], *, interleaved: bool) -> Tensor:
-    """Return which of a position's three numbers each frequency uses, int64 [head_dim / 2]."""
+    """Return which of a position's three numbers each frequency uses, int64 [rotated / 2]."""
     if not interleaved:
         return torch.arange(3).repeat_interleave(torch.tensor(sizes))
     numbers = torch.zeros(sum(sizes), dtype=torch.int64)
@@ -76,10 +76,15 @@ def _sections(sizes: Sequence[int], *, interleaved: bool) -> Tensor:
     return numbers
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    """Return what `apply_rope` returns, without gradient; with `sign` -1 the heads are rotated back."""
+    turned = 2 * cos.shape[-1]
+    if turned < x.shape[-1]:
+        return torch.cat((rotate(x[..., :turned], cos, sin, sign), x[..., turned:]), -1)
     kernels = gpu.layer_kernels(x, cos, sin) if x.dim() == 3 else None
     if kernels is not None:
-        return kernels.rope(x, cos.flatten(0, 1), sin.flatten(0, 1), sign)
+        return kernels.rope(x, cos, sin, sign)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     out = torch.empty_like(x)
     x1, x2 = x.chunk(2, dim=-1)
     y1, y2 = out.chunk(2, dim=-1)
@@ -92,18 +97,19 @@ class _ApplyRope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, 1.0)
+        return rotate(x, cos, sin, 1.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, sin, -1.0), None, None
+        return rotate(grad, cos, sin, -1.0), None, None
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads `x` [t, ..., heads, head_dim]; `cos`, `sin` [t, ..., head_dim / 2] from `Rope.cos_sin`.
+    """Rotate heads `x` [t, ..., heads, head_dim]; `cos`, `sin` [t, ..., rotated / 2] from `Rope.cos_sin`.
 
-    The two halves of a head are rotated against each other (the layout of Hugging Face checkpoints). The backward pass
-    rotates by the opposite angle, so autograd does not store the products.
+    The two halves of the first `rotated` numbers of a head are rotated against each other (the layout of Hugging Face
+    checkpoints); numbers after them stay. The backward pass rotates by the opposite angle, so autograd does not store
+    the products.
     """
-    return _ApplyRope.apply(x, cos.unsqueeze(-2), sin.unsqueeze(-2))
+    return _ApplyRope.apply(x, cos, sin)

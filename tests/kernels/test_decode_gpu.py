@@ -39,13 +39,13 @@ CLOSE = {
 }
 
 
-def heads_of(positions, groups, per, size, length, dtype, *, norm, seed=0):
+def heads_of(positions, groups, per, size, length, dtype, *, norm, seed=0, turned=None):
     """Arguments of `attend`, with a cache whose places beyond a row's position hold NaN."""
     g = torch.Generator().manual_seed(seed)
     n = len(positions)
     qkv = torch.randn(n, groups, per + 2, size, generator=g)
     weights = torch.rand(2, size, generator=g) + 0.5 if norm else None
-    angles = torch.randn(n, size // 2, generator=g)
+    angles = torch.randn(n, (turned or size) // 2, generator=g)
     keys, values = (torch.randn(n + 2, groups, length, size, generator=g) for _ in range(2))
     for row, position in enumerate(positions):
         keys[row, :, position:] = values[row, :, position:] = torch.nan
@@ -54,7 +54,7 @@ def heads_of(positions, groups, per, size, length, dtype, *, norm, seed=0):
     return qkv, weights, (cos, sin), keys, values, torch.tensor(positions, device=DEVICE)
 
 
-def exact_attention(qkv, norm, rope, keys, values, positions, window, scale):
+def exact_attention(qkv, norm, rope, keys, values, positions, window, scale, sinks=None):
     """Context, keys and values in float64, one row after the other."""
     x, keys, values = qkv.double(), keys.double(), values.double()
     cos, sin = (t.double()[:, None, None] for t in rope)
@@ -62,14 +62,17 @@ def exact_attention(qkv, norm, rope, keys, values, positions, window, scale):
     if norm is not None:
         qk = qk * (qk.square().mean(-1, keepdim=True) + EPS).rsqrt()
         qk = torch.cat([qk[:, :, :-1] * norm[0].double(), qk[:, :, -1:] * norm[1].double()], 2)
-    a, b = qk.chunk(2, -1)
-    qk = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    a, b, rest = qk.tensor_split((cos.shape[-1], 2 * cos.shape[-1]), -1)
+    qk = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
     out = []
     for row, last in enumerate(positions.tolist()):
         keys[row, :, last], values[row, :, last] = qk[row, :, -1], x[row, :, -1]
         seen = slice(0 if window is None else max(0, last - window + 1), last + 1)
         scores = qk[row, :, :-1] @ keys[row, :, seen].transpose(1, 2) * scale
-        out.append((scores.softmax(-1) @ values[row, :, seen]).flatten())
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double().view(*scores.shape[:2], 1)], -1)
+        weights = scores.softmax(-1)[..., : seen.stop - seen.start]
+        out.append((weights @ values[row, :, seen]).flatten())
     return torch.stack(out), keys, values
 
 
@@ -90,6 +93,15 @@ def test_attention_is_that_of_float64(positions, groups, per, size, length, wind
     torch.testing.assert_close(found.double(), wanted, **CLOSE[dtype])
     for cache, expected in ((given[3], keys), (given[4], values)):
         torch.testing.assert_close(cache.double(), expected, equal_nan=True, **CLOSE[dtype])
+
+
+def test_part_of_a_head_turns_and_sinks_take_a_share_of_the_softmax():
+    given = heads_of([0, 9, 130, 299], 2, 2, 16, 320, torch.float32, norm=False, turned=8)
+    sinks = torch.tensor([-1.0, 0.0, 2.0, 9.0], device=DEVICE)
+    wanted, keys, _ = exact_attention(*given, 40, 0.2, sinks)
+    found = decode_gpu.attend(*given, window=40, scale=0.2, eps=EPS, sinks=sinks)
+    torch.testing.assert_close(found.double(), wanted, **CLOSE[torch.float32])
+    torch.testing.assert_close(given[3].double(), keys, equal_nan=True, **CLOSE[torch.float32])
 
 
 @pytest.mark.parametrize("launch", [(64, 32, 4, 3), (128, 64, 4, 2), (512, 128, 8, 3)])

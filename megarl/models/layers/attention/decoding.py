@@ -21,17 +21,18 @@ from megarl.kernels.gpu import layer_kernels
 from megarl.models.layers.attention.cache import KVCache
 from megarl.models.layers.attention.training import varlen_attention
 from megarl.models.packing import pack_stream
+from megarl.models.rope import rotate
 
 
 class RopeTables:
-    """The rotary tables of t tokens: cos and sin, [t, D / 2] each."""
+    """The rotary tables of t tokens: cos and sin, [t, R / 2] each; the first R numbers of a head are rotated."""
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos, self.sin = cos, sin
 
     @cached_property
     def wide(self) -> tuple[Tensor, Tensor]:
-        """cos and sign-folded sin, each [t, 1, 1, D], so that RoPE is x * cos + swap_halves(x) * sin."""
+        """cos and sign-folded sin, each [t, 1, 1, R], so that RoPE is x * cos + swap_halves(x) * sin."""
         return (torch.cat((self.cos, self.cos), -1)[:, None, None], torch.cat((-self.sin, self.sin), -1)[:, None, None])
 
 
@@ -47,13 +48,16 @@ class HeadNorm:
         kernels = layer_kernels(qkv)
         if kernels is not None:
             return self._split_on_gpu(kernels, qkv, rope)
-        qk, size = qkv[:, :, :-1], qkv.shape[3]
+        qk, size, turned = qkv[:, :, :-1], qkv.shape[3], 2 * rope.cos.shape[-1]
         if self.weights is not None:  # norm and weight in one pass, as in training, so that both round once
             parts = (qk[:, :, :-1], self.weights[0]), (qk[:, :, -1:], self.weights[1])
             qk = torch.cat([F.rms_norm(part, (size,), weight, self.eps) for part, weight in parts], dim=2)
         cos, sin = rope.wide
-        swapped = torch.cat((qk[..., size // 2 :], qk[..., : size // 2]), dim=-1)
+        whole, qk = qk, qk[..., :turned]
+        swapped = torch.cat((qk[..., turned // 2 :], qk[..., : turned // 2]), dim=-1)
         qk = torch.addcmul(qk * cos, swapped, sin)
+        if turned < size:
+            qk = torch.cat((qk, whole[..., turned:]), dim=-1)
         return qk[:, :, :-1], qk[:, :, -1], qkv[:, :, -1]
 
     def _split_on_gpu(self, kernels: ModuleType, qkv: Tensor, rope: RopeTables) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,7 +68,7 @@ class HeadNorm:
             if self.weights is not None:
                 rows = kernels.rms_norm(rows, self.weights[number], self.eps)
             heads = rows.view(len(qkv), -1, part.shape[-1])
-            turned.append(kernels.rope(heads, rope.cos, rope.sin, 1.0).view(part.shape))
+            turned.append(rotate(heads, rope.cos, rope.sin, 1.0).view(part.shape))
         return turned[0], turned[1][:, :, 0], qkv[:, :, -1]
 
 
