@@ -145,10 +145,12 @@ class Objective:
     def prepare(self, inputs: TokenInputs, keys: Tensor, all_sum: AllSum) -> dict[str, Tensor]:
         """Call the loss's `prepare` on the whole mini-batch before its split; `keys` int64 [N] are random per token."""
         chosen = POLICY_LOSSES.choose(self.algorithm.loss)
-        assert chosen.spec.prepare is not None, "only called for losses with a `prepare`"
+        prepare = chosen.spec.prepare
+        assert prepare is not None, "only called for losses with a `prepare`"
         known = (inputs.old_logp, inputs.advantages, inputs.loss_mask)
-        with located(POLICY_LOSSES.kind, chosen.spec.prepare):
-            prepared = chosen.spec.prepare(*known, chosen.settings, keys=keys, all_sum=all_sum)
+        fields = {name: inputs.own[name] for name in chosen.spec.prepare_reads}
+        with located(POLICY_LOSSES.kind, prepare):
+            prepared = prepare(*known, chosen.settings, keys=keys, all_sum=all_sum, **fields)
         return checked_preparation(chosen, prepared, inputs.loss_mask)
 
     @property

@@ -1,4 +1,4 @@
-"""Selection of tokens from the mini-batch over all ranks: the k smallest keys, and random keys."""
+"""Selection of tokens of the mini-batch over all ranks: the k smallest keys, values within a mean; random keys."""
 
 from __future__ import annotations
 
@@ -37,6 +37,38 @@ def smallest(keys: Tensor, among: Tensor, count: int, all_sum: AllSum = one_rank
         prefix = prefix << _DIGIT | digit
         candidates = candidates[digits == digit]
     return among & (keys <= prefix)
+
+
+def within_mean(values: Tensor, among: Tensor, limit: float, all_sum: AllSum = one_rank) -> Tensor:
+    """Select the candidates with the smallest values of all ranks, as many as have a mean of at most `limit`: bool in
+    the shape of `values`.
+
+    Equal values are selected together. The search takes at most eight sums over ranks for any number of tokens.
+
+    Args:
+        values: float, not negative.
+        among: bool, same shape, the candidates.
+        all_sum: adds over ranks; every rank must call it.
+
+    >>> within_mean(torch.tensor([0.0, 4.0, 1.0, 9.0]), torch.tensor([True, True, True, False]), 1.0)
+    tensor([ True, False,  True, False])
+    """
+    keys = values.double().view(torch.int64)  # the bits of positive floats, as integers, have the same order
+    prefix, count, total = 0, 0.0, 0.0
+    candidates, numbers = keys[among], values.double()[among]
+    for shift in range(56, -1, -_DIGIT):
+        digits = (candidates >> shift) & 255
+        bins = [torch.bincount(digits, weights, minlength=256) for weights in (torch.ones_like(numbers), numbers)]
+        counts, totals = all_sum(torch.stack(bins).cpu()).cumsum(1)
+        fits = total + totals <= limit * (count + counts)
+        digit = int(fits.long().cumprod(0).sum())  # the first digit whose values make the mean too large
+        if digit == 256:
+            return among & ((keys >> shift) <= (prefix << _DIGIT | 255))
+        if digit:
+            count, total = count + float(counts[digit - 1]), total + float(totals[digit - 1])
+        prefix = prefix << _DIGIT | digit
+        candidates, numbers = candidates[digits == digit], numbers[digits == digit]
+    return among & (keys < prefix)
 
 
 def descending(values: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from megarl.algorithms.divergences import DivergenceSettings
 from megarl.algorithms.group_filter import FILTERS, OFFERED
 from megarl.algorithms.kl import KL
 from megarl.algorithms.losses import POLICY_LOSSES
+from megarl.algorithms.losses.base import LossSpec
 from megarl.algorithms.needs import distillation_fields, estimator_fields
 from megarl.algorithms.registry import Chosen
 from megarl.algorithms.resampling import RESAMPLING
@@ -235,8 +236,10 @@ def _check_loss(config: RunConfig, checks: Checklist) -> None:
     given, made = ("offsets", *spec.reads), spec.prepare is not None
     check_signature(chosen.function, key, ("logp", *known), given, checks, more=made)
     if spec.prepare is not None:
-        check_signature(spec.prepare, key, known, ("keys", "all_sum"), checks)
-    if chosen.spec.per_sequence and loss.aggregation != "seq-mean-token-mean":
+        check_signature(spec.prepare, key, known, ("keys", "all_sum", *spec.prepare_reads), checks)
+    _check_mode(config, spec, checks)
+    # seq-mean-token-sum makes gspo the loss of LUSPO, which weighs sequences by their length on purpose
+    if chosen.spec.per_sequence and loss.aggregation not in ("seq-mean-token-mean", "seq-mean-token-sum"):
         checks.warn(
             "algorithm.loss.aggregation",
             f"{loss.name} is a loss per sequence, but {loss.aggregation} does not weigh sequences equally",
@@ -245,6 +248,29 @@ def _check_loss(config: RunConfig, checks: Checklist) -> None:
         )
     if chosen.spec.ratio_free:
         _check_ratio_free(config, checks)
+
+
+def _check_mode(config: RunConfig, spec: LossSpec, checks: Checklist) -> None:
+    """Check that rollout correction gives the loss the log-probs that it compares."""
+    name, correction = config.algorithm.loss.name, config.rollout_correction.resolved()
+    if spec.mode not in (None, correction.mode):
+        needed = "the engine's log-probs as the old ones"
+        if spec.mode == "decoupled":
+            needed = "the engine's log-probs and the trainer's before the update"
+        checks.warn(
+            "rollout_correction.mode",
+            f"{name} compares with {needed}, which it gets only with mode {spec.mode}",
+            found=correction.mode,
+            fix=f"set rollout_correction.preset={'ppo_is_bypass' if spec.mode == 'bypass' else 'disabled'}",
+        )
+    elif spec.mode == "decoupled" and correction.is_level != "none":
+        checks.fail(
+            "rollout_correction.is_level",
+            f"{name} already has the ratio pi_theta / pi_rollout, so weights would count the gap twice",
+            found=correction.is_level,
+            allowed="none, or another loss",
+            fix="set rollout_correction.is_level=none",
+        )
 
 
 def _check_ratio_free(config: RunConfig, checks: Checklist) -> None:

@@ -136,6 +136,12 @@ _KEYS = {
     "algorithm.loss.name=gspo": "sequence_level_importance_ratios",
     "algorithm.loss.tau_pos, of algorithm.loss.name=sapo": "sapo_temperature_pos actor.tau_pos",
     "algorithm.loss.tau_neg, of algorithm.loss.name=sapo": "sapo_temperature_neg actor.tau_neg",
+    "algorithm.loss.off_policy_threshold, of algorithm.loss.name=opsm": "off_policy_mask_threshold opsm_delta",
+    **{
+        f"algorithm.loss.{key}, of algorithm.loss.name=vespo": f"vespo_{key}"
+        for key in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
+    },
+    "algorithm.loss.name=opsm": "use_opsm",
     "algorithm.distillation.topk, with algorithm.distillation.estimator=forward_kl or reverse_kl": "topk_logits_k",
     "algorithm.distillation.tail (renormalise or bucket)": "zero_outside_topk",
     "algorithm.distillation.estimator (forward_kl, reverse_kl or jsd)": "kl_type",
@@ -365,6 +371,7 @@ _METHODS = {
     "set algorithm.advantage.name=reinforce_pp_baseline": "reinforce_plus_plus_baseline",
     "set algorithm.advantage.norm_by_std=false and algorithm.loss.aggregation=seq-mean-token-sum-norm": "dr_grpo",
     "set algorithm.loss.name=gspo": "gspo",
+    "set algorithm.loss.name=gspo and algorithm.loss.aggregation=seq-mean-token-sum": "luspo",
     "set algorithm.loss.name=cispo": "cispo",
     "set algorithm.loss.aggregation=token-mean, and algorithm.loss.name=ppo": "bnpo",
     "set algorithm.loss.name=ppo": "vanilla clip",

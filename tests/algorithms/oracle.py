@@ -241,7 +241,16 @@ def loss_token(name, logp, old, a, cfg):
         return -a * logp
     if name == "dro":
         return -(a * logp - cfg.quadratic_coef / 2 * (logp - old) ** 2)
+    if name in ("ipo", "kpop"):
+        x, y = math.exp(logp), math.exp(old)
+        far = abs(x - y) if name == "ipo" else max(two_outcomes(x, y), two_outcomes(y, x))
+        return (-a * capped(d, cfg.ratio_cap) if far <= cfg.trust_region else 0.0) + cfg.kl_tau * d * d
     return dppo_token(logp, old, a, name.removeprefix("dppo_"), cfg.trust_region, cfg.ratio_cap)
+
+
+def two_outcomes(p, q):
+    """KL of (p, 1 - p) to (q, 1 - q)."""
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
 
 
 def loss_row(name, logps, olds, advantages, cfg):
@@ -252,12 +261,26 @@ def loss_row(name, logps, olds, advantages, cfg):
         s = math.exp(sum(ds) / n)
         bounded = max(1 - cfg.clip_low, min(1 + cfg.clip_high, s))
         return [dual(max(-a * s, -a * bounded), a, cfg.dual_clip) for a in advantages]
+    if name == "vespo":
+        w = math.exp(max(-20.0, min(20.0, sum(x - y for x, y in zip(logps, olds, strict=True)))))
+        return [-vespo_weight(w, a, cfg) * a * x for x, a in zip(logps, advantages, strict=True)]
+    if name == "opsm":
+        away = sum(y - x for x, y in zip(logps, olds, strict=True)) / n
+        return [
+            0.0 if a < 0 and away > cfg.off_policy_threshold else loss_token("ppo", x, y, a, cfg)
+            for x, y, a in zip(logps, olds, advantages, strict=True)
+        ]
     total = 0.0
     for d, a in zip(ds, advantages, strict=True):
         sign = (a > 0) - (a < 0)
         total += sign * min(sign * d, sign * max(-cfg.clip_low, min(cfg.clip_high, d)))
     mean = sum(advantages) / n
     return [dual(-mean * math.exp(total / n), mean, cfg.dual_clip)] * n
+
+
+def vespo_weight(w, a, cfg):
+    k, rate = (cfg.k_pos, cfg.lambda_pos) if a >= 0 else (cfg.k_neg, cfg.lambda_neg)
+    return w**k * math.exp(rate * (1 - w))
 
 
 def dual(loss, advantage, bound):
@@ -269,3 +292,14 @@ def covariances(old, advantages, mask):
     x = statistics.fmean(old[i][t] for i, t in valid)
     y = statistics.fmean(advantages[i][t] for i, t in valid)
     return {(i, t): (old[i][t] - x) * (advantages[i][t] - y) for i, t in valid}
+
+
+def farthest(olds, rollouts, advantages, bound):
+    """The tokens that M2PO drops, of flat lists: of those that A pushes out, the largest squared log-ratios."""
+    d = [x - y for x, y in zip(olds, rollouts, strict=True)]
+    rest, dropped = [i for i, a in enumerate(advantages) if a * d[i] > 0], set()
+    while rest and statistics.fmean(d[i] ** 2 for i in rest) > bound:
+        worst = max(d[i] ** 2 for i in rest)
+        dropped |= {i for i in rest if d[i] ** 2 == worst}
+        rest = [i for i in rest if d[i] ** 2 < worst]
+    return dropped

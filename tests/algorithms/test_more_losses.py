@@ -14,10 +14,10 @@ from megarl.algorithms.losses import POLICY_LOSSES
 from tests.algorithms import oracle
 from tests.algorithms.cases import Case, cases, close, make_case, poisoned
 
-TOKEN_LOSSES = ["ppo", "cispo", "sapo", "cpgd", "gpg", "dro", "dppo_tv", "dppo_kl"]
-ROW_LOSSES = ["gspo", "gmpo"]
-COV_LOSSES = ["clip_cov", "kl_cov"]
-ALL = TOKEN_LOSSES + ROW_LOSSES + COV_LOSSES
+TOKEN_LOSSES = ["ppo", "cispo", "sapo", "cpgd", "gpg", "dro", "dppo_tv", "dppo_kl", "ipo", "kpop"]
+ROW_LOSSES = ["gspo", "gmpo", "vespo", "opsm"]
+PREPARED_LOSSES = ["clip_cov", "kl_cov", "m2po"]
+ALL = TOKEN_LOSSES + ROW_LOSSES + PREPARED_LOSSES
 INPUTS = ("logp", "old_logp", "advantages")
 Settings = POLICY_LOSSES.every_setting()  # one model for all losses: each reads its own keys of it
 
@@ -41,6 +41,11 @@ configs = st.builds(
     cov_fraction=st.sampled_from([0.01, 0.3, 1.0]),
     cov_low=st.just(0.0),
     cov_high=st.sampled_from([0.5, 5.0]),
+    kl_tau=st.sampled_from([0.0, 0.3]),
+    k_pos=st.sampled_from([0.7, 2.0]),
+    lambda_neg=st.sampled_from([1.3, 2.0]),
+    off_policy_threshold=st.sampled_from([0.0, 0.1]),
+    second_moment=st.sampled_from([1e-3, 0.04, 0.3]),
 )
 
 
@@ -65,8 +70,9 @@ def run(name: str, case: Case, cfg, *, packed=False, poison=False, logp=None, ke
     fn = POLICY_LOSSES.get(name)
     prepare = POLICY_LOSSES.spec(name).prepare
     keys = form(keys_of(case) if keys is None else keys)
-    prepared = prepare(values[1], values[2], mask, cfg, keys=keys) if prepare else {}
-    return fn(*values, mask, cfg, offsets=case.offsets if packed else None, **prepared)
+    fields = {"rollout_logp": form(poisoned(case.ref_logp, case.mask))} if POLICY_LOSSES.spec(name).reads else {}
+    prepared = prepare(values[1], values[2], mask, cfg, keys=keys, **fields) if prepare else {}
+    return fn(*values, mask, cfg, offsets=case.offsets if packed else None, **fields, **prepared)
 
 
 def by_tokens(name, case, cfg):
@@ -134,6 +140,19 @@ def test_kl_cov_penalises_the_largest_covariances(case, cfg):
     close(run("kl_cov", case, cfg, poison=True)[0], expected)
 
 
+@given(case=cases, cfg=configs)
+@settings(max_examples=40, deadline=None)
+def test_m2po_drops_the_farthest_tokens_of_the_mini_batch(case, cfg):
+    where = case.mask.nonzero().tolist()
+    logp, old, rollout, a = (case.lists(n) for n in ("logp", "old_logp", "ref_logp", "advantages"))
+    dropped = oracle.farthest(*([x[i][t] for i, t in where] for x in (old, rollout, a)), cfg.second_moment)
+    expected = [[0.0] * len(ms) for ms in case.lists("mask")]
+    for number, (i, t) in enumerate(where):
+        if number not in dropped:
+            expected[i][t] = -a[i][t] * oracle.capped(oracle.clamped(logp[i][t], rollout[i][t]), cfg.ratio_cap)
+    close(run("m2po", case, cfg, poison=True)[0], expected)
+
+
 @pytest.mark.parametrize("name", ALL)
 @given(case=cases, cfg=configs, seed=st.integers(0, 99))
 @settings(max_examples=10, deadline=None)
@@ -160,7 +179,7 @@ def away_from_corners(case: Case, cfg) -> torch.Tensor:
     return case.old_logp + d
 
 
-@pytest.mark.parametrize("name", sorted(set(ALL) - {"cispo", "gspo", "cpgd"}))
+@pytest.mark.parametrize("name", sorted(set(ALL) - {"cispo", "gspo", "cpgd", "vespo"}))
 @pytest.mark.parametrize("seed", range(2))
 def test_gradients_are_the_numerical_ones(name, seed):
     case, cfg = probabilities(make_case(seed, width=4)), Settings(cov_fraction=0.2, cov_low=0.0)
@@ -206,6 +225,13 @@ def test_gspo_gradient_reaches_tokens_with_the_sequence_ratio():
     close(logp.grad, expected)
 
 
+def prepared_for(name: str, selected: torch.Tensor, rollout_logp: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The keyword arguments of a loss that has a `prepare`, with these tokens selected."""
+    if name == "m2po":
+        return {"stopped": selected, "rollout_logp": rollout_logp}
+    return {"selected": selected} if POLICY_LOSSES.spec(name).prepare else {}
+
+
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("far", [1e4, -1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -216,8 +242,7 @@ def test_extreme_log_ratios_stay_finite(name, far, dtype):
     logp = (old + far).requires_grad_()
     advantages = torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]]).to(dtype)
     fn, cfg = POLICY_LOSSES.get(name), Settings()
-    chosen = {"selected": mask} if POLICY_LOSSES.spec(name).prepare else {}
-    loss, metrics = fn(logp, old, advantages, mask, cfg, **chosen)
+    loss, metrics = fn(logp, old, advantages, mask, cfg, **prepared_for(name, mask, old))
     loss.sum().backward()
     assert loss.dtype == torch.float32
     assert torch.isfinite(loss).all()
@@ -233,8 +258,9 @@ def test_nothing_valid_gives_zero_and_no_metrics(name, shape):
     offsets = torch.zeros(1, dtype=torch.int64) if len(shape) == 1 else None
     fn, cfg = POLICY_LOSSES.get(name), Settings()
     prepare = POLICY_LOSSES.spec(name).prepare
-    prepared = prepare(nan, nan, mask, cfg, keys=torch.zeros(shape, dtype=torch.int64)) if prepare else {}
-    loss, metrics = fn(logp, nan, nan, mask, cfg, offsets=offsets, **prepared)
+    fields = {"rollout_logp": nan} if POLICY_LOSSES.spec(name).reads else {}
+    prepared = prepare(nan, nan, mask, cfg, keys=torch.zeros(shape, dtype=torch.int64), **fields) if prepare else {}
+    loss, metrics = fn(logp, nan, nan, mask, cfg, offsets=offsets, **fields, **prepared)
     loss.sum().backward()
     assert (loss == 0).all()
     assert (logp.grad == 0).all()
@@ -248,7 +274,7 @@ def test_every_loss_reports_the_same_metrics(name):
     assert set(metrics) == {f"actor/{name}" for name in names}
 
 
-@pytest.mark.parametrize("name", sorted(set(ALL) - {"sapo", "clip_cov", "kl_cov"}))
+@pytest.mark.parametrize("name", sorted(set(ALL) - {"sapo", *PREPARED_LOSSES}))
 def test_at_the_old_policy_the_gradient_is_the_policy_gradient(name):
     """One advantage per sequence, clip ranges of any size: d loss / d logp = -A."""
     case = make_case(1)
@@ -289,7 +315,7 @@ def slopes(name: str, **settings) -> dict[float, float]:
         old = torch.where(d > 0, -d - 0.01, -0.01)[:, None]
         logp = (old + d[:, None]).requires_grad_()
         mask = torch.ones(len(d), 1, dtype=torch.bool)
-        chosen = {"selected": ~mask} if spec.prepare else {}
+        chosen = prepared_for(name, ~mask, old)
         loss, _ = POLICY_LOSSES.get(name)(logp, old, sign * torch.ones_like(old), mask, cfg, **chosen)
         loss.sum().backward()
         found[sign] = float(logp.grad.abs().max())
@@ -311,6 +337,11 @@ WEIGHTS = {
     "dppo_tv": (20.0, 20.0),
     "dppo_kl": (20.0, 20.0),
     "kl_cov": (None, None),
+    "ipo": (20.1, 20.1),
+    "kpop": (20.1, 20.1),
+    "vespo": (1.3, 1.3),
+    "opsm": (1.2, 3.0),
+    "m2po": (20.0, 20.0),
 }
 
 
@@ -329,16 +360,35 @@ def test_losses_without_a_bound_have_an_option_for_one(name, settings):
     assert max(slopes(name, **settings).values()) <= 4.0 + 1e-6
 
 
-@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl", "kl_cov"])
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl", "kl_cov", "m2po"])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_truncated_token_still_learns_with_the_weight_of_the_cap(name, advantage):
     """Its old log-prob is -18 and its new one -2, which moves less mass than either trust region allows."""
     logp = torch.tensor([-2.0, -1.0], dtype=torch.float64, requires_grad=True)
     old, ones = torch.tensor([-18.0, -1.5], dtype=torch.float64), torch.ones(2, dtype=torch.bool)
-    chosen = {"selected": ~ones} if name == "kl_cov" else {}
-    cfg = Settings(trust_region=10.0, ratio_cap=20.0)
+    cfg, chosen = Settings(trust_region=10.0, ratio_cap=20.0), prepared_for(name, ~ones, old)
     loss, metrics = POLICY_LOSSES.get(name)(logp, old, torch.full_like(old, advantage), ones, cfg, **chosen)
     loss.sum().backward()
     close(logp.grad, [-advantage * 20.0, -advantage * math.exp(0.5)], 1e-9)
     assert metrics.result()["actor/pg_clipfrac_lower"] == 0.5
     assert metrics.result()["actor/ratio_max"] == pytest.approx(math.exp(16.0))
+
+
+@pytest.mark.parametrize("name", ["ipo", "kpop"])
+def test_a_token_that_the_old_policy_gave_no_probability_is_kept_and_finite(name):
+    logp = torch.tensor([math.log(0.05)], requires_grad=True)
+    old, one = torch.tensor([-math.inf]), torch.ones(1, dtype=torch.bool)
+    cfg = Settings(trust_region=0.06 if name == "ipo" else 1e9, kl_tau=1e-3, ratio_cap=None)
+    loss, metrics = POLICY_LOSSES.get(name)(logp, old, torch.ones(1), one, cfg)
+    loss.sum().backward()
+    assert torch.isfinite(loss).all()
+    assert torch.isfinite(logp.grad).all()
+    assert metrics.result()["actor/pg_clipfrac"] == (name == "kpop")  # KL(pi, old) is infinite
+
+
+def test_kpop_keeps_the_surest_tokens():
+    """In float32 1 - 1e-9 is 1: a formula that clamps there gives NaN, and so rejects them."""
+    logp, old = torch.tensor([0.0, -1e-9, 0.0]), torch.tensor([0.0, -2e-9, -0.5])
+    ones = torch.ones(3, dtype=torch.bool)
+    loss, _ = POLICY_LOSSES.get("kpop")(logp, old, ones.float(), ones, Settings(trust_region=0.1, kl_tau=0.0))
+    close(loss, [-1.0, -1.0, 0.0], 1e-6)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algorithms.rows import Rows
-from megarl.algorithms.select import descending, random_keys, smallest
+from megarl.algorithms.select import descending, random_keys, smallest, within_mean
 
 keys = st.lists(st.integers(0, 2**63 - 1) | st.integers(0, 5), max_size=30)
 
@@ -42,3 +44,40 @@ def test_draws_are_even():
     found = random_keys(torch.arange(200), Rows(torch.arange(201) * 100, None)).double() / 2.0**63
     assert abs(found.mean().item() - 0.5) < 0.01
     assert abs((found < 0.1).double().mean().item() - 0.1) < 0.01
+
+
+@given(
+    st.lists(st.integers(0, 5), max_size=30), st.sampled_from([0.1, 1.0, 2.0, 9.0]), st.randoms(use_true_random=False)
+)
+def test_within_mean_takes_the_smallest_and_all_ties(values, limit, random):
+    among = [random.random() < 0.7 for _ in values]
+    rest = [v for v, a in zip(values, among, strict=True) if a]
+    while rest and sum(rest) > limit * len(rest):
+        rest = [v for v in rest if v < max(rest)]
+    kept = within_mean(torch.tensor(values).double(), torch.tensor(among, dtype=torch.bool), limit)
+    assert kept.tolist() == [a and v in rest for v, a in zip(values, among, strict=True)]
+
+
+def adding(others: list[torch.Tensor], own: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A sum over two ranks: adds the other one's numbers as far as they are known, and records this one's."""
+    known = iter(others)
+
+    def all_sum(x: torch.Tensor) -> torch.Tensor:
+        own.append(x)
+        return x + next(known, torch.zeros_like(x))
+
+    return all_sum
+
+
+def test_within_mean_has_one_bound_on_all_ranks():
+    """Two ranks that add their sums choose the tokens that one rank with both parts chooses."""
+    values = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).mul(8).round().div(8)
+    among, parts = torch.arange(40) % 5 > 0, [slice(0, 13), slice(13, 40)]
+    sums: list[list[torch.Tensor]] = [[], []]
+    for _ in range(9):  # in every round the sums of the search's next step become known
+        earlier, sums, kept = sums, [[], []], []
+        for rank, part in enumerate(parts):
+            kept.append(within_mean(values[part], among[part], 0.3, adding(earlier[1 - rank], sums[rank])))
+    whole = within_mean(values, among, 0.3)
+    assert torch.cat(kept).tolist() == whole.tolist()
+    assert 0 < int(whole.sum()) < int(among.sum())

@@ -50,6 +50,7 @@ NEEDS: dict[str, list[str]] = {
     "clip_cov": ["algorithm.loss.cov_fraction=0.2", "algorithm.loss.cov_low=0.0"],
     "kl_cov": ["algorithm.loss.cov_fraction=0.2"],
     "pg_is": ["rollout_correction.preset=pg_is"],
+    **{name: ["rollout_correction.preset=ppo_is_bypass"] for name in ("ipo", "kpop", "opsm", "vespo")},
     "gspo": ["algorithm.loss.aggregation=seq-mean-token-mean"],
     "gmpo": ["algorithm.loss.aggregation=seq-mean-token-mean"],
 }

@@ -9,10 +9,14 @@ from megarl.algorithms.losses.dro import dro
 from megarl.algorithms.losses.gmpo import gmpo
 from megarl.algorithms.losses.gpg import gpg
 from megarl.algorithms.losses.gspo import gspo
+from megarl.algorithms.losses.ipo import ipo, kpop
+from megarl.algorithms.losses.m2po import m2po
+from megarl.algorithms.losses.opsm import opsm
 from megarl.algorithms.losses.pg_is import pg_is
 from megarl.algorithms.losses.ppo import ppo
 from megarl.algorithms.losses.sapo import sapo
 from megarl.algorithms.losses.value import value_loss
+from megarl.algorithms.losses.vespo import vespo
 
 __all__ = [
     "POLICY_LOSSES",
@@ -25,9 +29,14 @@ __all__ = [
     "gmpo",
     "gpg",
     "gspo",
+    "ipo",
     "kl_cov",
+    "kpop",
+    "m2po",
+    "opsm",
     "pg_is",
     "ppo",
     "sapo",
     "value_loss",
+    "vespo",
 ]

@@ -18,7 +18,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
@@ -28,7 +28,8 @@ from megarl.algorithms.rows import at_least_float32
 from megarl.algorithms.user_code import check_tokens, form, from_users, misfit, name_of
 from megarl.system.metrics import Metrics
 
-#: fn(old_logp, advantages, mask, cfg, *, keys, all_sum) -> {keyword of the loss: tensor in the shape of mask}
+#: fn(old_logp, advantages, mask, cfg, *, keys, all_sum) -> {keyword of the loss: tensor in the shape of mask}; fields
+#: that the loss reads are passed, too, if parameters name them
 Preparation: TypeAlias = "Callable[..., dict[str, Tensor]]"
 
 LIMIT = 20.0
@@ -43,10 +44,18 @@ class LossSpec(Spec):
     # loss as keyword arguments. It needs `old_logp`, and so a scoring pass.
     prepare: Preparation | None = None
     ratio_free: bool = False  # the loss has no ratio that corrects for samples of an older policy
+    # the mode of `rollout_correction` that the loss needs. bypass: its `old_logp` must be the engine's log-probs;
+    # decoupled: it compares the trainer's log-probs with the engine's, and corrects for the gap itself; None: any mode
+    mode: Literal["bypass", "decoupled"] | None = None
     per_sequence: bool = False  # the loss is one number per sequence, so aggregation should weigh sequences equally
     # the loss uses the importance weights of `rollout_correction` with `loss: pg`, which replaces the recipe's loss by
     # this one
     corrects: bool = False
+
+    @property
+    def prepare_reads(self) -> list[str]:
+        """The fields in `reads` that parameters of `prepare` name."""
+        return [name for name in self.reads if self.prepare and name in inspect.signature(self.prepare).parameters]
 
 
 #: Positional parameters of a policy loss.
@@ -207,5 +216,12 @@ def capped_ratio(p: LossInputs, cap: float | None) -> tuple[Tensor, Tensor]:
     """
     if cap is None:
         return p.ratio, torch.zeros_like(p.mask)
-    beyond = (p.difference - math.log(cap)).clamp(min=0)
+    # The upper bound keeps the loss finite where the old policy gave the token no probability at all.
+    beyond = (p.difference - math.log(cap)).clamp(0, 1e6)
     return p.log_ratio.clamp(max=math.log(cap)).exp() * (1 + beyond), beyond > 0
+
+
+def probabilities(p: LossInputs) -> tuple[Tensor, Tensor]:
+    """Return the probabilities of the tokens under the current and the old policy, without gradient."""
+    new = p.logp.detach()
+    return new.exp().clamp(max=1), (new - p.difference.detach()).exp().clamp(max=1)

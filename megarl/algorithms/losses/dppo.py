@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field, PositiveFloat
 
 from megarl.algorithms.lazy import Tensor, torch
-from megarl.algorithms.losses.base import POLICY_LOSSES, LossInputs, capped_ratio
+from megarl.algorithms.losses.base import POLICY_LOSSES, LossInputs, capped_ratio, probabilities
 from megarl.algorithms.registry import Settings
 from megarl.system.metrics import Metrics
 
@@ -48,7 +48,7 @@ def dppo_tv(
     tensor([-0., -2.])
     """
     p = LossInputs.of(logp, old_logp, advantages, mask)
-    new, old = _probabilities(p)
+    new, old = probabilities(p)
     return _inside(p, (new - old).abs() > cfg.trust_region, cfg.ratio_cap)
 
 
@@ -72,15 +72,10 @@ def dppo_kl(
     tensor([-0., -2.])
     """
     p = LossInputs.of(logp, old_logp, advantages, mask)
-    new, old = _probabilities(p)
+    new, old = probabilities(p)
     # If a probability rounds to 1, the others get 0: the divergence is infinite, or 0 if both round to 1.
     others = torch.special.xlogy(1 - old, 1 - old) - torch.special.xlogy(1 - old, 1 - new)
     return _inside(p, -old * p.difference.detach() + others > cfg.trust_region, cfg.ratio_cap)
-
-
-def _probabilities(p: LossInputs) -> tuple[Tensor, Tensor]:
-    new = p.logp.detach()
-    return new.exp().clamp(max=1), (new - p.difference.detach()).exp().clamp(max=1)
 
 
 def _inside(p: LossInputs, far: Tensor, cap: float | None) -> tuple[Tensor, Metrics]:

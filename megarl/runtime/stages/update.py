@@ -134,11 +134,11 @@ def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
     objective = Objective.of(c.config.algorithm, c.config.rollout_correction.resolved())
     mask = trained_mask(mini)
     mini.set("loss_mask", mask)
-    inputs = token_inputs(mini)
+    fields = {name: name for name in objective.reads}
+    inputs = token_inputs(mini, fields)
     tokens, weights = objective.weigh(inputs, c.all_sum)
     if weights is not None:
         mini.set("loss_weights", mask.like(weights))
-    fields = {name: name for name in objective.reads}
     if objective.prepares:
         for name, values in objective.prepare(inputs, _keys(c, mini, actor.step), c.all_sum).items():
             fields[name] = f"prepared_{name}"
