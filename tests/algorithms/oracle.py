@@ -41,6 +41,15 @@ def rloo(rewards, mask, uid):
     return per_token(out, mask)
 
 
+def maxrl(rewards, mask, uid):
+    score, out = scores(rewards, mask), []
+    for i in range(len(uid)):
+        group = [score[j] for j in others_in_group(i, uid, mask, itself=True)]
+        usable = any(mask[i]) and len(group) > 1 and sum(group) > 0
+        out.append((score[i] - statistics.fmean(group)) / statistics.fmean(group) if usable else 0.0)
+    return per_token(out, mask)
+
+
 def remax(rewards, mask, greedy):
     return per_token([s - g for s, g in zip(scores(rewards, mask), greedy, strict=True)], mask)
 

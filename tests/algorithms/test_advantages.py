@@ -18,6 +18,7 @@ from megarl.algorithms.advantages import (
     gpg,
     grpo,
     grpo_passk,
+    maxrl,
     opo,
     optimal_token_baseline,
     reinforce_pp,
@@ -55,7 +56,12 @@ def squares(case: Case) -> torch.Tensor:
 
 
 def run(name: str, case: Case, **kwargs):
-    return estimate(name, fields(case, **kwargs), OPTIONS)
+    return estimate(name, of(name, fields(case, **kwargs)), OPTIONS)
+
+
+def of(name: str, given: dict) -> dict:
+    """The fields, in a form that the estimator accepts."""
+    return given | {"token_rewards": given["token_rewards"].abs()} if name == "maxrl" else given
 
 
 @given(cases)
@@ -66,6 +72,7 @@ def test_each_equals_its_formula(case):
     close(run("grpo", case).advantages, oracle.grpo(r, m, case.uid), 1e-7)
     close(grpo(case.rewards, case.mask, case.uid, norm_by_std=False).advantages, oracle.grpo(r, m, case.uid, False))
     close(run("rloo", case).advantages, oracle.rloo(r, m, case.uid))
+    close(run("maxrl", case).advantages, oracle.maxrl([[abs(x) for x in row] for row in r], m, case.uid), 1e-7)
     close(run("remax", case).advantages, oracle.remax(r, m, case.greedy.tolist()))
     close(run("reinforce_pp_baseline", case).advantages, oracle.reinforce_pp_baseline(r, m, case.uid), 1e-7)
     close(run("grpo_passk", case).advantages, oracle.grpo_passk(r, m, case.uid), 1e-7)
@@ -110,7 +117,7 @@ def test_what_must_not_change_the_answer(name, case, seed):
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_masked_row_changes_nothing(name):
     case = make_case(3)
-    more = fields(case)
+    more = of(name, fields(case))
     for key in ("token_rewards", "values", "old_logp", "teacher_logp", "sum_pi_squared", *PER_SAMPLE):
         more[key] = torch.cat([more[key], torch.full_like(more[key][:1], 1e9)])
     more["mask"] = torch.cat([more["mask"], torch.zeros_like(more["mask"][:1])])
@@ -142,7 +149,7 @@ def test_statistics_span_ranks(name):
     close(torch.cat(parts), run(name, case).advantages)
 
 
-@pytest.mark.parametrize("fn", [grpo, grpo_passk, gpg, opo, rloo, reinforce_pp_baseline])
+@pytest.mark.parametrize("fn", [grpo, grpo_passk, gpg, maxrl, opo, rloo, reinforce_pp_baseline])
 def test_group_of_one_is_an_error_unless_allowed(fn):
     rewards, mask = torch.ones(3, 2), torch.ones(3, 2, dtype=torch.bool)
     with pytest.raises(UserError, match="allow_singleton"):
@@ -246,6 +253,30 @@ def test_turns_are_lined_up_by_tokens_that_the_policy_wrote():
     close(together, [[0.5, 0.5, 0], [-0.5, 0, -0.5]], 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        ([1.0, 0.0, 0.0, 0.0], [3.0, -1.0, -1.0, -1.0]),
+        ([1.0, 1.0, 1.0, 0.0], [1 / 3, 1 / 3, 1 / 3, -1.0]),
+        ([0.5, 0.0, 1.5, 0.0], [0.0, -1.0, 2.0, -1.0]),
+        ([0.0, 0.0], [0.0, 0.0]),
+        ([1.0, 1.0], [0.0, 0.0]),
+    ],
+)
+def test_maxrl_by_hand(scores, expected):
+    rewards = torch.tensor(scores, dtype=torch.float64)[:, None]
+    out = maxrl(rewards, torch.ones_like(rewards).bool(), ["a"] * len(scores)).advantages.flatten()
+    close(out, expected, 1e-12)
+
+
+def test_maxrl_refuses_negative_scores():
+    rewards = torch.tensor([[1.0], [-0.5], [9.0]])
+    mask = torch.tensor([[True], [True], [False]])
+    with pytest.raises(ConfigError, match=r"no score may be negative[\s\S]*-0\.5"):
+        maxrl(rewards, mask, ["a"] * 3)
+    maxrl(-rewards.where(mask, 0) + 1, mask, ["a"] * 3)
+
+
 def test_group_with_equal_scores_gives_exactly_zero():
     rewards = torch.full((4, 1), 0.1)
     assert (grpo(rewards, torch.ones(4, 1, dtype=torch.bool), ["a"] * 4).advantages.abs() < 1e-9).all()
@@ -313,7 +344,7 @@ def test_remax_subtracts_a_share_from_whole_scores():
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_narrow_and_whole_inputs_are_worked_on_in_float32(name, dtype, packed):
     """The same numbers in float64 are the oracle: nothing is rounded to the dtype in which rewards came."""
-    narrow = fields(make_case(2), packed=packed)
+    narrow = of(name, fields(make_case(2), packed=packed))
     for key, x in narrow.items():
         if key not in ("mask", "offsets", "uid"):
             narrow[key] = (3 * x).to(dtype)

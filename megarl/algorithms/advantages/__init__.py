@@ -11,6 +11,7 @@ from megarl.algorithms.advantages.gdpo import gdpo
 from megarl.algorithms.advantages.gpg import gpg
 from megarl.algorithms.advantages.grpo import grpo
 from megarl.algorithms.advantages.grpo_passk import grpo_passk
+from megarl.algorithms.advantages.maxrl import maxrl
 from megarl.algorithms.advantages.opo import opo
 from megarl.algorithms.advantages.optimal_token_baseline import optimal_token_baseline, tir_optimal_token_baseline
 from megarl.algorithms.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
@@ -29,6 +30,7 @@ __all__ = [
     "gpg",
     "grpo",
     "grpo_passk",
+    "maxrl",
     "opo",
     "optimal_token_baseline",
     "reinforce_pp",
