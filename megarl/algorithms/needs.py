@@ -37,7 +37,7 @@ def loss_fields(algorithm: AlgorithmConfig) -> list[str]:
         spec = POLICY_LOSSES.spec(algorithm.loss.name)
     except UserError:
         return []
-    return [*spec.reads, *(["old_logp"] if spec.prepare is not None else [])]
+    return [*spec.reads, *spec.prepare_reads, *(["old_logp"] if spec.prepare is not None else [])]
 
 
 def distillation_fields(algorithm: AlgorithmConfig) -> list[str]:

@@ -91,6 +91,11 @@ class Objective:
         return POLICY_LOSSES.choose(self.settings).spec.reads
 
     @property
+    def prepare_reads(self) -> list[str]:
+        """Batch fields that the policy loss's `prepare` reads beyond its standard arguments."""
+        return POLICY_LOSSES.choose(self.settings).spec.prepare_reads
+
+    @property
     def prepares(self) -> bool:
         """Whether the policy loss has a `prepare` function for the whole mini-batch."""
         return POLICY_LOSSES.choose(self.algorithm.loss).spec.prepare is not None
@@ -183,9 +188,12 @@ class Objective:
             old_logp, drawn = logp.detach(), inputs.surplus_logp
             old_logp = old_logp if drawn is None else drawn.where(~drawn.isnan(), old_logp)
         correction = self._correct(logp, inputs) if self.measures(inputs) else None
-        if correction is not None and self.correction.bypass:
-            assert inputs.rollout_logp is not None, "correction compares with it"
-            mask, is_weights, old_logp = correction.mask, correction.weights, inputs.rollout_logp
+        bypasses = correction is not None and self.correction.bypass
+        if correction is not None and bypasses:
+            mask, is_weights = correction.mask, correction.weights
+        if bypasses or POLICY_LOSSES.spec(self.settings.name).mode == "decoupled":
+            assert inputs.rollout_logp is not None, "correction or the loss compares with it"
+            old_logp = inputs.rollout_logp
         late = self.counts_late(inputs)
         weights = self._weights(mask, torch.ones(2, dtype=torch.float64), inputs) if late else inputs.weights
         assert weights is not None, "set from `weigh`"

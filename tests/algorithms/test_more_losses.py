@@ -70,9 +70,10 @@ def run(name: str, case: Case, cfg, *, packed=False, poison=False, logp=None, ke
     fn = POLICY_LOSSES.get(name)
     prepare = POLICY_LOSSES.spec(name).prepare
     keys = form(keys_of(case) if keys is None else keys)
-    fields = {"rollout_logp": form(poisoned(case.ref_logp, case.mask))} if POLICY_LOSSES.spec(name).reads else {}
+    fields = {"rollout_logp": form(poisoned(case.ref_logp, case.mask))} if name == "m2po" else {}
     prepared = prepare(values[1], values[2], mask, cfg, keys=keys, **fields) if prepare else {}
-    return fn(*values, mask, cfg, offsets=case.offsets if packed else None, **fields, **prepared)
+    values[1] = fields.get("rollout_logp", values[1])
+    return fn(*values, mask, cfg, offsets=case.offsets if packed else None, **prepared)
 
 
 def by_tokens(name, case, cfg):
@@ -225,11 +226,11 @@ def test_gspo_gradient_reaches_tokens_with_the_sequence_ratio():
     close(logp.grad, expected)
 
 
-def prepared_for(name: str, selected: torch.Tensor, rollout_logp: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The keyword arguments of a loss that has a `prepare`, with these tokens selected."""
-    if name == "m2po":
-        return {"stopped": selected, "rollout_logp": rollout_logp}
-    return {"selected": selected} if POLICY_LOSSES.spec(name).prepare else {}
+def prepared_for(name: str, selected: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The keyword argument of a loss that has a `prepare`, with these tokens selected."""
+    if not POLICY_LOSSES.spec(name).prepare:
+        return {}
+    return {"stopped" if name == "m2po" else "selected": selected}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -242,7 +243,7 @@ def test_extreme_log_ratios_stay_finite(name, far, dtype):
     logp = (old + far).requires_grad_()
     advantages = torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]]).to(dtype)
     fn, cfg = POLICY_LOSSES.get(name), Settings()
-    loss, metrics = fn(logp, old, advantages, mask, cfg, **prepared_for(name, mask, old))
+    loss, metrics = fn(logp, old, advantages, mask, cfg, **prepared_for(name, mask))
     loss.sum().backward()
     assert loss.dtype == torch.float32
     assert torch.isfinite(loss).all()
@@ -258,9 +259,9 @@ def test_nothing_valid_gives_zero_and_no_metrics(name, shape):
     offsets = torch.zeros(1, dtype=torch.int64) if len(shape) == 1 else None
     fn, cfg = POLICY_LOSSES.get(name), Settings()
     prepare = POLICY_LOSSES.spec(name).prepare
-    fields = {"rollout_logp": nan} if POLICY_LOSSES.spec(name).reads else {}
+    fields = {"rollout_logp": nan} if name == "m2po" else {}
     prepared = prepare(nan, nan, mask, cfg, keys=torch.zeros(shape, dtype=torch.int64), **fields) if prepare else {}
-    loss, metrics = fn(logp, nan, nan, mask, cfg, offsets=offsets, **fields, **prepared)
+    loss, metrics = fn(logp, nan, nan, mask, cfg, offsets=offsets, **prepared)
     loss.sum().backward()
     assert (loss == 0).all()
     assert (logp.grad == 0).all()
@@ -315,7 +316,7 @@ def slopes(name: str, **settings) -> dict[float, float]:
         old = torch.where(d > 0, -d - 0.01, -0.01)[:, None]
         logp = (old + d[:, None]).requires_grad_()
         mask = torch.ones(len(d), 1, dtype=torch.bool)
-        chosen = prepared_for(name, ~mask, old)
+        chosen = prepared_for(name, ~mask)
         loss, _ = POLICY_LOSSES.get(name)(logp, old, sign * torch.ones_like(old), mask, cfg, **chosen)
         loss.sum().backward()
         found[sign] = float(logp.grad.abs().max())
@@ -366,7 +367,7 @@ def test_a_truncated_token_still_learns_with_the_weight_of_the_cap(name, advanta
     """Its old log-prob is -18 and its new one -2, which moves less mass than either trust region allows."""
     logp = torch.tensor([-2.0, -1.0], dtype=torch.float64, requires_grad=True)
     old, ones = torch.tensor([-18.0, -1.5], dtype=torch.float64), torch.ones(2, dtype=torch.bool)
-    cfg, chosen = Settings(trust_region=10.0, ratio_cap=20.0), prepared_for(name, ~ones, old)
+    cfg, chosen = Settings(trust_region=10.0, ratio_cap=20.0), prepared_for(name, ~ones)
     loss, metrics = POLICY_LOSSES.get(name)(logp, old, torch.full_like(old, advantage), ones, cfg, **chosen)
     loss.sum().backward()
     close(logp.grad, [-advantage * 20.0, -advantage * math.exp(0.5)], 1e-9)

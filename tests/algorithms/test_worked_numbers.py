@@ -114,9 +114,8 @@ def test_loss_and_gradient(case: Worked) -> None:
     mask = torch.ones(len(logp), dtype=torch.bool)
     fields = {"rollout_logp": logs(case.rows["rollout"])} if "rollout" in case.rows else {}
     prepared = spec.prepare(old, advantages, mask, cfg, keys=mask.long(), **fields) if spec.prepare else {}
-    token_loss, _ = POLICY_LOSSES.get(case.name)(
-        logp, old, advantages, mask, cfg, offsets=offsets, **fields, **prepared
-    )
+    old = fields.get("rollout_logp", old)
+    token_loss, _ = POLICY_LOSSES.get(case.name)(logp, old, advantages, mask, cfg, offsets=offsets, **prepared)
     weights = aggregation_weights(case.aggregation, mask, local_counts(mask, offsets), offsets=offsets)
     loss = (weights * token_loss).sum()
     loss.backward()

@@ -28,8 +28,8 @@ from megarl.algorithms.rows import at_least_float32
 from megarl.algorithms.user_code import check_tokens, form, from_users, misfit, name_of
 from megarl.system.metrics import Metrics
 
-#: fn(old_logp, advantages, mask, cfg, *, keys, all_sum) -> {keyword of the loss: tensor in the shape of mask}; fields
-#: that the loss reads are passed, too, if parameters name them
+#: fn(old_logp, advantages, mask, cfg, *, keys, all_sum) -> {keyword of the loss: tensor in the shape of mask}; further
+#: keyword parameters without a default get the samples' fields of their names
 Preparation: TypeAlias = "Callable[..., dict[str, Tensor]]"
 
 LIMIT = 20.0
@@ -44,8 +44,9 @@ class LossSpec(Spec):
     # loss as keyword arguments. It needs `old_logp`, and so a scoring pass.
     prepare: Preparation | None = None
     ratio_free: bool = False  # the loss has no ratio that corrects for samples of an older policy
-    # the mode of `rollout_correction` that the loss needs. bypass: its `old_logp` must be the engine's log-probs;
-    # decoupled: it compares the trainer's log-probs with the engine's, and corrects for the gap itself; None: any mode
+    # the mode of `rollout_correction` that the loss needs. bypass: it compares the policy with the engine, whose
+    # log-probs are its `old_logp` in this mode only. decoupled: its `prepare` compares the trainer's log-probs before
+    # the update with the engine's, and the engine's are the `old_logp` of the loss. None: any mode
     mode: Literal["bypass", "decoupled"] | None = None
     per_sequence: bool = False  # the loss is one number per sequence, so aggregation should weigh sequences equally
     # the loss uses the importance weights of `rollout_correction` with `loss: pg`, which replaces the recipe's loss by
@@ -54,8 +55,12 @@ class LossSpec(Spec):
 
     @property
     def prepare_reads(self) -> list[str]:
-        """The fields in `reads` that parameters of `prepare` name."""
-        return [name for name in self.reads if self.prepare and name in inspect.signature(self.prepare).parameters]
+        """Batch fields that `prepare` receives as keyword arguments."""
+        if self.prepare is None:
+            return []
+        parameters = inspect.signature(self.prepare).parameters.values()
+        keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+        return [name for name in keywords if name not in ("keys", "all_sum")]
 
 
 #: Positional parameters of a policy loss.

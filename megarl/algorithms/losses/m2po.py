@@ -41,9 +41,7 @@ def drop_farthest(
     return {"stopped": outward & ~within_mean(d.square(), outward, cfg.second_moment, all_sum)}
 
 
-@POLICY_LOSSES.register(
-    "m2po", settings=SecondMomentSettings, reads=("rollout_logp",), prepare=drop_farthest, mode="decoupled"
-)
+@POLICY_LOSSES.register("m2po", settings=SecondMomentSettings, prepare=drop_farthest, mode="decoupled")
 def m2po(
     logp: Tensor,
     old_logp: Tensor,
@@ -51,18 +49,17 @@ def m2po(
     mask: Tensor,
     cfg: SecondMomentSettings,
     *,
-    rollout_logp: Tensor,
     stopped: Tensor,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Compute -A r with r = pi / pi_rollout, truncated at ratio_cap as in `dppo_tv`; 0 for the tokens that
+    """Compute -A r, r = pi / pi_rollout truncated at ratio_cap as in `dppo_tv`; 0 for the tokens that
     `drop_farthest` selected.
 
     On stale samples a bound of each token's ratio stops many tokens; one bound of the mini-batch's second moment stops
     only the outliers. The authors' code differs from their algorithm: it clips r, and never within [0.7, 1.5].
 
     Args:
-        rollout_logp: same shape, log-probs of the generation engine.
+        old_logp: log-probs of the generation engine.
         stopped: bool, same shape, from `drop_farthest`.
 
     Returns:
@@ -70,6 +67,6 @@ def m2po(
 
     Source: M2PO (arXiv 2510.01161), algorithm 1. Arguments and result: see `losses.base`.
     """
-    p = LossInputs.of(logp, rollout_logp, advantages, mask)
+    p = LossInputs.of(logp, old_logp, advantages, mask)
     ratio, truncated = capped_ratio(p, cfg.ratio_cap)
     return -p.advantages * torch.where(stopped, 0, ratio), p.metrics(stopped, truncated & ~stopped)

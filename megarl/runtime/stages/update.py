@@ -135,7 +135,7 @@ def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
     mask = trained_mask(mini)
     mini.set("loss_mask", mask)
     fields = {name: name for name in objective.reads}
-    inputs = token_inputs(mini, fields)
+    inputs = token_inputs(mini, {name: name for name in objective.prepare_reads})
     tokens, weights = objective.weigh(inputs, c.all_sum)
     if weights is not None:
         mini.set("loss_weights", mask.like(weights))
