@@ -95,6 +95,11 @@ def estimator(name: str) -> list[str]:
             "algorithm.advantage.is_weighted",
             ["decoupled_token_is"],
         ),
+        (
+            ["algorithm.loss.name=m2po", "rollout_correction.preset=decoupled_token_is"],
+            "rollout_correction.is_level",
+            ["m2po already has the ratio pi_theta / pi_rollout"],
+        ),
         (["algorithm.resampling.name=maxmin"], "algorithm.resampling.name", ["did you mean max_min?"]),
         (
             ["algorithm.pipeline=ppo", "algorithm.advantage.name=gae", "critic.aggregation=seq-mean-token-sum-norm"],
@@ -132,6 +137,8 @@ def test_the_ppo_pipeline_has_no_filter(failures):
     ("overrides", "key"),
     [
         (["algorithm.loss.name=gspo"], "algorithm.loss.aggregation"),
+        (["algorithm.loss.name=ipo"], "rollout_correction.mode"),
+        (["algorithm.loss.name=m2po", "rollout_correction.preset=ppo_is_bypass"], "rollout_correction.mode"),
         (["algorithm.loss.name=gpg", "actor.ppo_epochs=2"], "algorithm.loss.name"),
         (["algorithm.loss.name=gpg", "rollout_correction.preset=ppo_is_bypass"], "algorithm.loss.name"),
         (["algorithm.loss.name=gpg", *DAPO], "algorithm.dynamic_sampling.surplus"),
@@ -173,6 +180,9 @@ def test_what_the_estimator_does_not_read_is_refused(config_of, override, key, r
         ["algorithm.advantage={norm_by_std: false, allow_singleton: true}"],
         ["algorithm.advantage={name: 'mine:estimate', gamma: 0.9, parts: {right: 1.0}}"],
         ["algorithm.loss.name=gspo", "algorithm.loss.aggregation=seq-mean-token-mean"],
+        ["algorithm.loss={name: gspo, aggregation: seq-mean-token-sum, clip_low: 2e-3, clip_high: 2.5e-3}"],
+        ["algorithm.loss.name=vespo", "rollout_correction.preset=ppo_is_bypass"],
+        ["algorithm.loss.name=m2po"],
         ["algorithm.filter.high=0.9", *DAPO],
     ],
 )
