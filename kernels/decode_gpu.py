@@ -104,7 +104,7 @@ def draw(
 
     Args:
         logits: float32 [n, V], over this rank's vocabulary.
-        seeds, index: int64 [n], see `noise.race`.
+        seeds, index: int64 [n], see `noise.exponential_noise`.
         start: vocabulary id of the first column.
         inverse_temperature: factor of the logits.
         greedy: the largest logit wins, without noise.
@@ -321,7 +321,7 @@ def _mix32(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _log_times(low, high, ids):  # type: ignore[no-untyped-def]
-    """Return the noise log E (float32) of `megarl.models.noise.race` for uint32 keys and ids."""
+    """Return the noise log E (float32) of `megarl.models.noise.exponential_noise` for uint32 keys and ids."""
     counter = ids * 0x9E3779B9
     bits = _mix32(_mix32(counter ^ low) + high) & 0x7FFFFFFF
     u = (bits.to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31

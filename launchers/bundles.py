@@ -3,7 +3,7 @@
     no servers of its own     one bundle per worker: a GPU where the nodes have any, and a share of their CPUs
     with servers on GPUs      one bundle per machine: its workers', and the GPUs of the servers that are started there
 
-Ray does not know the servers, which are started by a worker. Their GPUs are reserved so that Ray gives them to no other
+Ray does not manage the servers, which a worker starts. Their GPUs are reserved so that Ray gives them to no other
 process. Servers of a rollout team that only sends requests use its workers' GPUs first.
 """
 
@@ -102,7 +102,7 @@ def reserve(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mappin
             where="launch.slurm.teams",
             found=f"{extra} GPUs per node for SGLang servers",
             fix="use a team with only the rollout, whose workers lend their GPUs to equally many servers; or set "
-            "rollout.sglang.gpus",
+            f"{config.rollout.servers_key}.gpus",
         )
     machine = {"CPU": round(workers * worker["CPU"], 2), "GPU": float(here)}
     places = [number // workers for number in range(cluster.nproc)]
@@ -118,8 +118,8 @@ def server_gpus(config: RunConfig, lent: int) -> int:
     """Return how many GPUs a machine's servers need in addition to the `lent` GPUs, which workers leave to them. On
     several machines the lent GPUs are enough for all servers; a check of the recipe ensures it.
     """
-    servers, machines = config.rollout.sglang, config.cluster.nnodes
-    if not chooses_gpus(config) or (lent and machines > 1):
+    servers, machines = config.rollout.servers, config.cluster.nnodes
+    if servers is None or not chooses_gpus(config) or (lent and machines > 1):
         return 0
     return max(0, servers.servers * servers.ranks // machines - lent)
 
@@ -153,7 +153,10 @@ def _too_few(
         lack, missing, allowed = "the Ray cluster has too few GPUs", cluster.nproc - sum(have), f"at most {sum(have)}"
         fix = ["set cluster.nproc, or add nodes to the Ray cluster"]
     if extra:
-        fix.append("lower rollout.sglang.servers or tp_size, or share GPUs: rollout.sglang.colocated=true")
+        fix.append(
+            f"lower {config.rollout.servers_key}.servers or tp_size, or share GPUs: "
+            f"{config.rollout.servers_key}.colocated=true"
+        )
         if machines > 1:
             most = [*have, *[0] * machines][:machines]
             missing, allowed = sum(max(0, here - gpus) for gpus in most), f"{machines} nodes of {here} GPUs"

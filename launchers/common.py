@@ -420,7 +420,8 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
     if config.cluster.nnodes == 1:
         # host names of laptops and containers often resolve to unreachable addresses
         chosen["GLOO_SOCKET_IFNAME"] = "lo"
-        if not config.rollout.sglang.urls:  # servers on other machines may join an nccl group with the trainer
+        servers = config.rollout.servers
+        if servers is None or not servers.urls:  # servers on other machines may join an nccl group with the trainer
             chosen["NCCL_SOCKET_IFNAME"] = "lo"
     chosen |= config.rollout.nccl_environment
     if sys.stdout.isatty():  # rank 0 writes to a pipe that leads to this terminal: let it show progress bars

@@ -9,7 +9,7 @@
     RUN_DIR/launch/jobs.txt     number, time and nodes of each submitted job, tab-separated
     RUN_DIR/launch/chain        how many jobs may still submit themselves (launch.slurm.chain)
 
-A job asks the run for a checkpoint (by the file `save`, which the run removes when it has written one) when Slurm
+A job requests a checkpoint from the run (by the file `save`, which the run removes when it has written one) when Slurm
 signals that its time limit is near.
 
 All values of a recipe that reach a shell go through `shlex.quote`; the configuration checks that those in `#SBATCH`

@@ -160,7 +160,7 @@ def _add_module(
 def _add_parity(checks: argparse._SubParsersAction[Parser]) -> None:
     parity = checks.add_parser(
         "parity",
-        help="find where transformers, the Megatron engine and an SGLang server part ways on the same tokens",
+        help="find where transformers, the Megatron engine and an SGLang server differ on the same tokens",
         description="Compare hidden states layer by layer and log-probs on the same tokens; exit code 1 when they "
         "differ by more than rounding.",
     )

@@ -38,7 +38,9 @@ def check_disk(
     # The last model is exported, and so is the best one where it may be a different model.
     exported = trainer.export_hf * (1 + keeps_best) * policy.parameters * BYTES[config.model.dtype]
     needed, free = more * checkpoint + exported, shutil.disk_usage(folder).free
-    files = f"{count(number, 'checkpoint')} of {_gb(checkpoint)}{', one of them only to go on from' if resumes else ''}"
+    files = (
+        f"{count(number, 'checkpoint')} of {_gb(checkpoint)}{', one of them only to resume from' if resumes else ''}"
+    )
     if needed <= free:
         checks.ok(f"{files}: {_gb(free)} are free in {folder}")
         return

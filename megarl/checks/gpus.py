@@ -18,11 +18,11 @@ def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks
     if cluster.device_memory_gb is None or config.launch.slurm.teams:  # the teams' machines may be of several kinds
         return
     workers = sum(team.devices for team in placement.teams)
-    starts = job != "sft" and not config.rollout.sglang.urls
-    beside = occupied(config, placement) - workers if starts else 0
-    refused = config.rollout.sglang.dp_size > 1 or (beside and placement.request_workers and cluster.nnodes > 1)
-    servers = config.rollout.sglang
-    uneven = bool(beside) and servers.servers * servers.nnodes % cluster.nnodes
+    servers, beside, refused, uneven = config.rollout.servers, 0, False, False
+    if servers is not None:
+        beside = occupied(config, placement) - workers if job != "sft" and not servers.urls else 0
+        refused = servers.dp_size > 1 or bool(beside and placement.request_workers and cluster.nnodes > 1)
+        uneven = bool(beside and servers.servers * servers.nnodes % cluster.nnodes)
     if refused or workers % cluster.nnodes or uneven:  # other checks report these cases
         return
     here, lent = (workers + beside) // cluster.nnodes, beside // cluster.nnodes
@@ -47,7 +47,7 @@ def _usual_gpus(config: RunConfig) -> int:
 
 def _more_machines(config: RunConfig, placement: Placement, workers: int, beside: int) -> str:
     """Describe a change after which machines with the usual number of GPUs are enough."""
-    settings, servers = [], config.rollout.sglang
+    settings, servers = [], config.rollout.servers
     if beside and placement.request_workers:  # on several machines servers run only on GPUs that workers lend
         team = placement.of_role(Role.ROLLOUT)
         assert team is not None, "workers of the rollout team send the requests"
@@ -56,11 +56,13 @@ def _more_machines(config: RunConfig, placement: Placement, workers: int, beside
     even = [
         n
         for n in range(1, workers + 1)
-        if workers % n == 0 and (not beside or servers.servers * servers.nnodes % n == 0)
+        if workers % n == 0 and (servers is None or not beside or servers.servers * servers.nnodes % n == 0)
     ]
-    unit = servers.ranks_per_node if settings else 1  # number of GPUs that must be on the same machine
+    # number of GPUs that must be on the same machine
+    unit = servers.ranks_per_node if servers is not None and settings else 1
     fit = (n for n in even if (workers + beside) // n <= _usual_gpus(config) and (workers + beside) // n % unit == 0)
     nnodes = next(fit, None)
     if nnodes is None:
-        return "change cluster.nnodes and rollout.sglang.servers together: every machine has equally many of both"
+        key = f"{config.rollout.servers_key}.servers"
+        return f"change cluster.nnodes and {key} together: every machine has equally many of both"
     return f"set {' '.join([*settings, f'cluster.nnodes={nnodes}'])}"

@@ -34,23 +34,24 @@ def workers_of_machines(config: RunConfig, placement: Placement, team: TeamPlan)
 def check_lent(config: RunConfig, placement: Placement, team: TeamPlan, checks: Checklist) -> None:
     """Check that servers of a run on several machines are on machines where rollout workers lend them GPUs."""
     checks = checks.of("placement")
-    servers = config.rollout.sglang
+    servers, section = config.rollout.servers, config.rollout.servers_key
+    assert servers is not None, "the run starts servers"
     if not lends(config, team):
         checks.fail(
             f"placement.teams.{team.name}.roles",
             f"on {config.cluster.nnodes} machines servers are started on GPUs of workers that only send requests, but "
             f"the workers of the team {team.name} need their GPUs",
             found=", ".join(role.value for role in team.roles),
-            allowed="[rollout], the actor's roles and rollout in one team, one machine, or rollout.sglang.urls",
+            allowed=f"[rollout], the actor's roles and rollout in one team, one machine, or {section}.urls",
             fix="give the rollout a team of its own",
         )
     elif servers.gpus is not None or servers.first_gpu_given:
         checks.fail(
-            "rollout.sglang.gpus" if servers.gpus is not None else "rollout.sglang.extra_args",
+            f"{section}.gpus" if servers.gpus is not None else f"{section}.extra_args",
             f"the team {team.name} may have other GPUs on each of its machines",
             found=servers.gpus or servers.extra_args,
             allowed="servers on the GPUs that the team's workers lend them",
-            fix="set rollout.sglang.gpus=null, and remove --base-gpu-id",
+            fix=f"set {section}.gpus=null, and remove --base-gpu-id",
         )
     elif config.cluster.device_memory_gb is not None:  # workers on CPUs lend no devices
         _check_room(config, workers_of_machines(config, placement, team), team, checks)
@@ -58,7 +59,8 @@ def check_lent(config: RunConfig, placement: Placement, team: TeamPlan, checks: 
 
 def _check_room(config: RunConfig, machines: list[int], team: TeamPlan, checks: Checklist) -> None:
     """Check that every server has enough GPUs on each of its machines. `machines` are the workers per machine."""
-    servers, key = config.rollout.sglang, devices_key(config, team)
+    servers, section, key = config.rollout.servers, config.rollout.servers_key, devices_key(config, team)
+    assert servers is not None, "the run starts servers"
     ranks, nnodes = servers.tp_size, servers.nnodes  # other values of dp_size are refused
     needed, most = servers.servers * ranks, most_servers(max(1, ranks // nnodes), machines, nnodes)
     if not machines or servers.servers <= most or ranks % nnodes:
@@ -68,21 +70,21 @@ def _check_room(config: RunConfig, machines: list[int], team: TeamPlan, checks: 
         fitting = sorted([*machines, *[0] * nnodes], reverse=True)[nnodes - 1] * nnodes
         wider = nnodes < len(machines) and ranks <= team.devices and nnodes + 1
         checks.fail(
-            "rollout.sglang.tp_size",
+            f"{section}.tp_size",
             f"a server is on {where}, where the team {team.name} has {count(fitting, 'worker')} at most",
             found=servers.tp_size,
             allowed=f"at most {fitting}" if fitting else f"servers on {count(len(machines), 'machine')} at most",
-            fix=f"lower rollout.sglang.{'tp_size, and start more servers' if fitting else 'nnodes'}"
-            + (f", or spread a server over rollout.sglang.nnodes={wider} machines or more" if wider else ""),
+            fix=f"lower {section}.{'tp_size, and start more servers' if fitting else 'nnodes'}"
+            + (f", or spread a server over {section}.nnodes={wider} machines or more" if wider else ""),
         )
         return
     spread = "" if needed > team.devices else f", each on {where}, and have {' + '.join(map(str, machines))}"
     nodes_of_team, settings = config.launch.slurm.teams.get(team.name), None
     if needed > team.devices and nodes_of_team is None:
         settings = settings_of_workers(config, config.cluster.nproc - team.devices + needed, ranks)
-    fix = f"set rollout.sglang.servers={most}, or give the team more devices, with cluster.nproc and cluster.nnodes"
+    fix = f"set {section}.servers={most}, or give the team more devices, with cluster.nproc and cluster.nnodes"
     if settings is not None:
-        fix = f"set {key}={needed} {settings}, or rollout.sglang.servers={most}"
+        fix = f"set {key}={needed} {settings}, or {section}.servers={most}"
     checks.fail(
         key,
         f"the workers of the team {team.name} lend their GPUs to {count(servers.servers, 'server')} of "
@@ -96,13 +98,15 @@ def _check_room(config: RunConfig, machines: list[int], team: TeamPlan, checks: 
 def check_request_workers(config: RunConfig, placement: Placement, team: TeamPlan, checks: Checklist) -> None:
     """Check a team whose workers hold no model: they send requests to servers, which use the workers' GPUs."""
     checks = checks.of("placement")
-    layout, servers, key = config.rollout.parallel, config.rollout.sglang, devices_key(config, team)
+    layout, servers, section = config.rollout.parallel, config.rollout.servers, config.rollout.servers_key
+    assert servers is not None, "workers without a model send requests to servers"
+    key = devices_key(config, team)
     if layout is not None and layout != ParallelConfig():
         checks.warn(
             "rollout.parallel",
             f"this has no effect on servers: it groups the workers of the team {team.name}, which only send requests",
             found=layout.model_dump(exclude_defaults=True),
-            fix="set rollout.parallel=null; rollout.sglang.tp_size splits the model of a server",
+            fix=f"set rollout.parallel=null; {section}.tp_size splits the model of a server",
         )
     if config.cluster.device_memory_gb is None or servers.colocated:
         return
@@ -112,7 +116,7 @@ def check_request_workers(config: RunConfig, placement: Placement, team: TeamPla
             checks.warn(
                 key,
                 f"under Ray the workers of the team {team.name} reserve {count(team.devices, 'GPU')}, and the servers "
-                "of rollout.sglang.urls are on others",
+                f"of {section}.urls are on others",
                 found=team.devices,
                 fix=f"set {key}={fewer} cluster.nproc={config.cluster.nproc - team.devices + fewer}, the fewest with "
                 "equally many workers on every machine",
@@ -124,9 +128,9 @@ def check_request_workers(config: RunConfig, placement: Placement, team: TeamPla
     machines = workers_of_machines(config, placement, team)
     most = most_servers(max(1, servers.tp_size // servers.nnodes), machines, servers.nnodes)
     if most:
-        more = f"set rollout.sglang.servers={most}" if most > servers.servers else "change rollout.sglang.tp_size"
+        more = f"set {section}.servers={most}" if most > servers.servers else f"change {section}.tp_size"
         checks.warn(
-            "rollout.sglang.servers",
+            f"{section}.servers",
             f"{team.devices - used} of the {count(team.devices, 'GPU')} that the workers of the team {team.name} lend "
             f"have no server",
             found=servers.servers,

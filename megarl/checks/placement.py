@@ -65,9 +65,11 @@ def _check_launcher(placement: Placement, launcher: str | None, checks: Checklis
 
 def _check_servers(config: RunConfig, placement: Placement, checks: Checklist) -> None:
     """Check that colocated servers are in the actor's team and on its devices."""
-    actor, key, servers = placement.of_role(Role.ACTOR), "rollout.sglang.colocated", config.rollout.sglang
-    if not config.rollout.colocated or actor is None:
+    actor, servers = placement.of_role(Role.ACTOR), config.rollout.servers
+    if servers is None or not servers.colocated or actor is None:
         return
+    section = config.rollout.servers_key
+    key = f"{section}.colocated"
     generating = placement.of_role(Role.ROLLOUT)
     if generating is not None and generating is not actor:
         only = generating.roles == (Role.ROLLOUT,)
@@ -82,12 +84,12 @@ def _check_servers(config: RunConfig, placement: Placement, checks: Checklist) -
         )
     elif servers.servers * servers.ranks > actor.devices:
         checks.fail(
-            "rollout.sglang.servers",
+            f"{section}.servers",
             f"the servers have {count(servers.servers * servers.ranks, 'rank')} on the devices of the team "
             f"{actor.name}, which has only {actor.devices}",
             found=servers.servers,
             allowed=f"servers * tp_size of at most {actor.devices}",
-            fix=f"lower rollout.sglang.servers or tp_size, or raise {devices_key(config, actor)}",
+            fix=f"lower {section}.servers or tp_size, or raise {devices_key(config, actor)}",
         )
 
 

@@ -264,7 +264,7 @@ def _cancel(arguments: argparse.Namespace) -> int:
         print("no job of this run is waiting or running")
         return 0
     cancel(active[0])
-    print(f"job {active[0]} is ending; to go on: megarl launch RECIPE --slurm --run-dir {run_dir}")
+    print(f"job {active[0]} is ending; to continue the run: megarl launch RECIPE --slurm --run-dir {run_dir}")
     return 0
 
 

@@ -229,7 +229,7 @@ def _use_run(arguments: argparse.Namespace) -> str:
     refuse_pipes(run_dir)
     close_if_killed(run_dir)
     arguments.recipe = str(run_dir / "config.yaml")
-    _stand_at_start(arguments, run_dir)
+    _enter_start_folder(arguments, run_dir)
     if not any(text.startswith("tracking.dir=") for text in arguments.overrides):
         arguments.results = run_dir
     resumed = [text.partition("=")[2] for text in arguments.overrides if text.startswith("trainer.resume=")]
@@ -255,7 +255,7 @@ def _use_run(arguments: argparse.Namespace) -> str:
     return model_text
 
 
-def _stand_at_start(arguments: argparse.Namespace, run_dir: Path) -> None:
+def _enter_start_folder(arguments: argparse.Namespace, run_dir: Path) -> None:
     """Change to the folder in which the run was started, since the run's relative paths refer to it."""
     from megarl.config.load import with_absolute_paths
 

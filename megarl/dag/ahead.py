@@ -76,7 +76,7 @@ def refuse_ahead(config: RunConfig, placement: Placement, graph: TaskGraph) -> N
                 for handover, nodes in zip(back, readers, strict=True)
             ),
             allowed="0, or a team that needs no results of other teams",
-            fix=f"put the rollout into a team without these other roles, or {_off(config)}",
+            fix=f"move the other roles of {team.name} into other teams, or {_off(config)}",
         )
     if not config.async_.in_order:
         _refuse_nodes(config, team, graph)

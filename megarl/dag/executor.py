@@ -101,7 +101,7 @@ class Executor:
             if self._exchange is not None and node.declared.resamples:
                 batch = self._exchange(context, node, batch)
             self._channel.give(context, node, batch)
-        assert batch is not None, "a team walks at least one node"
+        assert batch is not None, "a team runs at least one node"
         return batch
 
     def _call(self, node: Node, context: Any, batch: Batch, more: Iterator[Batch] | None) -> Batch:

@@ -43,7 +43,7 @@ class TeamPlan:
     first: int  # number of the team's first worker, counted over all teams, team by team
     parallel: ParallelConfig
     nodes: tuple[str, ...]  # nodes that the team runs, in the graph's order
-    # prompts of a step at which the second and later mini-batches of the team's trained models begin
+    # positions in a step's prompts at which mini-batches of the team's trained models begin, except the first
     cuts: tuple[int, ...] = ()
 
     @property

@@ -179,8 +179,8 @@ def workers_of_machine(config: RunConfig) -> int:
 
 
 def settings_of_workers(config: RunConfig, workers: int, unit: int = 1) -> str | None:
-    """Return the overrides for a run with this many workers on whole machines, about as many per machine as now, or
-    None.
+    """Return the overrides for a run with this many workers on whole machines, about as many per machine as now; None
+    if no number of machines divides the workers.
 
     Args:
         unit: number of which the workers per machine must be a multiple.

@@ -304,20 +304,20 @@ class AsReadyLoop:
         self.channel.aside = groups.aside
         with self._measuring(self._carried.merge(groups.metrics)):
             batch = self.scored.run(c.context, groups.batch)
-            useless = self._useless(numbers, batch)
+            rejected = self._rejected_groups(numbers, batch)
         ready = self.channel.collect(numbers, batch, self._carried)
-        wanted = [number for number in numbers if number not in useless]
+        wanted = [number for number in numbers if number not in rejected]
         for number in numbers:
             del self._versions[number]
         self._unreported += len(numbers)
-        self._refused += sorted(useless)  # other groups may begin in their place
+        self._refused += sorted(rejected)  # other groups may begin in their place
         if not wanted:
             return  # `_carried` keeps the metrics for the next accepted group
         self._carried = Metrics()
         if ready is not None:
-            self._unsent.append(replace(ready.select(wanted), metrics=ready.metrics) if useless else ready)
+            self._unsent.append(replace(ready.select(wanted), metrics=ready.metrics) if rejected else ready)
 
-    def _useless(self, numbers: Sequence[int], batch: Batch) -> set[int]:
+    def _rejected_groups(self, numbers: Sequence[int], batch: Batch) -> set[int]:
         """Return the numbers of the groups that dynamic sampling or `algorithm.filter` rejects.
 
         Raises:

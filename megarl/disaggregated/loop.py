@@ -33,7 +33,7 @@ from megarl.disaggregated.buffer.client import BufferClient
 from megarl.disaggregated.in_order_loop import InOrderLoop, find_buffered_steps
 from megarl.disaggregated.rollout_team import evaluate_step, post_last, resume_loader, share_loader
 from megarl.disaggregated.weight_updates import AsReadyUpdates, InOrderUpdates, WeightUpdates
-from megarl.runtime.checkpoint_part import FOLDER, CheckpointPart, settling
+from megarl.runtime.checkpoint_part import FOLDER, CheckpointPart, finishing_save
 from megarl.runtime.checkpoints import Checkpoints
 from megarl.runtime.export import export, show_export
 from megarl.runtime.frozen_models import drop_refused_start
@@ -41,7 +41,14 @@ from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.rank_state import RankState, TeamContext
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.stages.reward import PENDING
-from megarl.runtime.start import accept_start, build_team, find_start, fit_schedules, make_models, token_exchange
+from megarl.runtime.start import (
+    build_team,
+    find_start,
+    make_models,
+    prepare_run_folder,
+    set_schedule_lengths,
+    token_exchange,
+)
 from megarl.runtime.validate import validates
 from megarl.system.errors import ConfigError
 from megarl.system.processes import BUFFER, FINISHED, RESTARTS, TEAM
@@ -95,23 +102,23 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         if start.source is not None:
             resume(c, checkpoints, Path(start.source), begun=start.begun)
         all_ready(c)
-        accept_start(c, graph, checkpoints)
+        prepare_run_folder(c, graph, checkpoints)
         # The recorder is opened after all checks, so that a start that fails them does not change the run's record.
         part: Part = "second" if config.sft.steps else "whole"
         with Recorder(c, "train", config.trainer.steps, start.recorded_until, part) as recorder:
             publish(c, c.context.step)
             if not start.begun and not c.team.finished and config.validation.before_train and config.data.held_out:
-                checkpoints.rate_start(_validate_first(c, recorder))
-            with settling(checkpoints):
+                checkpoints.rate_step_0(_validate_first(c, recorder))
+            with finishing_save(checkpoints):
                 if c.team.generates_apart:
                     _generate_apart(c, graph, recorder, checkpoints, start)
                 else:
                     _steps(c, graph, recorder, checkpoints)
-            if checkpoints.ends:  # the run saved because its job ends; it exports nothing
+            if checkpoints.must_stop:  # the run saved because its job ends; it exports nothing
                 recorder.status = "stopped"
             else:
                 export(c, c.run_dir / FOLDER)
-        if c.team.leads and not checkpoints.ends:
+        if c.team.leads and not checkpoints.must_stop:
             show_export(c)
     finally:
         drop_refused_start(c)
@@ -148,7 +155,7 @@ def resume(c: RankState, checkpoints: CheckpointPart, source: Path, *, begun: bo
     with phase("resume"):
         if begun:
             checkpoints.load(source)
-            fit_schedules(c)
+            set_schedule_lengths(c)
         resume_loader(c, source)
 
 
@@ -171,7 +178,7 @@ def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: Chec
     elif c.team.leads:
         weights = as_ready = AsReadyUpdates(c)
         recorder.segments = as_ready.metrics
-    if checkpoints.over:
+    if checkpoints.stopped_early:
         return
     for step in range(c.context.step + 1, config.trainer.steps + 1):
         c.context.step = step
@@ -196,7 +203,7 @@ def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: Chec
         numbers = recorder.end_step(step)
         channel.done(step)
         checkpoints.after_step(step, numbers, accuracy, last=step == config.trainer.steps)
-        if checkpoints.ends or checkpoints.over:
+        if checkpoints.must_stop or checkpoints.stopped_early:
             break
 
 

@@ -51,6 +51,6 @@ def uniforms(seeds: Tensor, index: Tensor, vocab_ids: Tensor) -> Tensor:
     return bits.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
 
 
-def race(seeds: Tensor, index: Tensor, vocab_ids: Tensor) -> Tensor:
+def exponential_noise(seeds: Tensor, index: Tensor, vocab_ids: Tensor) -> Tensor:
     """Return log E, float32 [n, V]: the token with the largest logit - log E is sampled. Arguments as in `uniforms`."""
     return torch.log(-torch.log1p(-uniforms(seeds, index, vocab_ids)))

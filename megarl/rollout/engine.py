@@ -86,13 +86,13 @@ class RolloutEngine(Protocol):
 
 
 class UnopenedEngine:
-    """The placeholder engine until the servers are opened; every call raises an error."""
+    """The engine of a rollout whose own engine is not opened yet; every call raises an error."""
 
     weight_version = 0
 
     def generate(self, *arguments: object) -> NoReturn:
         """Raise a RuntimeError."""
-        raise RuntimeError("no server has been opened yet; open the servers before generating")
+        raise RuntimeError("the generation engine is not open yet; call open_rollout before generating")
 
     open = generate
 

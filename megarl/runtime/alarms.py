@@ -21,7 +21,7 @@ class Alarms:
         self._given: set[str] = set()
         self._same_scores = self._no_advantage = 0
 
-    def look(self, step: int, numbers: Mapping[str, float]) -> list[str]:
+    def check(self, step: int, numbers: Mapping[str, float]) -> list[str]:
         """Return the new warnings of step `step`, one line each.
 
         Args:

@@ -74,17 +74,17 @@ def teams_of(c: RankState) -> Teams | None:
 
 
 class CheckpointPart:
-    """Saves and restores one team's part of the checkpoints. All methods but `settle` are collective over the team.
+    """Saves and restores one team's part of the checkpoints. All methods except `finish_save` are collective over it.
 
     Attributes:
-        ends: whether the job must stop after the step that was just saved; False except in the actor's team.
+        must_stop: whether the job must stop after the step that was just saved; False except in the actor's team.
     """
 
     def __init__(self, c: RankState) -> None:
         self._c, self._world = c, c.layout.world
         self._teams = teams_of(c)
         self._in_flight = PendingSave()
-        self.ends = False  # always False here: the launcher stops teams other than the actor's
+        self.must_stop = False  # always False here: the launcher stops teams other than the actor's
 
     def load(self, source: Path) -> None:
         """Restore this team's trained engines and random states from an RL checkpoint.
@@ -107,9 +107,9 @@ class CheckpointPart:
         """
         self._in_flight.poll()
 
-    def settle(self) -> None:
+    def finish_save(self) -> None:
         """Finish writing the checkpoint in flight before an error of this rank ends the run. Not collective."""
-        self._in_flight.settle()
+        self._in_flight.finish_save()
 
     def write_part(self, step: int, *, last: bool, files: Callable[[], Mapping[str, bytes]] = dict) -> None:
         """Start to write this team's part of the checkpoint of `step`, if the actor's team saves that step.
@@ -141,14 +141,14 @@ class CheckpointPart:
     # -- what the actor's team decides ---------------------------------------------------------------------------------
 
     @property
-    def over(self) -> bool:
+    def stopped_early(self) -> bool:
         """Return whether no further step is needed; only the actor's team decides this."""
         return False
 
     def begin(self) -> None:
         """Prepare the run folder for this start of the run, once every check has passed."""
 
-    def rate_start(self, numbers: dict[str, float]) -> None:
+    def rate_step_0(self, numbers: dict[str, float]) -> None:
         """Use the held-out metrics from before the first RL step to rate the checkpoint of step 0."""
 
     def may_save(self, step: int) -> bool:
@@ -165,10 +165,10 @@ class CheckpointPart:
 
 
 @contextlib.contextmanager
-def settling(checkpoints: CheckpointPart) -> Iterator[None]:
+def finishing_save(checkpoints: CheckpointPart) -> Iterator[None]:
     """Finish writing the checkpoint in flight before a `UserError` ends the run, so that the run can resume from it."""
     try:
         yield
     except UserError:
-        checkpoints.settle()
+        checkpoints.finish_save()
         raise

@@ -53,9 +53,9 @@ class Checkpoints(CheckpointPart):
         best: best value of `trainer.best_metric` so far; larger is better, and on a tie the later step wins.
         best_step: the step with the value `best`; None: no checkpoint has been rated.
         accuracy: held-out accuracy after the step of `source`; None: not measured at that step.
-        ends: whether the job must stop after the step that was just saved, because its time limit is near
+        must_stop: whether the job must stop after the step that was just saved, because its time limit is near
             (`trainer.save_by_s`).
-        over: whether no further step is needed (`trainer.early_stop`).
+        stopped_early: whether `trainer.early_stop` has ended the run.
     """
 
     def __init__(self, c: RankState, roles: Collection[Role] = ()) -> None:
@@ -71,7 +71,7 @@ class Checkpoints(CheckpointPart):
         self._withdraws = self._continues = self._begun = False
         self._save_by = SaveBy(c.config.trainer.save_by_s)
         self._early_stop = EarlyStop(c.config.trainer.early_stop)
-        self._looked: tuple[int, bool] = (-1, False)
+        self._decided: tuple[int, bool] = (-1, False)
         self._requests = save_requests(c.run_dir)
 
     def find(self, key: str, steps: int) -> int | None:
@@ -104,7 +104,7 @@ class Checkpoints(CheckpointPart):
             self._continues = self.source.resolve().parent == self._root.resolve()
             if self._continues and self._c.config.trainer.early_stop is not None:
                 self._early_stop.load_state_dict(checkpoint.read_state(self.source).get("early_stop"))
-            self._withdraws = step < steps and not self.over
+            self._withdraws = step < steps and not self.stopped_early
             if self._world.rank == 0:
                 early = self._early_stop.reason()
                 print(*lines, _outlook(step, steps, key, str(self.source), early), sep="\n", flush=True)
@@ -202,7 +202,7 @@ class Checkpoints(CheckpointPart):
         self._save_by.steps_begin()
 
     def _leave_others(self) -> None:
-        """Move checkpoints that the run does not continue to another folder and print it; rank 0 only."""
+        """Move checkpoints that this run does not continue into another folder, and print its path; rank 0 only."""
         last = self._meta["step"] if self._meta is not None and self._continues else None
         aside = checkpoint.set_aside(self._root, last)
         if aside is not None:
@@ -218,7 +218,7 @@ class Checkpoints(CheckpointPart):
         c.loading.load_state_dict(state["loader"])
         c.context.kl_controller.load_state_dict(state["kl"])
         parts = state["surplus_parts"]
-        # otherwise every later checkpoint would contain the samples unused
+        # without a node that uses the surplus, every later checkpoint would contain it again
         if parts and self._why_no_surplus() is None:
             c.context.surplus = read_surplus(c.context, source, parts)
         if c.context.scores is not None:
@@ -247,7 +247,7 @@ class Checkpoints(CheckpointPart):
         self._save(0, {}, None, None)
         self._in_flight.wait()
 
-    def rate_start(self, numbers: dict[str, float]) -> None:
+    def rate_step_0(self, numbers: dict[str, float]) -> None:
         """Make step 0 the best checkpoint if it exists and its held-out metrics `numbers` are the best.
 
         Raises:
@@ -284,8 +284,8 @@ class Checkpoints(CheckpointPart):
         settings = self._c.config.trainer
         value = numbers.get(settings.best_metric or "", -math.inf)
         improved = accuracy is not None and not math.isinf(value) and value >= self.best
-        requested = self._look(step)
-        self._early_stop.look(step, numbers)
+        requested = self._is_requested(step)
+        self._early_stop.record(step, numbers)
         early = self._early_stop.reason() if not last else None
         last = last or early is not None
         kept = last or requested or due(step, settings.save_every) or bool(improved and settings.save_every)
@@ -295,7 +295,7 @@ class Checkpoints(CheckpointPart):
             CheckpointTag(step, None).post(self._teams.mail)
         if last or requested:
             self._in_flight.wait()
-        self.ends = self.ends and not last
+        self.must_stop = self.must_stop and not last
         if requested and self._world.rank == 0:
             for request in self._requests:
                 request.unlink(missing_ok=True)
@@ -305,7 +305,7 @@ class Checkpoints(CheckpointPart):
             self._early_stop.refuse_unknown(numbers)
         if early is not None and self._world.rank == 0:
             print(f"trainer.early_stop ends the run after step {step}: {early}", flush=True)
-        if self.ends and self._world.rank == 0:
+        if self.must_stop and self._world.rank == 0:
             print(
                 f"saved at step {step}: trainer.save_by_s = {settings.save_by_s:g}, and the next step may come too "
                 "late. The run stops here and resumes from this step when it is started again",
@@ -319,7 +319,7 @@ class Checkpoints(CheckpointPart):
         handled at the next step.
         """
         config = self._c.config
-        trainer, requested = config.trainer, self._look(step)
+        trainer, requested = config.trainer, self._is_requested(step)
         due_now = due(step, trainer.save_every) or due(step, trainer.resume_every)
         validated = bool(trainer.save_every or trainer.early_stop) and validates(config, step)
         early = self._early_stop.may_end(validated=validated)
@@ -342,17 +342,17 @@ class Checkpoints(CheckpointPart):
         return self._early_stop.would_end(step, reduced.result())
 
     @property
-    def over(self) -> bool:
-        """Whether no further step is needed."""
+    def stopped_early(self) -> bool:
+        """Whether `trainer.early_stop` has ended the run."""
         return self._early_stop.reason() is not None
 
-    def _look(self, step: int) -> bool:
+    def _is_requested(self, step: int) -> bool:
         """Return whether to save `step` on request or because the job's time limit is near; decided once per step."""
-        if self._looked[0] != step:
+        if self._decided[0] != step:
             decided = [any(map(Path.exists, self._requests)), self._save_by.is_near(self._in_flight.longest_s)]
-            requested, self.ends = self._world.broadcast_json(decided if self._world.rank == 0 else None)
-            self._looked = (step, requested or self.ends)
-        return self._looked[1]
+            requested, self.must_stop = self._world.broadcast_json(decided if self._world.rank == 0 else None)
+            self._decided = (step, requested or self.must_stop)
+        return self._decided[1]
 
     def _save(
         self, step: int, numbers: dict[str, float], accuracy: float | None, teams: Teams | None, *, kept: bool = True

@@ -34,7 +34,7 @@ class ColdStartCheckpoints:
         accuracy: held-out accuracy at that step; None: not measured at that step.
     """
 
-    ends = over = False  # trainer.early_stop and trainer.save_by_s do not end a cold start
+    must_stop = stopped_early = False  # trainer.early_stop and trainer.save_by_s do not end a cold start
 
     def __init__(self, c: RankState, examples: PromptLoader) -> None:
         self._c, self._examples, self._world = c, examples, c.layout.world

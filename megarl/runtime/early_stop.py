@@ -40,7 +40,7 @@ class EarlyStop:
         tired = settings.patience is not None and self._without + 1 >= settings.patience
         return settings.target is not None or tired
 
-    def look(self, step: int, numbers: Mapping[str, float]) -> None:
+    def record(self, step: int, numbers: Mapping[str, float]) -> None:
         """Record the metric of `step`; a step whose `numbers` lack it does not count."""
         settings = self._settings
         if settings is None or settings.metric not in numbers:
@@ -53,9 +53,9 @@ class EarlyStop:
             self._without += 1
 
     def would_end(self, step: int, numbers: Mapping[str, float]) -> bool:
-        """Return whether `look(step, numbers)` would end the run, without recording the numbers."""
+        """Return whether `record(step, numbers)` would end the run, without recording the numbers."""
         after = copy.copy(self)
-        after.look(step, numbers)
+        after.record(step, numbers)
         return after.reason() is not None
 
     def reason(self) -> str | None:

@@ -71,7 +71,7 @@ class TokenExchange:
                     where="placement.share",
                     found="tokens",
                     allowed="columns of JSON values in samples that models are trained on",
-                    fix="list the node before nodes that leave work in flight (reward_submit), or set dealt",
+                    fix="list the node before nodes that start work (reward_submit), or set placement.share=dealt",
                 ) from error
 
 

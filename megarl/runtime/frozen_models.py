@@ -139,7 +139,7 @@ def _kept(c: RankState, checkpoint: Path) -> ReferencePlace:
             lines = missing or changed_files(folder, recorded.files, c.layout.world)
         c.frozen["reference"] = asdict(recorded)
         if lines:
-            return _made_again(c, checkpoint, folder, recorded, lines)
+            return _rewritten(c, checkpoint, folder, recorded, lines)
     folder = kept_reference(checkpoint)
     # Only a checkpoint of another run needs a copy of its reference.
     if checkpoint.resolve().parent != (c.run_dir / "checkpoints").resolve() and c.layout.rank == 0:
@@ -150,7 +150,7 @@ def _kept(c: RankState, checkpoint: Path) -> ReferencePlace:
     return ReferencePlace(str(json.loads((folder / _ORIGIN).read_text())["path"]), _INITIAL)
 
 
-def _made_again(c: RankState, checkpoint: Path, folder: Path, recorded: Frozen, lines: list[str]) -> ReferencePlace:
+def _rewritten(c: RankState, checkpoint: Path, folder: Path, recorded: Frozen, lines: list[str]) -> ReferencePlace:
     """Replace the damaged reference in `folder` by the actor's initial weights; call before loading the checkpoint.
 
     Collective over the actor's team.

@@ -100,13 +100,14 @@ class Heartbeat:
         """Record progress of the main thread in phase `path`; a deleted file is created again."""
         with self._lock:
             if time.monotonic() - self._looked > _LOOK_S:
-                self._make_again()
+                self._recreate()
             self._record(path)
 
-    def _make_again(self) -> None:
+    def _recreate(self) -> None:
         """Create the heartbeat file again if it was deleted; without it the launcher would end a healthy run."""
         self._looked = time.monotonic()
-        with contextlib.suppress(OSError):  # the run folder is gone, which the launcher notices, or the error passes
+        # If the run folder is gone, the launcher notices it; other errors are temporary.
+        with contextlib.suppress(OSError):
             if not self._path.is_file():
                 self._path.parent.mkdir(exist_ok=True)
                 self._begin_file()

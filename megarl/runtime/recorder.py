@@ -187,10 +187,10 @@ class Recorder:
         if leads and "perf/total_tokens" in numbers:
             numbers |= self._perf(numbers)
         if self._others and leads and step:
-            numbers |= self._all_teams.look(numbers)
+            numbers |= self._all_teams.bottleneck(numbers)
         if self._tracker is not None:
             self._tracker.log(step, numbers)
-            for warning in self._alarms.look(step, numbers):
+            for warning in self._alarms.check(step, numbers):
                 self._tracker.view.note(f"WARNING: {warning}")
         if step % _TRIM_EVERY == 0:
             find_malloc_trim()(0)

@@ -93,12 +93,12 @@ class ActorRole(ModelRole):
         mini: Batch,
         loss: LossFn,
         divisor: Divisor | None = None,
-        taught: TeacherTargets | None = None,
+        targets: TeacherTargets | None = None,
         unit: int = 1,
     ) -> Metrics:
         """Take one optimizer step on this rank's part of a mini-batch; see `MegatronEngine.train_step`."""
         with self._c.offload.phase("update", self.name):
-            return self.engine.train_step(mini, loss, self._c.temperature, divisor, taught, unit)
+            return self.engine.train_step(mini, loss, self._c.temperature, divisor, targets, unit)
 
     def scores(self, sequences: Batch) -> Jagged:
         """Return the score of every sequence, float32, if the actor is a reward model in training."""

@@ -291,7 +291,7 @@ def check_embeddings(model: PretrainedConfig, policy: PretrainedConfig, key: str
     """Raise ConfigError if the model of key `key` has fewer embeddings than the policy or cannot read its images."""
     if encoder_of(policy) is not None and encoder_of(model) is None:
         raise ConfigError(
-            "this model cannot see images, but the policy does",
+            "this model cannot read images, but the policy does",
             where=key,
             found=model.model_type,
             allowed=f"a vision-language model: {', '.join(DECODERS)}",
@@ -382,7 +382,7 @@ def image_prompts(
         return ImagePrompts.of(config.data, encoder, image_settings(hf_config), tokenizer)
     if config.data.image_key is not None:
         raise ConfigError(
-            "the model cannot see images",
+            "the model cannot read images",
             where="data.image_key",
             found=f"{config.data.image_key!r} for a {hf_config.model_type}",
             allowed=f"a vision-language model: {', '.join(DECODERS)}",

@@ -14,7 +14,7 @@ from megarl.config.run import RunConfig
 from megarl.data.announcement import NO_TOOLS
 from megarl.data.loader import PromptLoader, rounds
 from megarl.data.sft import SFTDataset, open_examples
-from megarl.runtime.checkpoint_part import FOLDER, settling
+from megarl.runtime.checkpoint_part import FOLDER, finishing_save
 from megarl.runtime.checkpoints import Checkpoints
 from megarl.runtime.cold_start import ColdStartCheckpoints
 from megarl.runtime.export import export, show_export
@@ -57,13 +57,13 @@ def train(config: RunConfig, run_dir: Path) -> None:
                 checkpoints.load(checkpoints.source)
         checkpoints.begin()
         with Recorder(c, "sft", config.sft.steps, resumed_at) as recorder:
-            with settling(checkpoints):
+            with finishing_save(checkpoints):
                 _steps(c, recorder, c.loader, checkpoints, resumed_at or 0)
-            if checkpoints.ends:
+            if checkpoints.must_stop:
                 recorder.status = "stopped"
             else:
                 export(c, run_dir / FOLDER)
-        if not checkpoints.ends:
+        if not checkpoints.must_stop:
             show_export(c)
     finally:
         c.close()
@@ -143,7 +143,7 @@ def _steps(
         if c.layout.rank == 0:
             print(f"sft.stop_at_accuracy was met at step {begun}: there is nothing left to train", flush=True)
         return
-    if checkpoints.over:
+    if checkpoints.stopped_early:
         return
     held_out = load_held_out(c)
     for step in range(begun + 1, settings.steps + 1):
@@ -169,7 +169,7 @@ def _steps(
         if isinstance(checkpoints, Checkpoints):  # steps of a cold start are not counted as steps of the run
             c.context.step = step
         checkpoints.after_step(step, numbers, accuracy, last=last)
-        if last or checkpoints.ends or checkpoints.over:
+        if last or checkpoints.must_stop or checkpoints.stopped_early:
             break
 
 

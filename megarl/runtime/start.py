@@ -66,7 +66,7 @@ def find_start(c: RankState, graph: TaskGraph, checkpoints: Checkpoints) -> RunS
         examples = sft.load_examples(c)
         unfinished = ColdStartCheckpoints(c, examples)
         unfinished.find()
-        accept_start(c, graph, checkpoints)
+        prepare_run_folder(c, graph, checkpoints)
         sft.cold_start(c, examples, unfinished)
     if not c.team.holds(Role.ROLLOUT):
         c.end_generation()
@@ -80,7 +80,7 @@ def find_start(c: RankState, graph: TaskGraph, checkpoints: Checkpoints) -> RunS
     return keep_run_start(c, resumed_at, checkpoints.source)
 
 
-def fit_schedules(c: RankState) -> None:
+def set_schedule_lengths(c: RankState) -> None:
     """Set the length of learning rate schedules that span the whole run: updates already made plus updates to come.
 
     The recipe may have changed the number of updates per step since the checkpoint, so the total cannot be computed
@@ -109,7 +109,7 @@ def make_models(c: RankState, start: RunStart) -> None:
         record_frozen(c, "encoder", *encoder, start.source)
 
 
-def accept_start(c: RankState, graph: TaskGraph, checkpoints: CheckpointPart) -> None:
+def prepare_run_folder(c: RankState, graph: TaskGraph, checkpoints: CheckpointPart) -> None:
     """Prepare the run folder (`Checkpoints.begin`) and write graph.svg; call after all checks of the start."""
     checkpoints.begin()
     if c.team.leads and c.layout.rank == 0:

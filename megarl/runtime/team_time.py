@@ -81,7 +81,7 @@ class AllTeams:
     def __init__(self, teams: Iterable[str]) -> None:
         self._busy: dict[str, float | None] = dict.fromkeys(teams)
 
-    def look(self, numbers: Mapping[str, float]) -> dict[str, float]:
+    def bottleneck(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics `perf/bottleneck/NAME` (1: the busiest team, else 0), and times of teams without metrics.
 
         A rollout team that generates continuously may have sent no metrics of this step. Its times count as 0, and its

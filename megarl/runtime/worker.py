@@ -214,7 +214,7 @@ def leave_to_launcher(run_dir: Path) -> Iterator[None]:
         name = signal.Signals(number).name
         with contextlib.suppress(OSError):  # the launcher also writes the request if it got the signal
             (run_dir / SAVE_REQUEST).touch()
-            os.write(2, f"{own_worker_name()}: {name}: asks for a checkpoint; its launcher ends the run\n".encode())
+            os.write(2, f"{own_worker_name()}: {name}: requests a checkpoint; the launcher ends the run\n".encode())
 
     for number in _LEFT:
         # a signal that nohup ignores stays ignored

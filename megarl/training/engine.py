@@ -288,7 +288,7 @@ class MegatronEngine:
         loss_fn: LossFn,
         temperature: float = 1.0,
         divisor: Divisor | None = None,
-        taught: TeacherTargets | None = None,
+        targets: TeacherTargets | None = None,
         unit: int = 1,
     ) -> Metrics:
         """Take one optimizer step on this data-parallel rank's part of one mini-batch; the part may be empty.
@@ -296,7 +296,7 @@ class MegatronEngine:
         `loss_fn(logp [N], entropy [N], micro)` gets the response tokens of a micro-batch in order and their samples,
         and returns a scalar, already a sum with global weights, and metrics. If a count is known only after the last
         forward pass, `divisor` computes it from the merged metrics, and the summed gradient is divided by it. With
-        `taught` the call is `loss_fn(logp, entropy, policy, micro)`, see `SoftTargets` and `WholeVocabulary`. Every
+        `targets` the call is `loss_fn(logp, entropy, policy, micro)`, see `SoftTargets` and `WholeVocabulary`. Every
         `unit` consecutive samples are in the same micro-batch.
 
         Returns:
@@ -306,7 +306,7 @@ class MegatronEngine:
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite; no parameter has changed.
         """
-        return self._step(batch, loss_fn, self._log_probs(temperature), divisor, taught, unit)
+        return self._step(batch, loss_fn, self._log_probs(temperature), divisor, targets, unit)
 
     def value_step(self, batch: Batch, loss_fn: LossFn, unit: int = 1) -> Metrics:
         """Take an optimizer step like `train_step` for an engine with a value head: `loss_fn(values [N], micro)`."""
@@ -330,15 +330,15 @@ class MegatronEngine:
         loss_fn: LossFn,
         head: Head,
         divisor: Divisor | None = None,
-        taught: TeacherTargets | None = None,
+        targets: TeacherTargets | None = None,
         unit: int = 1,
     ) -> Metrics:
         self._optim_settings()
         self.require(*PARTS)
         batch = self.sequences.rows(batch)
-        if taught is not None:
+        if targets is not None:
             assert isinstance(head, LogProbs), "only a policy has a teacher"
-            head = self._teacher_head(head, batch[taught.field], taught.terms)
+            head = self._teacher_head(head, batch[targets.field], targets.terms)
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.models.head import head_logits
-from megarl.models.noise import race
+from megarl.models.noise import exponential_noise
 from megarl.models.policy import PolicyModel
 from megarl.system.comm import WorkerGroup
 from megarl.system.compat import megatron as compat
@@ -134,7 +134,7 @@ class SampledTokens:
         if self.temperature and micro.samples:
             call = torch.tensor(micro.samples, device=logits.device)[micro.order // self.slots]
             ids = torch.arange(*self.columns, device=logits.device)
-            score = logits - race(self.seeds.to(logits.device)[call], micro.order % self.slots, ids)
+            score = logits - exponential_noise(self.seeds.to(logits.device)[call], micro.order % self.slots, ids)
         token = score.argmax(-1)
         logp = logits.log_softmax(-1).gather(1, token[:, None])[:, 0]
         return (token + self.columns[0]).float(), logp

@@ -105,7 +105,7 @@ class Saving:
             self._thread.join(_POLL_S)
             time.sleep(0.1 * _POLL_S)  # other ranks still write
 
-    def settle(self) -> None:
+    def finish_save(self) -> None:
         """Wait until the checkpoint is complete or its files no longer grow, before an error of this rank ends the run.
 
         Not collective: other ranks wait for this rank while their threads continue to write.
@@ -205,7 +205,7 @@ class Saving:
 
 
 class PendingSave:
-    """Holds the current `Saving` of a run, if any. All methods except `settle` are collective over the team.
+    """Holds the current `Saving` of a run, if any. All methods except `finish_save` are collective over the team.
 
     Raises (poll, wait):
         CheckpointError, WorkerError: as in `Saving.poll`; the previous checkpoint is still complete.
@@ -234,11 +234,11 @@ class PendingSave:
                 if self._saving.poll():
                     self._complete(self._saving)
 
-    def settle(self) -> None:
-        """Call `Saving.settle` for the current checkpoint."""
+    def finish_save(self) -> None:
+        """Call `Saving.finish_save` for the current checkpoint."""
         if self._saving is not None:
             with phase("checkpoint"):
-                self._saving.settle()
+                self._saving.finish_save()
 
     def wait(self) -> None:
         """Wait until the current checkpoint is complete."""

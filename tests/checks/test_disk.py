@@ -63,7 +63,7 @@ def test_checkpoints_that_are_there_are_not_counted_twice(judged, tmp_path):
 
 
 def test_checkpoints_that_are_only_to_go_on_from_are_shown(judged):
-    assert ", one of them only to go on from" in judged(1e12, "trainer.steps=10", "trainer.resume_every=2").message
+    assert ", one of them only to resume from" in judged(1e12, "trainer.steps=10", "trainer.resume_every=2").message
 
 
 def test_commands_that_keep_no_model_need_no_room(config_of):

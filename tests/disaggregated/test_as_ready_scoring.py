@@ -130,7 +130,7 @@ class Run:
         return FinishedGroups(numbers, [], aside, metrics)
 
     def _swap(
-        self, context: Any, ready: list[FinishedGroups], useless: list[int], version: int, most: int
+        self, context: Any, ready: list[FinishedGroups], rejected: list[int], version: int, most: int
     ) -> list[int]:
         assert all(some.metrics.result() == {"drawn": len(some.numbers)} for some in ready)
         numbers = [number for some in ready for number in some.numbers]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megarl.kernels.cpu import add_norm_reference
-from megarl.models.noise import race
+from megarl.models.noise import exponential_noise
 
 if not torch.cuda.is_available():
     if "triton" not in sys.modules:
@@ -147,7 +147,7 @@ def draws(logits, start=0, temperature=1.0, greedy=False, seed=0, **launch):
     rows = torch.arange(n, device=DEVICE)
     chosen = parts[parts[:, :, 0].argmax(0), rows]
     ids = torch.arange(start, start + columns, device=DEVICE)
-    return chosen[:, 1].long(), chosen[:, 2], torch.logsumexp(parts[:, :, 3], 0), race(seeds, index, ids)
+    return chosen[:, 1].long(), chosen[:, 2], torch.logsumexp(parts[:, :, 3], 0), exponential_noise(seeds, index, ids)
 
 
 @pytest.mark.parametrize("columns", [1, 37, 300, 5000])

@@ -9,7 +9,7 @@ from megarl.runtime.alarms import Alarms
 
 def given(steps: list[dict[str, float]]) -> list[str]:
     alarms = Alarms()
-    return [line for step, numbers in enumerate(steps, 1) for line in alarms.look(step, numbers)]
+    return [line for step, numbers in enumerate(steps, 1) for line in alarms.check(step, numbers)]
 
 
 def scored(low: float, high: float, advantage: float = 1.0) -> dict[str, float]:

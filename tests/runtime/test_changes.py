@@ -15,7 +15,7 @@ from megarl.runtime import checkpoints
 from megarl.runtime import resume_compatibility as changes
 from megarl.runtime.checkpoints import Checkpoints
 from megarl.runtime.resume_compatibility import EFFECTS, announcements, changed_keys
-from megarl.runtime.start import fit_schedules
+from megarl.runtime.start import set_schedule_lengths
 from megarl.system.errors import ConfigError
 from megarl.system.offload_schedule import OffloadSchedule
 from megarl.training import checkpoint
@@ -187,7 +187,9 @@ def rates(before: dict[str, Any], now: dict[str, Any], step: int) -> tuple[int, 
     engine = SimpleNamespace(
         step=old.updates(old.actor) * step // old.trainer.steps, total_steps=new.updates(new.actor)
     )
-    fit_schedules(SimpleNamespace(config=new, context=SimpleNamespace(step=step, resting=0), trained={"actor": engine}))
+    set_schedule_lengths(
+        SimpleNamespace(config=new, context=SimpleNamespace(step=step, resting=0), trained={"actor": engine})
+    )
     return engine.step, engine.total_steps
 
 
@@ -205,7 +207,9 @@ def test_the_schedule_of_an_actor_that_rests_and_of_its_critic_are_those_of_the_
         actor = SimpleNamespace(step=max(step - 4, 0), total_steps=0)
         critic = SimpleNamespace(step=3 * step, total_steps=0)
         engines = {"actor": actor, "critic": critic}
-        fit_schedules(SimpleNamespace(config=recipe, context=SimpleNamespace(step=step, resting=4), trained=engines))
+        set_schedule_lengths(
+            SimpleNamespace(config=recipe, context=SimpleNamespace(step=step, resting=4), trained=engines)
+        )
         assert actor.total_steps == recipe.updates(recipe.actor, 4)
         assert critic.total_steps == recipe.updates(recipe.critic)
 

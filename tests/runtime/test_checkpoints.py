@@ -22,7 +22,7 @@ from megarl.dag.placement import together
 from megarl.dag.stage import Role
 from megarl.disaggregated import loop
 from megarl.runtime import export, frozen_models, start
-from megarl.runtime.checkpoint_part import settling
+from megarl.runtime.checkpoint_part import finishing_save
 from megarl.runtime.checkpoints import Checkpoints, SaveBy, check_best_metric
 from megarl.runtime.frozen_models import ReferencePlace, kept_reference, set_aside_reference, unchanged_model
 from megarl.runtime.rank_state import TeamContext
@@ -443,8 +443,8 @@ def saving(monkeypatch, tmp_path):
         def wait(self):
             calls.append(f"wait {self.step}")
 
-        def settle(self):
-            calls.append(f"settle {self.step}")
+        def finish_save(self):
+            calls.append(f"finish_save {self.step}")
 
     monkeypatch.setattr(checkpoint, "begin", Saving)
     part = SimpleNamespace(state_dict=dict)
@@ -461,15 +461,15 @@ def saving(monkeypatch, tmp_path):
 def test_a_checkpoint_is_completed_before_an_unknown_best_metric_ends_the_run(saving):
     calls, checkpoints, trainer = saving
     trainer.best_metric = "val/typo"
-    with pytest.raises(ConfigError, match="val/typo"), settling(checkpoints):
+    with pytest.raises(ConfigError, match="val/typo"), finishing_save(checkpoints):
         checkpoints.after_step(2, {"val/acc": 0.5}, 0.5, last=False)
-    assert calls == ["begin 2", "settle 2"]
+    assert calls == ["begin 2", "finish_save 2"]
 
 
 def test_a_worker_that_is_lost_ends_the_run_at_once(saving):
     calls, checkpoints, _ = saving
     checkpoints.after_step(2, {}, None, last=False)
-    with pytest.raises(WorkerError), settling(checkpoints):
+    with pytest.raises(WorkerError), finishing_save(checkpoints):
         raise WorkerError("rank 1 was killed")
     assert calls == ["begin 2"]
 
@@ -498,7 +498,7 @@ def test_the_result_of_a_cold_start_is_complete_at_once_and_rated_when_it_is_mea
     assert calls == ["begin 0", "wait 0"]
     (tmp_path / "checkpoints" / "step_0").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_0" / "meta.json").touch()
-    checkpoints.rate_start({"val/acc": 0.5})
+    checkpoints.rate_step_0({"val/acc": 0.5})
     assert (checkpoints.best, checkpoints.best_step, noted_best(tmp_path / "checkpoints")) == (0.5, 0, 0)
 
 
@@ -522,7 +522,7 @@ def test_a_run_ends_with_a_checkpoint_when_the_next_step_may_come_after_the_limi
     ends = []
     for step in (1, 2, 3):
         checkpoints.after_step(step, {}, None, last=False)
-        ends.append(checkpoints.ends)
+        ends.append(checkpoints.must_stop)
     assert ends == [False, False, True]
     assert calls == ["begin 3", "wait 3"]
     assert "saved at step 3: trainer.save_by_s = 100, and the next step may come too late" in capsys.readouterr().out
@@ -535,7 +535,7 @@ def test_the_longest_save_counts_and_the_last_step_is_the_end_as_always(saving, 
     checkpoints._save_by = SaveBy(100.0, lambda: next(clock))
     checkpoints._in_flight.longest_s = 80.0
     checkpoints.after_step(1, {}, None, last=True)
-    assert not checkpoints.ends
+    assert not checkpoints.must_stop
     near = SaveBy(100.0, lambda: next(iter([0.0])))
     assert not near.is_near(save_s=90.0)
     assert near.is_near(save_s=91.0)

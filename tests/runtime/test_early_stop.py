@@ -19,7 +19,7 @@ def ends_at(values: list[float], **settings: Any) -> tuple[int | None, str | Non
     """The first step after which the run ends, and why."""
     stop = EarlyStop(EarlyStopConfig(metric="m", **settings))
     for step, value in enumerate(values, 1):
-        stop.look(step, {"m": value})
+        stop.record(step, {"m": value})
         if (reason := stop.reason()) is not None:
             return step, reason
     return None, None
@@ -53,14 +53,14 @@ def test_the_end_is_known_before_the_step_is_over():
         assert stop.would_end(step, {"m": value}) == end
         assert not stop.would_end(step, {})
         assert stop.reason() is None
-        stop.look(step, {"m": value})
+        stop.record(step, {"m": value})
     assert stop.reason() is not None
 
 
 def test_what_another_metric_left_says_nothing_of_this_one():
     old = EarlyStop(EarlyStopConfig(metric="m", patience=1))
     for step in (1, 2):
-        old.look(step, {"m": 1.0})
+        old.record(step, {"m": 1.0})
     same, other = (EarlyStop(EarlyStopConfig(metric=name, patience=1)) for name in ("m", "n"))
     for stop in (same, other):
         stop.load_state_dict(old.state_dict())
@@ -72,7 +72,7 @@ def test_a_metric_that_is_not_there_where_it_should_be_is_refused():
     stop = EarlyStop(EarlyStopConfig(metric="actor/entrop", patience=1))
     with pytest.raises(ConfigError, match=r"trainer\.early_stop\.metric(?s:.*)did you mean actor/entropy\?"):
         stop.refuse_unknown({"actor/entropy": 1.0, "actor/lr": 1.0})
-    stop.look(1, {"actor/entrop": 1.0})
+    stop.record(1, {"actor/entrop": 1.0})
     stop.refuse_unknown({"actor/lr": 1.0})  # it was there before
 
 
@@ -89,7 +89,7 @@ def test_only_a_step_that_can_be_the_last_one_may_end_the_run(settings, values, 
     found = []
     for step, value in enumerate(values, 1):
         found.append(stop.may_end(validated=False))
-        stop.look(step, {"m": value})
+        stop.record(step, {"m": value})
         assert found[-1] or stop.reason() is None
     assert found == expected
     assert stop.reason() is not None

@@ -173,13 +173,13 @@ def test_a_group_that_the_filter_leaves_nothing_of_is_not_handed_over(with_signa
     assert c.metrics.result()["filter/groups_kept"] == pytest.approx(2 / 3)
     assert group_condition(c.config).endswith("a sample that the filter mine.py:long_enough keeps")
     flow = SimpleNamespace(c=SimpleNamespace(config=c.config, layout=c.layout, context=c), _rejected=[[0.0]] * 18)
-    assert len(AsReadyLoop._useless(flow, [0, 1, 2], samples)) == 3 - sum(kept)
+    assert len(AsReadyLoop._rejected_groups(flow, [0, 1, 2], samples)) == 3 - sum(kept)
     samples.set("response_mask", mask.like(mask.values & False))
     flow._rejected = [[0.0]] * (10 * WANTED - 3)
     with pytest.raises(
         NoSignalError, match=rf"none of its last {10 * WANTED} groups has (?s:.*)loosen algorithm\.filter"
     ):
-        AsReadyLoop._useless(flow, [0, 1, 2], samples)
+        AsReadyLoop._rejected_groups(flow, [0, 1, 2], samples)
     c.config.async_.__dict__["order"] = "in_order"  # there it masks samples of a step, which keeps its size
     assert group_condition(c.config) == ("scores that differ" if with_signal else None)
 

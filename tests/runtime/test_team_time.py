@@ -127,16 +127,16 @@ def test_the_rate_of_a_team_is_that_of_all_its_replicas_and_ranks_without_a_voic
 
 def test_the_busiest_team_bounds_the_step():
     teams = AllTeams(["train", "draw"])
-    first = teams.look({"team/train/busy": 0.5})
+    first = teams.bottleneck({"team/train/busy": 0.5})
     assert "perf/bottleneck/train" not in first, "nothing is known of the other team yet"
     numbers = {"team/train/busy": 0.5, "team/draw/busy": 0.9}
-    assert teams.look(numbers) == {"perf/bottleneck/train": 0.0, "perf/bottleneck/draw": 1.0}
+    assert teams.bottleneck(numbers) == {"perf/bottleneck/train": 0.0, "perf/bottleneck/draw": 1.0}
 
 
 def test_a_team_that_tells_nothing_of_a_step_spent_nothing_on_it_and_is_as_busy_as_before():
     teams = AllTeams(["train", "draw"])
-    teams.look({"team/train/busy": 0.5, "team/draw/busy": 0.9})
-    assert teams.look({"team/train/busy": 0.95}) == {
+    teams.bottleneck({"team/train/busy": 0.5, "team/draw/busy": 0.9})
+    assert teams.bottleneck({"team/train/busy": 0.95}) == {
         "team/draw/busy_s": 0.0,
         "team/draw/wait_s": 0.0,
         "team/draw/wait_for/train_s": 0.0,

@@ -85,7 +85,7 @@ def test_a_signal_asks_for_a_checkpoint_while_a_worker_works_and_is_ignored_afte
     monkeypatch.setattr(worker, "run", work)
     config = str(tmp_path / "config.yaml")
     assert actor.run("any:entry", config, str(tmp_path), {}) == 0
-    assert "SIGTERM: asks for a checkpoint; its launcher ends the run" in capfd.readouterr().err
+    assert "SIGTERM: requests a checkpoint; the launcher ends the run" in capfd.readouterr().err
     (tmp_path / SAVE_REQUEST).unlink()
 
     signal.raise_signal(signal.SIGTERM)

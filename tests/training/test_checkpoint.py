@@ -262,7 +262,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(alone, tmp_path, monkeyp
 def test_an_error_waits_for_the_checkpoint_that_is_being_written(alone, tmp_path, monkeypatch):
     engine, write_file = _engine("dense", {}), shards.write_file
     monkeypatch.setattr(shards, "write_file", lambda *args: time.sleep(0.3) or write_file(*args))
-    checkpoint.begin(tmp_path, 2, {"actor": engine}, {}).settle()
+    checkpoint.begin(tmp_path, 2, {"actor": engine}, {}).finish_save()
     assert steps_in(tmp_path) == [2]
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
 
@@ -272,7 +272,7 @@ def test_an_error_does_not_wait_for_a_file_system_that_hangs(alone, tmp_path, mo
     monkeypatch.setattr(shards, "write_file", lambda *args: go_on.wait(60))
     monkeypatch.setattr("megarl.training.saving._STUCK_S", 0.2)
     saving = checkpoint.begin(tmp_path, 2, {"actor": _engine("dense", {})}, {})
-    saving.settle()
+    saving.finish_save()
     assert saving.ended is None
     go_on.set()
 

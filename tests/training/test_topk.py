@@ -167,11 +167,11 @@ def _taught_step(parallel: ParallelConfig, budget: int, topk: int | None = 6) ->
     teacher = cases.make_engine("dense", parallel, layout=layout, engine=engine, layers=2, seed=5, frozen=True)
     policy = cases.make_engine("dense", parallel, layout=layout, engine=engine, layers=2)
     batch = cases.split_over(cases.make_batch(7), layout.dp_rank, layout.dp_size)
-    chosen, taught = KL.choose(DistillationConfig(estimator="jsd")), TeacherTargets("teacher_topk")
+    chosen, targets = KL.choose(DistillationConfig(estimator="jsd")), TeacherTargets("teacher_topk")
     if topk is None:
         batch.set("teacher_hidden", teacher.hidden_states(batch))
         policy.teacher_weight = teacher.chunks[-1].lm_head_weight if layout.is_last_stage else None
-        taught = TeacherTargets("teacher_hidden", partial(terms, chosen))
+        targets = TeacherTargets("teacher_hidden", partial(terms, chosen))
     else:
         batch.set("teacher_topk", teacher.top_tokens(batch, topk, cases.VOCAB, 0.8))
 
@@ -183,7 +183,7 @@ def _taught_step(parallel: ParallelConfig, budget: int, topk: int | None = 6) ->
         metrics.sum("loss", value.item())
         return value, metrics
 
-    return policy.train_step(batch, loss, 0.8, taught=taught).result()
+    return policy.train_step(batch, loss, 0.8, targets=targets).result()
 
 
 def _on_ranks() -> dict:

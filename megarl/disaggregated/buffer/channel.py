@@ -301,7 +301,7 @@ class GroupChannel:
         return FinishedGroups(list(numbers), groups, aside, metrics)
 
     def swap(
-        self, context: Any, ready: Sequence[FinishedGroups], useless: Sequence[int], version: int, most: int
+        self, context: Any, ready: Sequence[FinishedGroups], rejected: Sequence[int], version: int, most: int
     ) -> list[int]:
         """Hand over finished groups, and return the numbers of prompts to generate; see `BufferClient.swap`.
 
@@ -318,7 +318,7 @@ class GroupChannel:
                     blocks[key] += batch.to_blocks(group_places(batch["uid"]))
                 except ValueError as error:  # raised for a column that cannot be sent
                     raise HandoverError(f"prompts {groups.numbers[:4]}: {error}") from error
-        numbers, size = self._client.swap(finished, blocks, useless, version, most)
+        numbers, size = self._client.swap(finished, blocks, rejected, version, most)
         context.metrics.sum("store/given_gb", size / 1e9)
         return numbers
 

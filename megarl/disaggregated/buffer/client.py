@@ -199,7 +199,7 @@ class BufferClient:
         self,
         finished: Sequence[Finished],
         payloads: Mapping[str, Iterable[Span]],
-        useless: Sequence[int],
+        rejected: Sequence[int],
         version: int,
         most: int,
     ) -> tuple[list[int], int]:
@@ -211,12 +211,12 @@ class BufferClient:
         Returns:
             The numbers of the prompts to generate, and the number of bytes handed over.
         """
-        refs, size, numbers = dict[str, list[Piece]](), 0, [*(group.number for group in finished), *useless]
+        refs, size, numbers = dict[str, list[Piece]](), 0, [*(group.number for group in finished), *rejected]
         for key, spans in payloads.items():
             refs[key], nbytes = self._put_all(f"{key!r} of prompts {numbers[:4]}", spans)
             size += nbytes
         action = f"accept the groups of prompts {numbers[:4]}, and assign up to {most} prompts"
-        arguments = (self.team, self.rank, list(finished), refs, list(useless), version, most)
+        arguments = (self.team, self.rank, list(finished), refs, list(rejected), version, most)
         return self._change(action, "swap", *arguments), size
 
     def drained(self, version: int) -> bool:

@@ -313,7 +313,7 @@ class Core:
         rank: int,
         finished: Sequence[Finished],
         refs: Mapping[str, Sequence[Any]],
-        useless: Sequence[int],
+        rejected: Sequence[int],
         version: int,
         most: int,
     ) -> Change:
@@ -321,7 +321,7 @@ class Core:
 
         Args:
             refs: by key of handover, a reference to the bytes of each finished group.
-            useless: in-flight groups whose samples no step will be trained on; other groups may begin in their place.
+            rejected: in-flight groups whose samples no step will be trained on; other groups may begin in their place.
             version: version of the weights with which the admitted groups begin.
             most: how many groups to admit; fewer are admitted if the others must wait for a newer version.
 
@@ -329,7 +329,7 @@ class Core:
             HandoverError: this team does not hand over these groups, or they are not in flight.
         """
         flow = self._need_flow()
-        at = f"prompts {[*(group.number for group in finished), *useless][:4]} of team {team!r} rank {rank}"
+        at = f"prompts {[*(group.number for group in finished), *rejected][:4]} of team {team!r} rank {rank}"
         keys = [handover.key for handover in self._flows]
         if finished and ({*keys} != refs.keys() or team != self._generator):
             raise HandoverError(f"{at}: found the handovers {sorted(refs)}; team {self._generator!r} must give {keys}")
@@ -338,7 +338,7 @@ class Core:
         try:
             for place, (number, info, metrics) in enumerate(finished):
                 flow.finish(number, info, {key: some[place] for key, some in refs.items()}, metrics)
-            for number in useless:
+            for number in rejected:
                 flow.reject(number)
             numbers = flow.admit(version, most) if most else []
         except ValueError as error:

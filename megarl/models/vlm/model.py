@@ -158,8 +158,8 @@ class VisionLanguageModel(PolicyModel):
             if not (torch.is_grad_enabled() and any(param.requires_grad for param in self.visual.parameters())):
                 return hidden
             # Every parameter must get a gradient in every backward pass, for which other ranks wait.
-            images = self._nothing(hidden.device)
-        features, deeper = self.look(images)
+            images = self._blank_image(hidden.device)
+        features, deeper = self.encode(images)
         here = (images.places >= first) & (images.places < first + len(hidden))
         places, rows = images.places[here] - first, images.features[here]
         hidden = hidden.index_copy(0, places, features[rows].unsqueeze(1))
@@ -175,11 +175,11 @@ class VisionLanguageModel(PolicyModel):
     def insert_for_decoding(self, hidden: Tensor, images: Images) -> list[Tensor]:
         """Write image features into the embeddings [n, hidden]; return the features to add after each of the first
         layers, each [F, hidden]."""
-        features, deeper = self.look(images)
+        features, deeper = self.encode(images)
         hidden[images.places] = features[images.features].to(hidden.dtype)
         return [x[images.features].to(hidden.dtype) for x in deeper]
 
-    def look(self, images: Images) -> tuple[Tensor, list[Tensor]]:
+    def encode(self, images: Images) -> tuple[Tensor, list[Tensor]]:
         """Return the encoder's features [n, hidden] of all images in order, and those of its earlier blocks."""
         pixels = self._normalise(images.patches)
         ones = torch.ones_like(images.grids[:, :1])
@@ -195,7 +195,7 @@ class VisionLanguageModel(PolicyModel):
         whole = ((colours - mean) / deviation).expand(-1, -1, encoder.temporal, -1)
         return whole.reshape(len(patches), -1).to(self.config.params_dtype)
 
-    def _nothing(self, device: torch.device) -> Images:
+    def _blank_image(self, device: torch.device) -> Images:
         """Return a smallest image whose features are not inserted, so that the encoder runs on every rank."""
         merge, none = self.encoder.merge, torch.zeros(0, dtype=torch.int64, device=device)
         patches = torch.zeros(merge**2, 3 * self.encoder.patch**2, dtype=torch.uint8, device=device)

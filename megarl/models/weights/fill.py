@@ -138,7 +138,7 @@ def init_random(chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, seed
 
     def read(name: str, region: TensorRegion) -> Tensor:
         if name not in tensors:
-            tensors.clear() if len(tensors) > 2 else None  # the three parts of qkv are read in turns
+            tensors.clear() if len(tensors) > 2 else None  # readers alternate between q, k and v
             tensors[name] = draw_tensor(hf_config, name, shapes[name], seed)
         return tensors[name][as_index(region)]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from megarl.config.rollout import SamplingConfig
 from megarl.kernels.gpu import decode_kernels
 from megarl.models.layers.mesh import Axis
-from megarl.models.noise import race
+from megarl.models.noise import exponential_noise
 
 
 def _kth_largest(z: Tensor, k: int, tp: Axis) -> Tensor:
@@ -87,7 +87,7 @@ class Sampler:
             z = F.pad(z, (0, len(self._ids) - z.shape[1]), value=-torch.inf)
         allowed = self._filter(z, index)
         total = torch.logsumexp(allowed if self._cfg.logprobs == "processed" else z, dim=-1)
-        times = None if self._greedy else race(seeds, index, self._ids)
+        times = None if self._greedy else exponential_noise(seeds, index, self._ids)
         score = allowed if times is None else allowed - times
         best, column = score.max(dim=-1)
         logit = z.gather(1, column[:, None])[:, 0]

@@ -37,7 +37,7 @@ _PREFILL_ALONE = 256  # prompt tokens from which the first sample's prefill is w
 _INTERRUPTIONS = 100  # most interruptions of a sample; more mean that a server answers without making progress
 _LATE = 2  # most late requests per sample that are sent again; each repeats the same work
 _UNBOUNDED = 1 << 30
-_ABORT_AGAIN_S = 1.0  # a server forgets an abort that overtakes its request
+_ABORT_AGAIN_S = 1.0  # a server ignores an abort that arrives before its request
 _REFUSED = range(400, 500)  # HTTP status of an invalid request, which every server would reject
 
 
@@ -151,7 +151,7 @@ class Dispatch:
             try:
                 sample.add(body, self._sampling, self._stop_ids, self._tag)
                 if sample.finish_reason is None and sample.interruptions > _INTERRUPTIONS:
-                    sample.interruptions = 0  # count from zero on the next server
+                    sample.interruptions = 0  # the next server starts a new count
                     raise BadAnswerError(f"a sample was interrupted more than {_INTERRUPTIONS} times")
             except OtherPromptError as error:
                 raise ServerError(server.name, server.url, "generation (/generate)", str(error)) from error

@@ -241,7 +241,8 @@ class Fleet:
             for number, why, given_up in reports:
                 reasons.setdefault(number, []).append(why)
                 self.servers[number].given_up |= given_up
-        for number, whys in reasons.items():  # a node process that ends takes others down; any may be the cause
+        # When one node process of a server ends, its others end too, and each of them may be the cause.
+        for number, whys in reasons.items():
             self.mark_failed(
                 self.servers[number], "; ".join(dict.fromkeys(whys)) if self.config.nnodes > 1 else whys[-1]
             )
@@ -251,7 +252,7 @@ class Fleet:
         """Kill this rank's processes of failed servers, which may hold memory that the trainer or a restart needs."""
         for number, process in self._owned.items():
             server = self.servers[number]
-            if server.state == "failed" and process.there:
+            if server.state == "failed" and process.is_started:
                 process.stop(0)  # a hanging process ignores SIGTERM
                 if process.spec.node:
                     continue
@@ -329,7 +330,7 @@ class Fleet:
                     server.state = "catching_up"
                 else:
                     server.why = why
-                    if UNTRUSTED in why:  # a longer wait would not help
+                    if UNTRUSTED in why:  # the server's certificate will not change
                         self.mark_failed(server, why)
 
     def _give_up(self, server: Server) -> None:

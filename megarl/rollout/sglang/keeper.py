@@ -98,7 +98,7 @@ class Keeper:
         """Close the pipe. The keeper then restores the servers whose update is not done, and ends."""
         with contextlib.suppress(BrokenPipeError):
             self._pipe.close()
-        # a keeper that still restores servers does so without the trainer
+        # the keeper does not need the trainer to restore servers
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
 
@@ -209,7 +209,7 @@ class Recovery:
         try:
             self._call("/end_weight_update", {})
         except ServerError as error:
-            if error.status is None:  # with a status the server answered that no update is open
+            if error.status is None:  # an HTTP status is the server's answer that no update is open
                 raise
         loaded = self._load(([weights] if weights else []) + self._started_with())
         version = _version_of(self.api, self.deadline_s)

@@ -50,7 +50,7 @@ class ServerMemory:
             # SGLang crashes if it releases memory while a request runs. No sample waits for requests that still run:
             # after a failure their samples were sent to another server.
             server.api.call("/abort_request", {"abort_all": True}, deadline_s=self._deadline_s, phase="memory")
-            idle_s = max(1, int(self._deadline_s) - 1)  # before the deadline, so that the server's own error arrives
+            idle_s = max(1, int(self._deadline_s) - 1)  # the server's own error arrives before the deadline
             server.api.call(f"/flush_cache?timeout={idle_s}", deadline_s=self._deadline_s, phase="memory")
         self._call(server, "/release_memory_occupation", present - wanted)
         self._call(server, "/resume_memory_occupation", wanted - present)

@@ -214,7 +214,7 @@ class ServerProcess:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     @property
-    def there(self) -> bool:
+    def is_started(self) -> bool:
         """Whether the process was started and `stop` was not called since; it may have ended by itself."""
         return self._process is not None
 

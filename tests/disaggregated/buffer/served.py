@@ -123,13 +123,13 @@ class FarClient:
         self,
         finished: Sequence[Any],
         payloads: Mapping[str, Iterable[Span]],
-        useless: Sequence[int],
+        rejected: Sequence[int],
         version: int,
         most: int,
     ) -> tuple[list[int], int]:
         """Hand over finished groups and take prompts; their numbers, and the bytes of the blocks."""
         refs = {key: _pieces(some) for key, some in payloads.items()}
-        numbers = self._call("swap", self.team, self.rank, list(finished), refs, list(useless), version, most)
+        numbers = self._call("swap", self.team, self.rank, list(finished), refs, list(rejected), version, most)
         return numbers, sum(map(_size, refs.values()))
 
     def drained(self, version: int) -> Any:
