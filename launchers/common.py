@@ -173,7 +173,7 @@ class Workers(Protocol):
         """Return the ranks that this launcher started and watches."""
 
     def cause(self, rank: int) -> str | None:
-        """Return why a rank without a recorded error ended, as far as the launcher knows; None if it does not know."""
+        """Return why a rank without a recorded error ended; None if the launcher has no information on it."""
 
     def stop(self) -> None:
         """End every running rank within seconds; may be called again."""

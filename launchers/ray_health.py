@@ -1,6 +1,6 @@
 """Checks that the run's Ray can be reached, and is still alive.
 
-Ray itself silently ends the launcher a minute after its control store (gcs_server, which knows all actors) has died.
+Ray itself silently ends the launcher a minute after its control store (gcs_server, which manages all actors) has died.
 These checks find out earlier.
 """
 

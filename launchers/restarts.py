@@ -1,7 +1,7 @@
 """Automatic restarts of a team when one of its processes dies: which teams, how often, and the procedure.
 
     a process of the reference's team dies, or hangs    ->  the rest of the team is killed
-    the buffer forgets what is lost with it             ->  new processes on the same devices, which meet at a new port,
+    the buffer drops what is lost with it             ->  new processes on the same devices, which meet at a new port,
     (megarl.disaggregated.buffer.core.Core.restart_team)                   begin after the last step that is over
 
 Only after a death: an exception of the program would recur, unless it ran out of memory.

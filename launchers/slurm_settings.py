@@ -1,4 +1,4 @@
-"""Checks of batch-job settings that would fail only on the nodes, or that Slurm accepts but nobody wants."""
+"""Checks of batch-job settings that would fail only on the nodes, or are probably mistakes that Slurm accepts."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _check_options(config: RunConfig, parts: list[Component]) -> None:
             problem = "launch.slurm.gres is also set, but sbatch accepts only one"
             fix = "put all resources into launch.slurm.gres"
         elif gpus and (name in _FOR_GPUS or (name in ("--gres", "--tres-per-task") and gres_gpus(value) is not None)):
-            problem, allowed = "GPUs are requested twice", "options that ask for none, or launch.slurm.gpus_per_node=0"
+            problem, allowed = "GPUs are requested twice", "options that request none, or launch.slurm.gpus_per_node=0"
             fix = "remove it; launch.slurm.gpus_per_node sets the number of GPUs per node, launch.slurm.gres the kind"
         else:
             continue

@@ -92,7 +92,7 @@ class Folder:
         return {**first, **read_object(self.path / "state.json")}
 
     def set_state(self, **values: Any) -> None:
-        """Change parts of the state. A full disk is reported on the console, and the next job does not see the
+        """Change parts of the state. A full disk is reported on the console, and the next job does not get the
         change.
         """
         file = self.path / "state.json"

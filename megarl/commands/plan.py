@@ -6,7 +6,8 @@
     megarl plan RECIPE --search --write faster.yaml             # the best as a recipe that extends this one
     megarl plan RECIPE --assume gemm_share=0.7 actor.parallel.tp=4
 
-Every number names its formula. docs/planning.md explains the formulas, lists the hardware, and says what is not known.
+Every number names its formula. docs/planning.md explains the formulas, lists the hardware, and names what the formulas
+leave out.
 """
 
 from __future__ import annotations

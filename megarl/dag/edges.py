@@ -15,8 +15,8 @@ parts of this order that matter:
        reward, dynamic_sampling (resamples), old_logp            reward -> dynamic_sampling -> old_logp
 
 3. Rewriting. A node that writes a field again comes after the last node that wrote or consumed it, and after all
-   earlier readers of that value. So every reader sees the value that it would see in the listed order, and an optional
-   reader sees no value if no earlier node writes one.
+   earlier readers of that value. So every node reads the value that it would read in the listed order, and an optional
+   read finds no value if no earlier node writes one.
 
        reward (writes token_rewards), overlong (rewrites it), advantage (reads it)   reward -> overlong -> advantage
        kl_in_reward (reads response_mask), filter (rewrites it)                      kl_in_reward -> filter

@@ -8,8 +8,8 @@ Every worker runs this loop by itself; there is no controller process. The order
                                                                          samples, which replicas may exchange)
         send fields that other teams read                                          (give)
 
-A node sees the fields that it declares. Edges put every reader between the last writer before it and the next writer,
-so a node always reads the right values.
+A node can read only the fields that it declares. Edges put every reader between the last writer before it and the next
+writer, so a node always reads the right values.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ layer's output (`megarl.models.weights.adapters`), so tensor-parallel ranks exch
     layer split by rows      h = A x, the same on all ranks (or gathered, of a sequence-parallel x), then B's own rows
     layer split by columns   h = the sum over ranks of A's own columns x (or each rank's part of the sequence of it), B
 
-A parameter that is whole on every rank but sees only a part of the tokens there needs its gradients summed, like a
+A parameter that is whole on every rank but processes only a part of the tokens there needs its gradients summed, like a
 norm; Megatron does this for parameters with `sequence_parallel` set.
 
 Each expert has its own adapters. All ranks that split an expert get the same rows, and their outputs are summed after

@@ -28,8 +28,8 @@ class PackedSequences(PackedSeqParams):
     """
 
     lengths: tuple[int, ...] = ()
-    # position in each sequence from which on its tokens see the whole sequence; tokens before it are causal. Empty: all
-    # tokens are causal.
+    # position in each sequence from which on its tokens attend to the whole sequence; tokens before it are causal.
+    # Empty: all tokens are causal.
     open_from: tuple[int, ...] = ()
     # image inputs: a `megarl.robots.models.vla.vision.Seen`, a `megarl.models.vlm.model.Images`, or None
     seen: Any = None

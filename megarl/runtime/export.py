@@ -54,7 +54,7 @@ def _write_best(c: RankState, checkpoints: Path) -> None:
     written = [Exported(LAST, c.context.step, "last")]
     if c.layout.rank == 0:
         write_exported(c.run_dir, written)
-    # Only rank 0 looks: on a shared file system two ranks may see different folders.
+    # Only rank 0 checks: on a shared file system two ranks may see different folders.
     source = c.layout.world.broadcast_json(str(checkpoint.best(checkpoints) or "") if c.layout.rank == 0 else None)
     other = source and Path(source).name != f"step_{c.context.step}"
     step = _load_best(c, Path(source)) if other else None

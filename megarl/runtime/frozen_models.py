@@ -186,7 +186,7 @@ def _rewritten(c: RankState, checkpoint: Path, folder: Path, recorded: Frozen, l
 def keep_start(c: RankState) -> str:
     """Write the actor at the start of RL for another team's critic, and return the folder. Collective over the team."""
     folder = c.run_dir / NEXT_REFERENCE
-    # Only rank 0 looks: on a shared file system two ranks may see different folders.
+    # Only rank 0 checks: on a shared file system two ranks may see different folders.
     exists = (folder / "config.json").is_file() if c.layout.rank == 0 else None
     if not c.layout.world.broadcast_json(exists):  # otherwise the new reference is the same model
         folder = c.run_dir / START_WEIGHTS

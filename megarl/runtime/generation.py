@@ -2,7 +2,7 @@
 
     cold start, weights loaded --> open_rollout --> publish(step) --> generate, train --> publish(step) --> ...
 
-`rollout.engine` chooses the engine; stages see a `RolloutEngine` in any case. The cold start always evaluates with the
+`rollout.engine` chooses the engine; stages use a `RolloutEngine` in any case. The cold start always evaluates with the
 embedded engine on the trainer's parameters, and servers start after it.
 """
 

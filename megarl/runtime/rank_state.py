@@ -51,7 +51,7 @@ _TRAINED = ("actor", "critic")
 
 @dataclass(frozen=True)
 class TeamContext:
-    """This worker's team, and what the worker needs to know about the run's other teams."""
+    """This worker's team, and the information about the run's other teams that the worker needs."""
 
     plan: TeamPlan  # this team's roles, nodes and ranks
     placement: Placement  # all teams of the run

@@ -9,7 +9,7 @@
     rollout      the actor's parameters or a server's weights, and a cache    generating, engine
     scorer       nothing                                                      runner, by_environment
 
-A model enters its phase of the offload schedule by itself, so that a stage cannot forget it. The nodes of the graph
+A model enters its phase of the offload schedule by itself, so stages need not do it. The nodes of the graph
 decide which models are built. All methods of models are collective over the ranks of the layout.
 """
 

@@ -1,4 +1,4 @@
-"""A policy that sees images: transformers' vision encoder on the first pipeline stage, in front of a decoder.
+"""A policy with images as input: transformers' vision encoder on the first pipeline stage, in front of a decoder.
 
     patches of a micro-batch's images -> encoder -> features -> into the embeddings of image tokens
                                                \\-> deeper features -> added to the outputs of the first layers

@@ -5,7 +5,7 @@
     trainer                        pipe                             keeper                   server
     before `pause`                 open      url, API key    --->   stores the server
     before tensors may be loaded   loading   versions        --->   stores the versions
-    after `resume`                 done      folder          --->   forgets the server
+    after `resume`                 done      folder          --->   drops the server
     closes, or is killed           end of file               --->   no server open: ends
                                                                     else, per server   --->  old weights, resume
 
@@ -113,7 +113,7 @@ class Keeper:
 
 
 class KeeperState:
-    """The keeper's knowledge of each server, from the trainer's messages. All attributes are dicts or sets of URLs.
+    """The state of each server, from the trainer's messages. All attributes are dicts or sets of URLs.
 
     Attributes:
         opened: servers whose update is not done.
