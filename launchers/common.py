@@ -87,15 +87,20 @@ _LEAST_ROOM = 1 << 20  # least free bytes: enough for logs, records and the repo
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The job that a launcher starts: `entry` is `pkg.mod:fn(config, run_dir)`.
+    """The job that a launcher starts.
 
-    `placement` has the teams of a command whose roles may be in several; None: all workers are one team. `old` holds
-    errors that another machine's launcher found when it began; they belong to an earlier command until the first
-    machine's launcher has removed them. (A launcher that begins after workers of the first machine failed mistakes
-    their errors for old errors; its own workers then wait for the failed workers until `cluster.start_timeout_s`.)
-    `folder` watches `run_dir`, whose loss ends the run. `began` is the unix time at which the job began, for all
-    attempts. `machine` is this machine's number among the machines with a launcher of the command. `lock` is the lock
-    of the run folder. `attempt` is the attempt's name; empty: the one set by the first machine's launcher.
+    Attributes:
+        entry: the function that every rank runs, `pkg.mod:fn(config, run_dir)`.
+        placement: the teams of a command whose roles may be in several; None: all workers are one team.
+        old: errors that were in the run folder when this launcher began, if it is not on the first machine. They count
+            as errors of an earlier command until the first machine's launcher has removed them. If workers of the first
+            machine fail before this launcher begins, their errors are among them; the workers of this machine then wait
+            for the failed workers until `cluster.start_timeout_s`.
+        folder: watches `run_dir`; the run ends if this folder is lost.
+        machine: number of this machine among the machines with a launcher of the command.
+        lock: the lock of the run folder.
+        attempt: name of the attempt; empty: the name that the first machine's launcher sets.
+        began: unix time at which the job began, the same for all attempts.
     """
 
     entry: str
