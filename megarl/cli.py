@@ -376,7 +376,7 @@ def _limit(error: Exception) -> UserError | None:
     # the loader's message for a library
     if isinstance(error, MemoryError) or refused or "failed to map segment" in text_of(error):
         fix = "free memory, or raise the limit that `ulimit -v` shows"
-        return UserError("there is not enough memory for this command", found=describe(error), fix=fix)
+        return UserError("not enough memory for this command", found=describe(error), fix=fix)
     if isinstance(error, RecursionError):
         problem = "an input has too many lists or objects inside one another"
         return UserError(problem, found=location(error, ""), fix="flatten it")

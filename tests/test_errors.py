@@ -48,9 +48,9 @@ def test_a_text_that_is_too_long_for_a_path_is_said_to_be(capsys, override):
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (MemoryError(), "there is not enough memory"),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), "there is not enough memory"),
-        (ImportError("libtorch.so: failed to map segment from shared object"), "there is not enough memory"),
+        (MemoryError(), "not enough memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "not enough memory"),
+        (ImportError("libtorch.so: failed to map segment from shared object"), "not enough memory"),
         (RecursionError("maximum recursion depth exceeded"), "too many lists or objects inside one another"),
     ],
 )

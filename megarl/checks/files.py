@@ -179,7 +179,7 @@ def check_data(config: RunConfig, job: str, checks: Checklist) -> None:
     if not found_here and not (job == "sft" and examples):
         checks.fail(
             f"data.{needed}",
-            "there is no training data" if needed == "train_files" else "there are no held-out prompts",
+            "training data is missing" if needed == "train_files" else "held-out prompts are missing",
             found=[],
             allowed="files, folders, hub names org/name@split, or pkg.mod:fn",
             fix=f"set data.{needed}, for example to [{needed.partition('_')[0]}.jsonl]",

@@ -120,7 +120,7 @@ def _file_of(path: str, text: str, key: str) -> Path:
         siblings = [other.name for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
         close = close_files(file.name, siblings)
         raise ConfigError(
-            f"there is no file {path}",
+            f"file not found: {path}",
             where=key,
             found=text,
             fix=f"did you mean {file.parent / close[0]}?" if close else relative_path_fix(),
@@ -145,7 +145,7 @@ def _source_of(module: str, text: str, key: str) -> Path | None:
             sys.path.remove(here)
     if spec is None:
         raise ConfigError(
-            f"there is no module {module}",
+            f"module not found: {module}",
             where=key,
             found=text,
             allowed="a module that `python -c 'import ...'` finds from this folder, or file.py:function",

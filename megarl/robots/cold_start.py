@@ -68,7 +68,7 @@ def _show(c: RankState, robots: Robots, folder: Path) -> int:
     print(counts.describe(), flush=True)
     if not written:
         raise ConfigError(
-            "there are no demonstrations to clone: the experts solved no episode",
+            "no demonstrations to clone: the experts solved no episode",
             where="sft.train_files",
             found=counts.describe(),
             fix="raise the simulator's limit of environment steps, lower robot.expert_noise, or name folders of "

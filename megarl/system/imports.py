@@ -77,7 +77,7 @@ def import_callable(path: Callable[..., Any] | str, *, where: str, component: bo
         raise UserError("this is not an import path", where=where, found=path, allowed=_FORMS)
     is_file = module_name.endswith(".py")
     if is_file and not Path(module_name).expanduser().is_file():
-        raise UserError(f"there is no file {module_name}", where=where, found=path, fix=relative_path_fix())
+        raise UserError(f"file not found: {module_name}", where=where, found=path, fix=relative_path_fix())
     try:
         target: Any = import_file(module_name) if is_file else import_module(module_name)
         target = of_user(target) if component else target

@@ -137,7 +137,7 @@ def _unusable(file: Path) -> str | None:
 
 def _unwritable(path: Path) -> str | None:
     if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
+        return f"folder not found: {path.parent}"
     if path.is_dir():
         return f"{path} is a folder"
     if path.exists() and not os.access(path, os.W_OK):

@@ -195,7 +195,7 @@ PAIRS = ("algorithm.pipeline=dpo", "preference={}", "algorithm.kl.use=none")
             "algorithm.dynamic_sampling.low",
             ["between 0.9 and 0.1", "exchange"],
         ),
-        (["data.train_files=[]"], "data.train_files", ["no training data"]),
+        (["data.train_files=[]"], "data.train_files", ["training data is missing"]),
         (["data.train_files=missing.jsonl"], "data.train_files", ["not found", "missing.jsonl"]),
         (["data.train_files=megarl.recipes.arithmetic:make_row"], "data.train_files", ["arithmetic:make_rows?"]),
         (["reward.name=exact_mach"], "reward.name", ["unknown reward", "mean exact_match?"]),

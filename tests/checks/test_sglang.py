@@ -50,7 +50,7 @@ def test_a_complete_setting_passes(failures, on) -> None:
 def test_an_interpreter_without_sglang_is_found_before_a_run(failures) -> None:
     (check,) = failures("rollout.engine=sglang", f"rollout.sglang.python={sys.executable}")
     assert check.key == "rollout.sglang.python"
-    assert check.message == "there is no sglang in this interpreter"
+    assert check.message == "sglang is not installed in this interpreter"
     assert check.found == sys.executable
     assert "make sglang-env" in check.fix
 

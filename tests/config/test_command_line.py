@@ -34,7 +34,7 @@ def megarl(write, capsys):
         (RECIPE, ["model.hf_config.model_type=gpt2"], ["choose a model of one of these architectures"]),
         (RECIPE, ["algorithm.pipeline=nosuch"], ["unknown pipeline", "set algorithm.pipeline to one of these"]),
         (RECIPE, ["reward.name=nosuch"], ["unknown reward", "set reward.name to one of these"]),
-        (RECIPE, ["reward.name=nope.py:f"], ["there is no file nope.py"]),
+        (RECIPE, ["reward.name=nope.py:f"], ["file not found: nope.py"]),
         (RECIPE, ["reward.name=nope", "rollout.sampling.n=1"], ["2 problems", "1. ", "2. "]),
     ],
 )
@@ -57,7 +57,7 @@ def test_a_missing_reward_file_is_told_once_and_with_its_name_where_one_is_close
     write("def score(samples): ...", "my_reward.py")
     code, out, err = megarl("reward.name=my_rewrad.py:score", options=["--dry-run"])
     assert code == 2
-    assert (err.count("there is no file"), out.count("[fail]")) == (1, 1)
+    assert (err.count("file not found"), out.count("[fail]")) == (1, 1)
     assert "did you mean my_reward.py?" in err
     assert ", 1 fail, " in out
 

@@ -413,7 +413,7 @@ def test_a_hostile_expression_costs_one_sample_not_the_run():
     ("name", "message"),
     [
         ("gsm8", "did you mean 'gsm8k'"),
-        ("missing.py:f", "there is no file missing.py"),
+        ("missing.py:f", "file not found: missing.py"),
         ("{file}:lenght", "has no 'lenght'"),
         ("no.such.module:f", "'no.such.module' does not import"),
         (

@@ -154,7 +154,7 @@ def train(folder: Path, *arguments: str) -> Ended:
         ),
         (["data.batch_size=5"], ["data.batch_size 5 is not divisible by 2", "4 or 6"]),
         (["algorithm.advantage.name=grppo"], ["unknown advantage estimator", "rloo", "did you mean grpo?"]),
-        (["reward.name=nowhere.py:score"], ["reward.name: there is no file nowhere.py"]),
+        (["reward.name=nowhere.py:score"], ["reward.name: file not found: nowhere.py"]),
         (["reward.name=syntax.py:score"], ["syntax.py:1", "not valid Python"]),
         (["reward.name=rewards.py:raise"], ["defines no raise", "did you mean rewards.py:raises?"]),
         (["model.hf_config.model_type=gpt2"], ["model.hf_config: the model's architecture", "'gpt2'", "qwen3_moe"]),

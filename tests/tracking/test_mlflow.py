@@ -321,7 +321,7 @@ def test_what_is_no_server_is_left_to_mlflow(uri):
     [
         ("nosuch://x", "has no store for 'nosuch'"),
         ("sqlite:////proc/x.db", "folder /proc is read-only"),
-        ("sqlite:////not/there/x.db", "there is no folder /not/there"),
+        ("sqlite:////not/there/x.db", "folder not found: /not/there"),
         ("sqlite:////", "is a folder"),
     ],
 )

@@ -104,7 +104,7 @@ def sglang_version(python: Path, *, cuda: bool | None = None) -> str:
         raise ConfigError(problem, where=_KEY, found=str(python), fix=fix) from error
     version = done.stdout.strip()
     if not version.startswith(SERIES):
-        problem = f"there is {f'sglang {version}' if version else 'no sglang'} in this interpreter"
+        problem = f"this interpreter has sglang {version}" if version else "sglang is not installed in this interpreter"
         fix, allowed = install_fix(cuda), f"{SERIES}x"
         raise ConfigError(problem, where=_KEY, found=str(python), allowed=allowed, fix=fix)
     return version

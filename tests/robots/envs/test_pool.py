@@ -358,7 +358,7 @@ def test_the_simulator_of_the_documentation_works(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ({"name": "lien"}, r"env.name: unknown simulator(?s:.*)allowed: (?s:.*)file.py:Class"),
-        ({"name": "no/such.py:Line"}, r"env.name: (?s:.*)there is no file (?s:.*)/no/such.py"),
+        ({"name": "no/such.py:Line"}, r"env.name: (?s:.*)file not found: (?s:.*)/no/such.py"),
         ({"name": LINE.replace("Line", "Lien")}, r"env.name: (?s:.*)has no simulator 'Lien'; allowed: Line"),
         ({"python": "/no/such/python"}, r"env.python: the simulator's interpreter does not start: No such file"),
         ({"wrnog": "exit"}, r"env.wrnog: (?s:.*)unknown setting(?s:.*)did you mean 'wrong'"),

@@ -68,7 +68,7 @@ def test_an_interrupted_installation_does_not_count(cache: Path) -> None:
 
 
 def test_an_interpreter_without_sglang_is_refused() -> None:
-    with pytest.raises(ConfigError, match="there is no sglang in this interpreter"):
+    with pytest.raises(ConfigError, match="sglang is not installed in this interpreter"):
         sglang.sglang_version(Path(sys.executable))
 
 

@@ -160,9 +160,7 @@ class CloningExamples:
 
     def _check(self, prompts: Mapping[str, Sequence[int]]) -> None:
         if not self._shown:
-            raise DataError(
-                "there are no examples to clone: no demonstration has an environment step", where="demonstrations"
-            )
+            raise DataError("no examples to clone: no demonstration has an environment step", where="demonstrations")
         wide = self._shown[0].states.shape[1]
         for shown in self._shown:
             problem = "the policy has no prompt for the task of this demonstration"
