@@ -137,7 +137,7 @@ def fork_programs() -> None:
     from megarl.rewards import preflight
 
     for module in (local, torchrun):
-        _start_by(_forked_program, module)
+        _start_by(forked_program, module)
     _start_by(_forked_module, preflight)
     _start_by(_forked_command, program)
 
@@ -204,7 +204,7 @@ def _forked_module(
     return subprocess.Popen(command, env=env, pass_fds=pass_fds, preexec_fn=becoming, **options)
 
 
-def _forked_program(args: list[str], *, env: dict[str, str], pass_fds: Sequence[int] = (), **options: Any) -> Any:
+def forked_program(args: list[str], *, env: dict[str, str], pass_fds: Sequence[int] = (), **options: Any) -> Any:
     """A child that would become `python -m MODULE ...` and instead does what that does, at the same place."""
     place = args.index("-m") + 1
     main = {"megarl.runtime.worker": _worker_main, "megarl.launchers.torchrun": _agent_main}[args[place]]
@@ -258,7 +258,7 @@ def _agent_main(arguments: list[str]) -> int:
 
     from megarl.launchers import torchrun
 
-    subprocess_handler.Popen = _forked_program  # type: ignore[assignment]
+    subprocess_handler.Popen = forked_program  # type: ignore[assignment]
     die_with_parents()
     os.environ |= as_parent(os.environ.get(PARENTS))
     return torchrun.agent(arguments, Path(os.environ[torchrun.AGENT_REPORT]))

@@ -7,6 +7,7 @@ import sys
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,15 +63,23 @@ def test_uv_finds_a_package_where_pip_does(setting: str, tmp_path: Path, monkeyp
 
 
 @pytest.mark.skipif(find_spec("uv") is None, reason="uv is not installed here: `make install` brings it")
-def test_pip_installs_where_it_is_told_to_ask_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """uv would ask PyPI: it has no variable for this."""
-    write_wheel(tmp_path)
+def test_pip_installs_where_it_is_told_to_ask_no_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uv would ask PyPI: it has no variable for this setting. That pip's command installs is tested below."""
+    run, commands = subprocess.run, []
+
+    def record(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if "config" in command:
+            return run(command, **options)
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(installer.subprocess, "run", record)
     monkeypatch.setenv("PIP_NO_INDEX", "true")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    installer.install(Path(sys.executable), "--target", str(tmp_path / "target"), "megarl_probe==1.0")
-    assert (tmp_path / "target" / "megarl_probe-1.0.dist-info" / "INSTALLER").read_text().strip() == "pip"
+    installer.install(Path("python"), "megarl_probe==1.0")
+    assert [command[:4] for command in commands] == [["python", "-m", "pip", "install"]]
     monkeypatch.setenv("PIP_NO_INDEX", "false")
-    assert installer.uv_environment() is not None
+    installer.install(Path("python"), "megarl_probe==1.0")
+    assert commands[1][1:5] == ["-m", "uv", "pip", "install"]
 
 
 @pytest.mark.skipif(find_spec("uv") is None, reason="uv is not installed here: `make install` brings it")

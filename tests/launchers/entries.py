@@ -61,6 +61,7 @@ def write_environment(config: RunConfig, run_dir: Path) -> None:
     total = torch.tensor([int(os.environ["RANK"]) + 1])
     dist.all_reduce(total)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MALLOC_TRIM_THRESHOLD_", "OMP_WAIT_POLICY", "HF_HUB_OFFLINE")
+    names += ("PYTHONSAFEPATH",)
     seen = {name: os.environ.get(name) for name in names}
     seen |= {"sum": int(total), "threads": torch.get_num_threads(), "name": config.name}
     seen["safe_path"] = sys.flags.safe_path
@@ -230,7 +231,7 @@ def _ray_loses(part: str, run_dir: Path) -> None:
     lost = run_dir / "lost"
     with phase("rollout"):
         if not lost.exists():
-            if worker_number() == 1:
+            if worker_number() == 0:
                 lost.touch()
                 launcher = psutil.Process(int(os.environ["RAY_RAYLET_PID"])).parent()
                 assert launcher is not None

@@ -24,7 +24,7 @@ from typing import NoReturn
 from megarl.system.processes import CAUGHT, has_nvidia_device
 from tests.forked import fork_programs, in_child
 from tests.forker import forker, received
-from tests.ray_forks.launcher import FORKER, choose_worker
+from tests.ray_forks.launcher import FORKER, choose_programs
 
 _PASSED = (*CAUGHT, signal.SIGUSR1, signal.SIGUSR2)
 _PROGRAM = """\
@@ -91,6 +91,6 @@ def _module(folder: str, arguments: list[str]) -> None:
     os.chdir(folder)
     fork_programs()
     if FORKER in os.environ and arguments[0] == "megarl.launchers.ray_start":
-        choose_worker()
+        choose_programs()
     sys.argv = arguments
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)

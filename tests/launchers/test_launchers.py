@@ -19,11 +19,12 @@ import psutil
 import pytest
 
 from megarl.artifacts.run_folder import SAVE_REQUEST
+from megarl.config.load import dump_config
 from megarl.config.run import ClusterConfig, RunConfig
 from megarl.launchers.common import run_workers
 from megarl.system.errors import ConfigError
-from megarl.system.processes import free_port
-from tests.forked import Forked, become, fork_programs
+from megarl.system.processes import free_port, has_nvidia_device
+from tests.forked import Forked, become, fork_programs, forked_program
 
 HERE = Path(__file__).parent
 LAUNCHERS = ["local", "torchrun"]
@@ -112,7 +113,8 @@ def test_ranks_meet_and_the_run_folder_tells_what_happened(
     launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # a cluster of Ray that runs already does not know it
-    result = launch(launcher, "write_environment", tmp_path, program=launcher != "ray")
+    # tests/runtime/test_same_run.py starts the program of a local run.
+    result = launch(launcher, "write_environment", tmp_path, program=launcher == "torchrun")
 
     assert result.code == 0, result.err
     seen = [json.loads((tmp_path / f"seen_{rank}.json").read_text()) for rank in range(2)]
@@ -121,7 +123,8 @@ def test_ranks_meet_and_the_run_folder_tells_what_happened(
     assert {(s["name"], s["threads"], s["OMP_WAIT_POLICY"]) for s in seen} == {("drive", 1, "passive")}
     assert all(s["MALLOC_TRIM_THRESHOLD_"] and s["HF_HUB_OFFLINE"] == "1" for s in seen)
     if launcher != "ray":  # whose own processes belong to the cluster
-        assert all(s["safe_path"] for s in seen)  # folders of the repository hide nobody's packages
+        assert all(s["PYTHONSAFEPATH"] for s in seen)  # folders of the repository hide nobody's packages
+        assert all(s["safe_path"] for s in seen) == (launcher == "torchrun")
         listens = [json.loads((tmp_path / f"listens_{rank}.json").read_text()) for rank in range(2)]
         assert len(listens[0]) > 1
         assert {address for of_rank in listens for address in of_rank} == {"127.0.0.1"}
@@ -325,30 +328,31 @@ def test_a_port_in_use_is_named_before_torchrun_starts(tmp_path: Path, monkeypat
 
 
 def test_torchrun_alone_can_start_the_worker(tmp_path: Path) -> None:
-    from megarl.config.load import dump_config
-    from megarl.config.run import RunConfig
-
+    """Its `main`, in a process that has imported torch; programs are started above."""
     (tmp_path / "config.yaml").write_text(dump_config(RunConfig(name="drive")))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    arguments = [
-        f"--master-port={free_port()}",
-        "-m",
-        "megarl.runtime.worker",
-        "--config",
-        str(tmp_path / "config.yaml"),
-    ]
+    arguments = ["--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    arguments += ["-m", "megarl.runtime.worker", "--config", str(tmp_path / "config.yaml")]
+    output = tmp_path / "output"
+    output.touch()
 
-    failed = subprocess.run(
-        [*torchrun, *arguments, "--entry", "entries:rank_1_raises_after_it_has_met"],
-        env=environment() | {"GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    variables = environment() | {"GLOO_SOCKET_IFNAME": "lo"}
+    arguments += ["--entry", "entries:rank_1_raises_after_it_has_met"]
+    failed = Forked(_torchrun_main, (arguments, variables, output))
+
+    assert failed.wait(DEADLINE_S) != 0
     assert json.loads((tmp_path / "seen_1.json").read_text())["sum"] == 3
-    assert failed.returncode != 0
-    assert "RuntimeError: loss is NaN" in failed.stderr
+    assert "RuntimeError: loss is NaN" in output.read_text()
+
+
+def _torchrun_main(arguments: list[str], environment: dict[str, str], output: Path) -> None:
+    become(environment, str(output), str(output))
+    sys.path.insert(0, str(HERE))
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.run import main
+
+    if not has_nvidia_device():
+        subprocess_handler.Popen = forked_program  # type: ignore[assignment]
+    main(arguments)
 
 
 def test_two_runs_cannot_share_a_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

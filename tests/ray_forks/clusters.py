@@ -5,9 +5,10 @@
     with own(): ray.init(...)                                 # a Ray of this process
 
 A worker takes 2 CPU-seconds to import Ray and PyTorch, and 5 with Megatron; forked, it imports only Ray, in 0.3, since
-Ray reads its settings from the environment then. All else is as always, but that workers are children of that process
-and not of the node manager, and that /proc tells that one's environment of them. On a machine with a GPU, which a fork
-does not survive, Ray starts them itself.
+Ray reads its settings from the environment then. The agent of a node, which is there for a dashboard, is one that does
+nothing (agent.py). All else is as always, but that workers are children of that process and not of the node manager,
+and that /proc tells that one's environment of them. On a machine with a GPU, which a fork does not survive, Ray starts
+its own files.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megarl.system.compat.ray_session import for_one_run
 from megarl.system.processes import has_nvidia_device
 from tests.forker import forker
 from tests.ray_forks.forked_worker import IMPORTS, fork_worker
-from tests.ray_forks.launcher import FORKER, WORKER, choose_worker
+from tests.ray_forks.launcher import FORKER, WORKER, choose_agent, choose_programs
 
 
 @contextlib.contextmanager
@@ -36,13 +37,16 @@ def cluster(head: Mapping[str, Any], *nodes: Mapping[str, Any], **environment: s
         nodes: those of the others.
         environment: variables that its processes get.
     """
+    from ray._private import services
     from ray.cluster_utils import Cluster
 
     of_all: dict[str, Any] = {"object_store_memory": 128 << 20, "include_dashboard": False}
-    if not has_nvidia_device():
-        of_all["worker_path"] = WORKER
     handler = signal.getsignal(signal.SIGTERM)
     with offered(), pytest.MonkeyPatch.context() as patch:
+        if not has_nvidia_device():
+            of_all["worker_path"] = WORKER
+            patch.setattr(services, "start_ray_process", services.start_ray_process)  # restored at the end
+            choose_agent()
         patch.delenv("RAY_ADDRESS", raising=False)
         for name, value in environment.items():
             patch.setenv(name, value)
@@ -72,8 +76,10 @@ def own() -> Iterator[None]:
     """Within the block a Ray that this process starts forks its workers, and has the programs of a run's Ray."""
     with offered(), for_one_run(), pytest.MonkeyPatch.context() as patch:
         if FORKER in os.environ:
+            from ray._private import services
             from ray._private.parameter import RayParams
 
-            patch.setattr(RayParams, "update_if_absent", RayParams.update_if_absent)  # restored at the end
-            choose_worker()
+            for owner, name in ((RayParams, "update_if_absent"), (services, "start_ray_process")):
+                patch.setattr(owner, name, getattr(owner, name))  # restored at the end
+            choose_programs()
         yield
