@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.needs import filter_fields
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.stage import Role, contract_of
-from megarl.runtime.stages import advantage, correction, logprob, resampling, reward, rollout, shaping, update
+from megarl.runtime.stages import advantage, correction, logprob, resampling, reward, rollout, shaping, turns, update
 from megarl.runtime.stages.needs import needed_fields
 from megarl.system.errors import ConfigError
 
@@ -44,6 +44,8 @@ def build_graph(config: RunConfig) -> TaskGraph:
 
 def add_advantage(p: Pipeline, config: RunConfig) -> None:
     """Add the advantages of all samples and, if the recipe resamples, the number of copies of each."""
+    if "turn_keys" in needed_fields(config):
+        p.add(turns.turn_keys)
     p.add(advantage.advantage)
     if config.algorithm.resampling.active:
         p.add(resampling.resample)

@@ -56,6 +56,14 @@ def _check_estimator(config: RunConfig, checks: Checklist) -> None:
             allowed="integer >= 2, or 1 with algorithm.advantage.allow_singleton",
             fix="set rollout.sampling.n=8",
         )
+    if "turn_keys" in fields and not (config.has_turns and config.task.writes_text):
+        checks.fail(
+            "algorithm.advantage.name",
+            f"{name} compares turns that begin after the same observation, but the recipe has no environment of text",
+            found=name,
+            allowed="an estimator of whole responses, or an environment in env.name",
+            fix="set env.name, or algorithm.advantage.name=grpo",
+        )
     if "reward_parts" in fields:
         _check_parts(config, checks)
     if getattr(settings, "is_weighted", False) and config.rollout_correction.resolved().is_level == "none":

@@ -131,6 +131,13 @@ FIELDS: dict[str, Field] = {
     ),
     "turn_ends": Field("int64", "[B, turns]", "rollout", "where each turn ends", "[4, 9]"),
     "turn_rewards": Field("float32", "[B, turns]", "rollout", "the environment's rewards", "[0.0, 1.0]"),
+    "turn_keys": Field(
+        "int64",
+        "[B, response]",
+        "turn_keys",
+        "at the first token of each turn a hash of the observation before it; 0 elsewhere",
+        "[-8132, 0, 0, 0, 412, 0]",
+    ),
     "ended_by": Field("str", "[B]", "rollout", "done, turns, tokens, images, seconds, image_token or error", '"done"'),
     "env_info": Field("dict", "[B]", "rollout", "numbers of the environment, over all turns", '{"calls": 2}'),
     "env_error": Field("str", "[B]", "rollout", "text of the environment's failure; empty: none", '""'),

@@ -50,6 +50,25 @@ def maxrl(rewards, mask, uid):
     return per_token(out, mask)
 
 
+def gigpo(rewards, keys, mask, uid, gamma, weight):
+    """The first token of a row begins a turn, and every token with a key; a turn's state is its key, 0 is no state."""
+    returns, where = {}, {}
+    for i, ms in enumerate(mask):
+        starts = [t for t in range(len(ms)) if t == 0 or keys[i][t] != 0]
+        for turn, start in enumerate(starts):
+            where |= {(i, t): (i, turn) for t in range(start, [*starts, len(ms)][turn + 1])}
+        later = 0.0
+        for turn in reversed(range(len(starts))):
+            later = sum(r for t, r in enumerate(rewards[i]) if ms[t] and where[i, t] == (i, turn)) + gamma * later
+            returns[i, turn] = (later, (uid[i], keys[i][starts[turn]]) if keys[i][starts[turn]] else (i, turn))
+    out = grpo(rewards, mask, uid, norm_by_std=False)
+    for (i, t), turn in where.items():
+        peers = [r for (j, _), (r, state) in returns.items() if state == returns[turn][1] and any(mask[j])]
+        if mask[i][t] and len(peers) > 1:
+            out[i][t] += weight * (returns[turn][0] - statistics.fmean(peers))
+    return out
+
+
 def remax(rewards, mask, greedy):
     return per_token([s - g for s, g in zip(scores(rewards, mask), greedy, strict=True)], mask)
 

@@ -15,6 +15,7 @@ from megarl.algorithms.advantages import (
     estimate,
     gae,
     gdpo,
+    gigpo,
     gpg,
     grpo,
     grpo_passk,
@@ -32,7 +33,7 @@ from tests.algorithms import oracle
 from tests.algorithms.cases import Case, cases, close, make_case, poisoned
 
 PARTS = {"right": 1.0, "short": -0.5}
-OPTIONS = {"gamma": 0.9, "lam": 0.8, "norm_by_std": True, "allow_singleton": False, "parts": PARTS}
+OPTIONS = {"gamma": 0.9, "step_weight": 0.5, "lam": 0.8, "norm_by_std": True, "allow_singleton": False, "parts": PARTS}
 BUILT_IN = ADVANTAGES.names()
 PER_SAMPLE = ("greedy_score", "reward_parts")
 
@@ -45,8 +46,15 @@ def fields(case: Case, packed: bool = False, poison: bool = False) -> dict:
     out = {"token_rewards": form(case.rewards), "values": form(case.values), "uid": case.uid}
     out |= {"old_logp": form(case.old_logp), "teacher_logp": form(case.ref_logp), "sum_pi_squared": form(squares(case))}
     out |= {"greedy_score": case.greedy, "reward_parts": case.parts}
+    out["turn_keys"] = case.pack(turn_keys(case)) if packed else turn_keys(case)
     out["mask"] = case.pack(case.mask) if packed else case.mask
     return out | ({"offsets": case.offsets} if packed else {})
+
+
+def turn_keys(case: Case) -> torch.Tensor:
+    """Places where turns begin, with one of three states; they follow from the rewards, so they move with a sample."""
+    begins = case.owned & (case.rewards > 0.4)
+    return torch.where(begins, 1 + (case.values * 100).long() % 3, 0)
 
 
 def squares(case: Case) -> torch.Tensor:
@@ -79,6 +87,8 @@ def test_each_equals_its_formula(case):
     close(run("opo", case).advantages, oracle.opo(r, m, case.uid))
     close(run("gpg", case).advantages, oracle.gpg(r, m, case.uid))
     close(run("gdpo", case).advantages, oracle.gdpo(case.parts.tolist(), [1.0, -0.5], m, case.uid), 1e-6)
+    theirs = oracle.gigpo(r, turn_keys(case).tolist(), m, case.uid, 0.9, 0.5)
+    close(run("gigpo", case).advantages, theirs)
     difference = [[b - a for a, b in zip(*rows, strict=True)] for rows in zip(logp, teacher, strict=True)]
     close(run("reverse_kl", case).advantages, torch.tensor(difference, dtype=torch.float64) * case.mask)
     for name, skip in (("optimal_token_baseline", False), ("tir_optimal_token_baseline", True)):
@@ -118,7 +128,7 @@ def test_what_must_not_change_the_answer(name, case, seed):
 def test_a_masked_row_changes_nothing(name):
     case = make_case(3)
     more = of(name, fields(case))
-    for key in ("token_rewards", "values", "old_logp", "teacher_logp", "sum_pi_squared", *PER_SAMPLE):
+    for key in ("token_rewards", "values", "old_logp", "teacher_logp", "sum_pi_squared", "turn_keys", *PER_SAMPLE):
         more[key] = torch.cat([more[key], torch.full_like(more[key][:1], 1e9)])
     more["mask"] = torch.cat([more["mask"], torch.zeros_like(more["mask"][:1])])
     more["uid"] = [*more["uid"], more["uid"][0]]
@@ -277,6 +287,17 @@ def test_maxrl_refuses_negative_scores():
     maxrl(-rewards.where(mask, 0) + 1, mask, ["a"] * 3)
 
 
+def test_gigpo_by_hand():
+    """Two turns begin in state 5 of the first episode and one of the second; 7 and 9 have nothing to compare with."""
+    keys = torch.tensor([[5, 0, 7, 5, 0], [5, 0, 9, 0, 0]])
+    mask = torch.tensor([[True, True, True, False, True], [True, True, True, False, False]])
+    rewards = torch.zeros(2, 5, dtype=torch.float64)
+    rewards[0, 4] = 1
+    out = gigpo(rewards, keys, mask, ["a", "a"]).advantages
+    first, second = [0.768333, 0.768333, 0.5, 0, 0.865833], [-1.134167, -1.134167, -0.5, 0, 0]
+    close(out, [first, second], 1e-6)
+
+
 def test_group_with_equal_scores_gives_exactly_zero():
     rewards = torch.full((4, 1), 0.1)
     assert (grpo(rewards, torch.ones(4, 1, dtype=torch.bool), ["a"] * 4).advantages.abs() < 1e-9).all()
@@ -317,7 +338,7 @@ def test_one_valid_token_in_the_whole_batch():
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_empty_batch(name):
     empty = torch.zeros(0)
-    tokens = ("token_rewards", "values", "greedy_score", "old_logp", "teacher_logp", "sum_pi_squared")
+    tokens = ("token_rewards", "values", "greedy_score", "old_logp", "teacher_logp", "sum_pi_squared", "turn_keys")
     given_fields = {**dict.fromkeys(tokens, empty), "uid": [], "reward_parts": empty.view(0, 2)}
     form = {"mask": empty.bool(), "offsets": torch.zeros(1, dtype=torch.int64)}
     assert estimate(name, given_fields | form, OPTIONS).advantages.shape == (0,)

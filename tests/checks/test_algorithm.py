@@ -15,7 +15,8 @@ WITHOUT_CRITIC = sorted(set(ADVANTAGES.names()) - {"gae"})
 
 def estimator(name: str) -> list[str]:
     """The overrides that choose it, with what it cannot do without."""
-    return [f"algorithm.advantage.name={name}", *([PARTS] if name == "gdpo" else [])]
+    needs = {"gdpo": [PARTS], "gigpo": ["env={name: game.py:Game}", "rollout.limits.tokens=9"]}
+    return [f"algorithm.advantage.name={name}", *needs.get(name, [])]
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,7 @@ def estimator(name: str) -> list[str]:
             "algorithm.overlong.buffer_tokens",
             ["longest response (9 tokens)"],
         ),
+        (["algorithm.advantage.name=gigpo"], "algorithm.advantage.name", ["no environment of text"]),
         ([GDPO], "algorithm.advantage.parts", ["none is set"]),
         ([GDPO, PARTS], "algorithm.advantage.parts", ["exact_match returns one number", "'right'"]),
         ([GDPO, PARTS, "algorithm.kl.use=reward"], "algorithm.kl.use", ["penalty", "none or loss"]),
@@ -159,10 +161,10 @@ def test_what_is_doubtful_is_said(warned, overrides, key):
     ("override", "key", "reader"),
     [
         (PARTS, "parts", "gdpo"),
-        ("algorithm.advantage.gamma=0.9", "gamma", "gae, reinforce_pp"),
+        ("algorithm.advantage.gamma=0.9", "gamma", "gae, gigpo, reinforce_pp"),
         ("algorithm.advantage={name: reinforce_pp, lam: 0.9}", "lam", "gae"),
         ("algorithm.advantage={name: rloo, norm_by_std: false}", "norm_by_std", "grpo, grpo_passk"),
-        ("algorithm.advantage={name: remax, allow_singleton: true}", "allow_singleton", "gdpo, gpg, grpo"),
+        ("algorithm.advantage={name: remax, allow_singleton: true}", "allow_singleton", "gdpo, gigpo, gpg, grpo"),
     ],
 )
 def test_what_the_estimator_does_not_read_is_refused(config_of, override, key, reader):

@@ -45,6 +45,7 @@ ONE_PROCESS = [
     "tracking.peak_tflops=1.0",
 ]
 NEEDS: dict[str, list[str]] = {
+    "gigpo": [*harness.GUESSING],
     "gdpo": ["algorithm.advantage.parts={digits: 1.0, right: 2.0}"],
     "reverse_kl": ["teacher.path=TEACHER"],
     "clip_cov": ["algorithm.loss.cov_fraction=0.2", "algorithm.loss.cov_low=0.0"],

@@ -8,6 +8,7 @@ from typing import Any
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, checked_estimate
 from megarl.algorithms.advantages.gae import gae
 from megarl.algorithms.advantages.gdpo import gdpo
+from megarl.algorithms.advantages.gigpo import gigpo
 from megarl.algorithms.advantages.gpg import gpg
 from megarl.algorithms.advantages.grpo import grpo
 from megarl.algorithms.advantages.grpo_passk import grpo_passk
@@ -27,6 +28,7 @@ __all__ = [
     "estimate",
     "gae",
     "gdpo",
+    "gigpo",
     "gpg",
     "grpo",
     "grpo_passk",
