@@ -23,6 +23,8 @@ class KLSpec(Spec):
     # Only for distillation, with `DivergenceSettings`: the estimator compares whole distributions instead of sampled
     # tokens, and fn(teacher, policy, **settings) returns a term per token; see `megarl.algorithms.divergences`.
     distributions: bool = False
+    # Only for `algorithm.kl` with `use: loss`: the term is multiplied by r = pi / old, which has a gradient.
+    weighted: bool = False
 
 
 #: fn(d, **settings) -> float in the shape of d
@@ -54,6 +56,19 @@ def k3(d: Tensor) -> Tensor:
     """Return exp(-d) - 1 + d, with d limited to +-20 and the value to +-10. Unbiased, never negative."""
     d = d.clamp(-20, 20)
     return ((-d).exp() - 1 + d).clamp(-10, 10)
+
+
+@KL.register("unbiased_k3", weighted=True)
+def unbiased_k3(d: Tensor) -> Tensor:
+    """Return exp(-d) - 1 + d, with d limited to +-20; the loss term is r times this, r = pi / old.
+
+    Of samples of an older policy it is unbiased, and so is its gradient, r d grad(log pi), which `low_var_kl+` has at
+    r = 1 only. d is limited, not the value, which would have no gradient where the policy is far from the reference.
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556).
+    """
+    d = d.clamp(-20, 20)
+    return (-d).exp() - 1 + d
 
 
 def _straight_through(value: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

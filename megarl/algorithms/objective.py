@@ -17,9 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megarl.algorithms.distillation import teacher_term
-from megarl.algorithms.kl import chosen_estimator, kl_tokens
+from megarl.algorithms.kl import KL, chosen_estimator, kl_tokens
 from megarl.algorithms.lazy import Tensor, torch
-from megarl.algorithms.losses.base import POLICY_LOSSES, checked_loss, checked_preparation
+from megarl.algorithms.losses.base import POLICY_LOSSES, LossInputs, checked_loss, checked_preparation
 from megarl.algorithms.user_code import located
 from megarl.system.metrics import Metrics
 
@@ -321,7 +321,7 @@ def actor_loss(
             loss = loss - cfg.entropy_coef * (weights * entropy).sum()
     terms: dict[str, tuple[float, Tensor, Tensor]] = {}
     if kl is not None:
-        distance = _distance(kl, logp, ref_logp, mask)
+        distance = _distance(kl, logp, old_logp, ref_logp, mask)
         terms["kl"] = kl.coef, distance, distance
     if distillation is not None:
         taught = teacher_term(distillation, logp, teacher, mask, lambda a: policy_loss(a)[0], metrics)
@@ -352,11 +352,14 @@ def _policy_loss(
     return token_loss if is_weights is None else is_weights.detach() * token_loss, metrics
 
 
-def _distance(settings: KLConfig, logp: Tensor, ref_logp: Tensor | None, mask: Tensor) -> Tensor:
+def _distance(settings: KLConfig, logp: Tensor, old_logp: Tensor, ref_logp: Tensor | None, mask: Tensor) -> Tensor:
     """Return the KL of every token to the reference."""
     if ref_logp is None:
         raise ValueError("the KL term needs the reference's log-probs")
-    return kl_tokens(chosen_estimator(settings), logp, ref_logp, mask)
+    distance = kl_tokens(chosen_estimator(settings), logp, ref_logp, mask)
+    if not KL.choose(settings).spec.weighted:
+        return distance
+    return LossInputs.of(logp, old_logp, distance, mask).ratio * distance
 
 
 def _record(metrics: Metrics, sums: dict[str, Tensor], coefs: dict[str, float], tokens: float) -> None:

@@ -149,6 +149,15 @@ def _check_kl_estimators(config: RunConfig, checks: Checklist) -> None:
             chosen = check_component(section, KL, checks.of(name), path)
             if chosen is not None and chosen.spec.distributions:
                 check_distributions(path, section, chosen, checks)
+            elif chosen is not None and chosen.spec.weighted and (section is distillation or kl.use == "reward"):
+                checks.of(name).fail(
+                    key,
+                    f"{estimator} multiplies a term of the loss by the ratio pi / old, so it is for the KL in the loss "
+                    "only",
+                    found=estimator,
+                    allowed="algorithm.kl.estimator with algorithm.kl.use=loss",
+                    fix=f"set {key}=low_var_kl+" if section is distillation else "set algorithm.kl.use=loss",
+                )
             elif chosen is not None:
                 check_signature(chosen.function, key, ("d",), list(chosen.spec.settings.model_fields), checks.of(name))
 

@@ -116,6 +116,7 @@ _KEYS = {
     "algorithm.kl.adaptive, algorithm.kl.coef, algorithm.kl.target and algorithm.kl.horizon": "kl_ctrl",
     "algorithm.kl.use (none, loss or reward)": "use_kl_loss use_kl_in_reward disable_kl",
     "algorithm.kl.estimator": "kl_loss_type kl_penalty reference_policy_kl_type",
+    "algorithm.kl.estimator=unbiased_k3": ("use_unbiased_kl use_on_policy_kl_approximation use_bias_correction_kl"),
     "algorithm.dynamic_sampling.enabled": "filter_groups online_filtering use_dynamic_sampling",
     "algorithm.dynamic_sampling.low": "filter_low",
     "algorithm.dynamic_sampling.high": "filter_high",

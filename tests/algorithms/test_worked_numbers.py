@@ -14,6 +14,8 @@ import torch
 
 from megarl.algorithms.aggregation import aggregation_weights, local_counts
 from megarl.algorithms.losses import POLICY_LOSSES
+from megarl.algorithms.objective import actor_loss
+from megarl.config.algorithm import KLConfig, PolicyLossConfig
 from tests.algorithms.cases import close
 
 FIVE = {
@@ -121,3 +123,57 @@ def test_loss_and_gradient(case: Worked) -> None:
     loss.backward()
     close(loss.detach(), torch.tensor(case.loss), 2e-6)
     close(logp.grad, case.gradient, 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "loss", "gradient"),
+    [
+        ("unbiased_k3", 0.277640, [0.091161, 0.536479, 0.0]),
+        ("low_var_kl", 0.275031, [0.055556, 0.266667, 0.0]),
+        ("low_var_kl+", 0.275031, [0.060774, 0.536479, 0.0]),
+    ],
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_kl_in_the_loss(estimator: str, loss: float, gradient: list[float], masked: bool) -> None:
+    """The policy has moved from 0.2 to 0.3, stayed, and fallen from 0.4 to 0.1; the last one is at the reference."""
+    new, old, ref = (logs([row]) for row in ([0.3, 0.5, 0.1], [0.2, 0.5, 0.4], [0.25, 0.1, 0.1]))
+    mask = torch.ones(3, dtype=torch.bool)
+    if masked:  # two more tokens, of which nothing may be read
+        nan = torch.full((2,), math.nan, dtype=torch.float64)
+        new, old, ref = (torch.cat([x, nan]) for x in (new, old, ref))
+        mask = torch.cat([mask, torch.zeros(2, dtype=torch.bool)])
+    logp, zero, offsets = new.clone().requires_grad_(), torch.zeros_like(new), torch.tensor([0, len(new)])
+    kl = KLConfig(use="loss", estimator=estimator, coef=1.0)
+    total, metrics = actor_loss(
+        logp, old, zero, mask, mask / 3, PolicyLossConfig(name="gpg"), tokens=3, offsets=offsets, ref_logp=ref, kl=kl
+    )
+    total.backward()
+    close(total.detach(), torch.tensor(loss), 2e-6)
+    close(logp.grad[:3], gradient, 2e-6)
+    assert (logp.grad[3:] == 0).all()
+    assert metrics.result()["actor/kl_loss"] == pytest.approx(loss, abs=2e-6)
+
+
+def test_unbiased_kl_and_its_gradient_are_those_of_the_whole_vocabulary_on_average() -> None:
+    """Over tokens of an older policy, exactly: sum_y old(y) r(y) k3(y) = KL(pi, ref), and so for the gradient."""
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    old, ref = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log().unbind()
+    new, mask = logits.log_softmax(0), torch.ones(4, dtype=torch.bool)
+    kl = KLConfig(use="loss", estimator="unbiased_k3", coef=1.0)
+    cfg, offsets = PolicyLossConfig(name="gpg"), torch.tensor([0, 4])
+    estimate = actor_loss(
+        new, old, torch.zeros(4), mask, old.exp(), cfg, tokens=4, offsets=offsets, ref_logp=ref, kl=kl
+    )[0]
+    exact = (new.exp() * (new - ref)).sum()
+    close(estimate.detach(), exact.detach())
+    close(*(torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (estimate, exact)))
+
+
+def test_unbiased_kl_pulls_far_tokens_back() -> None:
+    """A limit of the value would have no gradient there."""
+    logp = torch.tensor([math.log(0.9)], dtype=torch.float64, requires_grad=True)
+    old, ref, one = logp.detach(), torch.tensor([-19.0], dtype=torch.float64), torch.ones(1, dtype=torch.bool)
+    kl = KLConfig(use="loss", estimator="unbiased_k3", coef=1.0)
+    cfg, offsets = PolicyLossConfig(name="gpg"), torch.tensor([0, 1])
+    actor_loss(logp, old, 0 * old, one, one, cfg, tokens=1, offsets=offsets, ref_logp=ref, kl=kl)[0].backward()
+    close(logp.grad, [math.log(0.9) + 19])

@@ -58,6 +58,12 @@ def estimator(name: str) -> list[str]:
         ),
         (["algorithm.distillation.estimator=klx"], "algorithm.distillation.estimator", ["did you mean"]),
         (["algorithm.kl={use: loss, estimator: full}"], "algorithm.kl.estimator", ["both distributions", "low_var_kl"]),
+        (["algorithm.kl={use: reward, estimator: unbiased_k3}"], "algorithm.kl.estimator", ["pi / old", "use=loss"]),
+        (
+            ["algorithm.distillation={coef: 1, estimator: unbiased_k3}"],
+            "algorithm.distillation.estimator",
+            ["for the KL in the loss only"],
+        ),
         (["algorithm.distillation.estimator=full"], "algorithm.distillation.estimator", ["reverse_kl"]),
         (
             [

@@ -74,6 +74,10 @@ RECIPES = {
         "algorithm.advantage={name: 'FOLDER/my_estimators.py:above_the_batch', share: 0.5}",
         "reward={name: 'FOLDER/my_rewards.py:nearness', kwargs: {width: 20}}",
     ],
+    "DeepSeek-V3.2": [
+        "algorithm.kl={use: loss, estimator: unbiased_k3, coef: 0.1}",
+        *("algorithm.loss.name=opsm", "actor.mini_batch_size=2", "rollout_correction.preset=ppo_is_bypass"),
+    ],
     "KL and filter of the documentation": [
         "algorithm.kl={use: loss, estimator: 'FOLDER/my_kl.py:capped', most: 0.5, coef: 0.1}",
         "algorithm.filter={name: 'FOLDER/my_filters.py:long_enough', shortest: 2}",
