@@ -88,7 +88,7 @@ inline vf vexp(vf x) {
 
 // hidden += delta (when given); out = hidden / rms(hidden) * weight. One row.
 template <typename T>
-void add_norm_row(T* hidden, const T* delta, const T* weight, T* out, int64_t dim, float eps) {
+void add_norm_row(T* hidden, const T* delta, const float* weight, T* out, int64_t dim, float eps) {
     vf squares = {};
     for (int64_t i = 0; i < dim; i += W) {
         vf x = load(hidden + i);
@@ -105,7 +105,7 @@ void add_norm_row(T* hidden, const T* delta, const T* weight, T* out, int64_t di
 // RMS norm (when weight is given) and rotary embedding of one head, into fp32. cos and sin hold `half` values: the first
 // 2 * half of the D numbers are rotated.
 template <typename T>
-void prepare_head(const T* x, const T* weight, const T* cos, const T* sin, int64_t half, float eps, int64_t D,
+void prepare_head(const T* x, const float* weight, const T* cos, const T* sin, int64_t half, float eps, int64_t D,
                   float* out) {
     vf squares = {};
     for (int64_t i = 0; i < D; i += W) {
@@ -196,7 +196,7 @@ struct Attention {
 };
 
 template <typename T, int ND>
-void attend_rows(const T* qkv, const T* norm, const T* cos, const T* sin, T* keys, T* values, const int64_t* positions,
+void attend_rows(const T* qkv, const float* norm, const T* cos, const T* sin, T* keys, T* values, const int64_t* positions,
                  T* out, const Attention& a) {
     constexpr int D = ND * W;
 #pragma omp parallel
@@ -227,11 +227,11 @@ void attend_rows(const T* qkv, const T* norm, const T* cos, const T* sin, T* key
 }
 
 template <typename T>
-int attend(const void* qkv, const void* norm, const void* cos, const void* sin, void* keys, void* values,
+int attend(const void* qkv, const float* norm, const void* cos, const void* sin, void* keys, void* values,
            const int64_t* positions, void* out, int64_t head_dim, const Attention& a) {
 #define CASE(ND)                                                                                                  \
     case ND:                                                                                                      \
-        attend_rows<T, ND>((const T*)qkv, (const T*)norm, (const T*)cos, (const T*)sin, (T*)keys, (T*)values,     \
+        attend_rows<T, ND>((const T*)qkv, norm, (const T*)cos, (const T*)sin, (T*)keys, (T*)values,     \
                            positions, (T*)out, a);                                                                \
         return 0;
     switch (head_dim / W) {
@@ -375,7 +375,7 @@ int stream(const void* const* x, float* lse, int64_t head_dim, const Stream& s) 
 }
 
 template <typename T>
-void add_norm(T* hidden, const T* delta, const T* weight, T* out, int64_t rows, int64_t dim, float eps) {
+void add_norm(T* hidden, const T* delta, const float* weight, T* out, int64_t rows, int64_t dim, float eps) {
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < rows; ++i)
         add_norm_row(hidden + i * dim, delta ? delta + i * dim : nullptr, weight, out + i * dim, dim, eps);
@@ -384,7 +384,7 @@ void add_norm(T* hidden, const T* delta, const T* weight, T* out, int64_t rows, 
 // Gradients of out = x / rms(x) * weight. With n = x / rms and a = dy * weight: dx = (a - n * mean(a * n)) / rms; the
 // row's dy * n is added to `dweight`. One row.
 template <typename T>
-void norm_backward_row(const T* x, const T* dy, const T* weight, T* dx, float* dweight, int64_t dim, float eps) {
+void norm_backward_row(const T* x, const T* dy, const float* weight, T* dx, float* dweight, int64_t dim, float eps) {
     vf squares = {}, along = {};
     for (int64_t i = 0; i < dim; i += W) {
         const vf v = load(x + i);
@@ -402,7 +402,7 @@ void norm_backward_row(const T* x, const T* dy, const T* weight, T* dx, float* d
 
 // dweight [threads, dim] holds zeros; each thread sums the same rows in the same order in every call.
 template <typename T>
-void norm_backward(const T* x, const T* dy, const T* weight, T* dx, float* dweight, int64_t rows, int64_t dim,
+void norm_backward(const T* x, const T* dy, const float* weight, T* dx, float* dweight, int64_t rows, int64_t dim,
                    int64_t threads, float eps) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t part = 0; part < threads; ++part)
@@ -442,7 +442,7 @@ void silu_mul_backward(const T* gate_up, const T* grad, T* out, int64_t rows, in
 
 extern "C" {
 
-int megarl_attend(int is_bf16, const void* qkv, const void* norm, const void* cos, const void* sin, void* keys,
+int megarl_attend(int is_bf16, const void* qkv, const float* norm, const void* cos, const void* sin, void* keys,
                   void* values, const int64_t* positions, void* out, const float* sinks, int64_t rows, int64_t groups,
                   int64_t heads, int64_t head_dim, int64_t length, int64_t window, int64_t half, float scale,
                   float eps) {
@@ -458,21 +458,21 @@ int megarl_stream(int is_bf16, const void* const* x, float* lse, const int64_t* 
     return is_bf16 ? stream<bf16>(x, lse, head_dim, s) : stream<float>(x, lse, head_dim, s);
 }
 
-void megarl_add_norm(int is_bf16, void* hidden, const void* delta, const void* weight, void* out, int64_t rows,
+void megarl_add_norm(int is_bf16, void* hidden, const void* delta, const float* weight, void* out, int64_t rows,
                      int64_t dim, float eps) {
     if (is_bf16)
-        add_norm((bf16*)hidden, (const bf16*)delta, (const bf16*)weight, (bf16*)out, rows, dim, eps);
+        add_norm((bf16*)hidden, (const bf16*)delta, weight, (bf16*)out, rows, dim, eps);
     else
-        add_norm((float*)hidden, (const float*)delta, (const float*)weight, (float*)out, rows, dim, eps);
+        add_norm((float*)hidden, (const float*)delta, weight, (float*)out, rows, dim, eps);
 }
 
-void megarl_norm_backward(int is_bf16, const void* x, const void* dy, const void* weight, void* dx, float* dweight,
+void megarl_norm_backward(int is_bf16, const void* x, const void* dy, const float* weight, void* dx, float* dweight,
                           int64_t rows, int64_t dim, int64_t threads, float eps) {
     if (is_bf16)
-        norm_backward((const bf16*)x, (const bf16*)dy, (const bf16*)weight, (bf16*)dx, dweight, rows, dim, threads,
+        norm_backward((const bf16*)x, (const bf16*)dy, weight, (bf16*)dx, dweight, rows, dim, threads,
                       eps);
     else
-        norm_backward((const float*)x, (const float*)dy, (const float*)weight, (float*)dx, dweight, rows, dim, threads,
+        norm_backward((const float*)x, (const float*)dy, weight, (float*)dx, dweight, rows, dim, threads,
                       eps);
 }
 

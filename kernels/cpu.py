@@ -23,10 +23,13 @@ _P, _I, _F, _B = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 
 
 def add_norm_reference(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Compute hidden [n, h] += delta (when given), in place; return hidden / rms(hidden) * weight."""
+    """Compute hidden [n, h] += delta (when given), in place; return hidden / rms(hidden) * weight in its dtype.
+
+    The weight may have a wider dtype, in which the product is then computed.
+    """
     if delta is not None:
         hidden += delta
-    return F.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
+    return F.rms_norm(hidden.to(weight.dtype), (hidden.shape[-1],), weight, eps).to(hidden.dtype)
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
@@ -36,7 +39,10 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 class CpuKernels:
-    """The compiled kernels. Tensors are contiguous float32 or bfloat16 on the CPU, all of one dtype; no autograd."""
+    """The compiled kernels. Tensors are contiguous float32 or bfloat16 on the CPU, all of one dtype; no autograd.
+
+    Weights of norms may also be float32 beside bfloat16.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend, self._stream = library.megarl_attend, library.megarl_stream
@@ -58,17 +64,17 @@ class CpuKernels:
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Return what `add_norm_reference` returns, computed by one kernel."""
-        out = torch.empty_like(hidden)
+        out, wide = torch.empty_like(hidden), weight.float()
         rows, width = hidden.shape
-        self._add_norm(hidden.dtype == torch.bfloat16, *_pointers(hidden, delta, weight, out), rows, width, eps)
+        self._add_norm(hidden.dtype == torch.bfloat16, *_pointers(hidden, delta, wide, out), rows, width, eps)
         return out
 
     def norm_backward(self, x: Tensor, grad: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return the gradients of x / rms(x) * weight: of `x` [n, h] in its dtype, of `weight` [h] in float32."""
         rows, width = x.shape
-        dx, threads = torch.empty_like(x), torch.get_num_threads()
+        dx, wide, threads = torch.empty_like(x), weight.float(), torch.get_num_threads()
         parts = torch.zeros(threads, width)
-        pointers = _pointers(x, grad, weight, dx, parts)
+        pointers = _pointers(x, grad, wide, dx, parts)
         self._norm_backward(x.dtype == torch.bfloat16, *pointers, rows, width, threads, eps)
         return dx, parts.sum(0)
 
@@ -115,7 +121,8 @@ class CpuKernels:
         """
         n, groups, heads, size = qkv.shape
         out = qkv.new_empty(n, groups * (heads - 2) * size)
-        pointers = _pointers(qkv, norm, *rope, keys, values, positions, out, sinks)
+        wide = None if norm is None else norm.float()
+        pointers = _pointers(qkv, wide, *rope, keys, values, positions, out, sinks)
         sizes = (n, groups, heads - 2, size, keys.shape[2], window or 0, rope[0].shape[1])
         failed = self._attend(qkv.dtype == torch.bfloat16, *pointers, *sizes, scale, eps)
         assert not failed, "callers check supports()"

@@ -17,7 +17,8 @@ _BLOCK = 1 << 17  # elements of one block: half a megabyte in fp32, so that a bl
 
 
 class RMSNorm(torch.nn.Module):
-    """The norm y = x / rms(x) * weight over the last dimension.
+    """The norm y = x / rms(x) * weight over the last dimension, or * (1 + weight) if the config has
+    `layernorm_zero_centered_gamma`.
 
     Megatron's wrapper of torch's norm refuses sequence parallelism. This class marks the weight, so that Megatron sums
     its gradient over the tensor-parallel ranks.
@@ -25,18 +26,30 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self._zero_centered = eps, config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised `x`, same shape and dtype."""
-        kernels = gpu.layer_kernels(x, self.weight)
+        factor = zero_centered(self.weight) if self._zero_centered else self.weight
+        kernels = gpu.layer_kernels(x)
         if kernels is not None and kernels.fits(x.shape[-1]):
-            return _KernelRMSNorm.apply(x, self.weight, self.eps, kernels)
+            return _KernelRMSNorm.apply(x, factor, self.eps, kernels)
         if x.is_cuda:
-            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-        return _RMSNorm.apply(x, self.weight, self.eps)
+            return rms_norm(x, factor, self.eps)
+        return _RMSNorm.apply(x, factor, self.eps)
+
+
+def zero_centered(weight: Tensor) -> Tensor:
+    """Return 1 + weight in float32 or wider: rounded to bf16, it would lose the last bits of a small weight."""
+    return 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
+
+
+def rms_norm(x: Tensor, factor: Tensor, eps: float) -> Tensor:
+    """Return x / rms(x) * factor in the dtype of `x`; `factor` may have a wider one, in which the product is
+    computed."""
+    return F.rms_norm(x.to(factor.dtype), (x.shape[-1],), factor, eps).to(x.dtype)
 
 
 class _KernelRMSNorm(torch.autograd.Function):
@@ -70,7 +83,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx.eps = eps
         kernels = cpu.kernels_for(x, x.shape[-1])
         if kernels is None:
-            return F.rms_norm(x, (x.shape[-1],), weight, eps)
+            return rms_norm(x, weight, eps)
         return kernels.add_norm(cpu.rows(x), None, weight, eps).view(x.shape)
 
     @staticmethod

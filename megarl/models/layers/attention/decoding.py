@@ -20,6 +20,7 @@ from torch import Tensor
 from megarl.kernels.gpu import layer_kernels
 from megarl.models.layers.attention.cache import KVCache
 from megarl.models.layers.attention.training import varlen_attention
+from megarl.models.norm import rms_norm
 from megarl.models.packing import pack_stream
 from megarl.models.rope import rotate
 
@@ -38,7 +39,10 @@ class RopeTables:
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """The RMS norm of query and key heads; `weights` [2, D] (query, key) is None in models without one."""
+    """The RMS norm of query and key heads; `weights` [2, D] (query, key) is None in models without one.
+
+    The weights may have a wider dtype than the heads.
+    """
 
     weights: Tensor | None
     eps: float
@@ -51,7 +55,7 @@ class HeadNorm:
         qk, size, turned = qkv[:, :, :-1], qkv.shape[3], 2 * rope.cos.shape[-1]
         if self.weights is not None:  # norm and weight in one pass, as in training, so that both round once
             parts = (qk[:, :, :-1], self.weights[0]), (qk[:, :, -1:], self.weights[1])
-            qk = torch.cat([F.rms_norm(part, (size,), weight, self.eps) for part, weight in parts], dim=2)
+            qk = torch.cat([rms_norm(part, weight, self.eps) for part, weight in parts], dim=2)
         cos, sin = rope.wide
         whole, qk = qk, qk[..., :turned]
         swapped = torch.cat((qk[..., turned // 2 :], qk[..., : turned // 2]), dim=-1)
