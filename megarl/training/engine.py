@@ -130,7 +130,7 @@ class MegatronEngine:
             freeze_base(self.chunks)
         for chunk in self.chunks:
             chunk.freeze(freeze)
-        self._away: dict[str, offload.Parked] = {}
+        self._away: dict[str, offload.OffloadedPart] = {}
         self._arenas = {part: HostArena() for part in PARTS}
         self.snapshots = HostArena()
         if optim is None:
@@ -487,7 +487,7 @@ class MegatronEngine:
             )
         for part in reversed(PARTS):
             if part in self.parts - wanted and part not in self._away:
-                self._away[part] = offload.park(self.wrapped, self.optimizer, part, self._arenas[part])
+                self._away[part] = offload.offload_part(self.wrapped, self.optimizer, part, self._arenas[part])
         for part in PARTS:
             if part in wanted and part in self._away:
                 self._away[part].restore()

@@ -22,7 +22,7 @@ from megarl.training.optimizer import parts
 
 
 @dataclass(frozen=True)
-class ParkedBlock:
+class OffloadedBlock:
     """A storage whose device memory is to be freed."""
 
     storage: torch.UntypedStorage
@@ -30,12 +30,12 @@ class ParkedBlock:
     copy: Tensor | None  # uint8 copy on the host; None if the contents are dropped
 
 
-class Parked:
+class OffloadedPart:
     """Frees the device memory of storages on construction; `restore` allocates and fills it again.
 
     All copies are complete before the first storage is freed, so an error before that leaves the model intact."""
 
-    def __init__(self, blocks: list[ParkedBlock]) -> None:
+    def __init__(self, blocks: list[OffloadedBlock]) -> None:
         self._blocks = blocks
         synchronize()
         for block in blocks:
@@ -63,20 +63,20 @@ class Parked:
         self._blocks = []
 
 
-def park(wrapped: Iterable[Any], optimizer: Any | None, part: str, arena: HostArena) -> Parked:
+def offload_part(wrapped: Iterable[Any], optimizer: Any | None, part: str, arena: HostArena) -> OffloadedPart:
     """Free the device memory of one part (see `offload_schedule`) of model chunks, which may be wrapped in DDP.
 
-    The parameters must be on the device when another part is parked. `arena` holds the copies until they are restored.
+    The parameters must be on the device when another part is offloaded. `arena` holds the copies until they are restored.
     """
     wrapped = list(wrapped)
     if part == GRADIENTS:
         both = [b for c in wrapped for b in (*getattr(c, "buffers", ()), *getattr(c, "expert_parallel_buffers", ()))]
-        return Parked(unkept([buffer.grad_data for buffer in (both if optimizer is not None else [])]))
+        return OffloadedPart(unkept([buffer.grad_data for buffer in (both if optimizer is not None else [])]))
     storages = {p.untyped_storage().data_ptr(): p for c in wrapped for p in c.parameters()}
     if part != PARAMETERS:  # the optimizer's state, without float32 master weights that are views of the parameters
         state = {tensor.untyped_storage().data_ptr(): tensor for tensor in _optimizer_tensors(optimizer)}
         storages = {pointer: tensor for pointer, tensor in state.items() if pointer not in storages}
-    return Parked(kept_in(arena, [tensor for tensor in storages.values() if tensor.is_cuda]))
+    return OffloadedPart(kept_in(arena, [tensor for tensor in storages.values() if tensor.is_cuda]))
 
 
 def _optimizer_tensors(optimizer: Any | None) -> Iterable[Tensor]:
@@ -87,18 +87,18 @@ def _optimizer_tensors(optimizer: Any | None) -> Iterable[Tensor]:
                 yield from (v for v in part.optimizer.state.get(parameter, {}).values() if isinstance(v, Tensor))
 
 
-def kept_in(arena: HostArena, tensors: Sequence[Tensor]) -> list[ParkedBlock]:
+def kept_in(arena: HostArena, tensors: Sequence[Tensor]) -> list[OffloadedBlock]:
     """Start to copy the storages of `tensors` to host memory of `arena`; return each storage with its copy."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     copies = arena.take([storage.nbytes() for storage in storages])
     for storage, copy in zip(storages, copies, strict=True):
         view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         copy.copy_(view, non_blocking=True)
-    return [ParkedBlock(storage, copy.nbytes, copy) for storage, copy in zip(storages, copies, strict=True)]
+    return [OffloadedBlock(storage, copy.nbytes, copy) for storage, copy in zip(storages, copies, strict=True)]
 
 
-def unkept(tensors: Sequence[Tensor]) -> list[ParkedBlock]:
+def unkept(tensors: Sequence[Tensor]) -> list[OffloadedBlock]:
     """Return the storages of `tensors`, without copies of their contents."""
     return [
-        ParkedBlock(storage, storage.nbytes(), None) for storage in (tensor.untyped_storage() for tensor in tensors)
+        OffloadedBlock(storage, storage.nbytes(), None) for storage in (tensor.untyped_storage() for tensor in tensors)
     ]

@@ -6,25 +6,25 @@ import torch
 from megarl.system.errors import UserError
 from megarl.training import host_memory
 from megarl.training.host_memory import HostArena
-from megarl.training.offload import Parked, kept_in, unkept
+from megarl.training.offload import OffloadedPart, kept_in, unkept
 
 
 def test_kept_storages_come_back_with_their_contents_under_every_view():
     whole = torch.arange(12.0)
     view = whole[4:8].view(2, 2)
-    parked = Parked(kept_in(HostArena(), [whole]))
+    offloaded = OffloadedPart(kept_in(HostArena(), [whole]))
     assert whole.untyped_storage().nbytes() == 0
-    assert parked.nbytes == 48
-    parked.restore()
+    assert offloaded.nbytes == 48
+    offloaded.restore()
     assert torch.equal(whole, torch.arange(12.0))
     assert torch.equal(view, torch.tensor([[4.0, 5.0], [6.0, 7.0]]))
-    assert parked.nbytes == 0
+    assert offloaded.nbytes == 0
 
 
 def test_other_storages_come_back_as_zeros():
     whole = torch.ones(5, dtype=torch.bfloat16)
     view = whole[1:]
-    Parked(unkept([whole])).restore()
+    OffloadedPart(unkept([whole])).restore()
     assert view.tolist() == [0.0] * 4
 
 
