@@ -98,7 +98,7 @@ def build_rank_state(
         hf_config = load_hf_config(config.model)
         if trainable:
             check_trainable(hf_config, config.model.path or "model.hf_config")
-        _refuse_known_late(config, team, hf_config)
+        _check_model_config(config, team, hf_config)
         check_vocabulary(config, len(tokenizer), hf_config.vocab_size)
         kl = config.algorithm.kl
         context = StepContext(
@@ -249,7 +249,7 @@ class _Source:
         }
 
 
-def _refuse_known_late(config: RunConfig, team: TeamContext, hf_config: PretrainedConfig) -> None:
+def _check_model_config(config: RunConfig, team: TeamContext, hf_config: PretrainedConfig) -> None:
     """Run the checks that need the model's configuration, which for a model on the hub is available only now."""
     if team.others and any(moe_layers(hf_config)):
         raise_problems(family_of(config).experts_problems(config))

@@ -66,7 +66,8 @@ class OffloadedPart:
 def offload_part(wrapped: Iterable[Any], optimizer: Any | None, part: str, arena: HostArena) -> OffloadedPart:
     """Free the device memory of one part (see `offload_schedule`) of model chunks, which may be wrapped in DDP.
 
-    The parameters must be on the device when another part is offloaded. `arena` holds the copies until they are restored.
+    The parameters must be on the device when another part is offloaded. `arena` holds the copies until they are put
+    back.
     """
     wrapped = list(wrapped)
     if part == GRADIENTS:
