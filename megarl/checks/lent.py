@@ -7,6 +7,7 @@ from collections import Counter
 from megarl.checks.checklist import Checklist
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
+from megarl.config.sglang import SGLangConfig
 from megarl.dag.placement import Placement, TeamPlan, devices_key
 from megarl.dag.shares import settings_of_workers
 from megarl.launchers.bundles import lends, whole
@@ -35,7 +36,8 @@ def check_lent(config: RunConfig, placement: Placement, team: TeamPlan, checks: 
     """Check that servers of a run on several machines are on machines where rollout workers lend them GPUs."""
     checks = checks.of("placement")
     servers, section = config.rollout.servers, config.rollout.servers_key
-    assert servers is not None, "the run starts servers"
+    if servers is None:
+        return
     if not lends(config, team):
         checks.fail(
             f"placement.teams.{team.name}.roles",
@@ -54,13 +56,14 @@ def check_lent(config: RunConfig, placement: Placement, team: TeamPlan, checks: 
             fix=f"set {section}.gpus=null, and remove --base-gpu-id",
         )
     elif config.cluster.device_memory_gb is not None:  # workers on CPUs lend no devices
-        _check_room(config, workers_of_machines(config, placement, team), team, checks)
+        _check_room(config, servers, workers_of_machines(config, placement, team), team, checks)
 
 
-def _check_room(config: RunConfig, machines: list[int], team: TeamPlan, checks: Checklist) -> None:
+def _check_room(
+    config: RunConfig, servers: SGLangConfig, machines: list[int], team: TeamPlan, checks: Checklist
+) -> None:
     """Check that every server has enough GPUs on each of its machines. `machines` are the workers per machine."""
-    servers, section, key = config.rollout.servers, config.rollout.servers_key, devices_key(config, team)
-    assert servers is not None, "the run starts servers"
+    section, key = config.rollout.servers_key, devices_key(config, team)
     ranks, nnodes = servers.tp_size, servers.nnodes  # other values of dp_size are refused
     needed, most = servers.servers * ranks, most_servers(max(1, ranks // nnodes), machines, nnodes)
     if not machines or servers.servers <= most or ranks % nnodes:
@@ -99,7 +102,6 @@ def check_request_workers(config: RunConfig, placement: Placement, team: TeamPla
     """Check a team whose workers hold no model: they send requests to servers, which use the workers' GPUs."""
     checks = checks.of("placement")
     layout, servers, section = config.rollout.parallel, config.rollout.servers, config.rollout.servers_key
-    assert servers is not None, "workers without a model send requests to servers"
     key = devices_key(config, team)
     if layout is not None and layout != ParallelConfig():
         checks.warn(
@@ -108,7 +110,7 @@ def check_request_workers(config: RunConfig, placement: Placement, team: TeamPla
             found=layout.model_dump(exclude_defaults=True),
             fix=f"set rollout.parallel=null; {section}.tp_size splits the model of a server",
         )
-    if config.cluster.device_memory_gb is None or servers.colocated:
+    if config.cluster.device_memory_gb is None or servers is None or servers.colocated:
         return
     if servers.urls:
         fewer = _fewest(config, placement, team)
