@@ -49,8 +49,7 @@ def _more_machines(config: RunConfig, placement: Placement, workers: int, beside
     """Describe a change after which machines with the usual number of GPUs are enough."""
     settings, servers = [], config.rollout.servers
     if beside and placement.request_workers:  # on several machines servers run only on GPUs that workers lend
-        team = placement.of_role(Role.ROLLOUT)
-        assert team is not None, "workers of the rollout team send the requests"
+        team = placement.home(Role.ROLLOUT)
         settings = [f"{devices_key(config, team)}={team.devices + beside}", f"cluster.nproc={workers + beside}"]
         workers, beside = workers + beside, 0
     even = [
