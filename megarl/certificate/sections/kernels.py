@@ -155,7 +155,7 @@ def _norm(dtype: torch.dtype) -> float:
     from megarl.models.norm import RMSNorm
 
     x, weight = (torch.randn(shape, device=device()).to(dtype) for shape in ((200, 768), (768,)))
-    settings: Any = SimpleNamespace(params_dtype=dtype, sequence_parallel=False)
+    settings: Any = SimpleNamespace(params_dtype=dtype, sequence_parallel=False, layernorm_zero_centered_gamma=False)
 
     def ours(x: Tensor, weight: Tensor) -> Tensor:
         norm = RMSNorm(settings, 768, eps=1e-6)

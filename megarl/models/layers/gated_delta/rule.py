@@ -203,13 +203,13 @@ def chunked(
     s = zero_state(exact, len(plan.order)) if state is None else state.to(v.dtype)[plan.order]
     before, corrections, after = [], [], []
     parts = (x.split(plan.active) for x in (of_values, of_state, to_end, keep))
-    for values, keys, ends, kept in zip(*parts, strict=True):
+    for values, keys, ends, share in zip(*parts, strict=True):
         if len(values) < len(s):  # the other sequences have ended
             s, ended = s.split([len(values), len(s) - len(values)])
             after.append(ended)
         before.append(s)
         corrections.append(values - keys @ s)
-        s = torch.baddbmm((kept * s).flatten(0, 2), ends.mT.flatten(0, 2), corrections[-1].flatten(0, 2)).view_as(s)
+        s = torch.baddbmm((share * s).flatten(0, 2), ends.mT.flatten(0, 2), corrections[-1].flatten(0, 2)).view_as(s)
     u = torch.cat(corrections)
     out = (q * total.exp()[..., None]) @ torch.cat(before) + (q @ k.mT * decay) @ u
     outputs = plan.join(out.movedim(3, 1)).to(inputs.v.dtype)
@@ -227,8 +227,8 @@ class _UnitInverse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, system: Tensor) -> Tensor:
-        one = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
-        inverse = torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True)
+        identity = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
+        inverse = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
         ctx.save_for_backward(inverse)
         return inverse
 
