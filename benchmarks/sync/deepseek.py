@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.models.weight_table import TensorRegion
+from megarl.models.layers.rules import TensorRegion
 from megarl.sync.plan import Held, TrainerRank
 
 LAYERS, DENSE_LAYERS, EXPERTS = 61, 3, 256

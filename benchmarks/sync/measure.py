@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
 
-    from megarl.models.weight_table import TensorRegion
+    from megarl.models.layers.rules import TensorRegion
     from megarl.rollout.sglang.receiver import SglangReceiver
     from megarl.sync.plan import Held, SyncPlan
     from megarl.sync.sender import BucketSender

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from megarl.architectures.tensors import Part, WeightRule, WeightSource
+from megarl.models.layers.rules import COLUMNS, STACK, VOCAB, WeightRule, WeightSource
 
 MODULE = "adapter"
 """Name of the adapter module inside the linear layer to which it is added."""
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
-TARGETS: dict[Part, str] = {"layer": "attention", "dense": "mlp", "expert": "experts"}
+TARGETS = {"attention": "attention", "dense": "mlp", "expert": "experts"}
 """Names in `model.lora.targets` of the parts of a model whose linear layers can have adapters."""
 DEFAULT_TARGETS = ("attention", "mlp")
 """The targets of `model.lora.targets=null`; adapters of experts are many, so they must be named."""
@@ -39,7 +39,7 @@ def adapter_rules(table: tuple[WeightRule, ...], targets: Collection[str] | None
     wanted = DEFAULT_TARGETS if targets is None else targets
     for rule in table:
         target = TARGETS.get(rule.part)
-        linear = rule.split in ("qkv", "gate_up", "row") and rule.param.endswith(".weight")
+        linear = rule.split.along is not None and rule.split is not VOCAB and rule.param.endswith(".weight")
         if target not in wanted or not linear:
             continue
         stem = f"{rule.param.removesuffix('weight')}{MODULE}."
@@ -48,6 +48,6 @@ def adapter_rules(table: tuple[WeightRule, ...], targets: Collection[str] | None
             name, (rows, columns) = source.name.removesuffix(".weight"), source.shape
             down.append(WeightSource(name + DOWN, ("rank", columns)))
             up.append(WeightSource(name + UP, (rows, "rank")))
-        by_columns = rule.split == "row"  # whether tensor parallelism splits the weight's columns
-        yield WeightRule(f"{stem}a", rule.part, "row" if by_columns else "stack", tuple(down))
-        yield WeightRule(f"{stem}b", rule.part, "stack" if by_columns else rule.split, tuple(up))
+        by_columns = rule.split is COLUMNS  # whether tensor parallelism splits the weight's columns
+        yield WeightRule(f"{stem}a", rule.part, COLUMNS if by_columns else STACK, tuple(down))
+        yield WeightRule(f"{stem}b", rule.part, STACK if by_columns else rule.split, tuple(up))

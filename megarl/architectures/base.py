@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarl.architectures.tensors import WeightRule
+from megarl.models.layers.mixer import Mixer
+from megarl.models.layers.rules import WeightRule
 
 #: refuse(key, found, allowed, problem) raises a ConfigError that names the key.
 Refuse = Callable[..., None]
@@ -31,6 +32,8 @@ class Architecture:
     # the field and the other name of the number of experts. transformers stores both in one attribute; if a config has
     # both, the name that is no field of the class is set last and wins.
     experts_keys: tuple[str, str] | None = None
+    # the mixer of each layer, from the values of `keys`; None: softmax attention in all layers
+    mixers: Callable[[Mapping[str, Any]], tuple[Mixer, ...]] | None = None
     qkv_bias: bool = False  # the projections to query, key and value have a bias
     partial_rotary: bool = (
         False  # RoPE rotates the first `partial_rotary_factor` of a head; other classes ignore the key

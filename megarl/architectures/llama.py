@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from megarl.architectures.base import COMMON, COMMON_NULL, Architecture
-from megarl.architectures.tensors import DENSE, OUTER, attention
+from megarl.architectures.tensors import OUTER
+from megarl.models.layers.attention.plain import attention_rules
+from megarl.models.layers.mlp.plain import DENSE
 
 ARCHITECTURE = Architecture(
     model_type="llama",
@@ -18,7 +20,7 @@ ARCHITECTURE = Architecture(
     },
     null=(*COMMON_NULL, "num_key_value_heads", "head_dim", "attention_dropout"),
     windows="none",
-    tensors=OUTER + attention() + DENSE,
+    tensors=OUTER + attention_rules() + DENSE,
     fields=("pretraining_tp",),
     even_hidden=True,
 )

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.architectures.base import COMMON_NULL, MISTRAL, Architecture, Refuse
-from megarl.architectures.tensors import DENSE, OUTER, attention
+from megarl.architectures.tensors import OUTER
+from megarl.models.layers.attention.plain import attention_rules
+from megarl.models.layers.mlp.plain import DENSE
 
 
 def _no_layer_types(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
@@ -20,6 +22,6 @@ ARCHITECTURE = Architecture(
     keys={**MISTRAL, "sliding_window": 4096},
     null=(*COMMON_NULL, "head_dim", "sliding_window"),
     windows="all",
-    tensors=OUTER + attention() + DENSE,
+    tensors=OUTER + attention_rules() + DENSE,
     refusals=(_no_layer_types,),
 )

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.architectures.base import COMMON_NULL, MISTRAL, ROUTER, Architecture, Refuse
-from megarl.architectures.tensors import OUTER, attention, experts
+from megarl.architectures.tensors import OUTER
+from megarl.models.layers.attention.plain import attention_rules
+from megarl.models.layers.experts.plain import expert_rules
 
 
 def _head_dim_for_yarn(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
@@ -31,7 +33,7 @@ ARCHITECTURE = Architecture(
     },
     null=(*COMMON_NULL, "head_dim", "sliding_window"),
     windows="all",
-    tensors=OUTER + attention() + experts("block_sparse_moe", "w1", "w3", "w2"),
+    tensors=OUTER + attention_rules() + expert_rules("block_sparse_moe", "w1", "w3", "w2"),
     experts_keys=("num_local_experts", "num_experts"),
     refusals=(_head_dim_for_yarn,),
 )

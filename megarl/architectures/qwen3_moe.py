@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from megarl.architectures.base import COMMON_NULL, QWEN, ROUTER, Architecture
-from megarl.architectures.tensors import DENSE, OUTER, attention, experts
+from megarl.architectures.tensors import OUTER
+from megarl.models.layers.attention.plain import attention_rules
+from megarl.models.layers.experts.plain import expert_rules
+from megarl.models.layers.mlp.plain import DENSE
 
 ARCHITECTURE = Architecture(
     model_type="qwen3_moe",
@@ -24,7 +27,7 @@ ARCHITECTURE = Architecture(
     },
     null=(*COMMON_NULL, "sliding_window", "mlp_only_layers"),
     windows="all_if_used",
-    tensors=OUTER + attention(qk_norm=True) + DENSE + experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    tensors=OUTER + attention_rules(qk_norm=True) + DENSE + expert_rules("mlp", "gate_proj", "up_proj", "down_proj"),
     experts_keys=("num_experts", "num_local_experts"),
     qk_norm=True,
     experts_optional=True,

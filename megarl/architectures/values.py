@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megarl.architectures import ARCHITECTURES
+from megarl.models.layers.attention.plain import Attention
+from megarl.models.layers.mixer import Mixer
 from megarl.system.errors import ConfigError
 
 KINDS = ("full_attention", "sliding_attention")
@@ -63,19 +65,26 @@ def expert_width(values: Mapping[str, Any]) -> int:
 
 def dimensions(values: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes that the tables of tensors use (`megarl.architectures.tensors`)."""
-    head, groups = head_width(values), key_value_heads(values)
-    return {
+    sizes = {
         "one": 1,
         "hidden": values["hidden_size"],
         "vocab": values["vocab_size"],
-        "head": head,
-        "groups": groups,
-        "query": values["num_attention_heads"] * head,
-        "kv": groups * head,
         "ffn": values["intermediate_size"],
         "experts": expert_count(values),
         "expert_ffn": expert_width(values),
     }
+    for mixer in dict.fromkeys(mixers(values)):
+        sizes |= mixer.dimensions()
+    return sizes
+
+
+def mixers(values: Mapping[str, Any]) -> tuple[Mixer, ...]:
+    """Return the mixer of each layer."""
+    known = ARCHITECTURES[values["model_type"]]
+    if known.mixers is not None:
+        return known.mixers(values)
+    sizes = values["num_attention_heads"], key_value_heads(values), head_width(values), known.qk_norm
+    return tuple(Attention(window, *sizes) for window in layer_windows(values))
 
 
 def layer_windows(values: Mapping[str, Any]) -> tuple[int | None, ...]:

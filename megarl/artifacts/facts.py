@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,13 +13,13 @@ from typing import Any, NamedTuple
 
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.check import check_keys
-from megarl.architectures.tensors import COMPONENTS, UNTIED_HEAD, Elements, ModelPart, elements, part_of
+from megarl.architectures.tensors import UNTIED_HEAD, Elements, ModelPart, elements, part_of
 from megarl.architectures.values import (
     expert_count,
     expert_width,
     head_width,
     key_value_heads,
-    layer_windows,
+    mixers,
     only_in_training,
     sparse_layers,
 )
@@ -29,6 +30,8 @@ from megarl.artifacts.model_files import no_model
 from megarl.artifacts.pipes import refuse_pipes
 from megarl.artifacts.vla_folder import VLA_TYPE, complete_config
 from megarl.config.model import ModelConfig
+from megarl.models.layers.attention.plain import Attention
+from megarl.models.layers.mixer import Mixer
 from megarl.system.errors import ConfigError, close_matches
 
 
@@ -67,8 +70,8 @@ class ModelFacts:
     """The vision encoder of a vision-language model; None for other models."""
     frozen: tuple[ModelPart, ...] = ()
     """Parts that are not trained, see `ModelConfig.freeze`."""
-    windows: tuple[int | None, ...] = ()
-    """Largest number of keys that a query of each layer sees, itself included; None, or empty: all before it."""
+    given_mixers: tuple[Mixer, ...] = ()
+    """The mixer of each layer; empty: softmax attention without windows in all layers."""
 
     @property
     def is_moe(self) -> bool:
@@ -76,19 +79,31 @@ class ModelFacts:
         return self.experts > 0
 
     @cached_property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The mixer of each layer."""
+        normed = ARCHITECTURES[self.model_type].qk_norm
+        alike = Attention(None, self.heads, self.kv_heads, self.head_dim, normed)
+        return self.given_mixers or (alike,) * self.layers
+
+    @cached_property
+    def mixer_counts(self) -> dict[Mixer, int]:
+        """The different mixers, and how many layers have each."""
+        return dict(Counter(self.mixers))
+
+    @cached_property
     def dimensions(self) -> dict[str, int]:
         """Sizes by the names that the tables of tensors use."""
-        return {
+        sizes = {
             "one": 1,
             "hidden": self.hidden,
             "vocab": self.vocab,
-            "head": self.head_dim,
-            "query": self.heads * self.head_dim,
-            "kv": self.kv_heads * self.head_dim,
             "ffn": self.dense_ffn if self.is_moe else self.ffn,
             "experts": self.experts,
             "expert_ffn": self.ffn,
         }
+        for mixer in self.mixer_counts:
+            sizes |= mixer.dimensions()
+        return sizes
 
     @cached_property
     def elements(self) -> dict[str, Elements]:
@@ -101,14 +116,15 @@ class ModelFacts:
         the head.
         """
         sparse = self.layers - self.dense_layers if self.is_moe else 0
-        every = {"norms": self.layers, "attention": self.layers, "mlp": self.layers - sparse}
+        every = {"norms": self.layers, "mlp": self.layers - sparse}
+        every |= Counter(mixer.kind for mixer in self.mixers)
         ends = {"embedding": 1, "final_norm": 1, "head": 0 if self.tied else 1}
         return {"router": sparse, "experts": sparse * self.experts, **every, **ends}
 
     @cached_property
     def parameters_of(self) -> dict[str, int]:
         """Parameters of each component in the whole model; a tied head has none."""
-        return {name: self.copies[name] * self.elements[name].all for name in COMPONENTS}
+        return {name: self.copies[name] * each.all for name, each in self.elements.items()}
 
     @cached_property
     def multiplied_of(self) -> dict[str, int]:
@@ -116,12 +132,12 @@ class ModelFacts:
         times = {**self.copies, "embedding": 0, "head": 1}
         if self.is_moe:
             times["experts"] = times["experts"] // self.experts * self.experts_per_token
-        return {name: times[name] * self.elements[name].matrices for name in COMPONENTS}
+        return {name: times[name] * each.matrices for name, each in self.elements.items()}
 
     @property
     def expert_parameters(self) -> float:
         """Parameters of one layer's experts, averaged over all layers; 0 for a dense model."""
-        return self.parameters_of["experts"] / self.layers
+        return self.parameters_of.get("experts", 0) / self.layers
 
     @property
     def parameters(self) -> int:
@@ -189,7 +205,7 @@ def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
         sparse=tuple(sparse) if experts else (),
         only_in_training=tuple(only_in_training(values).items()),
         labels=_labels(raw),
-        windows=layer_windows(values),
+        given_mixers=mixers(values),
     )
 
 

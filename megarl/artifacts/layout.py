@@ -14,7 +14,7 @@ def layout_problems(key: str, parallel: ParallelConfig, facts: ModelFacts) -> li
     """Return every problem of splitting a model by a layout; `key` is the layout's key, such as `actor.parallel`."""
     interleaving = interleaving_problem(key, parallel)
     problems = [sequence_problem(key, parallel), tensor_problem(key, parallel, facts)]
-    problems.append(pipeline_problem(key, parallel, facts))
+    problems += [pipeline_problem(key, parallel, facts), context_problem(key, parallel, facts)]
     return [problem for problem in (interleaving, *problems, *expert_problems(key, parallel, facts)) if problem]
 
 
@@ -50,6 +50,14 @@ def sequence_problem(key: str, parallel: ParallelConfig) -> ConfigError | None:
     )
 
 
+def context_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> ConfigError | None:
+    """Return an error for context parallelism with a kind of layer that does not support it, else None."""
+    problem = next((each for mixer in facts.mixer_counts if (each := mixer.context_parallel_problem)), None)
+    if parallel.cp == 1 or problem is None:
+        return None
+    return ConfigError(problem, where=f"{key}.cp", found=parallel.cp, allowed="1", fix=f"set {key}.cp to 1")
+
+
 def image_problems(layouts: Iterable[ParallelConfig]) -> list[ConfigError]:
     """Return an error if a team's layout does not support a vision-language model."""
     if all(layout.cp == 1 for layout in layouts):
@@ -67,7 +75,9 @@ def image_problems(layouts: Iterable[ParallelConfig]) -> list[ConfigError]:
 
 def tensor_widths(facts: ModelFacts) -> dict[str, int]:
     """Return the widths that tensor parallelism splits, by name."""
-    widths = {"attention heads": facts.heads, "key/value heads": facts.kv_heads}
+    widths: dict[str, int] = {}
+    for mixer in facts.mixer_counts:
+        widths |= mixer.widths()
     dense = facts.dense_ffn if facts.is_moe else facts.ffn
     return {**widths, "feed-forward width": dense} if dense else widths
 

@@ -122,7 +122,7 @@ def expected_tensors(facts: ModelFacts, *, value_head: bool = False) -> Iterator
     if not facts.tied and not value_head:
         yield [head]
     for layer in range(facts.layers):
-        yield [_of_parts(facts, ("layer",), layer)]
+        yield [_of_parts(facts, ("layer", facts.mixers[layer].kind), layer)]
         yield [_feed_forward(facts, layer, _is_sparse(facts, layer))]
 
 

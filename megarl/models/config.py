@@ -18,14 +18,15 @@ from megarl.models.hf import (
     expert_ffn,
     facts_of,
     head_dim,
-    layer_windows,
     load_hf_config,
+    mixers_of,
     moe_layers,
     normalizes_experts,
     num_experts,
 )
 from megarl.models.layer_forms import Form, layer_form, refuse_fp8
 from megarl.models.layers.experts.deepep import Dispatch, dispatch_of
+from megarl.models.layers.mixer import Mixer
 from megarl.models.rope import Rope
 from megarl.system import device
 from megarl.system.comm import WorkerGroup
@@ -40,9 +41,8 @@ __all__ = ["PolicyConfig", "load_hf_config", "transformer_config"]
 class PolicyConfig(TransformerConfig):
     """Megatron's configuration, with the facts about a policy for which it has no field."""
 
-    layer_windows: tuple[int | None, ...] = ()
-    """Sliding window of each layer of the model, in tokens: a query sees this many newest keys, itself included; None:
-    all."""
+    mixers: tuple[Mixer, ...] = ()
+    """The mixer of each layer of the whole model."""
     layers: Form = "local"
     """Which modules the transformer layers are made of; see `megarl.models.layer_forms`."""
 
@@ -114,7 +114,7 @@ def _model_fields(hf: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
         "use_te_activation_func": True,  # makes Megatron use the layer spec's activation module
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "layer_windows": layer_windows(hf),
+        "mixers": mixers_of(hf),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,

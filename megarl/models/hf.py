@@ -28,6 +28,7 @@ from megarl.artifacts.model_files import no_model
 from megarl.artifacts.vla_folder import PREPROCESSOR, VLA_TYPE, read_preprocessor
 from megarl.config.base import raise_problems
 from megarl.config.model import ModelConfig, ParallelConfig
+from megarl.models.layers.mixer import Mixer
 from megarl.system.compat import transformers
 from megarl.system.errors import ConfigError
 from megarl.system.processes import is_first_process
@@ -259,9 +260,9 @@ def moe_layers(hf: PretrainedConfig) -> list[bool]:
     return values.sparse_layers(_keys(hf))
 
 
-def layer_windows(hf: PretrainedConfig) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer, None where attention is full."""
-    return values.layer_windows(_keys(hf))
+def mixers_of(hf: PretrainedConfig) -> tuple[Mixer, ...]:
+    """Return the mixer of each layer."""
+    return values.mixers(_keys(hf))
 
 
 def dimensions(hf: PretrainedConfig) -> dict[str, int]:

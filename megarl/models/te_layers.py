@@ -76,7 +76,7 @@ class TEPackedAttention(TEDotProductAttention):
     ) -> None:
         settings |= {"softmax_scale": softmax_scale, "pg_collection": pg_collection}
         super().__init__(config, layer_number, cp_comm_type=cp_comm_type or "p2p", **settings)
-        self.window = config.layer_windows[layer_number - 1] if config.layer_windows else None
+        self.window = config.mixers[layer_number - 1].window if config.mixers else None
         self.scale, self.ranks = softmax_scale, pg_collection.cp
 
     def forward(

@@ -1,7 +1,6 @@
 """The plan from regions of Hugging Face tensors to regions of local parameters: plain data without torch or Megatron.
 
-A region is one (start, stop) per dimension. The target regions of its pieces cover a local parameter, except for
-padding rows of the vocabulary. Loading, random initialisation, export and weight synchronisation all use this plan.
+Loading, random initialisation, export and weight synchronisation all use this plan.
 """
 
 from __future__ import annotations
@@ -12,15 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megarl.architectures import ARCHITECTURES
-from megarl.architectures.tensors import TIED_HEAD, UNTIED_HEAD, VALUE_BIAS, VALUE_HEAD, WeightRule, part_of
+from megarl.architectures.tensors import TIED_HEAD, UNTIED_HEAD, VALUE_BIAS, VALUE_HEAD, part_of
 from megarl.config.model import split_layers
-from megarl.models.hf import checkpoint_names, dimensions, moe_layers, value_bias, visual_tensors
+from megarl.models.hf import checkpoint_names, dimensions, mixers_of, moe_layers, value_bias, visual_tensors
+from megarl.models.layers.rules import COPY, Piece, Sources, TensorRegion, WeightRule
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-#: A region of a tensor: (start, stop) of each dimension. It has no data, unlike a checkpoint's `TensorSlice`.
-TensorRegion = tuple[tuple[int, int], ...]
 
 
 def as_index(region: TensorRegion) -> tuple[slice, ...]:
@@ -57,15 +54,6 @@ class Coordinate:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One region of a checkpoint's tensor and its place: hf[source][source_region] is local[target_region]."""
-
-    source: str
-    source_region: TensorRegion
-    target_region: TensorRegion
-
-
-@dataclass(frozen=True)
 class Shard:
     """One local parameter: number of its chunk, name in the chunk, shape, and the pieces it consists of."""
 
@@ -86,6 +74,7 @@ class WeightTable:
 
     rules: tuple[WeightRule, ...]  # rules of all parameters except those of the vision part
     sizes: dict[str, int]  # sizes of the model by name, from which the rules compute shapes
+    kinds: list[str]  # the kind of each layer's mixer
     sparse: list[bool]  # for each layer, whether its MLP is a mixture of experts
     # parameter of the vision part -> name and shape of its tensor in a checkpoint
     visual: dict[str, tuple[str, tuple[int, ...]]]
@@ -99,7 +88,8 @@ class WeightTable:
         else:
             head = [TIED_HEAD if hf.tie_word_embeddings else UNTIED_HEAD]
         rules = (*ARCHITECTURES[hf.model_type].tensors, *head)
-        return cls(rules, dimensions(hf), moe_layers(hf), visual_tensors(hf), checkpoint_names(hf))
+        kinds = [mixer.kind for mixer in mixers_of(hf)]
+        return cls(rules, dimensions(hf), kinds, moe_layers(hf), visual_tensors(hf), checkpoint_names(hf))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of every tensor of the whole model in Hugging Face form, in export order."""
@@ -119,9 +109,9 @@ class WeightTable:
         for rule, (chunk, param), names in self.instances(at):
             sources = sources_of(rule, names, self.sizes)
             ways, rank = (at.etp, at.etp_rank) if rule.part == "expert" else (at.tp, at.tp_rank)
-            shards.append(Shard(chunk, param, *_SPLITS[rule.split](sources, ways, rank, self.sizes)))
+            shards.append(Shard(chunk, param, *rule.split.cut(sources, ways, rank, self.sizes)))
         visual = self.visual.items() if at.pp_rank == 0 else ()
-        return shards + [Shard(0, param, *_copy([source], 1, 0, self.sizes)) for param, source in visual]
+        return shards + [Shard(0, param, *COPY.cut([source], 1, 0, self.sizes)) for param, source in visual]
 
     def instances(self, at: Coordinate) -> Iterator[Instance]:
         """Yield every rule for every layer that lives at `at`."""
@@ -136,7 +126,8 @@ class WeightTable:
             place = chunk * at.pp + at.pp_rank
             first = sum(counts[:place])
             for layer in range(first, first + counts[place]):
-                parts = ("layer", "moe", "expert") if self.sparse[layer] else ("layer", "dense")
+                mlp = ("moe", "expert") if self.sparse[layer] else ("dense",)
+                parts = ("layer", self.kinds[layer], *mlp)
                 for rule in (rule for rule in self.rules if rule.part in parts):
                     experts = local_experts if rule.part == "expert" else range(1)
                     sources = (s.name.format(i=layer, e=expert) for expert in experts for s in rule.sources)
@@ -152,71 +143,7 @@ class WeightTable:
                 yield rule, (chunk, rule.param), tuple(self.in_checkpoint(s.name) for s in rule.sources)
 
 
-Sources = list[tuple[str, tuple[int, ...]]]
-_Cut = tuple[tuple[int, ...], tuple[Piece, ...]]
-
-
 def sources_of(rule: WeightRule, names: Sequence[str], size: dict[str, int]) -> Sources:
     """Return the tensors of a parameter with their shapes; `names`: tensors of `rule`, for one or all experts."""
     shapes = [tuple(size[d] for d in source.shape) for source in rule.sources]
     return list(zip(names, shapes * (len(names) // len(shapes)), strict=True))
-
-
-def _whole(shape: tuple[int, ...]) -> TensorRegion:
-    return tuple((0, n) for n in shape)
-
-
-def _copy(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
-    ((name, shape),) = sources
-    return shape, (Piece(name, _whole(shape), _whole(shape)),)
-
-
-def _vocab(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
-    ((name, (total, *rest)),) = sources
-    rows = -(-total // ways)
-    start, stop = min(rank * rows, total), min((rank + 1) * rows, total)
-    tail = _whole(tuple(rest))
-    pieces = (Piece(name, ((start, stop), *tail), ((0, stop - start), *tail)),) if stop > start else ()
-    return (rows, *rest), pieces
-
-
-def _gate_up(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
-    """Take an equal block of rows of each source, and concatenate the blocks by rows."""
-    shape, pieces, offset = sources[0][1], [], 0
-    for name, (total, *rest) in sources:
-        rows, tail = total // ways, _whole(tuple(rest))
-        pieces.append(Piece(name, ((rank * rows, (rank + 1) * rows), *tail), ((offset, offset + rows), *tail)))
-        offset += rows
-    return (offset, *shape[1:]), tuple(pieces)
-
-
-def _stack(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
-    return _gate_up(sources, 1, 0, size)
-
-
-def _row(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
-    """Take an equal block of columns of each source, and concatenate the blocks by rows."""
-    pieces, offset = [], 0
-    for name, (rows, total) in sources:
-        columns = total // ways
-        source_region = ((0, rows), (rank * columns, (rank + 1) * columns))
-        pieces.append(Piece(name, source_region, ((offset, offset + rows), (0, columns))))
-        offset += rows
-    return (offset, columns), tuple(pieces)
-
-
-def _qkv(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
-    """For each key/value group, concatenate its query heads, its key and its value by rows."""
-    groups = size["groups"] // ways
-    heights = [shape[0] // size["groups"] for _, shape in sources]
-    tail = _whole(sources[0][1][1:])
-    pieces, offset = [], 0
-    for group in range(rank * groups, (rank + 1) * groups):
-        for (name, _), height in zip(sources, heights, strict=True):
-            source_rows = (group * height, (group + 1) * height)
-            pieces.append(Piece(name, (source_rows, *tail), ((offset, offset + height), *tail)))
-            offset += height
-    return (offset, *sources[0][1][1:]), tuple(pieces)
-
-
-_SPLITS = {"copy": _copy, "stack": _stack, "vocab": _vocab, "gate_up": _gate_up, "row": _row, "qkv": _qkv}

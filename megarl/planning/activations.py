@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.architectures import ARCHITECTURES
 from megarl.artifacts.facts import ModelFacts
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig
@@ -80,15 +79,15 @@ class Activations:
 
     @property
     def attention(self) -> float:
-        """Bytes that one layer's attention keeps for the backward pass, with its norm."""
+        """Bytes that one layer's mixer keeps for the backward pass, with its norm; the mean over layers if they
+        differ."""
         facts, t, tp = self.facts, self.passes.tokens, self.parallel.tp
-        heads, groups = facts.heads / tp, facts.kv_heads / tp
-        q, k = heads * facts.head_dim, groups * facts.head_dim
-        normed = ARCHITECTURES[facts.model_type].qk_norm
-        # The norm's input and output; the projection to queries, keys and values, and a copy of the queries if there
-        # are several groups and the norm of queries keeps it; queries and keys after RoPE; the result of attention.
-        wide = q + 2 * k + (q if normed and groups > 1 else 0) + q + k + q
-        return self.element * (2 * self.held * facts.hidden + t * wide) + self._scores(heads, k)
+        kept = 0.0
+        for mixer, count in facts.mixer_counts.items():
+            scores = self._scores(facts.heads / tp, facts.kv_heads / tp * facts.head_dim) if mixer.pair_flops else 0.0
+            kept += count / facts.layers * (self.element * t * mixer.kept_elements(tp) + scores)
+        # The norm's input and output.
+        return self.element * 2 * self.held * facts.hidden + kept
 
     def _scores(self, heads: float, k: float) -> float:
         """Return the bytes that attention keeps for the backward pass in addition to its inputs and its result."""

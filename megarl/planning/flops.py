@@ -8,7 +8,6 @@ forward passes (arXiv:2001.08361); recomputation is not counted, so MFU is model
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +25,8 @@ def token_flops(facts: ModelFacts, pairs: float = 0.0) -> dict[str, float]:
     The token's query sees `pairs` keys, itself included; 0 leaves out attention over keys.
     """
     flops = {name: 2.0 * count for name, count in facts.multiplied_of.items() if count}
+    if extra := sum(count * mixer.token_flops for mixer, count in facts.mixer_counts.items()):
+        flops["mixers"] = extra
     seen = sum(each * (pairs if window is None else min(pairs, window)) for window, each in pair_flops(facts).items())
     return flops | ({SCORES: seen} if pairs else {})
 
@@ -33,11 +34,11 @@ def token_flops(facts: ModelFacts, pairs: float = 0.0) -> dict[str, float]:
 def pair_flops(facts: ModelFacts) -> dict[int | None, float]:
     """Return the forward FLOPs of one (query, key) pair, summed over the layers with the same sliding window: a table
     from the window in tokens (None: full attention) to FLOPs.
-
-    The score takes 2 FLOPs per element of all heads, and adding the weighted value another 2.
     """
-    each = 4.0 * facts.heads * facts.head_dim
-    return {window: count * each for window, count in Counter(facts.windows or (None,) * facts.layers).items()}
+    flops: dict[int | None, float] = {}
+    for mixer, count in facts.mixer_counts.items():
+        flops[mixer.window] = flops.get(mixer.window, 0.0) + count * mixer.pair_flops
+    return flops
 
 
 @dataclass(frozen=True)

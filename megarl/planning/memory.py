@@ -26,6 +26,7 @@ from megarl.planning.shards import (
     known_sizes,
     layout_key,
     parameter_bytes,
+    sequence_state_bytes,
     state_bytes,
     step_bytes,
 )
@@ -183,7 +184,9 @@ def cache_bytes(
     share = -(-rows * sampling.n // (dp * parallel.cp))
     tokens = config.data.max_prompt_tokens + config.response_tokens(sampling)
     element = BYTES[config.rollout_dtype]
-    row = tokens * 2 * facts.kv_heads * facts.head_dim / parallel.tp * parallel.most_layers(facts.layers) * element
+    most = parallel.most_layers(facts.layers) / facts.layers
+    each = key_value_bytes(facts, parallel.tp, config.rollout_dtype)
+    row = most * (tokens * each + sequence_state_bytes(facts, parallel.tp, element))
     return row, min(config.rollout.max_running, share) * row
 
 

@@ -287,8 +287,8 @@ class ModelPass:
         """Return the cost of gathering keys and values (again when recomputed) and scattering their gradients."""
         facts, parallel = self.facts, self.parallel
         cp, times = parallel.cp, passes - 1 if train else 1
-        keys = share.tokens * 2 * facts.kv_heads * facts.head_dim / parallel.tp * self._element
-        sent = times * facts.layers / self._stages * (cp - 1) / cp * keys
+        gathered = sum(count * mixer.gathered_elements(parallel.tp) for mixer, count in facts.mixer_counts.items())
+        sent = times / self._stages * (cp - 1) / cp * share.tokens * gathered * self._element
         seconds = self._links.ring(sent, cp, parallel.tp, steps=times * 2 * facts.layers / self._stages)
         return Cost("T5", "context parallel", seconds, sent)
 

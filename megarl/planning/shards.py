@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.adapters import adapter_rules
-from megarl.architectures.tensors import Part
 from megarl.artifacts.facts import ModelFacts
 from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig
 from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
+from megarl.models.layers.rules import STACK, VOCAB
 
 BYTES = {"fp32": 4, "bf16": 2}
 GRADIENT = 4
@@ -56,8 +57,8 @@ def stage_parameters(
         head = facts.hidden if value_head else 0
         return float(visual + head if parallel.pp == 1 else max(visual, head)), 0.0
     part = _elements(facts, parallel.tp, parallel.expert_tp)
-    share: dict[Part, float] = {
-        "layer": 1.0,
+    share = {
+        **_layer_shares(facts),
         "dense": facts.copies["mlp"] / facts.layers,
         "moe": facts.copies["router"] / facts.layers,
     }
@@ -75,24 +76,32 @@ def stage_parameters(
 
 
 def key_value_bytes(facts: ModelFacts, tp: int, dtype: str) -> float:
-    """Return the bytes of keys and values of one token on a rank, over all layers. A head is never divided."""
-    heads = facts.kv_heads / min(tp, facts.kv_heads)
-    return 2 * facts.layers * heads * facts.head_dim * BYTES[dtype]
+    """Return the bytes that decoding caches of one token on a rank, over all layers."""
+    return sum(count * mixer.cache_elements(tp) for mixer, count in facts.mixer_counts.items()) * BYTES[dtype]
+
+
+def sequence_state_bytes(facts: ModelFacts, tp: int, element: int) -> float:
+    """Return the bytes of decoding's state of one sequence on a rank, over all layers and whatever its length.
+
+    Args:
+        element: bytes of an element in the decoding dtype.
+    """
+    return sum(count * mixer.state_bytes(tp, element) for mixer, count in facts.mixer_counts.items())
 
 
 @lru_cache(maxsize=4096)
-def _elements(facts: ModelFacts, tp: int, expert_tp: int) -> Mapping[Part, int]:
+def _elements(facts: ModelFacts, tp: int, expert_tp: int) -> Mapping[str, int]:
     """Return the number of parameters of each part of the model on a rank, per layer and expert, cached."""
     size = facts.dimensions
-    counts: dict[Part, int] = dict.fromkeys(("embedding", "layer", "dense", "moe", "expert", "final"), 0)
+    counts = Counter[str]()
     for rule in ARCHITECTURES[facts.model_type].tensors:
         ways = expert_tp if rule.part == "expert" else tp
         for source in rule.sources:
             rows, *rest = (size[dimension] for dimension in source.shape)
             count = rows * math.prod(rest)
-            if rule.split == "vocab":
+            if rule.split is VOCAB:
                 count = -(-rows // ways) * math.prod(rest)
-            elif rule.split != "copy":
+            elif rule.split.along is not None:
                 count //= ways
             counts[rule.part] += count
     return counts
@@ -103,7 +112,7 @@ def adapter_parameters(facts: ModelFacts, parallel: ParallelConfig, lora: LoraCo
     size = {**facts.dimensions, "rank": lora.rank}
     sparse = facts.copies["router"] / facts.layers
     per_layer = {
-        "layer": 1.0,
+        **_layer_shares(facts),
         "dense": facts.copies["mlp"] / facts.layers,
         "expert": facts.experts / parallel.ep * sparse if sparse else 0.0,
     }
@@ -111,9 +120,16 @@ def adapter_parameters(facts: ModelFacts, parallel: ParallelConfig, lora: LoraCo
     for rule in adapter_rules(ARCHITECTURES[facts.model_type].tensors, lora.targets):
         whole = sum(math.prod(size[dimension] for dimension in source.shape) for source in rule.sources)
         split = parallel.expert_tp if rule.part == "expert" else parallel.tp
-        counts[rule.part] += whole / (1 if rule.split == "stack" else split) * per_layer[rule.part]
+        counts[rule.part] += whole / (1 if rule.split is STACK else split) * per_layer[rule.part]
     share = parallel.most_layers(facts.layers)
-    return (counts["layer"] + counts["dense"]) * share, counts["expert"] * share
+    expert = counts.pop("expert")
+    return sum(counts.values()) * share, expert * share
+
+
+def _layer_shares(facts: ModelFacts) -> dict[str, float]:
+    """Return which share of the layers has the tensors of `layer` and of each kind of mixer."""
+    kinds = Counter(mixer.kind for mixer in facts.mixers)
+    return {"layer": 1.0, **{kind: count / facts.layers for kind, count in kinds.items()}}
 
 
 def trained_parameters(

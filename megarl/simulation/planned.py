@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role
 from megarl.planning.hardware import KINDS
+from megarl.planning.shards import key_value_bytes
 
 if TYPE_CHECKING:
     from megarl.artifacts.facts import ModelFacts
@@ -82,7 +83,7 @@ class Planned:
             share = 1 - (1 - facts.experts_per_token / facts.experts) ** running
             met = round(facts.parameters - experts * (1 - share))
         context = self.system.prompt_tokens + self.lengths.mean / 2
-        keys = 2 * facts.layers * facts.kv_heads * facts.head_dim * _BF16 * context * running
+        keys = key_value_bytes(facts, 1, "bf16") * context * running
         read = (met * _BF16 + keys) / (devices * given.memory_tb_s * 1e12 * given.read_share)
         compute = 2 * facts.computing_parameters * running / (devices * given.peak_tflops * 1e12 * given.prefill_mfu)
         return given.decode_ms / 1e3 + max(read, compute)

@@ -19,7 +19,8 @@ import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from megarl.models.weight_table import Coordinate, TensorRegion, WeightTable
+from megarl.models.layers.rules import TensorRegion
+from megarl.models.weight_table import Coordinate, WeightTable
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m3fn": 1}
 FP8_BLOCK = 128

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.models.layers.rules import TensorRegion
 from megarl.models.policy import PolicyModel
-from megarl.models.weight_table import TensorRegion, as_index, region_numel
+from megarl.models.weight_table import as_index, region_numel
 from megarl.models.weights.fill import weight_readers
 from megarl.sync.plan import FP8_BLOCK, ITEMSIZE, SLAB_BYTES, Bucket, Entry, Route, SyncPlan
 from megarl.system.comm import WorkerGroup

@@ -14,16 +14,9 @@ from torch import Tensor
 
 from megarl.config.model import LoraConfig
 from megarl.models.hf import stacks_experts
+from megarl.models.layers.rules import Piece, TensorRegion
 from megarl.models.policy import PolicyModel
-from megarl.models.weight_table import (
-    Coordinate,
-    Piece,
-    Shard,
-    TensorRegion,
-    as_index,
-    region_numel,
-    region_shape,
-)
+from megarl.models.weight_table import Coordinate, Shard, as_index, region_numel, region_shape
 from megarl.models.weights.adapters import adapter_slices, adapter_tensors
 from megarl.models.weights.files import FolderWriter
 from megarl.models.weights.fill import Reader, coordinate, read_region, weight_readers

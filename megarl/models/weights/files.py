@@ -27,7 +27,8 @@ from megarl.artifacts.checkpoint_files import (
 )
 from megarl.artifacts.stacked_experts import Cut, ExpertSlice, Stacks, cuts_of
 from megarl.artifacts.vla_folder import VLA_TYPE, projector_file, read_projector
-from megarl.models.weight_table import TensorRegion, as_index
+from megarl.models.layers.rules import TensorRegion
+from megarl.models.weight_table import as_index
 from megarl.system.errors import ConfigError
 from megarl.system.tracing import keep_beating
 

@@ -15,15 +15,9 @@ from torch import Tensor
 
 from megarl.architectures.adapters import MODULE, is_adapter
 from megarl.models.hf import vision_of
+from megarl.models.layers.rules import TensorRegion
 from megarl.models.policy import PolicyModel
-from megarl.models.weight_table import (
-    Coordinate,
-    Shard,
-    TensorRegion,
-    as_index,
-    region_numel,
-    region_shape,
-)
+from megarl.models.weight_table import Coordinate, Shard, as_index, region_numel, region_shape
 from megarl.models.weights.files import CheckpointReader
 from megarl.system.processes import is_first_process
 from megarl.system.tracing import beat

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megarl.models.layers.rules import Piece, TensorRegion
 from megarl.models.policy import PolicyModel
-from megarl.models.weight_table import Coordinate, Piece, Shard, TensorRegion, WeightTable, as_index, region_numel
+from megarl.models.weight_table import Coordinate, Shard, WeightTable, as_index, region_numel
 from megarl.models.weights.files import CheckpointReader
 from megarl.models.weights.fill import local_shards
 

@@ -120,7 +120,7 @@ class Layer:
         self._number, self._mesh, self._eps, self._ops = number, mesh, config.layernorm_epsilon, ops
         attention, mlp = module.self_attention, module.mlp
         self._heads = (config.num_query_groups // mesh.tp.size, -1, config.kv_channels)
-        self._window = config.layer_windows[module.layer_number - 1] if config.layer_windows else None
+        self._window = config.mixers[module.layer_number - 1].window if config.mixers else None
         self._attn_norm, self._mlp_norm = map(recipe.cast, layer_norms(module))
         self._qkv = recipe.layer(attention.linear_qkv)
         self._proj = recipe.layer(attention.linear_proj)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megarl.models.weight_table import Coordinate, TensorRegion, as_index
+from megarl.models.layers.rules import TensorRegion
+from megarl.models.weight_table import Coordinate, as_index
 from megarl.models.weights.receive import held_slices, part_name
 from megarl.rollout.embedded.inbox import PEER
 from megarl.sync.checksum import Checksum, make_checksum

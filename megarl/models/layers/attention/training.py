@@ -55,7 +55,7 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale or config.kv_channels**-0.5
-        self.window = config.layer_windows[layer_number - 1] if config.layer_windows else None
+        self.window = config.mixers[layer_number - 1].window if config.mixers else None
         self.cp_group = pg_collection.cp
 
     def forward(

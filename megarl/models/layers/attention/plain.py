@@ -1,0 +1,100 @@
+"""Softmax attention with grouped queries: sizes, weights, work and memory, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megarl.models.layers.mixer import Mixer
+from megarl.models.layers.rules import (
+    COLUMNS,
+    HF,
+    MCORE,
+    Cut,
+    Piece,
+    Sources,
+    Split,
+    WeightRule,
+    WeightSource,
+    norm,
+    whole,
+)
+
+
+@dataclass(frozen=True)
+class Attention(Mixer):
+    """Softmax attention of one layer."""
+
+    kind: ClassVar[str] = "attention"
+    heads: int = 0
+    groups: int = 0  # key/value heads
+    width: int = 0  # width of a head
+    qk_norm: bool = False  # queries and keys are normalised per head
+
+    def dimensions(self) -> dict[str, int]:
+        """Implement `Mixer.dimensions`."""
+        return {
+            "head": self.width,
+            "groups": self.groups,
+            "query": self.heads * self.width,
+            "kv": self.groups * self.width,
+        }
+
+    def widths(self) -> dict[str, int]:
+        """Implement `Mixer.widths`."""
+        return {"attention heads": self.heads, "key/value heads": self.groups}
+
+    def kept_elements(self, tp: int) -> float:
+        """Implement `Mixer.kept_elements`: the projection to queries, keys and values; a copy of the queries if there
+        are several groups and the norm of queries keeps it; queries and keys after RoPE; the result of attention."""
+        q, k = self.heads / tp * self.width, self.groups / tp * self.width
+        return q + 2 * k + (q if self.qk_norm and self.groups / tp > 1 else 0) + q + k + q
+
+    @property
+    def pair_flops(self) -> float:
+        """2 FLOPs per element of all heads for the score, and 2 to add the weighted value."""
+        return 4.0 * self.heads * self.width
+
+    def cache_elements(self, tp: int) -> float:
+        """Implement `Mixer.cache_elements`."""
+        return 2 * self.groups / min(tp, self.groups) * self.width
+
+    def gathered_elements(self, tp: int) -> float:
+        """Implement `Mixer.gathered_elements`."""
+        return 2 * self.groups * self.width / tp
+
+
+def attention_rules(*, bias: bool = False, qk_norm: bool = False) -> tuple[WeightRule, ...]:
+    """Return the rules for a layer's attention projections and norms, and for the norm before its MLP."""
+
+    def qkv(what: str, *tail: str) -> WeightRule:
+        names = (("q", "query"), ("k", "kv"), ("v", "kv"))
+        sources = tuple(WeightSource(f"{HF}self_attn.{n}_proj.{what}", (rows, *tail)) for n, rows in names)
+        return WeightRule(f"{MCORE}self_attention.linear_qkv.{what}", Attention.kind, QKV, sources)
+
+    rules = [norm("input_layernorm", "input_layernorm", "hidden"), qkv("weight", "hidden")]
+    if bias:
+        rules.append(qkv("bias"))
+    if qk_norm:
+        rules.append(norm("self_attention.q_layernorm", "self_attn.q_norm", "head", Attention.kind))
+        rules.append(norm("self_attention.k_layernorm", "self_attn.k_norm", "head", Attention.kind))
+    out = WeightSource(f"{HF}self_attn.o_proj.weight", ("hidden", "query"))
+    rules.append(WeightRule(f"{MCORE}self_attention.linear_proj.weight", Attention.kind, COLUMNS, (out,)))
+    rules.append(norm("pre_mlp_layernorm", "post_attention_layernorm", "hidden"))
+    return tuple(rules)
+
+
+def _qkv(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> Cut:
+    groups = size["groups"] // ways
+    heights = [shape[0] // size["groups"] for _, shape in sources]
+    tail = whole(sources[0][1][1:])
+    pieces, offset = [], 0
+    for group in range(rank * groups, (rank + 1) * groups):
+        for (name, _), height in zip(sources, heights, strict=True):
+            source_rows = (group * height, (group + 1) * height)
+            pieces.append(Piece(name, (source_rows, *tail), ((offset, offset + height), *tail)))
+            offset += height
+    return (offset, *sources[0][1][1:]), tuple(pieces)
+
+
+QKV = Split("qkv", "rows", _qkv)  # by rows: for each key/value group its query heads, its key and its value

@@ -1,0 +1,67 @@
+"""What a layer's mixer is for checks, dry runs and the planner: sizes and counts, without torch.
+
+The mixer is the part of a layer that moves information between tokens: softmax attention, or another kind. Each layer
+has one; `ModelFacts.mixers` and `PolicyConfig.mixers` list those of all layers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class Mixer(ABC):
+    """The mixer of one layer. A subclass has its sizes.
+
+    kind: name of the kind, which is also the `part` of its weight rules.
+    """
+
+    kind: ClassVar[str]
+    window: int | None = None
+    """Largest number of keys that a query sees, itself included; None: all before it, or the kind has no keys."""
+
+    @abstractmethod
+    def dimensions(self) -> dict[str, int]:
+        """Return the sizes that the kind's weight rules use, by name."""
+
+    @abstractmethod
+    def widths(self) -> dict[str, int]:
+        """Return what tensor parallelism divides, by its name in messages: each number must be a multiple of tp."""
+
+    @abstractmethod
+    def kept_elements(self, tp: int) -> float:
+        """Return the elements per token that one layer keeps for the backward pass on a rank, without the residual
+        stream and without attention's row statistics."""
+
+    @property
+    def pair_flops(self) -> float:
+        """Forward FLOPs of one (query, key) pair in training and prefill; 0: the kind has no keys."""
+        return 0.0
+
+    @property
+    def token_flops(self) -> float:
+        """Forward FLOPs per token besides products with weight matrices and `pair_flops`."""
+        return 0.0
+
+    def cache_elements(self, tp: int) -> float:
+        """Return the elements that decoding caches per token on a rank; a head is never divided."""
+        return 0.0
+
+    def state_bytes(self, tp: int, element: int) -> float:
+        """Return the bytes of decoding's state of one sequence on a rank, whatever its length.
+
+        Args:
+            element: bytes of an element in the decoding dtype.
+        """
+        return 0.0
+
+    def gathered_elements(self, tp: int) -> float:
+        """Return the elements per token that context-parallel ranks gather, in the forward pass."""
+        return 0.0
+
+    @property
+    def context_parallel_problem(self) -> str | None:
+        """Why the kind does not support context parallelism; None if it does."""
+        return None
