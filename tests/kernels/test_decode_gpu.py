@@ -22,7 +22,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="Triton is not installed: make triton-test")
 
 from megarl.kernels import decode_gpu, layers_gpu
-from megarl.models.layers.attention.decoding import HeadNorm, RopeTables
+from megarl.models.layers.attention.decoding import HeadNorm
+from megarl.models.layers.passes import RopeTables
 from megarl.rollout.embedded.model import DecoderStage
 from tests.dist import single_process as start
 from tests.rollout.cases import STOP, build, engine, logprobs, make_requests, sampled, tokens

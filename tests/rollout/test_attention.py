@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megarl.models.layers.attention.decoding import HeadNorm, RopeTables
+from megarl.models.layers.attention.decoding import HeadNorm
+from megarl.models.layers.passes import RopeTables
 from megarl.models.rope import apply_rope
 
 EPS = 1e-6

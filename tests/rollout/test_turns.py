@@ -87,11 +87,8 @@ def test_a_cache_of_fixed_layout_keeps_rows_apart_from_padding(dense, monkeypatc
     free = play_turns(engine(dense), PROMPTS)
     from megarl.rollout.embedded import session
 
-    class Fixed(session.KVCache):
-        def __init__(self, **settings):
-            super().__init__(**{**settings, "fixed": True})
-
-    monkeypatch.setattr(session, "KVCache", Fixed)
+    allocate = session.allocate
+    monkeypatch.setattr(session, "allocate", lambda *sizes, fixed: allocate(*sizes, fixed=True))
     monkeypatch.setattr("megarl.rollout.embedded.model.load_kernels", lambda: None)
     fixed = play_turns(engine(dense), PROMPTS)
     assert {n: [t[:2] for t in done] for n, done in fixed.items()} == {

@@ -25,10 +25,12 @@ from megarl.kernels.cpu import load as load_kernels
 from megarl.kernels.gpu import decode_kernels
 from megarl.models.head import head_logits
 from megarl.models.layer_forms import bias_of, layer_norms
-from megarl.models.layers.attention.decoding import Attend, DecodeKernels, HeadNorm, RopeTables
+from megarl.models.layers.attention.decoding import DecodeKernels
 from megarl.models.layers.experts.decoding import Grouped, MoE
 from megarl.models.layers.experts.training import group_by_group, grouped_linear
+from megarl.models.layers.kinds import KINDS, numbers_of_kinds
 from megarl.models.layers.mesh import Mesh
+from megarl.models.layers.passes import Linear, MixerDecoder, Pass, RopeTables
 from megarl.models.lora import LinearAdapter, adapter_of
 from megarl.planning.memory import PACK_LIMIT_BYTES, PACK_STEPS
 
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
     from megarl.architectures.vision_language import VisionEncoder
     from megarl.models.policy import PolicyModel
     from megarl.models.vlm.model import Images
-
-Linear = Callable[[Tensor], Tensor]
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -116,18 +116,10 @@ class Layer:
     and apply the next norm.
     """
 
-    def __init__(self, module: Any, config: Any, number: int, mesh: Mesh, recipe: Recipe, ops: Ops) -> None:
-        self._number, self._mesh, self._eps, self._ops = number, mesh, config.layernorm_epsilon, ops
-        attention, mlp = module.self_attention, module.mlp
-        self._heads = (config.num_query_groups // mesh.tp.size, -1, config.kv_channels)
-        self._window = config.mixers[module.layer_number - 1].window if config.mixers else None
+    def __init__(self, module: Any, mixer: MixerDecoder, config: Any, mesh: Mesh, recipe: Recipe, ops: Ops) -> None:
+        self._mixer, self._mesh, self._eps, self._ops = mixer, mesh, config.layernorm_epsilon, ops
+        mlp = module.mlp
         self._attn_norm, self._mlp_norm = map(recipe.cast, layer_norms(module))
-        self._qkv = recipe.layer(attention.linear_qkv)
-        self._proj = recipe.layer(attention.linear_proj)
-        weights = None
-        if config.qk_layernorm:
-            weights = torch.stack([recipe.cast(n.weight) for n in (attention.q_layernorm, attention.k_layernorm)])
-        self._head_norm = HeadNorm(weights, self._eps)
         self._moe = MoE(mlp, config, mesh, recipe.grouped, recipe.dtype) if hasattr(mlp, "router") else None
         if self._moe is None:
             self._up, self._down = recipe.layer(mlp.linear_fc1), recipe.layer(mlp.linear_fc2)
@@ -137,17 +129,15 @@ class Layer:
         """Whether the host waits for the device or other ranks in every decode step, see `MoE.waits`."""
         return self._moe is not None and self._moe.waits
 
-    def __call__(self, hidden: Tensor, delta: Tensor | None, rope: RopeTables, attend: Attend, lockstep: int) -> Tensor:
-        """Add `delta` and the attention's output to `hidden` [n, h] in place; return the MLP's output [n, h].
+    def __call__(self, hidden: Tensor, delta: Tensor | None, step: Pass, lockstep: int) -> Tensor:
+        """Add `delta` and the mixer's output to `hidden` [n, h] in place; return the MLP's output [n, h].
 
         The next layer adds the MLP's output, which it receives as `delta`.
         """
         if not len(hidden):
             return hidden if self._moe is None else self._moe(hidden, lockstep)
-        # Megatron stores the query heads, key and value of a group side by side, as decoding needs them.
-        qkv = self._qkv(self._ops.add_norm(hidden, delta, self._attn_norm, self._eps)).view(len(hidden), *self._heads)
-        context = attend(self._number, self._window, qkv, self._head_norm, rope)
-        delta = self._mesh.tp.all_sum(self._proj(context))
+        x = self._ops.add_norm(hidden, delta, self._attn_norm, self._eps)
+        delta = self._mesh.tp.all_sum(self._mixer(x, step))
         x = self._ops.add_norm(hidden, delta, self._mlp_norm, self._eps)
         if self._moe is not None:
             return self._moe(x, lockstep)
@@ -163,9 +153,7 @@ class DecoderStage:
         steps: expected number of decode steps; weights are packed only if there are many.
 
     Attributes:
-        layers: number of layers of this process.
-        heads: number of key/value heads of this process.
-        head_dim: width of a head.
+        mixers: the mixers of this process's layers.
         is_moe: whether the model has experts, here or on another stage.
     """
 
@@ -178,13 +166,20 @@ class DecoderStage:
         recipe = Recipe(dtype, rows if pack and size <= PACK_LIMIT_BYTES else 0)
         self.kernels = self._load_kernels()
         ops = Ops() if self.kernels is None else Ops(self.kernels.add_norm, self.kernels.silu_mul)
-        numbers = iter(range(sum(len(chunk.decoder.layers) for chunk in chunks)))
-        self._chunks = [
-            [Layer(module, self._config, next(numbers), mesh, recipe, ops) for module in chunk.decoder.layers]
-            for chunk in chunks
-        ]
-        self.layers = sum(len(layers) for layers in self._chunks)
-        self.heads, self.head_dim = self._config.num_query_groups // mesh.tp.size, self._config.kv_channels
+        modules = [module for chunk in chunks for module in chunk.decoder.layers]
+        self.mixers = [self._config.mixers[module.layer_number - 1] for module in modules]
+        layers = iter(
+            Layer(
+                module,
+                KINDS[mixer.kind].decoder(module.self_attention, mixer, number, mesh, recipe, self.kernels),
+                self._config,
+                mesh,
+                recipe,
+                ops,
+            )
+            for module, mixer, number in zip(modules, self.mixers, numbers_of_kinds(self.mixers), strict=True)
+        )
+        self._chunks = [[next(layers) for _ in chunk.decoder.layers] for chunk in chunks]
         self.is_moe = self._config.num_moe_experts is not None
         self._first: Any = chunks[0]
         self._rope, self._add_norm = chunks[0].rope, ops.add_norm
@@ -220,7 +215,7 @@ class DecoderStage:
         self,
         tokens: Tensor,
         positions: Tensor,
-        attend: Attend,
+        step: Pass,
         *,
         want_logits: bool,
         lockstep: int = 0,
@@ -230,6 +225,7 @@ class DecoderStage:
 
         Args:
             tokens: int64 [n]; n may be 0 on a rank that only runs its experts for other ranks.
+            step: what the tokens are, see `megarl.models.layers.passes`.
             positions: int64 [n], or [3, n] if rotary positions are (time, height, width).
             images: images whose features replace image tokens among `tokens`.
             lockstep: largest n of the ranks that share experts with this one.
@@ -238,7 +234,7 @@ class DecoderStage:
             Logits [n, V / tp] on the last stage if `want_logits`, else None.
         """
         tables = self._rope.cos_sin if positions.dim() == 1 else self._rope.cos_sin_of_three
-        rope, deeper = RopeTables(*tables(positions, self.dtype)), list[Tensor]()
+        step.rope, deeper = RopeTables(*tables(positions, self.dtype)), list[Tensor]()
         hidden = torch.empty(len(tokens), self._config.hidden_size, dtype=self.dtype, device=self.device)
         for number, layers in enumerate(self._chunks):
             if self.mesh.is_first_stage and number == 0:
@@ -249,7 +245,7 @@ class DecoderStage:
                 hidden = self.mesh.recv_prev(torch.empty_like(hidden))
             delta = None
             for layer in layers:
-                delta = layer(hidden, delta, rope, attend, lockstep)
+                delta = layer(hidden, delta, step, lockstep)
                 if deeper and images is not None:
                     delta.index_add_(0, images.places, deeper.pop(0))
             final = self.mesh.is_last_stage and number == len(self._chunks) - 1

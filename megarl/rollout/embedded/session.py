@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from megarl.config.rollout import SamplingConfig
-from megarl.models.layers.attention.cache import KVCache
-from megarl.models.layers.attention.decoding import Attend, DecodeAttention, KernelAttention, PromptAttention
+from megarl.models.layers.kinds import allocate, bytes_per_row
+from megarl.models.layers.passes import DecodeStep, Prompts
 from megarl.models.vlm.model import next_position, positions_of
 from megarl.rollout.embedded.graphs import DecodeGraphs, cache_length, length_bucket, row_bucket, slots_below
 from megarl.rollout.embedded.memory import free_bytes
@@ -115,16 +115,7 @@ class Session:
         if fixed:
             longest, wanted = cache_length(longest), row_bucket(wanted, limits.max_running) if wanted else 0
         slots = self._slots(wanted, longest, limits.sessions)
-        self._cache = KVCache(
-            layers=stage.layers,
-            slots=slots,
-            max_length=longest,
-            heads=stage.heads,
-            head_dim=stage.head_dim,
-            dtype=stage.dtype,
-            device=device,
-            fixed=fixed,
-        )
+        self._caches = allocate(stage.mixers, slots, longest, self._mesh.tp.size, stage.dtype, device, fixed=fixed)
         # One extra sample, to which the padded rows of a captured graph write.
         self._state = _State(slots, idle=len(seeds), device=device)
         self._idle = torch.tensor([[len(seeds)], [0], [0], [0]], device=device)
@@ -143,7 +134,6 @@ class Session:
             tp=self._mesh.tp,
             device=device,
         )
-        self._scale = stage.head_dim**-0.5
         self._reach = 0  # the largest position that the next decode step writes
         graphs = fixed and limits.graphs and stage.can_be_captured
         self._graphs = DecodeGraphs(self._state.numbers, self._state.done) if graphs else None
@@ -169,9 +159,7 @@ class Session:
         """Return the number of cache rows that fit into memory, equal on all ranks of the replica."""
         if wanted == 0:
             return 0
-        row = KVCache.bytes_per_row(
-            self._stage.layers, length, self._stage.heads, self._stage.head_dim, self._stage.dtype
-        )
+        row = bytes_per_row(self._stage.mixers, length, self._mesh.tp.size, self._stage.dtype)
         device = self._stage.device
         fit = min(wanted, int(free_bytes(device, sessions) // row))
         fit = -self._mesh.pp.all_max(self._mesh.tp.all_max(-fit, device), device)
@@ -204,8 +192,8 @@ class Session:
                 self._read([(prompt.prompt_ids[:-1], prompt.images) for prompt in prompts], batch.rows, lockstep)
             elif rows == 0:  # a pass without tokens, so that other ranks can use this rank's experts
                 nothing = torch.zeros(0, dtype=torch.int64, device=self._stage.device)
-                attend = DecodeAttention(self._cache, nothing, 0, self._scale)
-                self._stage.forward(nothing, nothing, attend, want_logits=False, lockstep=lockstep)
+                step = DecodeStep(self._caches, nothing, 0)
+                self._stage.forward(nothing, nothing, step, want_logits=False, lockstep=lockstep)
             else:
                 self._decode(rows, lockstep)
                 steps += 1
@@ -229,12 +217,12 @@ class Session:
         self._state.numbers[:, rows] = torch.tensor(state, device=device)
         self._state.done[rows] = False
         self._reach = max(self._reach, *state[2])
-        self._cache.reserve(first, self._reach + 1)
+        self._caches.reserve(first, self._reach + 1)
         if blank := [first + i for i, s in enumerate(samples) if s.prompt_tokens == 1]:
-            self._cache.clear(torch.tensor(blank, device=device))
+            self._caches.clear(torch.tensor(blank, device=device))
         if admission.copies:
             sources, targets = torch.tensor(admission.copies, device=device).unbind(1)
-            self._cache.copy_rows(sources, targets)
+            self._caches.copy_rows(sources, targets)
         self._pending.extend(admission.prefills)
 
     def _read(
@@ -242,24 +230,28 @@ class Session:
     ) -> None:
         """Prefill prompts from position 0 in one pass, and write the keys and values of each into all of its rows."""
         lengths = [len(tokens) for tokens, _ in prompts]
-        attend = PromptAttention(self._cache, lengths, rows, self._scale)
         device = self._stage.device
         tokens = torch.tensor([token for prompt, _ in prompts for token in prompt])
         images, positions = None, torch.cat([torch.arange(n) for n in lengths])
         if any(sets is not None for _, sets in prompts):
             images, positions = seen([(range(len(tokens)), sets) for tokens, sets in prompts], self._stage)
         self._stage.forward(
-            tokens.to(device), positions.to(device), attend, want_logits=False, lockstep=lockstep, images=images
+            tokens.to(device),
+            positions.to(device),
+            Prompts(self._caches, lengths, rows),
+            want_logits=False,
+            lockstep=lockstep,
+            images=images,
         )
 
     def _padded(self, rows: int) -> int:
         """Return the number of rows that a decode step of `rows` samples computes, padding included."""
-        return row_bucket(rows, self._cache.slots) if rows and self._cache.fixed else rows
+        return row_bucket(rows, self._caches.slots) if rows and self._caches.fixed else rows
 
     def _decode(self, rows: int, lockstep: int) -> None:
-        self._cache.reserve(*self._extent(rows))
-        length, padded = self._cache.length, self._padded(rows)
-        if self._cache.fixed:
+        self._caches.reserve(*self._extent(rows))
+        length, padded = self._caches.length, self._padded(rows)
+        if self._caches.fixed:
             if self._stage.kernels is None:  # kernels read only each row's own length
                 length = length_bucket(self._reach + 1, length)
             self._state.numbers[:, rows:padded] = self._idle
@@ -276,13 +268,10 @@ class Session:
     def _step(self, rows: int, length: int, lockstep: int) -> None:
         """Decode one token in each of the first `rows` rows, with device operations only, as graphs need."""
         sample, token, position, count = self._state.numbers[:, :rows]
-        attend: Attend
-        if self._stage.kernels is not None:
-            attend = KernelAttention(self._stage.kernels, self._cache, position, self._scale)
-        else:
-            attend = DecodeAttention(self._cache, position, length, self._scale)
         turned = position if self._shifts is None else position + self._shifts[sample]
-        logits = self._stage.forward(token, turned, attend, want_logits=True, lockstep=lockstep)
+        logits = self._stage.forward(
+            token, turned, DecodeStep(self._caches, position, length), want_logits=True, lockstep=lockstep
+        )
         if logits is not None:
             sampled, logprobs = self._sampler(logits, self._seeds[sample], count)
             self._logprobs[sample, count] = logprobs
@@ -312,7 +301,7 @@ class Session:
         state = self._state
         if moves:
             sources, targets = torch.tensor(moves, device=self._stage.device).unbind(1)
-            self._cache.copy_rows(sources, targets)
+            self._caches.copy_rows(sources, targets)
             state.numbers[:, targets] = state.numbers[:, sources]
             state.done[targets] = state.done[sources]
         if running is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from megarl.config.rollout import SamplingConfig
-from megarl.models.layers.attention.decoding import ExtendAttention
+from megarl.models.layers.passes import Extension
 from megarl.rollout.embedded.model import DecoderStage
 from megarl.rollout.embedded.rows import CacheRows, RowAssignment
 from megarl.rollout.embedded.session import Session, SessionLimits, seen
@@ -66,7 +66,7 @@ class TurnSession(Session):
         self._steps = 0  # counted over all calls of `wait`, because calls may be shorter than `_LOOK_EVERY`
         # Kept rows follow the running rows, so the padded rows of a GPU's bucket must not overwrite them: they write
         # nothing (kernels), or a position that no sequence reaches.
-        nowhere = self._cache.max_length - 1 if stage.kernels is None else -1
+        nowhere = self._caches.max_length - 1 if stage.kernels is None else -1
         self._idle = torch.tensor([[sequences], [0], [nowhere], [0]], device=device)
 
     def submit(
@@ -168,7 +168,7 @@ class TurnSession(Session):
         self._reach = max(self._reach, *state[2])
         for sequence in [s for s in self._cached if s not in self._rows.holders]:
             del self._cached[sequence]  # the sequence's row was evicted
-        self._cache.reserve(*self._extent(0))
+        self._caches.reserve(*self._extent(0))
         self._read_fresh(admission)
         self._read_new(admission)
 
@@ -182,7 +182,7 @@ class TurnSession(Session):
             groups.setdefault(key, []).append(row)
             sets[key] = images  # the key has the tokens too, because places depend on the text before the images
         if blank := groups.pop(((), ()), None):
-            self._cache.clear(torch.tensor(blank, device=self._stage.device))
+            self._caches.clear(torch.tensor(blank, device=self._stage.device))
         ordered = sorted(groups, key=lambda group: len(group[0]))
         for part in _passes([len(tokens) for tokens, _ in ordered], self._budget):
             batch = ordered[part]
@@ -198,7 +198,7 @@ class TurnSession(Session):
         for part in _passes([len(new[row]) for row in ordered], self._budget):
             rows = ordered[part]
             lengths = [len(new[row]) for row in rows]
-            attend = ExtendAttention(self._cache, lengths, [starts[row] for row in rows], rows, self._scale)
+            step = Extension(self._caches, lengths, [starts[row] for row in rows], rows)
             tokens = torch.tensor([token for row in rows for token in new[row]], device=device)
             sequences = [self._rows.holders[row] for row in rows]
             ranges = [range(starts[row], starts[row] + len(new[row])) for row in rows]
@@ -206,7 +206,7 @@ class TurnSession(Session):
             images, positions = None, torch.cat([torch.arange(part.start, part.stop) for part in ranges])
             if any(image_set is not None for image_set in sets):
                 images, positions = seen(list(zip(ranges, sets, strict=True)), self._stage)
-            self._stage.forward(tokens, positions.to(device), attend, want_logits=False, images=images)
+            self._stage.forward(tokens, positions.to(device), step, want_logits=False, images=images)
 
     def _retire_turns(self, rows: int) -> dict[int, Sampled]:
         """Retire the finished turns of the running rows, keep their rows, and return the turns by sequence."""

@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megarl.models.layers.attention.plain import Attention
+
 _STEP = 32
 
 
@@ -26,23 +28,22 @@ def _round_up(length: int) -> int:
 class KVCache:
     """The key/value cache of `slots` rows of up to `max_length` positions for the layers of this process.
 
-    Args:
-        heads: key/value heads of this rank.
-        fixed: keep one memory layout (GPU).
+    See `megarl.models.layers.passes.Store`.
     """
 
     def __init__(
         self,
+        mixer: Attention,
         *,
         layers: int,
         slots: int,
         max_length: int,
-        heads: int,
-        head_dim: int,
+        tp: int,
         dtype: torch.dtype,
         device: torch.device,
         fixed: bool,
     ) -> None:
+        heads, head_dim = mixer.groups // tp, mixer.width
         self.slots, self.max_length, self.heads, self.head_dim, self.fixed = slots, max_length, heads, head_dim, fixed
         self.device = device
         size = slots * max_length * heads * head_dim
@@ -56,9 +57,9 @@ class KVCache:
         self._head_index = torch.arange(heads, device=device)
 
     @staticmethod
-    def bytes_per_row(layers: int, max_length: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    def bytes_per_row(mixer: Attention, layers: int, max_length: int, tp: int, dtype: torch.dtype) -> int:
         """Return the bytes of one row, with its part of the buffer into which layers are copied when they grow."""
-        return (2 * layers + 1) * max_length * heads * head_dim * dtype.itemsize
+        return (2 * layers + 1) * max_length * (mixer.groups // tp) * mixer.width * dtype.itemsize
 
     def _view(self, flat: Tensor, length: int) -> Tensor:
         """Return a view [rows, G, length, D] of a flat buffer."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,22 +18,13 @@ from torch import Tensor
 
 from megarl.kernels.gpu import layer_kernels
 from megarl.models.layers.attention.cache import KVCache
+from megarl.models.layers.attention.plain import Attention
 from megarl.models.layers.attention.training import varlen_attention
+from megarl.models.layers.mesh import Mesh
+from megarl.models.layers.passes import DecodeStep, Pass, Preparation, Prompts, RopeTables
 from megarl.models.norm import rms_norm
 from megarl.models.packing import pack_stream
 from megarl.models.rope import rotate
-
-
-class RopeTables:
-    """The rotary tables of t tokens: cos and sin, [t, R / 2] each; the first R numbers of a head are rotated."""
-
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
-        self.cos, self.sin = cos, sin
-
-    @cached_property
-    def wide(self) -> tuple[Tensor, Tensor]:
-        """cos and sign-folded sin, each [t, 1, 1, R], so that RoPE is x * cos + swap_halves(x) * sin."""
-        return (torch.cat((self.cos, self.cos), -1)[:, None, None], torch.cat((-self.sin, self.sin), -1)[:, None, None])
 
 
 @dataclass(frozen=True)
@@ -97,6 +87,47 @@ class DecodeKernels(Protocol):
     @property
     def attend(self) -> Callable[..., Tensor]:
         """The kernel with the arguments and result of `CpuKernels.attend`."""
+
+
+class AttentionDecoder:
+    """Softmax attention of one layer while decoding; see `MixerDecoder`."""
+
+    def __init__(
+        self,
+        module: Any,
+        mixer: Attention,
+        number: int,
+        mesh: Mesh,
+        prepared: Preparation,
+        kernels: DecodeKernels | None,
+    ) -> None:
+        self._number, self._window, self._kernels = number, mixer.window, kernels
+        self._heads, self._scale = (mixer.groups // mesh.tp.size, -1, mixer.width), mixer.width**-0.5
+        self._qkv, self._proj = prepared.layer(module.linear_qkv), prepared.layer(module.linear_proj)
+        weights = None
+        if mixer.qk_norm:
+            weights = torch.stack([prepared.cast(n.weight) for n in (module.q_layernorm, module.k_layernorm)])
+        self._head_norm = HeadNorm(weights, module.config.layernorm_epsilon)
+
+    def __call__(self, x: Tensor, step: Pass) -> Tensor:
+        """Implement `MixerDecoder`."""
+        # Megatron stores the query heads, key and value of a group side by side, as decoding needs them.
+        qkv = self._qkv(x).view(len(x), *self._heads)
+        attend: Attend | None = step.memo.get(Attention.kind)
+        if attend is None:
+            attend = step.memo[Attention.kind] = self._attend(step)
+        return self._proj(attend(self._number, self._window, qkv, self._head_norm, step.rope))
+
+    def _attend(self, step: Pass) -> Attend:
+        """Return the attention of a pass, for all layers."""
+        cache: KVCache = step.caches[Attention.kind]
+        if isinstance(step, Prompts):
+            return PromptAttention(cache, step.lengths, step.rows, self._scale)
+        if not isinstance(step, DecodeStep):
+            return ExtendAttention(cache, step.lengths, step.starts, step.rows, self._scale)
+        if self._kernels is not None:
+            return KernelAttention(self._kernels, cache, step.positions, self._scale)
+        return DecodeAttention(cache, step.positions, step.length, self._scale)
 
 
 class KernelAttention:

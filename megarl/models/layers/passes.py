@@ -1,0 +1,185 @@
+"""The passes of decoding, which every kind of layer answers, and the caches of a session.
+
+A pass runs tokens through all layers of this process: one new token of each running sample (`DecodeStep`), whole
+prompts (`Prompts`), or new tokens of sequences whose earlier positions are cached (`Extension`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megarl.models.layers.mesh import Mesh
+from megarl.models.layers.mixer import Mixer
+
+Linear = Callable[[Tensor], Tensor]
+
+
+class RopeTables:
+    """The rotary tables of t tokens: cos and sin, [t, R / 2] each; the first R numbers of a head are rotated."""
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos, self.sin = cos, sin
+
+    @cached_property
+    def wide(self) -> tuple[Tensor, Tensor]:
+        """cos and sign-folded sin, each [t, 1, 1, R], so that RoPE is x * cos + swap_halves(x) * sin."""
+        return (torch.cat((self.cos, self.cos), -1)[:, None, None], torch.cat((-self.sin, self.sin), -1)[:, None, None])
+
+
+class Store(Protocol):
+    """What the layers of one kind on this process keep of running samples, by row: a cache of positions, or a state."""
+
+    length: int
+    """Positions that each row has at present; 0: the kind keeps a state, not positions."""
+
+    def __init__(
+        self,
+        mixer: Mixer,
+        *,
+        layers: int,
+        slots: int,
+        max_length: int,
+        tp: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        fixed: bool,
+    ) -> None:
+        """Allocate `slots` rows of up to `max_length` positions for `layers` layers; `fixed`: keep one memory layout
+        (GPU)."""
+
+    @staticmethod
+    def bytes_per_row(mixer: Mixer, layers: int, max_length: int, tp: int, dtype: torch.dtype) -> int:
+        """Return the bytes of one row."""
+
+    def reserve(self, rows: int, needed: int) -> None:
+        """Resize to at least `needed` positions if fewer or far more are allocated; keep the first `rows` rows."""
+
+    def clear(self, rows: Tensor) -> None:
+        """Empty `rows`, for samples whose first decode step is at position 0."""
+
+    def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy rows `sources` to `targets` in all layers; all rows are read before any row is written."""
+
+
+class Caches:
+    """The stores of a session, by kind of layer.
+
+    Attributes:
+        slots: number of rows.
+        max_length: most positions of a row.
+        fixed: whether the memory layout is fixed (GPU).
+    """
+
+    def __init__(self, stores: Mapping[str, Store], slots: int, max_length: int, *, fixed: bool) -> None:
+        self._stores, self.slots, self.max_length, self.fixed = stores, slots, max_length, fixed
+
+    def __getitem__(self, kind: str) -> Any:
+        return self._stores[kind]
+
+    @property
+    def length(self) -> int:
+        """Positions that each row has at present."""
+        return max(store.length for store in self._stores.values())
+
+    def reserve(self, rows: int, needed: int) -> None:
+        """Call `Store.reserve` of all kinds."""
+        for store in self._stores.values():
+            store.reserve(rows, needed)
+
+    def clear(self, rows: Tensor) -> None:
+        """Call `Store.clear` of all kinds."""
+        for store in self._stores.values():
+            store.clear(rows)
+
+    def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
+        """Call `Store.copy_rows` of all kinds."""
+        for store in self._stores.values():
+            store.copy_rows(sources, targets)
+
+
+@dataclass
+class _Pass:
+    """What all passes have.
+
+    caches: of the session. memo: what the first layer computes for the others, by a name that the kind chooses. rope:
+    tables of the pass's tokens, set by the decoder.
+    """
+
+    caches: Caches
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False, kw_only=True)
+    rope: RopeTables = field(init=False, repr=False)
+
+
+@dataclass
+class DecodeStep(_Pass):
+    """One new token in each of the first n rows.
+
+    positions: int64 [n]. length: number of cached positions that are read, at most.
+    """
+
+    positions: Tensor
+    length: int
+
+
+@dataclass
+class Prompts(_Pass):
+    """Packed whole prompts that start at position 0; what a prompt leaves behind goes to all of its rows.
+
+    lengths: tokens of each prompt in the stream. rows: cache rows of each prompt.
+    """
+
+    lengths: Sequence[int]
+    rows: Sequence[Sequence[int]]
+
+
+@dataclass
+class Extension(_Pass):
+    """Packed new tokens of sequences whose earlier positions are cached.
+
+    lengths: new tokens of each sequence in the stream. starts: cached positions of each. rows: cache row of each.
+    """
+
+    lengths: Sequence[int]
+    starts: Sequence[int]
+    rows: Sequence[int]
+
+
+Pass = DecodeStep | Prompts | Extension
+
+
+class Preparation(Protocol):
+    """How weights are prepared for decoding (`megarl.rollout.embedded.model.Recipe`)."""
+
+    dtype: torch.dtype
+
+    def cast(self, weight: Tensor) -> Tensor:
+        """Return the weight itself, or a copy in the decoding dtype."""
+
+    def layer(self, linear: Any) -> Linear:
+        """Return the function x -> y of one of the model's linear layers, LoRA adapter included."""
+
+
+class MixerDecoder(Protocol):
+    """The decode form of one layer's mixer.
+
+    Args:
+        module: the training module, whose weights are read without a copy.
+        mixer: the layer's sizes.
+        number: place of the layer among those of its kind on this process.
+        prepared: prepares the weights.
+        kernels: kernels of decode steps (`DecodeKernels`); None: torch.
+    """
+
+    def __init__(
+        self, module: Any, mixer: Any, number: int, mesh: Mesh, prepared: Preparation, kernels: Any
+    ) -> None: ...
+
+    def __call__(self, x: Tensor, step: Pass) -> Tensor:
+        """Return the mixer's output [n, h] of normed hidden states x [n, h], before the sum over tensor-parallel
+        ranks."""
