@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megarl.models.layers.mesh import Mesh
-from megarl.models.layers.mixer import Mixer
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -40,7 +39,7 @@ class Store(Protocol):
 
     def __init__(
         self,
-        mixer: Mixer,
+        mixer: Any,
         *,
         layers: int,
         slots: int,
@@ -54,7 +53,7 @@ class Store(Protocol):
         (GPU)."""
 
     @staticmethod
-    def bytes_per_row(mixer: Mixer, layers: int, max_length: int, tp: int, dtype: torch.dtype) -> int:
+    def bytes_per_row(mixer: Any, layers: int, max_length: int, tp: int, dtype: torch.dtype) -> int:
         """Return the bytes of one row."""
 
     def reserve(self, rows: int, needed: int) -> None:
@@ -156,7 +155,9 @@ Pass = DecodeStep | Prompts | Extension
 class Preparation(Protocol):
     """How weights are prepared for decoding (`megarl.rollout.embedded.model.Recipe`)."""
 
-    dtype: torch.dtype
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of decoding."""
 
     def cast(self, weight: Tensor) -> Tensor:
         """Return the weight itself, or a copy in the decoding dtype."""
