@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 from megatron.core import parallel_state as mpu
@@ -24,6 +23,7 @@ from megarl.models.layer_forms import parts_of
 from megarl.models.layers.attention.training import PackedAttention
 from megarl.models.layers.experts.deepep import DeepEPDispatcher
 from megarl.models.layers.experts.training import GroupedExperts, TokenDispatcher, expert_groups
+from megarl.models.layers.kinds import KINDS
 from megarl.models.layers.mlp.swiglu import SwiGLU
 from megarl.models.lora import attach
 from megarl.models.norm import RMSNorm
@@ -101,8 +101,13 @@ def block_spec(hf: PretrainedConfig, config: PolicyConfig, vp_stage: int | None)
     """Return the layer specs of one chunk, in the layer form that `config.layers` selects."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    kinds = {sparse: layer_spec(config, sparse=sparse) for sparse in set(moe_layers(hf))}
-    layers = [copy.deepcopy(kinds[sparse]) for sparse in moe_layers(hf)[first : first + count]]
+    layers = []
+    for mixer, sparse in list(zip(config.mixers, moe_layers(hf), strict=True))[first : first + count]:
+        layer = layer_spec(config, sparse=sparse)
+        training = KINDS[mixer.kind].training
+        if training is not None:
+            layer.submodules.self_attention = training(mixer)
+        layers.append(layer)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm(config))
 
 

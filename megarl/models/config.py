@@ -25,6 +25,7 @@ from megarl.models.hf import (
     num_experts,
 )
 from megarl.models.layer_forms import Form, layer_form, refuse_fp8
+from megarl.models.layers.attention.plain import Attention
 from megarl.models.layers.experts.deepep import Dispatch, dispatch_of
 from megarl.models.layers.mixer import Mixer
 from megarl.models.rope import Rope
@@ -78,6 +79,8 @@ def transformer_config(
         needs_local = "a model whose language_model is frozen"
     if encoder_of(hf) is not None:
         needs_local = "a model of images and text, whose positions have three numbers,"
+    if others := sorted({mixer.kind for mixer in mixers_of(hf)} - {Attention.kind}):
+        needs_local = f"a model with layers of {', '.join(others)}"
     form = layer_form(engine, dtype, where, needs_local)
     refuse_fp8(hf, parallel, engine, where)
     fields = {**_model_fields(hf, dtype), "lora": lora, "layers": form}

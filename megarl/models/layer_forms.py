@@ -196,7 +196,7 @@ def layer_norms(layer: Any) -> LayerNorms:
         return norm.weight if fused is None else fused
 
     return LayerNorms(
-        weight(layer.input_layernorm, layer.self_attention.linear_qkv),
+        weight(layer.input_layernorm, getattr(layer.self_attention, "linear_qkv", None)),
         weight(layer.pre_mlp_layernorm, getattr(layer.mlp, "linear_fc1", None)),
     )
 
