@@ -82,12 +82,12 @@ class Activations:
         """Bytes that one layer's mixer keeps for the backward pass, with its norm; the mean over layers if they
         differ."""
         facts, t, tp = self.facts, self.passes.tokens, self.parallel.tp
-        kept = 0.0
+        stored = 0.0
         for mixer, count in facts.mixer_counts.items():
             scores = self._scores(facts.heads / tp, facts.kv_heads / tp * facts.head_dim) if mixer.pair_flops else 0.0
-            kept += count / facts.layers * (self.element * t * mixer.kept_elements(tp) + scores)
+            stored += count / facts.layers * (self.element * t * mixer.kept_elements(tp) + scores)
         # The norm's input and output.
-        return self.element * 2 * self.held * facts.hidden + kept
+        return self.element * 2 * self.held * facts.hidden + stored
 
     def _scores(self, heads: float, k: float) -> float:
         """Return the bytes that attention keeps for the backward pass in addition to its inputs and its result."""

@@ -9,7 +9,7 @@ from tools.habits import HABITS, counts, nodes_of
 #: The places there are now. Whoever removes some lowers the number.
 ALLOWANCES = {
     "local variables that name nothing": 29,
-    "functions with more than 7 parameters": 46,
+    "functions with more than 7 parameters": 45,
     "asserts that a value is not None": 122,
     "private functions under 5 lines with one caller": 158,
     "files outside megarl/robots that name robots": 6,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -88,7 +90,7 @@ def test_a_cache_of_fixed_layout_keeps_rows_apart_from_padding(dense, monkeypatc
     from megarl.rollout.embedded import session
 
     allocate = session.allocate
-    monkeypatch.setattr(session, "allocate", lambda *sizes, fixed: allocate(*sizes, fixed=True))
+    monkeypatch.setattr(session, "allocate", lambda mixers, room: allocate(mixers, replace(room, fixed=True)))
     monkeypatch.setattr("megarl.rollout.embedded.model.load_kernels", lambda: None)
     fixed = play_turns(engine(dense), PROMPTS)
     assert {n: [t[:2] for t in done] for n, done in fixed.items()} == {

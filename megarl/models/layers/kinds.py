@@ -16,7 +16,7 @@ from megarl.models.layers.attention.cache import KVCache
 from megarl.models.layers.attention.decoding import AttentionDecoder
 from megarl.models.layers.attention.plain import Attention
 from megarl.models.layers.mixer import Mixer
-from megarl.models.layers.passes import Caches, MixerDecoder, Store
+from megarl.models.layers.passes import Caches, MixerDecoder, Room, Store
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -54,24 +54,10 @@ def _by_kind(mixers: Sequence[Mixer]) -> dict[str, tuple[Mixer, int]]:
     return {kind: (mixer, sum(other.kind == kind for other in mixers)) for kind, mixer in first.items()}
 
 
-def allocate(
-    mixers: Sequence[Mixer],
-    slots: int,
-    max_length: int,
-    tp: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    fixed: bool,
-) -> Caches:
-    """Return the caches of a session for layers with these mixers; see `Store`."""
-    stores = {
-        kind: KINDS[kind].store(
-            mixer, layers=layers, slots=slots, max_length=max_length, tp=tp, dtype=dtype, device=device, fixed=fixed
-        )
-        for kind, (mixer, layers) in _by_kind(mixers).items()
-    }
-    return Caches(stores, slots, max_length, fixed=fixed)
+def allocate(mixers: Sequence[Mixer], room: Room) -> Caches:
+    """Return the caches of a session for layers with these mixers."""
+    stores = {kind: KINDS[kind].store(mixer, layers, room) for kind, (mixer, layers) in _by_kind(mixers).items()}
+    return Caches(stores, room)
 
 
 def bytes_per_row(mixers: Sequence[Mixer], max_length: int, tp: int, dtype: torch.dtype) -> int:

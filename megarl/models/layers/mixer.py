@@ -1,4 +1,4 @@
-"""What a layer's mixer is for checks, dry runs and the planner: sizes and counts, without torch.
+"""The description of a layer's mixer for checks, dry runs and the planner: sizes and counts, without torch.
 
 The mixer is the part of a layer that moves information between tokens: softmax attention, or another kind. Each layer
 has one; `ModelFacts.mixers` and `PolicyConfig.mixers` list those of all layers.
@@ -42,7 +42,7 @@ class Mixer(ABC):
 
     @property
     def token_flops(self) -> float:
-        """Forward FLOPs per token besides products with weight matrices and `pair_flops`."""
+        """Forward FLOPs per token in addition to products with weight matrices and `pair_flops`."""
         return 0.0
 
     def cache_elements(self, tp: int) -> float:

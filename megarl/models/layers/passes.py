@@ -31,26 +31,30 @@ class RopeTables:
         return (torch.cat((self.cos, self.cos), -1)[:, None, None], torch.cat((-self.sin, self.sin), -1)[:, None, None])
 
 
+@dataclass(frozen=True)
+class Room:
+    """The size and place of a session's caches.
+
+    slots: number of rows. max_length: most positions of a row. tp: tensor-parallel ranks. dtype, device: of cached
+    keys and values. fixed: keep one memory layout (GPU).
+    """
+
+    slots: int
+    max_length: int
+    tp: int
+    dtype: torch.dtype
+    device: torch.device
+    fixed: bool
+
+
 class Store(Protocol):
-    """What the layers of one kind on this process keep of running samples, by row: a cache of positions, or a state."""
+    """The memory of running samples, by row, of the layers of one kind on this process: cached positions or a state."""
 
     length: int
     """Positions that each row has at present; 0: the kind keeps a state, not positions."""
 
-    def __init__(
-        self,
-        mixer: Any,
-        *,
-        layers: int,
-        slots: int,
-        max_length: int,
-        tp: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        fixed: bool,
-    ) -> None:
-        """Allocate `slots` rows of up to `max_length` positions for `layers` layers; `fixed`: keep one memory layout
-        (GPU)."""
+    def __init__(self, mixer: Any, layers: int, room: Room) -> None:
+        """Allocate the rows for `layers` layers."""
 
     @staticmethod
     def bytes_per_row(mixer: Any, layers: int, max_length: int, tp: int, dtype: torch.dtype) -> int:
@@ -70,13 +74,11 @@ class Caches:
     """The stores of a session, by kind of layer.
 
     Attributes:
-        slots: number of rows.
-        max_length: most positions of a row.
-        fixed: whether the memory layout is fixed (GPU).
+        slots, max_length, fixed: see `Room`.
     """
 
-    def __init__(self, stores: Mapping[str, Store], slots: int, max_length: int, *, fixed: bool) -> None:
-        self._stores, self.slots, self.max_length, self.fixed = stores, slots, max_length, fixed
+    def __init__(self, stores: Mapping[str, Store], room: Room) -> None:
+        self._stores, self.slots, self.max_length, self.fixed = stores, room.slots, room.max_length, room.fixed
 
     def __getitem__(self, kind: str) -> Any:
         return self._stores[kind]
@@ -104,10 +106,10 @@ class Caches:
 
 @dataclass
 class _Pass:
-    """What all passes have.
+    """The fields of all passes.
 
-    caches: of the session. memo: what the first layer computes for the others, by a name that the kind chooses. rope:
-    tables of the pass's tokens, set by the decoder.
+    caches: of the session. memo: values that the first layer computes for the others, by a name that the kind chooses.
+    rope: tables of the pass's tokens, set by the decoder.
     """
 
     caches: Caches
@@ -128,7 +130,7 @@ class DecodeStep(_Pass):
 
 @dataclass
 class Prompts(_Pass):
-    """Packed whole prompts that start at position 0; what a prompt leaves behind goes to all of its rows.
+    """Packed whole prompts that start at position 0; the keys and values, or the state, of each go to all of its rows.
 
     lengths: tokens of each prompt in the stream. rows: cache rows of each prompt.
     """

@@ -103,10 +103,6 @@ def _rows(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> Cut:
     return (offset, *shape[1:]), tuple(pieces)
 
 
-def _stack(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> Cut:
-    return _rows(sources, 1, 0, size)
-
-
 def _columns(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> Cut:
     pieces, offset = [], 0
     for name, (rows, total) in sources:
@@ -118,7 +114,9 @@ def _columns(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> Cu
 
 
 COPY = Split("copy", None, _copy)  # not split
-STACK = Split("stack", None, _stack)  # not split; the sources are concatenated by rows
+STACK = Split(
+    "stack", None, lambda sources, ways, rank, size: _rows(sources, 1, 0, size)
+)  # not split; the sources are concatenated by rows
 VOCAB = Split("vocab", "rows", _vocab)  # blocks of rows, the last one padded
 ROWS = Split("rows", "rows", _rows)  # an equal block of rows of each source; the blocks are concatenated by rows
 COLUMNS = Split("columns", "columns", _columns)  # an equal block of columns of each source, concatenated by rows

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megarl.config.rollout import SamplingConfig
 from megarl.models.layers.kinds import allocate, bytes_per_row
-from megarl.models.layers.passes import DecodeStep, Prompts
+from megarl.models.layers.passes import DecodeStep, Prompts, Room
 from megarl.models.vlm.model import next_position, positions_of
 from megarl.rollout.embedded.graphs import DecodeGraphs, cache_length, length_bucket, row_bucket, slots_below
 from megarl.rollout.embedded.memory import free_bytes
@@ -115,7 +115,8 @@ class Session:
         if fixed:
             longest, wanted = cache_length(longest), row_bucket(wanted, limits.max_running) if wanted else 0
         slots = self._slots(wanted, longest, limits.sessions)
-        self._caches = allocate(stage.mixers, slots, longest, self._mesh.tp.size, stage.dtype, device, fixed=fixed)
+        room = Room(slots, longest, self._mesh.tp.size, stage.dtype, device, fixed)
+        self._caches = allocate(stage.mixers, room)
         # One extra sample, to which the padded rows of a captured graph write.
         self._state = _State(slots, idle=len(seeds), device=device)
         self._idle = torch.tensor([[len(seeds)], [0], [0], [0]], device=device)

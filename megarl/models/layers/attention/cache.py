@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.models.layers.attention.plain import Attention
+from megarl.models.layers.passes import Room
 
 _STEP = 32
 
@@ -31,19 +32,9 @@ class KVCache:
     See `megarl.models.layers.passes.Store`.
     """
 
-    def __init__(
-        self,
-        mixer: Attention,
-        *,
-        layers: int,
-        slots: int,
-        max_length: int,
-        tp: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        fixed: bool,
-    ) -> None:
-        heads, head_dim = mixer.groups // tp, mixer.width
+    def __init__(self, mixer: Attention, layers: int, room: Room) -> None:
+        slots, dtype, device, fixed = room.slots, room.dtype, room.device, room.fixed
+        heads, head_dim, max_length = mixer.groups // room.tp, mixer.width, room.max_length
         self.slots, self.max_length, self.heads, self.head_dim, self.fixed = slots, max_length, heads, head_dim, fixed
         self.device = device
         size = slots * max_length * heads * head_dim
