@@ -114,9 +114,8 @@ def _columns(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> Cu
 
 
 COPY = Split("copy", None, _copy)  # not split
-STACK = Split(
-    "stack", None, lambda sources, ways, rank, size: _rows(sources, 1, 0, size)
-)  # not split; the sources are concatenated by rows
+# not split; the sources are concatenated by rows
+STACK = Split("stack", None, lambda sources, ways, rank, size: _rows(sources, 1, 0, size))
 VOCAB = Split("vocab", "rows", _vocab)  # blocks of rows, the last one padded
 ROWS = Split("rows", "rows", _rows)  # an equal block of rows of each source; the blocks are concatenated by rows
 COLUMNS = Split("columns", "columns", _columns)  # an equal block of columns of each source, concatenated by rows
