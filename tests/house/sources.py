@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import gc
+from collections.abc import Iterator
 from pathlib import Path
+
+Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def parse(file: Path) -> ast.Module:
@@ -16,3 +19,14 @@ def parse(file: Path) -> ast.Module:
     finally:
         if enabled:
             gc.enable()
+
+
+def definitions(tree: ast.Module) -> Iterator[Definition]:
+    """The module, and all classes and functions in it; it looks through statements only, not through expressions."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Definition):
+            yield node
+        for block in ("finalbody", "orelse", "handlers", "cases", "body"):
+            waiting.extend(reversed(getattr(node, block, ())))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from tests.house.sources import parse
+from tests.house.sources import definitions, parse
 from tests.house.test_repository import ROOT, tracked
 
 FOLDERS = ("megarl", "launchers", "recipes", "kernels", "tools")
@@ -20,10 +20,8 @@ def is_property(node: ast.AST) -> bool:
 
 def complaints(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and beginning of each docstring that is no sentence of its kind."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        text = ast.get_docstring(node) or ""
+    for node in definitions(tree):
+        text = (ast.get_docstring(node, clean=False) or "").lstrip()
         does = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_property(node)
         if text.startswith("What ") or (does and text.startswith(NOUNS)):
             yield node.body[0].lineno, text.partition("\n")[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.house.sources import parse
+from tests.house.sources import definitions, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,7 +62,7 @@ def test_links_between_documents_lead_somewhere(document: Path) -> None:
 def test_functions_fit_on_a_screen(folder: str) -> None:
     found = []
     for path in tracked(f"{folder}/*.py"):
-        for node in ast.walk(parse(path)):
+        for node in definitions(parse(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
                 lines = node.end_lineno - node.lineno + 1
                 if lines > 60:
