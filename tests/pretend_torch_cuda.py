@@ -86,8 +86,15 @@ def replace(seen: Any, graph: type, capture: type) -> None:
             setattr(module, name, value)
     for name in ("_lazy_init", "set_device", "empty_cache"):
         setattr(cuda, name, nothing())
-    torch.inference_mode = torch.no_grad  # tensor subclasses do not live in inference mode
+    torch.inference_mode = _without_gradients
     torch.compile = lambda fn=None, **_: fn  # Megatron compiles small functions; the compiler knows nothing of all this
+
+
+def _without_gradients(mode: Any = True) -> Any:
+    """`torch.inference_mode` as code calls it; tensor subclasses do not live in inference mode."""
+    if callable(mode):  # @torch.inference_mode
+        return torch.no_grad()(mode)
+    return torch.no_grad() if mode else torch.enable_grad()
 
 
 def replace_movers(cuda_tensor: Any, seen: Any) -> None:

@@ -33,7 +33,8 @@ _STAND_IN = "_megarl_cuda"
 class Rewrite:
     """A text replacement in the source of modules (glob patterns).
 
-    With `cpu_only` it applies only without CUDA. Megatron from version `fixed_in` on does not need it.
+    With `cpu_only` it applies only without CUDA. Megatron needs it from version `since` on and before version
+    `fixed_in`; outside of them the pattern matches nothing.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Rewrite:
     replacement: str
     reason: str
     cpu_only: bool = True
+    since: str = "0"
     fixed_in: str | None = None
 
     def applies(self, module: str) -> bool:
@@ -165,6 +167,15 @@ REWRITES: tuple[Rewrite, ...] = (
         r"\1raise ImportError",
         "experts.deepep imports it where it is used; the import may end with an AssertionError (no CUDA, another NCCL)",
         cpu_only=False,
+    ),
+    Rewrite(
+        "paged-stash",
+        ("megatron.core.transformer.moe.paged_stash",),
+        r"^from megatron\.core\.transformer\.moe\.ops\.paged_stash import \([^)]*\)$",
+        "GLOBAL_BLOCK_SIZE = paged_stash_copy_kernel = paged_stash_pop_kernel = None",
+        "kernels of an option that is not used here: they import Triton, which torch for CPUs does not have",
+        cpu_only=False,
+        since="0.19",
     ),
     Rewrite(
         "trackers",

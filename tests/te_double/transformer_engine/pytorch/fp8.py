@@ -1,3 +1,3 @@
 """The names that Megatron still looks for here."""
 
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager, fp8_autocast  # noqa: F401
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, fp8_autocast, fp8_model_init  # noqa: F401
