@@ -51,8 +51,8 @@ campaign-torch-%:
 # cache folder.
 MEGATRON_SLICE := models rollout robots/models sync system/compat training
 campaign-megatron-%: $(STAMP)
-	$(BIN)/python tools/megatron_env.py $* $(CACHE)/megatron-$*
-	$(CACHE)/megatron-$*/bin/pytest -n $(JOBS) --dist loadfile -m "not servers" $(addprefix tests/,$(MEGATRON_SLICE))
+	$(BIN)/python tools/megatron_env.py $* $(CACHE)/megatron-$* build/megatron-$*
+	build/megatron-$*/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not servers" $(addprefix tests/,$(MEGATRON_SLICE))
 
 lint: $(STAMP) ## style, types, layers
 	$(BIN)/ruff check .

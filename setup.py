@@ -48,7 +48,7 @@ setup(
     install_requires=[
         # `make campaign-install` trains with the oldest of these, and with the newest. Torch 2.12 was never tested.
         "torch>=2.11,!=2.12.*,<2.15",
-        "megatron-core>=0.16.1,<0.17",
+        "megatron-core>=0.16.1,<0.20",
         "transformers>=5,<6",
         "tensordict>=0.9,<1",
         "safetensors>=0.6.2",
@@ -74,8 +74,9 @@ setup(
         # What building flash-attn and transformer-engine takes: they have no wheels on the package index, and build
         # with --no-build-isolation only, against the torch that is installed.
         "gpu": ["ninja", "packaging", "pybind11>=2.12", "setuptools>=77", "wheel>=0.45"],
-        # After `gpu`, with --no-build-isolation: the versions of transformer-engine that megatron-core 0.16.1 asks for.
-        "te": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
+        # After `gpu`, with --no-build-isolation. What decides is whether it accepts what it is called with
+        # (megarl/system/compat/transformer_engine.py), so there is no upper bound.
+        "te": ["transformer-engine[core_cu13,pytorch]>=2.9"],
         # Tools of MCP servers (environment `tools`).
         "mcp": ["mcp>=2.3,<3"],
         # Demonstrations of robots: LIBERO's files, videos of LeRobot's data sets.

@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     *("megatron-core", "tensordict", "pydantic", "pydantic_core", "annotated-types", "typing-inspection"),
@@ -33,11 +35,12 @@ exit $code
 """
 
 
-def pins() -> list[str]:
-    """Return `package==version` of every package, as constraints.txt has it."""
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    named = {line.partition("==")[0]: line for line in lines if "==" in line}
-    return [named[package] for package in PACKAGES]
+def pins(python: str) -> list[str]:
+    """Return `package==version` of every package, as constraints.txt has it for this version of Python."""
+    lines = (line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    wanted = (requirement for requirement in map(Requirement, lines) if requirement.name in PACKAGES)
+    chosen = (r for r in wanted if r.marker is None or r.marker.evaluate({"python_version": python}))
+    return [f"{requirement.name}{requirement.specifier}" for requirement in chosen]
 
 
 def download(folder: Path, python: str) -> None:
@@ -55,7 +58,7 @@ def download(folder: Path, python: str) -> None:
         command += ["--abi", abi]
     for platform in PLATFORMS:
         command += ["--platform", platform]
-    subprocess.run([*command, *pins()], check=True)
+    subprocess.run([*command, *pins(python)], check=True)
 
 
 def command_there(folder: str, sections: str = "") -> str:

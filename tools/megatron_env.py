@@ -1,8 +1,9 @@
-"""Make an environment with one version of megatron-core: `python tools/megatron_env.py VERSION FOLDER`.
+"""Make an environment with one version of megatron-core: `python tools/megatron_env.py VERSION PACKAGES FOLDER`.
 
 Current versions need Python 3.12, which is looked for in $PYTHON312, on the path, and in the folder of pyenv. The
-environment holds the tested set of constraints.txt with the other megatron-core, and this checkout in editable form.
-The package index has torch for Python 3.12 with CUDA only, so that the environment takes 7 GB and some minutes.
+folder PACKAGES gets the tested set of constraints.txt with that megatron-core, and may serve several checkouts. The
+package index has torch for Python 3.12 with CUDA only, so that PACKAGES takes 7 GB and some minutes. FOLDER is made
+in a second: an environment of this checkout's megarl, which imports everything else from PACKAGES.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import installer
 
 ROOT = Path(__file__).resolve().parents[1]
 _WANTED = "3.12"
+COMPLETE = ".packages"  # a file that marks a finished installation
 
 
 def candidates() -> Iterator[str]:
@@ -40,8 +42,36 @@ def find_python() -> str | None:
     return None
 
 
-def main(version: str, folder: Path) -> int:
-    """Make the environment in `folder` if it is not complete; return an exit code."""
+def make_packages(python: str, version: str, folder: Path) -> None:
+    """Install everything but megarl into `folder`, if that is not complete."""
+    complete = folder / COMPLETE
+    if complete.is_file():
+        return
+    subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    lines = [line for line in lines if not line.startswith("megatron-core==")] + [f"megatron-core=={version}"]
+    constraints = folder / "constraints.txt"
+    constraints.write_text("\n".join(lines) + "\n")
+    interpreter = folder / "bin/python"
+    installer.install(interpreter, next(line for line in lines if line.startswith("torch==")))
+    installer.install(interpreter, "-c", str(constraints), "-e", f"{ROOT}[dev]")
+    subprocess.run([str(interpreter), "-m", "pip", "uninstall", "--quiet", "--yes", "megarl"], check=True)
+    complete.touch()
+
+
+def make_environment(packages: Path, folder: Path) -> None:
+    """Make an environment of this checkout that sees `packages`."""
+    subprocess.run([str(packages / "bin/python"), "-m", "venv", "--without-pip", "--clear", str(folder)], check=True)
+    interpreter = folder / "bin/python"
+    for place in folder.glob("lib/python*/site-packages"):
+        packaged = packages / place.relative_to(folder)
+        (place / "packages.pth").write_text(f"import site; site.addsitedir({str(packaged)!r})\n")
+    # The build needs setuptools alone, which PACKAGES has.
+    installer.install(interpreter, "--no-deps", "--no-build-isolation", "-e", str(ROOT))
+
+
+def main(version: str, packages: Path, folder: Path) -> int:
+    """Make both folders; return an exit code."""
     python = find_python()
     if python is None:
         print(
@@ -49,20 +79,10 @@ def main(version: str, folder: Path) -> int:
             file=sys.stderr,
         )
         return 2
-    interpreter, complete = folder / "bin/python", folder / ".complete"
-    if not complete.is_file():
-        subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
-        constraints = ROOT / "constraints.txt"
-        lines = constraints.read_text().splitlines()
-        installer.install(interpreter, next(line for line in lines if line.startswith("torch==")))
-        installer.install(interpreter, "-c", str(constraints), "-e", f"{ROOT}[dev]")
-        # setup.py allows older versions only, and all versions require the same packages.
-        installer.install(interpreter, "--no-deps", f"megatron-core=={version}")
-        complete.touch()
-    else:
-        installer.install(interpreter, "--no-deps", "-e", str(ROOT))
+    make_packages(python, version, packages)
+    make_environment(packages, folder)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])))

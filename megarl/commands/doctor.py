@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
-
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from megarl.system.compat.cuda import compiler_version, driver_problem, driver_version, toolkit_home, toolkit_problem
 from megarl.system.errors import ConfigError
@@ -62,21 +58,13 @@ def _tested(name: str) -> str:
 
 
 def _unfit(name: str) -> str:
-    """Return a note if Megatron-Core requires other versions of the package `name` than the installed one."""
-    version = installed_version(name)
-    if version is None or installed_version("megatron-core") is None:
+    """Return a note on why an installed Transformer Engine is not used; an empty text for other packages."""
+    if name != "transformer-engine" or installed_version(name) is None:
         return ""
-    wanted = wanted_by("megatron-core", name)
-    fits = not wanted or SpecifierSet(wanted).contains(version, prereleases=True)
-    return "" if fits else f"; megatron-core requires {wanted}"
+    from megarl.models.layer_forms import te_problem
 
-
-def wanted_by(package: str, name: str) -> str:
-    """Return the versions of package `name` that the installed `package` or one of its extras requires; empty: any."""
-    for requirement in map(Requirement, importlib.metadata.requires(package) or []):
-        if requirement.name.lower().replace("_", "-") == name:
-            return str(requirement.specifier)
-    return ""
+    problem = te_problem()
+    return f"; NOT USED: {problem}" if problem else ""
 
 
 def _cuda() -> list[str]:

@@ -24,7 +24,7 @@ from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.models.hf import head_dim, num_experts
 from megarl.system import device
-from megarl.system.compat.transformer_engine import BELOW, SINCE, is_tested, other_arguments, too_old
+from megarl.system.compat.transformer_engine import other_arguments
 from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,7 +68,6 @@ def layer_form(
             problem,
             where=key,
             found=value,
-            allowed=f"transformer-engine from {SINCE} on; megatron-core supports versions below {BELOW}",
             fix=f"pip install --no-build-isolation -c constraints-gpu.txt -e '.[te]' in megarl's source, {other}",
         )
     refuse_device(key, value, dtype)
@@ -84,28 +83,16 @@ def te_version() -> str | None:
 
 
 def te_problem() -> str | None:
-    """Return why Transformer Engine cannot be used in this interpreter, or None if it can.
-
-    Warns if the version is newer than the tested ones.
-    """
+    """Return why Transformer Engine cannot be used in this interpreter, or None if it can."""
     version = te_version()
     if version is None:
         return "Transformer Engine is not installed in this interpreter"
-    if too_old(version):
-        return f"this version of Transformer Engine is too old for megatron-core: {version}"
     try:
         import_te()
     except (ImportError, OSError) as error:  # the package was built for another torch, or its libraries are missing
         return f"Transformer Engine {version} does not import: {error}"
-    if is_tested(version):
-        return None
     if misfits := other_arguments():
         return f"Transformer Engine {version} rejects arguments that megatron-core passes: {'; '.join(misfits)}"
-    warnings.warn(
-        f"Transformer Engine {version} is newer than megatron-core supports (below {BELOW}) but accepts the "
-        "same arguments, so it is used; set actor.engine.layers=local to avoid it",
-        stacklevel=2,
-    )
     return None
 
 

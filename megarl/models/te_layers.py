@@ -105,6 +105,8 @@ def _for_kernels(packed: PackedSequences) -> PackedSeqParams:
         cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
         padded = cu if packed.cp_size > 1 else None  # `lengths` include all padding
         packed.cache["te"] = PackedSeqParams("thd", cu, cu, padded, padded, longest, longest)
+        # Read from megatron-core 0.19 on. Without it Transformer Engine compares both lengths on the host.
+        packed.cache["te"].pad_between_seqs = False
     return packed.cache["te"]
 
 

@@ -10,6 +10,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megarl.commands import doctor
+from megarl.models import layer_forms
+from tests.te_double.signatures import stored_signatures
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,14 +37,11 @@ def test_pip_takes_a_torch_from_the_first_tested_series_to_the_last() -> None:
         assert pinned("torch", file).startswith(tuple(f"{series}." for series in doctor.TESTED_TORCH))
 
 
-def test_transformer_engine_is_one_that_megatron_core_asks_for() -> None:
-    assert pinned("megatron-core", "constraints.txt")
-    wanted = SpecifierSet(doctor.wanted_by("megatron-core", "transformer-engine"))
+def test_transformer_engine_for_gpus_is_a_version_whose_arguments_are_stored() -> None:
     version = pinned("transformer-engine", "constraints-gpu.txt")
-    assert wanted.contains(version)
+    assert version in stored_signatures()
     assert required("transformer-engine").contains(version)
-    assert not required("transformer-engine").contains("2.12.0")
-    assert not wanted.contains("2.12.0")
+    assert {pinned(f"transformer-engine-{part}", "constraints-gpu.txt") for part in ("cu13", "torch")} == {version}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,9 @@ def test_a_torch_that_no_test_was_run_with_is_named(monkeypatch, package, versio
     assert bool(doctor._tested(package)) is bool(said)
 
 
-@pytest.mark.parametrize(("version", "named"), [("2.11.0", False), ("2.12.0", True), ("2.11.0+abc", False)])
-def test_a_transformer_engine_that_does_not_fit_is_named(monkeypatch, version, named) -> None:
-    monkeypatch.setattr(doctor, "installed_version", lambda name: version)
-    assert ("; megatron-core requires" in doctor._unfit("transformer-engine")) is named
+def test_a_transformer_engine_that_does_not_fit_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(doctor, "installed_version", lambda name: "2.20.2")
+    for problem in (None, "Linear has no parameter x"):
+        monkeypatch.setattr(layer_forms, "te_problem", lambda problem=problem: problem)
+        assert doctor._unfit("transformer-engine") == (f"; NOT USED: {problem}" if problem else "")
+        assert not doctor._unfit("flash-attn")

@@ -187,27 +187,28 @@ def test_fp8_rounds_the_products_of_layers_and_pads_streams():
         assert got["norm"] == pytest.approx(plain["norm"], rel=0.2)
 
 
-def form_of(monkeypatch, version: str | None, cuda: bool, dtype=torch.bfloat16, **settings) -> str:
+def form_of(monkeypatch, version: str | None, cuda: bool, dtype=torch.bfloat16, misfits=(), **settings) -> str:
     monkeypatch.setattr(layer_forms, "te_version", lambda: version)
     monkeypatch.setattr(layer_forms.device, "has_cuda", lambda: cuda)
     monkeypatch.setattr(layer_forms, "import_te", lambda: None)
+    monkeypatch.setattr(layer_forms, "other_arguments", lambda: misfits)
     special = settings.pop("special", None)
     return layer_forms.layer_form(EngineConfig(**settings), dtype, "critic.engine", special)
 
 
 def test_auto_is_te_for_bf16_on_a_gpu_with_a_version_that_fits(monkeypatch):
     assert form_of(monkeypatch, "2.11.0", True) == "te"
+    assert form_of(monkeypatch, "3.0.0", True) == "te"
     assert form_of(monkeypatch, "2.11.0+c188b533", True, layers="te") == "te"
     assert form_of(monkeypatch, "2.11.0", True, dtype=torch.float32) == "local"
     assert form_of(monkeypatch, "2.11.0", False) == "local"
-    with pytest.warns(UserWarning, match=r"too old for megatron-core: 2\.8\.1: using local layers"):
-        assert form_of(monkeypatch, "2.8.1", True) == "local"
-    monkeypatch.setattr(layer_forms, "other_arguments", lambda: ["Linear: got an unexpected keyword argument 'x'"])
-    with pytest.warns(UserWarning, match=r"2\.20\.2 rejects arguments .* 'x': using local layers"):
-        assert form_of(monkeypatch, "2.20.2", True) == "local"
-    monkeypatch.setattr(layer_forms, "other_arguments", list)
-    with pytest.warns(UserWarning, match=r"2\.20\.2 is newer than .* it is used"):
-        assert form_of(monkeypatch, "2.20.2", True) == "te"
+    misfits = ["Linear has no parameter x"]
+    with pytest.warns(
+        UserWarning, match=r"2\.20\.2 rejects arguments .*: Linear has no parameter x: using local layers"
+    ):
+        assert form_of(monkeypatch, "2.20.2", True, misfits=misfits) == "local"
+    with pytest.raises(ConfigError, match=r"critic\.engine\.layers: .*Linear has no parameter x"):
+        form_of(monkeypatch, "2.20.2", True, misfits=misfits, layers="te")
     assert form_of(monkeypatch, None, True) == "local"
     assert form_of(monkeypatch, "2.11.0", True, special="a model with adapters") == "local"
     assert form_of(monkeypatch, "2.11.0", True, layers="local") == "local"
@@ -224,7 +225,6 @@ def test_auto_is_te_for_bf16_on_a_gpu_with_a_version_that_fits(monkeypatch):
             r"critic\.engine\.layers: .*adapters cannot use",
         ),
         (None, True, {"fp8": "delayed"}, r"critic\.engine\.fp8: Transformer Engine is not installed"),
-        ("2.8.1", True, {"layers": "te"}, r"critic\.engine\.layers: .*too old for megatron-core: 2\.8\.1"),
         ("2.11.0", False, {"layers": "te"}, r"critic\.engine\.layers: .*needs a CUDA device"),
         ("2.11.0", False, {"fp8": "blockwise"}, r"critic\.engine\.fp8: .*needs a CUDA device"),
         ("2.11.0", True, {"layers": "te", "dtype": torch.float32}, r"critic\.engine\.layers: .*no kernel for float32"),
@@ -270,7 +270,7 @@ def fp8_refusals() -> list[str]:
 def test_fp8_that_cannot_be_is_an_error_at_its_key():
     (found,) = run_with_te(fp8_refusals, 1)
     (misfit, missing), found = found[:2], found[2:]
-    assert misfit == "RMSNorm: got an unexpected keyword argument 'sequence_parallel'"
+    assert misfit == "RMSNorm has no parameter sequence_parallel, zero_centered_gamma, params_dtype, device"
     assert missing.startswith("transformer_engine.pytorch.optimizers has no FusedAdam")
     wanted = [
         "local layers do not support FP8",

@@ -1,7 +1,8 @@
-"""The arguments of the real Transformer Engine, which its double must have.
+"""The arguments of the real Transformer Engine, by version: the double has those of the newest one.
 
-`python -m tests.te_double.signatures FOLDER` writes signatures.json from the source of the real package: FOLDER holds
-the files of its `transformer_engine`. Nothing of it is imported.
+`python -m tests.te_double.signatures FOLDER...` writes signatures.json from the sources of the real package: each
+FOLDER has the name of a version and holds its `transformer_engine`. Nothing of it is imported. The file holds what
+differs from the version before.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import json
 import sys
 from pathlib import Path
 
+from packaging.version import Version
+
 TABLE = Path(__file__).with_name("signatures.json")
-VERSION = "2.11.0"
 
 _LINEAR = ("__init__", "forward")
 CALLS = {
@@ -84,5 +86,24 @@ def arguments_of(function: ast.FunctionDef) -> list[str]:
     return [*names, f"**{given.kwarg.arg}"] if given.kwarg else names
 
 
+def stored_signatures() -> dict[str, dict[str, list[str]]]:
+    """What `read_signatures` returned of each version, oldest first."""
+    versions, signatures = {}, {}
+    for version, changed in json.loads(TABLE.read_text()).items():
+        signatures = signatures | {name: arguments.split() for name, arguments in changed.items()}
+        versions[version] = signatures
+    return versions
+
+
+def write(folders: list[Path]) -> None:
+    """Write the file of versions from their sources."""
+    table, before = {}, {}
+    for folder in sorted(folders, key=lambda folder: Version(folder.name)):
+        signatures = {name: " ".join(names) for name, names in read_signatures(folder / "transformer_engine").items()}
+        table[folder.name] = {name: names for name, names in signatures.items() if before.get(name) != names}
+        before = signatures
+    TABLE.write_text(json.dumps(table, indent=1) + "\n")
+
+
 if __name__ == "__main__":
-    TABLE.write_text(json.dumps(read_signatures(Path(sys.argv[1])), indent=1) + "\n")
+    write([Path(folder) for folder in sys.argv[1:]])

@@ -1,7 +1,7 @@
-"""Which versions of Transformer Engine work: tested versions, and others that accept the same arguments.
+"""Which versions of Transformer Engine work: those whose functions accept what Megatron's layers and megarl pass.
 
-megatron-core 0.16.1 names versions only in its metadata; its code checks a minimum. So a newer version works if
-everything that Megatron's layers and megarl call accepts the arguments that they pass.
+The arguments decide, not the number of the version. tests/models/test_te_double.py compares `CALLS` with the source of
+every version since 2.9.
 """
 
 from __future__ import annotations
@@ -9,11 +9,6 @@ from __future__ import annotations
 import importlib
 import inspect
 from typing import Any
-
-from packaging.version import Version
-
-SINCE, BELOW = "2.9.0a0", "2.12.0"
-"""The range of Transformer Engine versions in the metadata of megatron-core 0.16.1."""
 
 _ROOT = "transformer_engine.pytorch"
 _LINEAR = (
@@ -29,10 +24,11 @@ _ATTENTION = (
 )
 _PACKED = (
     *("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
-    *("max_seqlen_q", "max_seqlen_kv", "attn_mask_type"),
+    *("max_seqlen_q", "max_seqlen_kv", "attn_mask_type", "pad_between_seqs"),
 )
-#: Module and name of each function of Transformer Engine that megarl calls -> number of positional arguments (with
-#: `self`), and the names of keyword arguments.
+_ROPE = ("tensor_format", "fused", "cu_seqlens", "cp_size", "cp_rank", "interleaved")
+#: Module and name of each function of Transformer Engine that Megatron or megarl calls -> number of positional
+#: arguments (with `self`), and the names of keyword arguments.
 CALLS: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
     ("", "Linear"): (0, ("in_features", "out_features", *_LINEAR, "rng_tracker_name")),
     ("", "Linear.forward"): (2, ("is_first_microbatch",)),
@@ -42,33 +38,38 @@ CALLS: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
     (".ops", "SwiGLU"): (0, ()),
     ("", "DotProductAttention"): (0, _ATTENTION),
     ("", "DotProductAttention.forward"): (5, _PACKED),
-    (".attention.rope", "apply_rotary_pos_emb"): (2, ("tensor_format", "fused", "cu_seqlens", "cp_size", "cp_rank")),
+    (".attention.rope", "apply_rotary_pos_emb"): (2, _ROPE),
     (".optimizers", "FusedAdam"): (1, ("lr", "betas", "eps", "weight_decay")),
     (".distributed", "CudaRNGStatesTracker"): (0, ()),
+    (".fp8", "fp8_autocast"): (0, ("enabled", "fp8_recipe", "fp8_group")),
+    (".fp8", "fp8_model_init"): (0, ("enabled",)),
 }
 
 
-def is_tested(version: str) -> bool:
-    """Return whether this version is in the range that megatron-core supports."""
-    return Version(SINCE) <= Version(version) < Version(BELOW)
-
-
-def too_old(version: str) -> bool:
-    """Return whether this version is older than the range that megatron-core supports."""
-    return Version(version) < Version(SINCE)
-
-
 def other_arguments() -> list[str]:
-    """Return the functions and arguments in `CALLS` that the installed Transformer Engine lacks."""
+    """Return what the installed Transformer Engine lacks of `CALLS`, with the names of functions and parameters."""
     missing = []
     for (module, name), (count, keywords) in CALLS.items():
         try:
             called: Any = importlib.import_module(_ROOT + module)
             for part in name.split("."):
                 called = getattr(called, part)
-            inspect.signature(called).bind(*[None] * count, **dict.fromkeys(keywords))
         except (ImportError, AttributeError) as error:
             missing.append(f"{_ROOT}{module} has no {name} ({error})")
-        except TypeError as error:
-            missing.append(f"{name}: {error}")
+            continue
+        if problem := misfit(inspect.signature(called), count, keywords):
+            missing.append(f"{name} {problem}")
     return missing
+
+
+def misfit(signature: inspect.Signature, count: int, keywords: tuple[str, ...]) -> str | None:
+    """Return why a function cannot be called with `count` positional arguments and `keywords`, or None if it can."""
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    unknown = [name for name in keywords if name not in signature.parameters]
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+        return f"has no parameter {', '.join(unknown)}"
+    try:
+        signature.bind(*[None] * count, **dict.fromkeys(keywords))
+    except TypeError as error:
+        return f"cannot be called: {error}"
+    return None

@@ -214,7 +214,10 @@ class GroupedLinear(TransformerEngineBaseModule):
         ub_name=None,
         delay_wgrad_compute=False,
         save_original_input=False,
+        single_grouped_weight=False,
+        single_grouped_bias=False,
         name=None,
+        use_grouped_tensor=None,
     ):
         super().__init__()
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
@@ -224,7 +227,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         self._parallel(tp_group, tp_size, sequence_parallel, parallel_mode)
         self._make_weights(range(num_gemms), bias, init_method, params_dtype, device)
 
-    def forward(self, inp, m_splits, is_first_microbatch=None):
+    def forward(self, inp, m_splits, is_first_microbatch=None, out=None, dgrad_out=None):
         assert len(m_splits) == self.num_gemms
         parts = inp.split(list(m_splits))
         held = ((getattr(self, f"weight{n}"), getattr(self, f"bias{n}")) for n in range(self.num_gemms))

@@ -43,7 +43,7 @@ class FusedAdam(torch.optim.Optimizer):
         if self.master_weights:
             self.state[param]["master_param"] = param.detach().float()
 
-    def get_unscaled_state(self, param, state_name):
+    def get_unscaled_state(self, param, state_name, skip_unscale=False):
         return self.state[param][state_name].float()
 
     def set_scaled_state(self, param, state_name, unscaled_state):

@@ -2,12 +2,24 @@
 
 
 def fused_topk_with_score_function(
-    logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias
+    logits,
+    topk,
+    use_pre_softmax,
+    num_groups,
+    group_topk,
+    scaling_factor,
+    score_function,
+    expert_bias,
+    routing_map_format=None,
+    topk_indices=None,
+    qb_histogram=None,
+    qb_bin_bounds=None,
+    qb_histogram_mode=None,
 ):
     raise NotImplementedError
 
 
-def fused_compute_score_for_moe_aux_loss(logits, topk, score_function):
+def fused_compute_score_for_moe_aux_loss(logits, topk, score_function, routing_map_format=None):
     raise NotImplementedError
 
 

@@ -17,6 +17,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         qkv_format="sbhd",
         attn_mask_type="causal",
         window_size=None,
+        bottom_right_diagonal=None,
+        softcap=0.0,
         sequence_parallel=False,
         tp_size=1,
         get_rng_state_tracker=None,
@@ -30,11 +32,13 @@ class DotProductAttention(TransformerEngineBaseModule):
         softmax_scale=None,
         softmax_type="vanilla",
         return_max_logit=False,
+        name=None,
     ):
         super().__init__()
         assert attention_type == "self"
         assert softmax_type == "vanilla"
         assert not attention_dropout
+        assert not softcap
         self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
         self.tp_size = tp_size if tp_group is None else tp_group.size()
         self.kv_channels = kv_channels
@@ -42,14 +46,16 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.cp_group, self.cp_comm_type = cp_group, cp_comm_type
         self.scale = kv_channels**-0.5 if softmax_scale is None else softmax_scale
 
-    def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"):
+    def set_context_parallel_group(
+        self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p", load_balancing_strategy=None
+    ):
         self.cp_group, self.cp_comm_type = cp_group, cp_comm_type
 
     def forward(
         self,
-        query_layer,
-        key_layer,
-        value_layer,
+        query_layer=None,
+        key_layer=None,
+        value_layer=None,
         attention_mask=None,
         qkv_format=None,
         cu_seqlens_q=None,
@@ -60,6 +66,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         max_seqlen_kv=None,
         attn_mask_type=None,
         window_size=None,
+        bottom_right_diagonal=None,
+        softcap=None,
         checkpoint_core_attention=False,
         core_attention_bias_type="no_bias",
         core_attention_bias=None,
@@ -68,7 +76,17 @@ class DotProductAttention(TransformerEngineBaseModule):
         inference_params=None,
         pad_between_seqs=None,
         fp8_output=False,
+        bf16_backward=False,
         num_splits=1,
+        score_mod=None,
+        score_mod_bprop=None,
+        score_mod_tensors=None,
+        score_mod_bprop_tensors=None,
+        qkv_layer=None,
+        kv_layer=None,
+        qkv_interleave_dim=-3,
+        thd_attention_policies=None,
+        thd_attention_policy_dispatch="auto",
     ):
         q, k, v = query_layer, key_layer, value_layer
         assert (qkv_format or self.qkv_format) == "thd", "the double computes packed sequences only"
