@@ -66,7 +66,7 @@ def make_environment(packages: Path, folder: Path) -> None:
     for place in folder.glob("lib/python*/site-packages"):
         packaged = packages / place.relative_to(folder)
         (place / "packages.pth").write_text(f"import site; site.addsitedir({str(packaged)!r})\n")
-    # The build needs setuptools alone, which PACKAGES has.
+    # The build needs only setuptools, which PACKAGES has.
     installer.install(interpreter, "--no-deps", "--no-build-isolation", "-e", str(ROOT))
 
 

@@ -88,33 +88,39 @@ class DotProductAttention(TransformerEngineBaseModule):
         thd_attention_policies=None,
         thd_attention_policy_dispatch="auto",
     ):
-        q, k, v = query_layer, key_layer, value_layer
-        assert (qkv_format or self.qkv_format) == "thd", "the double computes packed sequences only"
+        format_, mask_type = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
+        self._refuse(query_layer, key_layer, value_layer, format_, mask_type)
+        assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
+        lengths = cu_seqlens_q.diff().tolist()
+        assert max(lengths) <= min(max_seqlen_q, max_seqlen_kv)
+        if self.cp_group is not None and self.cp_group.size() > 1:
+            assert cu_seqlens_q_padded is not None
+            assert cu_seqlens_kv_padded is not None
+        left = (window_size or self.window_size or (-1, -1))[0]
+        return self._attend(query_layer, key_layer, value_layer, lengths, "causal" in mask_type, left)
+
+    def _refuse(self, q, k, v, qkv_format, mask_type):
+        assert qkv_format == "thd", "the double computes packed sequences only"
         assert all(x.dim() == 3 for x in (q, k, v)), (
             "Queries, keys and values must be 3D tensors when qkv_format = thd!"
         )
-        mask_type = attn_mask_type or self.attn_mask_type
         assert "padding" in mask_type, "Attention mask type must be padding or padding_causal for qkv_format=thd!"
-        assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
         assert q.dtype == k.dtype == v.dtype
         assert q.shape[-1] == self.kv_channels
         assert k.shape[-2] == self.num_gqa_groups_per_partition
-        lengths = cu_seqlens_q.diff().tolist()
-        assert max(lengths) <= min(max_seqlen_q, max_seqlen_kv)
-        left = (window_size or self.window_size or (-1, -1))[0]
+
+    def _attend(self, q, k, v, lengths, causal, left):
         cp = 1 if self.cp_group is None else self.cp_group.size()
         places = torch.cat([torch.arange(length) for length in lengths]).to(q.device)
         which = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(q.device)
         mine = torch.arange(len(places), device=q.device)
         if cp > 1:
-            assert cu_seqlens_q_padded is not None
-            assert cu_seqlens_kv_padded is not None
             assert left < 0 or self.cp_comm_type in ("a2a", "all_gather"), "no sliding window with p2p"
             order = [_zigzag(lengths, cp, rank) for rank in range(cp)]
             mine, held = order[dist.get_rank(self.cp_group)].to(q.device), torch.cat(order).to(q.device)
             k, v = (Exchange.apply(x, self.cp_group, gathered, scattered_sum)[held.argsort()] for x in (k, v))
         seen = which[mine, None] == which
-        if "causal" in mask_type:
+        if causal:
             seen &= places <= places[mine, None]
         if left >= 0:
             seen &= places >= places[mine, None] - left
