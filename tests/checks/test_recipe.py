@@ -199,7 +199,7 @@ PAIRS = ("algorithm.pipeline=dpo", "preference={}", "algorithm.kl.use=none")
         (["data.train_files=missing.jsonl"], "data.train_files", ["not found", "missing.jsonl"]),
         (["data.train_files=megarl.recipes.arithmetic:make_row"], "data.train_files", ["arithmetic:make_rows?"]),
         (["reward.name=exact_mach"], "reward.name", ["unknown reward", "mean exact_match?"]),
-        (["reward.name=missing.py:score"], "reward.name", ["no file missing.py"]),
+        (["reward.name=missing.py:score"], "reward.name", ["file not found: missing.py"]),
         (["reward.name=missing.py"], "reward.name", ["is missing", "missing.py:function"]),
         (["trainer.resume=no/such"], "trainer.resume", ["auto, never"]),
         (["reference.path=no/such/model", "algorithm.kl.use=loss"], "reference.path", ["model folder does not exist"]),
