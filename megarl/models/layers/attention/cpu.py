@@ -75,16 +75,16 @@ def _from_group(x: Tensor, count: int, length: int) -> Tensor:
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
-        heads, groups, size = q.shape[1], k.shape[1], q.shape[2]
+        heads, groups, size, width = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
         per, exact = heads // groups, torch.promote_types(q.dtype, torch.float32)
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = torch.empty(len(q), heads, width, dtype=q.dtype)
         probabilities = []
         for start, count, length in runs(lengths, heads):
             span = slice(start, start + count * length)
             keys = _by_group(k[span], count, groups).to(exact).transpose(1, 2)
             values = _by_group(v[span], count, groups)
             queries = q[span].view(count, length, heads, size)
-            context = out[span].view(count, length, groups, per, size)
+            context = out[span].view(count, length, groups, per, width)
             for a, b in _blocks(length):
                 block = _by_group(queries[:, a:b].reshape(-1, heads, size), count, groups).to(exact) * scale
                 scores = torch.bmm(block, keys[:, :, :b])
@@ -99,7 +99,7 @@ class _CausalAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, *probabilities = ctx.saved_tensors
-        heads, groups, size = q.shape[1], k.shape[1], q.shape[2]
+        heads, groups, size, width = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
         per = heads // groups
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
         chances_of = iter(probabilities)
@@ -107,19 +107,19 @@ class _CausalAttention(torch.autograd.Function):
             span = slice(start, start + count * length)
             keys, values = _by_group(k[span], count, groups), _by_group(v[span], count, groups)
             dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
-            queries, upstream = (x[span].view(count, length, heads, size) for x in (q, grad))
+            queries, upstream = (x[span].view(count, length, heads, x.shape[2]) for x in (q, grad))
             dqueries = dq[span].view(count, length, groups, per, size)
             for a, b in _blocks(length):
                 chances = next(chances_of)
                 block = _by_group(queries[:, a:b].reshape(-1, heads, size), count, groups)
-                up = _by_group(upstream[:, a:b].reshape(-1, heads, size), count, groups)
+                up = _by_group(upstream[:, a:b].reshape(-1, heads, width), count, groups)
                 dvalues[:, :b] += torch.bmm(chances.transpose(1, 2), up)
                 dchances = torch.bmm(up, values[:, :b].transpose(1, 2))
                 dscores = torch._softmax_backward_data(dchances, chances, -1, q.dtype).mul_(ctx.scale)
                 dqueries[:, a:b] = _from_group(torch.bmm(dscores, keys[:, :b]), count, b - a)
                 dkeys[:, :b] += torch.bmm(dscores.transpose(1, 2), block)
             dk[span].view(count, length, groups, size).copy_(_from_group(dkeys, count, length).squeeze(3))
-            dv[span].view(count, length, groups, size).copy_(_from_group(dvalues, count, length).squeeze(3))
+            dv[span].view(count, length, groups, width).copy_(_from_group(dvalues, count, length).squeeze(3))
         return dq, dk, dv, None, None
 
 
@@ -146,8 +146,8 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
-    """Return causal attention [t, heads, d] of `q` [t, heads, d] to `k`, `v` [t, groups, d], within sequences of
-    `lengths`."""
-    fits = max(lengths) <= _SHORT and cpu.CpuKernels.supports(q.dtype, q.shape[-1])
+    """Return causal attention [t, heads, dv] of `q` [t, heads, d] to `k` [t, groups, d] and `v` [t, groups, dv], within
+    sequences of `lengths`."""
+    fits = max(lengths) <= _SHORT and q.shape[2] == v.shape[2] and cpu.CpuKernels.supports(q.dtype, q.shape[-1])
     function = _FusedAttention if fits and cpu.load() is not None else _CausalAttention
     return function.apply(q, k, v, lengths, scale)

@@ -88,8 +88,8 @@ def attend_over_ranks(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scale: float, window: int | None) -> Tensor:
-    """Return attention [t, heads, d] of `q` [t, heads, d] to `k`, `v` [t * cp, groups, d] by the fastest
-    implementation.
+    """Return attention [t, heads, dv] of `q` [t, heads, d] to `k` [t * cp, groups, d] and `v` [t * cp, groups, dv] by
+    the fastest implementation.
     """
     if packed.open_from and window is not None:
         raise ValueError(f"a sliding window ({window} tokens) cannot be combined with bidirectional attention")
@@ -143,15 +143,28 @@ def varlen_attention(
         return None
     plan: VarlenPlan = packed.cache.get("varlen") or plan_varlen(packed, q.device)
     packed.cache["varlen"] = plan
+    width = v.shape[2]
+    q, k, v = equal_widths(q, k, v)
     if plan.q_index is None:
-        return kernel(q, k, v, plan.calls[0], scale, window)
+        return kernel(q, k, v, plan.calls[0], scale, window)[..., :width]
     queries = q.index_select(0, plan.q_index).chunk(len(plan.calls))
     outputs = [
         kernel(part, _ToBucket.apply(k, call.k_index), _ToBucket.apply(v, call.k_index), call, scale, window)
         for part, call in zip(queries, plan.calls, strict=True)
     ]
     assert plan.restore is not None
-    return torch.cat(outputs).index_select(0, plan.restore)
+    return torch.cat(outputs).index_select(0, plan.restore)[..., :width]
+
+
+def equal_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the inputs with zeros after narrower heads, for kernels that need keys and values of one width.
+
+    Zeros change no score, and the context has zeros after the values' width.
+    """
+    keys, values = k.shape[-1], v.shape[-1]
+    if keys < values:
+        q, k = (F.pad(x, (0, values - keys)) for x in (q, k))
+    return q, k, F.pad(v, (0, keys - values)) if values < keys else v
 
 
 def plan_varlen(packed: PackedSequences, where: torch.device) -> VarlenPlan:
@@ -392,7 +405,8 @@ def bucket_attention(
     """Compute `attend` by buckets of sequences of similar length."""
     plan: AttentionPlan = packed.cache.get("plan") or plan_buckets(packed, q.device)
     packed.cache["plan"] = plan
-    outputs = []
+    width, outputs = v.shape[2], []
+    q, k, v = equal_widths(q, k, v)
     for number, bucket in enumerate(plan.buckets):
         causal = bucket.open_from is None
         name = ("mask", number, window)
@@ -417,6 +431,6 @@ def bucket_attention(
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
+        outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:])[..., :width])
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out if plan.restore is None else out.index_select(0, plan.restore)
