@@ -22,9 +22,10 @@ CASES = {
 }
 
 
-def tensors(total: int, heads: int, groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def tensors(total: int, heads: int, groups: int, dtype: torch.dtype, values: int = 16) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    made = [torch.randn(total, n, 16, generator=generator, dtype=torch.float64) for n in (heads, groups, groups)]
+    shapes = (heads, 16), (groups, 16), (groups, values)
+    made = [torch.randn(total, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
     return [t.to(dtype).requires_grad_() for t in made]
 
 
@@ -58,8 +59,9 @@ def check(
     window: int | None,
     atol: float,
     open_from: Sequence[int] = (),
+    values: int = 16,
 ) -> None:
-    inputs = tensors(sum(lengths), heads, groups, dtype)
+    inputs = tensors(sum(lengths), heads, groups, dtype, values)
     expected = oracle(*inputs, lengths, 0.25, window, open_from)
     upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     wanted = torch.autograd.grad(expected, inputs, upstream)
@@ -103,6 +105,28 @@ def test_a_kernel_and_the_chunks_of_context_parallel_ranks_equal_the_loop(length
         return whole
 
     check(all_ranks, padded, 4, 2, torch.float64, window, 1e-12)
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "torch"])
+@pytest.mark.parametrize("values", [8, 24])
+@pytest.mark.parametrize(
+    ("lengths", "window", "open_from"), [([5, 5, 130], None, ()), ([9, 4], 3, ()), ([9], None, [4])]
+)
+def test_values_may_have_another_width_than_keys(lengths, window, open_from, values, kernel, monkeypatch):
+    """The kernels do not see this: they get heads of one width."""
+
+    def narrow(q, k, v, *rest):
+        assert q.shape[2] == k.shape[2] == v.shape[2]
+        return varlen.kernel(q, k, v, *rest)
+
+    if kernel:
+        monkeypatch.setattr(attention, "varlen_kernel", lambda q: narrow)
+    packed = pack_stream(lengths, open_from=open_from).params
+
+    def fn(q, k, v):
+        return attention.attend(q, k, v, packed, 0.25, window)
+
+    check(fn, lengths, 4, 2, torch.float64, window, 1e-12, open_from, values)
 
 
 def test_context_parallel_ranks_do_the_same_work_and_half_of_the_pairs():

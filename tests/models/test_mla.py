@@ -10,8 +10,9 @@ import torch
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.models.config import load_hf_config, transformer_config
-from megarl.models.layers.mla.plain import MLA, mla_of, weight_rules
+from megarl.models.layers.mla.plain import MLA, mla_of, mla_rules
 from megarl.models.layers.mla.training import LatentAttention, rotate_end
+from megarl.models.layers.rules import WeightRule
 from megarl.models.packing import PackedStream, pack_stream
 from tests.dist import fresh_parallel, run_distributed, single_process
 from tests.models.tiny import tiny_dict
@@ -66,6 +67,10 @@ def theirs(model_type: str, changes: dict[str, Any], seed: int = 0) -> tuple[Any
     return config, module, rotary
 
 
+def rules_of(config: Any) -> list[WeightRule]:
+    return [rule for rule in mla_rules(query_rank=config.q_lora_rank is not None) if rule.part == MLA.kind]
+
+
 def mixer_of(config: Any) -> MLA:
     return mla_of(config.to_dict() | {"q_lora_rank": config.q_lora_rank}, config.rope_parameters)
 
@@ -80,21 +85,23 @@ def ours(config: Any, weights: dict[str, torch.Tensor], dtype: torch.dtype, **la
     groups = ProcessGroupCollection.use_mpu_process_groups()
     module = LatentAttention(tconf, layer_number=1, pg_collection=groups)
     parameters = dict(module.named_parameters())
-    rules = {rule.param.split("self_attention.")[1]: rule for rule in weight_rules(query_rank=config.q_lora_rank is not None)}
+    rules = {rule.param.split("self_attention.")[1]: rule for rule in rules_of(config)}
     assert rules.keys() == parameters.keys()
     ways, rank = groups.tp.size(), groups.tp.rank()
     for name, rule in rules.items():
         (source,) = rule.sources
         whole = weights[source.name.split("self_attn.")[1]]
-        if rule.split != "copy":
-            whole = whole.chunk(ways, 1 if rule.split == "row" else 0)[rank]
+        if rule.split.along:
+            whole = whole.chunk(ways, 1 if rule.split.along == "columns" else 0)[rank]
         parameters[name].data.copy_(whole)
     return module
 
 
 def hf_name(parameter: str) -> str:
-    rules = (rule for ranked in (True, False) for rule in weight_rules(query_rank=ranked))
-    return next(r.sources[0].name for r in rules if r.param.endswith(f"self_attention.{parameter}")).split("self_attn.")[1]
+    rules = (rule for ranked in (True, False) for rule in mla_rules(query_rank=ranked))
+    return next(r.sources[0].name for r in rules if r.param.endswith(f"self_attention.{parameter}")).split(
+        "self_attn."
+    )[1]
 
 
 def stream_of(rotary: Any, lengths: list[int], dtype: torch.dtype, **split: int) -> PackedStream:
@@ -141,7 +148,9 @@ def test_output_and_all_gradients_equal_transformers(model_type, variant, length
         torch.testing.assert_close(parameter.grad, wanted[hf_name(name)], atol=2e-4, rtol=1e-4, msg=name)
 
 
-def brute_force(weights: dict[str, torch.Tensor], config: Any, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
+def brute_force(
+    weights: dict[str, torch.Tensor], config: Any, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+):
     """Return the attention's output for one sequence in float64, one query, head and pair of numbers at a time."""
     w = {name: tensor.double() for name, tensor in weights.items()}
     heads, nope, rope = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
@@ -154,7 +163,7 @@ def brute_force(weights: dict[str, torch.Tensor], config: Any, hidden: torch.Ten
         out = []
         for pair in range(rope // 2):
             angle = complex(cos[at, pair], sin[at, pair])
-            out.append((complex(x[2 * pair], x[2 * pair + 1]) * angle))
+            out.append(complex(x[2 * pair], x[2 * pair + 1]) * angle)
         return torch.tensor([[z.real, z.imag] for z in out], dtype=torch.float64).flatten()
 
     queries, keys, values = [], [], []

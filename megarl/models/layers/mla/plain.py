@@ -10,31 +10,32 @@ Only the normed latent and the rotated rope key of a token have to be cached.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megarl.architectures.tensors import WeightRule, WeightSource
+from megarl.models.layers.mixer import Mixer
+from megarl.models.layers.rules import COLUMNS, COPY, HF, MCORE, ROWS, Split, WeightRule, WeightSource, norm
 
 
-@dataclass(frozen=True)
-class MLA:
+@dataclass(frozen=True, kw_only=True)
+class MLA(Mixer):
     """The latent attention of one layer."""
 
     kind: ClassVar[str] = "mla"
 
     heads: int
+    q_rank: int | None  # None: queries are projected directly
     kv_rank: int
-    nope: int  # width of a key without position
-    rope: int  # width of the part of a key that RoPE rotates
+    nope: int  # width of the part of a query and key without position
+    rope: int  # width of the part that RoPE rotates
     value: int
     scale: float  # factor of the scores
-    # Epsilon of both latent norms. It is the model's `rms_norm_eps`, as in Megatron, SGLang and vLLM. transformers has
-    # 1e-6 whatever the config says; published models of which the config has another number (Moonlight, GLM-4.7-Flash:
-    # 1e-5) are served with theirs, and training has to agree with what generates the samples.
+    # Epsilon of both latent norms. Here it is the model's `rms_norm_eps`, as in Megatron, SGLang and vLLM, because
+    # training has to agree with what generates the samples; transformers uses 1e-6 whatever the config says. The two
+    # differ for models with another number in their config (Moonlight, GLM-4.7-Flash: 1e-5).
     eps: float
-    q_rank: int | None = None  # None: queries are projected directly
-    interleaved: bool = True  # RoPE rotates neighbours (0, 1), (2, 3), ... instead of the two halves of the rope part
+    interleaved: bool  # RoPE rotates neighbours (0, 1), (2, 3), ... instead of the halves of the part
 
     @property
     def key(self) -> int:
@@ -47,7 +48,7 @@ class MLA:
         return self.kv_rank + self.rope
 
     def dimensions(self) -> dict[str, int]:
-        """Return the sizes that the weight rules use."""
+        """Implement `Mixer.dimensions`."""
         return {
             "q_rank": self.q_rank or 0,
             "kv_rank": self.kv_rank,
@@ -57,28 +58,32 @@ class MLA:
             "mla_output": self.heads * self.value,
         }
 
-    def score_flops(self, context: float) -> float:
-        """Return the forward FLOPs of one token besides products with weights, if its query sees `context` keys."""
-        return 2.0 * self.heads * (self.key + self.value) * context
-
-    def cache_elements(self, tp: int) -> float:
-        """Return the elements that a rank caches per token: all of them, since every head reads the same latent."""
-        return float(self.cached)
-
-    def state_bytes(self, tp: int, itemsize: int) -> float:
-        """Return the bytes per sequence that do not grow with its length."""
-        return 0.0
+    def widths(self) -> dict[str, int]:
+        """Implement `Mixer.widths`."""
+        return {"attention heads": self.heads}
 
     def kept_elements(self, tp: int) -> float:
-        """Return the elements per token that a rank keeps for the backward pass."""
-        heads = self.heads / tp
-        latents = 2 * (self.q_rank or 0) + 2 * self.kv_rank + self.rope  # before and after their norms
-        # queries before and after RoPE, keys, the projection to keys and values, and the result
-        return latents + heads * (2 * self.key + self.key + self.nope + self.value + self.value)
+        """Implement `Mixer.kept_elements`: latents before and after their norms; queries before and after RoPE; the
+        projection to keys and values, and the keys with their rope part; the result of attention."""
+        latents = 2 * (self.q_rank or 0) + 2 * self.kv_rank + self.rope
+        return latents + self.heads / tp * (3 * self.key + self.nope + 2 * self.value)
+
+    @property
+    def pair_flops(self) -> float:
+        """2 FLOPs per element of all keys for the score, and 2 per element of the values to add them."""
+        return 2.0 * self.heads * (self.key + self.value)
+
+    def cache_elements(self, tp: int) -> float:
+        """Return all of `cached` on every rank, since all heads read the same latent."""
+        return float(self.cached)
+
+    def gathered_elements(self, tp: int) -> float:
+        """Implement `Mixer.gathered_elements`: ranks gather latents before they expand them."""
+        return float(self.cached)
 
 
 def yarn_scale(factor: float, all_dim: float | None) -> float:
-    """Return what the scores are multiplied by if RoPE is scaled by yarn: g(all_dim)², 1 without `mscale_all_dim`.
+    """Return what the scores are multiplied by if RoPE is scaled by yarn: g(all_dim)^2, 1 without `mscale_all_dim`.
 
     g(m) = 0.1 m ln(factor) + 1, or 1 for factors up to 1 (arXiv:2309.00071, and DeepSeek's code).
     """
@@ -88,8 +93,11 @@ def yarn_scale(factor: float, all_dim: float | None) -> float:
 
 
 def mla_of(values: Mapping[str, Any], rope: Mapping[str, Any]) -> MLA:
-    """Return the latent attention of a config in DeepSeek's keys; `rope`: its RoPE settings, see `rope_scaling`."""
-    width = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+    """Return the latent attention of a config with DeepSeek's keys.
+
+    Args:
+        rope: its RoPE settings, from `megarl.architectures.values.rope_scaling`.
+    """
     scaled = 1.0 if rope["rope_type"] == "default" else yarn_scale(rope["factor"], rope.get("mscale_all_dim"))
     return MLA(
         heads=values["num_attention_heads"],
@@ -98,26 +106,34 @@ def mla_of(values: Mapping[str, Any], rope: Mapping[str, Any]) -> MLA:
         nope=values["qk_nope_head_dim"],
         rope=values["qk_rope_head_dim"],
         value=values["v_head_dim"],
-        scale=width**-0.5 * scaled,
+        scale=(values["qk_nope_head_dim"] + values["qk_rope_head_dim"]) ** -0.5 * scaled,
         eps=values["rms_norm_eps"],
         interleaved=values["rope_interleave"],
     )
 
 
-def weight_rules(*, query_rank: bool) -> Iterator[WeightRule]:
-    """Yield the rules of one layer's weights; names of parameters are those of Megatron's MLASelfAttention."""
-    hf, mcore = "model.layers.{i}.self_attn.", "decoder.layers.{i}.self_attention."
+def mla_rules(*, query_rank: bool) -> tuple[WeightRule, ...]:
+    """Return the rules for a layer's attention and for the two norms of the layer; parameters are named as in
+    Megatron's MLASelfAttention."""
 
-    def rule(param: str, split: Any, source: str, *shape: str) -> WeightRule:
-        return WeightRule(f"{mcore}{param}.weight", "mla", split, (WeightSource(f"{hf}{source}.weight", shape),))
+    def rule(param: str, split: Split, source: str, *shape: str) -> WeightRule:
+        sources = (WeightSource(f"{HF}self_attn.{source}.weight", shape),)
+        return WeightRule(f"{MCORE}self_attention.{param}.weight", MLA.kind, split, sources)
 
     if query_rank:
-        yield rule("linear_q_down_proj", "copy", "q_a_proj", "q_rank", "hidden")
-        yield rule("q_layernorm", "copy", "q_a_layernorm", "q_rank")
-        yield rule("linear_q_up_proj", "gate_up", "q_b_proj", "mla_query", "q_rank")
+        queries = (
+            rule("linear_q_down_proj", COPY, "q_a_proj", "q_rank", "hidden"),
+            rule("q_layernorm", COPY, "q_a_layernorm", "q_rank"),
+            rule("linear_q_up_proj", ROWS, "q_b_proj", "mla_query", "q_rank"),
+        )
     else:
-        yield rule("linear_q_proj", "gate_up", "q_proj", "mla_query", "hidden")
-    yield rule("linear_kv_down_proj", "copy", "kv_a_proj_with_mqa", "kv_compressed", "hidden")
-    yield rule("kv_layernorm", "copy", "kv_a_layernorm", "kv_rank")
-    yield rule("linear_kv_up_proj", "gate_up", "kv_b_proj", "mla_key_value", "kv_rank")
-    yield rule("linear_proj", "row", "o_proj", "hidden", "mla_output")
+        queries = (rule("linear_q_proj", ROWS, "q_proj", "mla_query", "hidden"),)
+    return (
+        norm("input_layernorm", "input_layernorm", "hidden"),
+        *queries,
+        rule("linear_kv_down_proj", COPY, "kv_a_proj_with_mqa", "kv_compressed", "hidden"),
+        rule("kv_layernorm", COPY, "kv_a_layernorm", "kv_rank"),
+        rule("linear_kv_up_proj", ROWS, "kv_b_proj", "mla_key_value", "kv_rank"),
+        rule("linear_proj", COLUMNS, "o_proj", "hidden", "mla_output"),
+        norm("pre_mlp_layernorm", "post_attention_layernorm", "hidden"),
+    )

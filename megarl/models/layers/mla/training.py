@@ -1,7 +1,7 @@
 """Multi-head latent attention over a packed stream, in place of Megatron's self-attention.
 
-Shapes: t tokens of this rank, s tokens whose hidden states it holds (t / tp under sequence parallelism, else t), H heads
-of this rank, T tokens of all context-parallel ranks (each after the other).
+Shapes: t tokens of this rank, s tokens whose hidden states it holds (t / tp under sequence parallelism, else t), T
+tokens of all context-parallel ranks, one rank after the other, H heads of this rank.
 
     hidden [s, h] --kv down--> latent, rope key [s, rk], [s, dr] --norm, RoPE--> (gathered) [T, ...] --kv up--> k, v
     hidden [s, h] --q down, norm, q up--> q [t, H, dn + dr]
@@ -66,18 +66,16 @@ class LatentAttention(MegatronModule):
             self.linear_q_up_proj = ColumnParallelLinear(mixer.q_rank, heads * mixer.key, **common)
         self.linear_kv_down_proj = ReplicatedLinear(hidden, mixer.cached, config)
         self.kv_layernorm = RMSNorm(config, mixer.kv_rank, mixer.eps)
-        self.linear_kv_up_proj = ColumnParallelLinear(
-            mixer.kv_rank, heads * (mixer.nope + mixer.value), **common
-        )
+        self.linear_kv_up_proj = ColumnParallelLinear(mixer.kv_rank, heads * (mixer.nope + mixer.value), **common)
         self.linear_proj = RowParallelLinear(heads * mixer.value, hidden, input_is_parallel=True, **common)
-        self._recompute = (
-            config.recompute_granularity == "selective" and "core_attn" in (config.recompute_modules or ())
+        self._recompute = config.recompute_granularity == "selective" and "core_attn" in (
+            config.recompute_modules or ()
         )
 
     def forward(
         self, hidden: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: PackedSequences, **_: object
     ) -> tuple[Tensor, None]:
-        """Return the output [s, 1, h] of this layer's attention for `hidden` [s, 1, h], before the residual is added."""
+        """Return the output [s, 1, h] of this layer's attention for `hidden` [s, 1, h]."""
         cos, sin = packed_seq_params.cache["rope"]
         q = rotate_end(self._queries(hidden), cos, sin, self.mixer.interleaved)
         k, v = self._keys_and_values(hidden, cos, sin, packed_seq_params.cp_size)
@@ -106,12 +104,16 @@ class LatentAttention(MegatronModule):
         latent = self.kv_layernorm(latent)
         if self.config.sequence_parallel:
             # Each rank's heads give a part of the gradient, which the gather's backward pass sums.
-            rope_key = gather_from_sequence_parallel_region(rope_key, tensor_parallel_output_grad=True, group=self.groups.tp)
+            rope_key = gather_from_sequence_parallel_region(
+                rope_key, tensor_parallel_output_grad=True, group=self.groups.tp
+            )
         else:
             rope_key = copy_to_tensor_model_parallel_region(rope_key, group=self.groups.tp)
         rope_key = rotate_end(rope_key, cos, sin, mixer.interleaved)
         if cp > 1:
-            latent, rope_key = (gather_from_sequence_parallel_region(x.contiguous(), group=self.groups.cp) for x in (latent, rope_key))
+            latent, rope_key = (
+                gather_from_sequence_parallel_region(x.contiguous(), group=self.groups.cp) for x in (latent, rope_key)
+            )
         expanded = self.linear_kv_up_proj(latent)[0]
         if self.config.sequence_parallel and cp > 1:
             # The tokens are in the order (tp, cp, s), because the projection has gathered them over tp last.
@@ -136,7 +138,7 @@ def _pairs(x: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 class _RotateEnd(torch.autograd.Function):
-    """One copy of the input, whose end is rotated; the backward pass rotates by the opposite angle and keeps nothing."""
+    """One copy of the input with a rotated end; the backward pass rotates by the opposite angle."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
