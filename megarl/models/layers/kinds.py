@@ -2,6 +2,7 @@
 
 kind          sizes, weights, work     training              decoding            what a running sample keeps
 attention     attention/plain.py       PackedAttention       AttentionDecoder    KVCache
+mla           mla/plain.py             LatentAttention       LatentDecoder       LatentCache
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from megarl.models.layers.attention.cache import KVCache
 from megarl.models.layers.attention.decoding import AttentionDecoder
 from megarl.models.layers.attention.plain import Attention
 from megarl.models.layers.mixer import Mixer
+from megarl.models.layers.mla.decoding import LatentCache, LatentDecoder
+from megarl.models.layers.mla.plain import MLA
+from megarl.models.layers.mla.training import latent_attention
 from megarl.models.layers.passes import Caches, MixerDecoder, Room, Store
 
 if TYPE_CHECKING:
@@ -35,7 +39,10 @@ class KindOfMixer:
     training: Callable[[Mixer], ModuleSpec] | None = None
 
 
-KINDS: dict[str, KindOfMixer] = {Attention.kind: KindOfMixer(AttentionDecoder, KVCache)}
+KINDS: dict[str, KindOfMixer] = {
+    Attention.kind: KindOfMixer(AttentionDecoder, KVCache),
+    MLA.kind: KindOfMixer(LatentDecoder, LatentCache, latent_attention),
+}
 
 
 def numbers_of_kinds(mixers: Sequence[Mixer]) -> list[int]:

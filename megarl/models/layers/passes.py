@@ -164,8 +164,14 @@ class Preparation(Protocol):
     def cast(self, weight: Tensor) -> Tensor:
         """Return the weight itself, or a copy in the decoding dtype."""
 
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Return the function x [n, in] -> x W^T + b [n, out]."""
+
     def layer(self, linear: Any) -> Linear:
         """Return the function x -> y of one of the model's linear layers, LoRA adapter included."""
+
+    def merged(self, linear: Any) -> Tensor:
+        """Return the weight of a linear layer in the decoding dtype, with its LoRA adapter added."""
 
 
 class MixerDecoder(Protocol):

@@ -80,6 +80,12 @@ class Recipe:
         product, add = self.linear(weight, bias), adapter.local
         return lambda x: product(x).add_(add(x))
 
+    def merged(self, linear: Any) -> Tensor:
+        """Return the weight of a linear layer in the decoding dtype, with its LoRA adapter added."""
+        adapter = adapter_of(linear)
+        enabled = adapter is not None and adapter.enabled
+        return self.cast(adapter.whole(linear.weight) if enabled else linear.weight)
+
     def grouped(self, linear: Any) -> Grouped:
         """Return the function of a `GroupedLinear` layer of experts; adapters are handled as in `layer`."""
         weight, adapter = linear.stacked, adapter_of(linear)

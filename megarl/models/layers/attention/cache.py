@@ -1,4 +1,4 @@
-"""The key/value cache of running samples.
+"""Caches of running samples with one entry per position: keys and values, or what another kind of layer has.
 
 Shapes: n rows, G key/value heads of this rank, D head size, L cached positions.
 
@@ -10,6 +10,8 @@ need fixed addresses.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -26,44 +28,33 @@ def _round_up(length: int) -> int:
     return -(-length // step) * step
 
 
-class KVCache:
-    """The key/value cache of `slots` rows of up to `max_length` positions for the layers of this process.
+class PositionCache:
+    """`tensors` tensors [rows, G, L, D] per layer.
 
     See `megarl.models.layers.passes.Store`.
     """
 
-    def __init__(self, mixer: Attention, layers: int, room: Room) -> None:
-        slots, dtype, device, fixed = room.slots, room.dtype, room.device, room.fixed
-        heads, head_dim, max_length = mixer.groups // room.tp, mixer.width, room.max_length
+    def __init__(self, tensors: int, heads: int, head_dim: int, layers: int, room: Room) -> None:
+        slots, max_length, dtype, device, fixed = room.slots, room.max_length, room.dtype, room.device, room.fixed
         self.slots, self.max_length, self.heads, self.head_dim, self.fixed = slots, max_length, heads, head_dim, fixed
         self.device = device
         size = slots * max_length * heads * head_dim
-        self._keys = [torch.empty(size, dtype=dtype, device=device) for _ in range(layers)]
-        self._values = [torch.empty(size, dtype=dtype, device=device) for _ in range(layers)]
+        self._buffers = [[torch.empty(size, dtype=dtype, device=device) for _ in range(layers)] for _ in range(tensors)]
         if fixed:  # padded batches read and mask rows that were never written, and 0 * NaN is NaN
-            for flat in (*self._keys, *self._values):
+            for flat in itertools.chain(*self._buffers):
                 flat.zero_()
         self._spare = None if fixed else torch.empty(size, dtype=dtype, device=device)
         self.length = max_length if fixed else 0
         self._head_index = torch.arange(heads, device=device)
-
-    @staticmethod
-    def bytes_per_row(mixer: Attention, layers: int, max_length: int, tp: int, dtype: torch.dtype) -> int:
-        """Return the bytes of one row, with its part of the buffer into which layers are copied when they grow."""
-        return (2 * layers + 1) * max_length * (mixer.groups // tp) * mixer.width * dtype.itemsize
 
     def _view(self, flat: Tensor, length: int) -> Tensor:
         """Return a view [rows, G, length, D] of a flat buffer."""
         row = self.heads * length * self.head_dim
         return flat[: flat.numel() // row * row].view(-1, self.heads, length, self.head_dim)
 
-    def keys(self, layer: int) -> Tensor:
-        """Return a view [rows, G, L, D]; the contents of rows that are not running are undefined."""
-        return self._view(self._keys[layer], self.length)
-
-    def values(self, layer: int) -> Tensor:
-        """Return a view [rows, G, L, D]; the contents of rows that are not running are undefined."""
-        return self._view(self._values[layer], self.length)
+    def views(self, layer: int) -> list[Tensor]:
+        """Return a view [rows, G, L, D] of each tensor; the contents of rows that are not running are undefined."""
+        return [self._view(buffers[layer], self.length) for buffers in self._buffers]
 
     def reserve(self, rows: int, needed: int) -> None:
         """Resize to at least `needed` positions if fewer or far more are allocated; keep the first `rows` rows."""
@@ -72,7 +63,7 @@ class KVCache:
         new = min(self.max_length, _round_up(needed))
         copied, spare = min(new, self.length), self._spare
         assert spare is not None, "a cache with one layout has its full length"
-        for buffers in (self._keys, self._values):
+        for buffers in self._buffers:
             for layer, flat in enumerate(buffers):
                 if rows and copied:
                     self._view(spare, new)[:rows, :, :copied] = self._view(flat, self.length)[:rows, :, :copied]
@@ -81,22 +72,22 @@ class KVCache:
                 buffers[layer], spare = spare, flat
         self.length, self._spare = new, spare
 
-    def fill(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write whole prompts, keys and values [m, G, P, D], into `rows` [m], and zero the positions after them."""
-        for cache, new in ((self.keys(layer), keys), (self.values(layer), values)):
+    def fill(self, layer: int, rows: Tensor, *tensors: Tensor) -> None:
+        """Write whole prompts, tensors [m, G, P, D], into `rows` [m], and zero the positions after them."""
+        for cache, new in zip(self.views(layer), tensors, strict=True):
             cache[rows, :, : new.shape[2]] = new
             cache[rows, :, new.shape[2] :] = 0
 
     def clear(self, rows: Tensor) -> None:
         """Zero `rows`, for samples whose first decode step is at position 0."""
-        for layer in range(len(self._keys)):
-            self.keys(layer)[rows] = 0
-            self.values(layer)[rows] = 0
+        for layer in range(len(self._buffers[0])):
+            for cache in self.views(layer):
+                cache[rows] = 0
 
     def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
         """Copy rows `sources` to `targets` in all layers; all rows are read before any row is written."""
-        for layer in range(len(self._keys)):
-            for cache in (self.keys(layer), self.values(layer)):
+        for layer in range(len(self._buffers[0])):
+            for cache in self.views(layer):
                 cache[targets] = cache[sources]
 
     def flat_index(self, positions: Tensor) -> Tensor:
@@ -104,7 +95,27 @@ class KVCache:
         rows = torch.arange(len(positions), device=positions.device)
         return ((rows[:, None] * self.heads + self._head_index) * self.length + positions[:, None]).flatten()
 
-    def append(self, layer: int, index: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write one position per row: keys and values [n, G, D] at `index` from `flat_index`."""
-        self.keys(layer).view(-1, self.head_dim).index_copy_(0, index, keys.reshape(-1, self.head_dim))
-        self.values(layer).view(-1, self.head_dim).index_copy_(0, index, values.reshape(-1, self.head_dim))
+    def append(self, layer: int, index: Tensor, *tensors: Tensor) -> None:
+        """Write one position per row: tensors [n, G, D] at `index` from `flat_index`."""
+        for cache, new in zip(self.views(layer), tensors, strict=True):
+            cache.view(-1, self.head_dim).index_copy_(0, index, new.reshape(-1, self.head_dim))
+
+
+class KVCache(PositionCache):
+    """The keys and values of softmax attention."""
+
+    def __init__(self, mixer: Attention, layers: int, room: Room) -> None:
+        super().__init__(2, mixer.groups // room.tp, mixer.width, layers, room)
+
+    @staticmethod
+    def bytes_per_row(mixer: Attention, layers: int, max_length: int, tp: int, dtype: torch.dtype) -> int:
+        """Return the bytes of one row, with its part of the buffer into which layers are copied when they grow."""
+        return (2 * layers + 1) * max_length * (mixer.groups // tp) * mixer.width * dtype.itemsize
+
+    def keys(self, layer: int) -> Tensor:
+        """Return a view [rows, G, L, D]; the contents of rows that are not running are undefined."""
+        return self.views(layer)[0]
+
+    def values(self, layer: int) -> Tensor:
+        """Return a view [rows, G, L, D]; the contents of rows that are not running are undefined."""
+        return self.views(layer)[1]

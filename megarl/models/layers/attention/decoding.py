@@ -179,7 +179,7 @@ class DecodeAttention:
         return attend_cpu(q.reshape(n * groups, per, size), keys, values, self._bias[window], self._scale).view(n, -1)
 
 
-class _Padding:
+class Padding:
     """The index between a packed stream [t] and its m sequences padded to the longest, [m, P].
 
     Padding repeats the first token of its sequence: it is finite, and overwritten or masked wherever it is used.
@@ -201,10 +201,14 @@ class _Padding:
         """Return packed x [t, ...] as [m, P, ...]."""
         return x[self._padded].view(*self.shape, *x.shape[1:])
 
+    def unpad(self, x: Tensor) -> Tensor:
+        """Return padded x [m, P, ...] as [t, ...]."""
+        return x.reshape(math.prod(self.shape), *x.shape[2:])[self._packed]
+
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         """Return the context [t, G*q*D] of packed q [t, G, q, D]; see `attend_prompts`."""
         out = attend_prompts(self.pad(q).permute(0, 2, 3, 1, 4), keys, values, mask, scale)
-        return out.permute(0, 3, 1, 2, 4).reshape(math.prod(self.shape), -1)[self._packed]
+        return self.unpad(out.permute(0, 3, 1, 2, 4)).flatten(1)
 
 
 class PromptAttention:
@@ -218,7 +222,7 @@ class PromptAttention:
     def __init__(self, cache: KVCache, lengths: Sequence[int], rows: Sequence[Sequence[int]], scale: float) -> None:
         self._cache, self._scale = cache, scale
         device = cache.device
-        self._padding = _Padding(lengths, device)
+        self._padding = Padding(lengths, device)
         self._stream = pack_stream(lengths, device=device).params
         self._rows = torch.tensor([row for group in rows for row in group], device=device)
         self._source = torch.tensor([i for i, group in enumerate(rows) for _ in group], device=device)
@@ -234,22 +238,18 @@ class PromptAttention:
         return self._padding.attend(q, k, v, window_mask(k.shape[2], window, q.device), self._scale)
 
 
-class ExtendAttention:
-    """The attention of packed new tokens of sequences whose earlier positions are cached.
+class NewPlaces:
+    """Where packed new tokens go in caches that have the sequences' earlier positions; see `Extension`.
 
-    Args:
-        lengths: new tokens of each sequence in the stream.
-        starts: number of cached positions of each sequence.
-        rows: cache row of each sequence.
+    Attributes:
+        padding: the index between the packed and the padded new tokens.
     """
 
     def __init__(
-        self, cache: KVCache, lengths: Sequence[int], starts: Sequence[int], rows: Sequence[int], scale: float
+        self, lengths: Sequence[int], starts: Sequence[int], rows: Sequence[int], device: torch.device
     ) -> None:
-        self._cache, self._scale = cache, scale
-        device = cache.device
-        self._padding = _Padding(lengths, device)
-        sizes, first, real = torch.tensor(lengths), torch.tensor(starts)[:, None], self._padding.real
+        self.padding = Padding(lengths, device)
+        sizes, first, real = torch.tensor(lengths), torch.tensor(starts)[:, None], self.padding.real
         positions = torch.where(real, first + torch.arange(real.shape[1]), first)
         self._positions = positions.to(device)
         self._rows = torch.tensor(list(rows), device=device)
@@ -258,18 +258,35 @@ class ExtendAttention:
         self._reach = int((first[:, 0] + sizes).max())
         self._bias: dict[int | None, Tensor] = {}
 
+    def write(self, cache: Tensor, new: Tensor) -> Tensor:
+        """Write `new` [t, G, D] to a cache [rows, G, L, D]; return what the sequences have there, [m, G, L, D]."""
+        cache[self._token_rows, :, self._token_positions] = new
+        return cache[self._rows, :, : self._reach]
+
+    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Return the bias [m, 1, P, L] of padded new tokens, see `length_bias`."""
+        if window not in self._bias:
+            bias = length_bias(self._positions.flatten(), self._reach, window, dtype)
+            m, longest = self.padding.shape
+            self._bias[window] = bias.view(m, 1, longest, self._reach)
+        return self._bias[window]
+
+
+class ExtendAttention:
+    """The attention of packed new tokens of sequences whose earlier positions are cached; see `Extension`."""
+
+    def __init__(
+        self, cache: KVCache, lengths: Sequence[int], starts: Sequence[int], rows: Sequence[int], scale: float
+    ) -> None:
+        self._cache, self._scale = cache, scale
+        self._places = NewPlaces(lengths, starts, rows, cache.device)
+
     def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables) -> Tensor:
         """Implement `Attend`."""
         q, k, v = norm.split(qkv, rope)
-        keys, values = self._cache.keys(layer), self._cache.values(layer)
-        keys[self._token_rows, :, self._token_positions] = k
-        values[self._token_rows, :, self._token_positions] = v
-        keys, values = (x[self._rows, :, : self._reach] for x in (keys, values))
-        if window not in self._bias:
-            bias = length_bias(self._positions.flatten(), self._reach, window, q.dtype)
-            m, longest = self._padding.shape
-            self._bias[window] = bias.view(m, 1, longest, self._reach)
-        return self._padding.attend(q, keys, values, self._bias[window], self._scale)
+        keys = self._places.write(self._cache.keys(layer), k)
+        values = self._places.write(self._cache.values(layer), v)
+        return self._places.padding.attend(q, keys, values, self._places.bias(window, q.dtype), self._scale)
 
 
 def length_bias(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -24,11 +24,13 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from megarl.models.config import PolicyConfig
 from megarl.models.layers.attention.training import attend
 from megarl.models.layers.linear import ReplicatedLinear
+from megarl.models.layers.mixer import Mixer
 from megarl.models.layers.mla.plain import MLA
 from megarl.models.norm import RMSNorm
 from megarl.models.packing import PackedSequences
@@ -120,6 +122,11 @@ class LatentAttention(MegatronModule):
             expanded = expanded.unflatten(0, (-1, cp, len(hidden))).transpose(0, 1).flatten(0, 2)
         nope_key, v = expanded.view(len(expanded), -1, mixer.nope + mixer.value).split([mixer.nope, mixer.value], -1)
         return torch.cat([nope_key, rope_key.expand(-1, nope_key.shape[1], -1)], -1), v
+
+
+def latent_attention(mixer: Mixer) -> ModuleSpec:
+    """Return the spec of the module, see `KindOfMixer`."""
+    return ModuleSpec(module=LatentAttention)
 
 
 def rotate_end(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
