@@ -6,6 +6,7 @@ W, if W is split by rows, or A, if W is split by columns; the other one is whole
 
     W = [q; k; v] or [gate; up]    `a` = [A_q; A_k; A_v]    whole      `b`: rows in the order of W's   split as W
     W of o_proj or down_proj       `a` = A                  split as W `b` = B                         whole
+    W that is not split            `a` = A                  whole      `b` = B                         whole
 
 An adapter parameter of experts concatenates those of all experts by rows, as the weight does.
 """
@@ -14,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from megarl.models.layers.rules import COLUMNS, STACK, VOCAB, WeightRule, WeightSource
+from megarl.models.layers.rules import COLUMNS, STACK, WeightRule, WeightSource
 
 MODULE = "adapter"
 """Name of the adapter module inside the linear layer to which it is added."""
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
-TARGETS = {"attention": "attention", "dense": "mlp", "expert": "experts"}
+TARGETS = {"attention": "attention", "mla": "attention", "dense": "mlp", "expert": "experts"}
 """Names in `model.lora.targets` of the parts of a model whose linear layers can have adapters."""
 DEFAULT_TARGETS = ("attention", "mlp")
 """The targets of `model.lora.targets=null`; adapters of experts are many, so they must be named."""
@@ -39,7 +40,7 @@ def adapter_rules(table: tuple[WeightRule, ...], targets: Collection[str] | None
     wanted = DEFAULT_TARGETS if targets is None else targets
     for rule in table:
         target = TARGETS.get(rule.part)
-        linear = rule.split.along is not None and rule.split is not VOCAB and rule.param.endswith(".weight")
+        linear = rule.param.endswith(".weight") and len(rule.sources[0].shape) == 2
         if target not in wanted or not linear:
             continue
         stem = f"{rule.param.removesuffix('weight')}{MODULE}."

@@ -7,6 +7,7 @@ layer's output (`megarl.models.weights.adapters`), so tensor-parallel ranks exch
 
     layer split by rows      h = A x, the same on all ranks (or gathered, of a sequence-parallel x), then B's own rows
     layer split by columns   h = the sum over ranks of A's own columns x (or each rank's part of the sequence of it), B
+    layer that is not split  h = A x, then B
 
 A parameter that is whole on every rank but processes only a part of the tokens there needs its gradients summed, like a
 norm; Megatron does this for parameters with `sequence_parallel` set.
@@ -44,6 +45,7 @@ from megarl.architectures.adapters import DOWN, MODULE, is_adapter
 from megarl.config.model import LoraConfig
 from megarl.models.layers.experts.training import GroupedLinear, expert_groups, grouped_linear
 from megarl.models.layers.rules import TensorRegion
+from megarl.models.layers.linear import ReplicatedLinear
 from megarl.models.weight_table import Shard, as_index, region_shape
 from megarl.models.weights.adapters import adapter_slices, adapter_tensors, check_targets
 from megarl.models.weights.fill import coordinate, fill, generator_of
@@ -123,10 +125,14 @@ class LinearAdapter(Adapter):
         group = linear.tp_group
         self._group = None if group is None or group.size() == 1 else group
         self._sequence = linear.config.sequence_parallel and self._group is not None
+        linear.register_forward_hook(self._add)
+        if isinstance(linear, ReplicatedLinear):
+            for whole in (self.a, self.b):
+                whole.sequence_parallel = linear.config.sequence_parallel  # type: ignore[attr-defined]
+            return
         split, whole, dim = (self.a, self.b, 1) if self._by_columns else (self.b, self.a, 0)
         set_tensor_model_parallel_attributes(split, is_parallel=True, dim=dim, stride=1)
         whole.sequence_parallel = self._sequence  # type: ignore[attr-defined]
-        linear.register_forward_hook(self._add)
 
     def _add(self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
         if not self.enabled:
@@ -226,7 +232,7 @@ def attach(chunks: Sequence[PolicyModel], lora: LoraConfig) -> None:
         if isinstance(linear, GroupedLinear):
             linear.add_module(MODULE, ExpertAdapters(linear, down, up, lora))
             continue
-        if not isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+        if not isinstance(linear, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear):
             raise TypeError(
                 f"cannot attach an adapter to {name}: {type(linear).__name__} is not a parallel "
                 f"linear layer of Megatron"

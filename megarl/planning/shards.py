@@ -15,7 +15,7 @@ from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig
 from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
-from megarl.models.layers.rules import STACK, VOCAB
+from megarl.models.layers.rules import VOCAB
 
 BYTES = {"fp32": 4, "bf16": 2}
 GRADIENT = 4
@@ -120,7 +120,7 @@ def adapter_parameters(facts: ModelFacts, parallel: ParallelConfig, lora: LoraCo
     for rule in adapter_rules(ARCHITECTURES[facts.model_type].tensors, lora.targets):
         whole = sum(math.prod(size[dimension] for dimension in source.shape) for source in rule.sources)
         split = parallel.expert_tp if rule.part == "expert" else parallel.tp
-        counts[rule.part] += whole / (1 if rule.split is STACK else split) * per_layer[rule.part]
+        counts[rule.part] += whole / (1 if rule.split.along is None else split) * per_layer[rule.part]
     share = parallel.most_layers(facts.layers)
     expert = counts.pop("expert")
     return sum(counts.values()) * share, expert * share

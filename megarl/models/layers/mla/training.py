@@ -13,7 +13,7 @@ before they are expanded to the keys and values of all heads.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import tensor_parallel
@@ -27,13 +27,15 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from megarl.models.config import PolicyConfig
 from megarl.models.layers.attention.training import attend
 from megarl.models.layers.linear import ReplicatedLinear
 from megarl.models.layers.mixer import Mixer
 from megarl.models.layers.mla.plain import MLA
 from megarl.models.norm import RMSNorm
 from megarl.models.packing import PackedSequences
+
+if TYPE_CHECKING:
+    from megarl.models.config import PolicyConfig
 
 
 class LatentAttention(MegatronModule):
