@@ -34,6 +34,9 @@ class Architecture:
     experts_keys: tuple[str, str] | None = None
     # the mixer of each layer, from the values of `keys`; None: softmax attention in all layers
     mixers: Callable[[Mapping[str, Any]], tuple[Mixer, ...]] | None = None
+    head_key: str = "head_dim"  # the key with the width of the part of a head that RoPE rotates
+    # checkpoints may have further layers, which predict more than one token ahead; they are not read
+    predicts_ahead: bool = False
     qkv_bias: bool = False  # the projections to query, key and value have a bias
     partial_rotary: bool = (
         False  # RoPE rotates the first `partial_rotary_factor` of a head; other classes ignore the key

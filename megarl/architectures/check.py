@@ -44,8 +44,16 @@ _SIZES = (
     "num_experts_per_tok",
     "moe_intermediate_size",
     "decoder_sparse_step",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
 )
-_FLAGS = ("tie_word_embeddings", "use_sliding_window", "norm_topk_prob", "output_router_logits")
+_FLAGS = (
+    *("tie_word_embeddings", "use_sliding_window", "norm_topk_prob", "output_router_logits"),
+    "rope_interleave",
+)
 # for these keys transformers refuses integers such as 0
 _FLOATS = ("rms_norm_eps", "router_aux_loss_coef", "router_jitter_noise")
 
@@ -109,7 +117,7 @@ def _check_heads(values: dict[str, Any], found: Architecture, refuse: Refuse) ->
         refuse("hidden_size", hidden, f"a multiple of the {heads} attention heads")
     if head_width(values) % 2 or not head_width(values):
         # RoPE rotates the two halves of a head, so its width must be even.
-        refuse("head_dim", head_width(values), "even number > 0")
+        refuse(found.head_key, head_width(values), "even number > 0")
 
 
 def _check_experts(values: dict[str, Any], found: Architecture, refuse: Refuse) -> None:

@@ -28,7 +28,7 @@ def read_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def head_width(values: Mapping[str, Any]) -> int:
     """Return the width of one attention head."""
-    width: int | None = values["head_dim"]
+    width: int | None = values[ARCHITECTURES[values["model_type"]].head_key]
     return values["hidden_size"] // values["num_attention_heads"] if width is None else width
 
 

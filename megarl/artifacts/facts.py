@@ -32,6 +32,7 @@ from megarl.artifacts.vla_folder import VLA_TYPE, complete_config
 from megarl.config.model import ModelConfig
 from megarl.models.layers.attention.plain import Attention
 from megarl.models.layers.mixer import Mixer
+from megarl.models.layers.rules import WeightRule, existing
 from megarl.system.errors import ConfigError, close_matches
 
 
@@ -106,9 +107,14 @@ class ModelFacts:
         return sizes
 
     @cached_property
+    def rules(self) -> tuple[WeightRule, ...]:
+        """The rules of the model's weights, without the head."""
+        return existing(ARCHITECTURES[self.model_type].tensors, self.dimensions)
+
+    @cached_property
     def elements(self) -> dict[str, Elements]:
         """Number of parameters of each component: per layer, per expert, or in total for the embedding and the head."""
-        return elements((*ARCHITECTURES[self.model_type].tensors, UNTIED_HEAD), self.dimensions)
+        return elements((*self.rules, UNTIED_HEAD), self.dimensions)
 
     @cached_property
     def copies(self) -> dict[str, int]:

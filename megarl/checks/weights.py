@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.architectures import ARCHITECTURES
 from megarl.architectures.tensors import HEAD, VALUE_BIAS, VALUE_HEAD, WeightRule
 from megarl.architectures.vision import LANGUAGE_MODEL, VisionShape
 from megarl.architectures.vision_language import canonical_name
@@ -127,7 +126,7 @@ def expected_tensors(facts: ModelFacts, *, value_head: bool = False) -> Iterator
 
 
 def _of_parts(facts: ModelFacts, parts: tuple[str, ...], layer: int = 0) -> Shapes:
-    rules = [rule for rule in ARCHITECTURES[facts.model_type].tensors if rule.part in parts]
+    rules = [rule for rule in facts.rules if rule.part in parts]
     sizes = facts.dimensions
     return {name: shape for rule in rules for name, shape in _shapes(rule, layer, facts.experts, sizes)}
 

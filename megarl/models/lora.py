@@ -44,8 +44,8 @@ from torch import Tensor
 from megarl.architectures.adapters import DOWN, MODULE, is_adapter
 from megarl.config.model import LoraConfig
 from megarl.models.layers.experts.training import GroupedLinear, expert_groups, grouped_linear
-from megarl.models.layers.rules import TensorRegion
 from megarl.models.layers.linear import ReplicatedLinear
+from megarl.models.layers.rules import TensorRegion
 from megarl.models.weight_table import Shard, as_index, region_shape
 from megarl.models.weights.adapters import adapter_slices, adapter_tensors, check_targets
 from megarl.models.weights.fill import coordinate, fill, generator_of

@@ -14,7 +14,7 @@ from megarl.architectures import ARCHITECTURES
 from megarl.architectures.tensors import TIED_HEAD, UNTIED_HEAD, VALUE_BIAS, VALUE_HEAD, part_of
 from megarl.config.model import split_layers
 from megarl.models.hf import checkpoint_names, dimensions, mixers_of, moe_layers, value_bias, visual_tensors
-from megarl.models.layers.rules import COPY, Piece, Sources, TensorRegion, WeightRule
+from megarl.models.layers.rules import COPY, Piece, Sources, TensorRegion, WeightRule, existing
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -87,7 +87,7 @@ class WeightTable:
             head = [VALUE_HEAD, VALUE_BIAS] if value_bias(hf) else [VALUE_HEAD]
         else:
             head = [TIED_HEAD if hf.tie_word_embeddings else UNTIED_HEAD]
-        rules = (*ARCHITECTURES[hf.model_type].tensors, *head)
+        rules = (*existing(ARCHITECTURES[hf.model_type].tensors, dimensions(hf)), *head)
         kinds = [mixer.kind for mixer in mixers_of(hf)]
         return cls(rules, dimensions(hf), kinds, moe_layers(hf), visual_tensors(hf), checkpoint_names(hf))
 

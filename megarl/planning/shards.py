@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 
-from megarl.architectures import ARCHITECTURES
 from megarl.architectures.adapters import adapter_rules
 from megarl.artifacts.facts import ModelFacts
 from megarl.config.model import LoraConfig, ParallelConfig
@@ -94,7 +93,7 @@ def _elements(facts: ModelFacts, tp: int, expert_tp: int) -> Mapping[str, int]:
     """Return the number of parameters of each part of the model on a rank, per layer and expert, cached."""
     size = facts.dimensions
     counts = Counter[str]()
-    for rule in ARCHITECTURES[facts.model_type].tensors:
+    for rule in facts.rules:
         ways = expert_tp if rule.part == "expert" else tp
         for source in rule.sources:
             rows, *rest = (size[dimension] for dimension in source.shape)
@@ -117,7 +116,7 @@ def adapter_parameters(facts: ModelFacts, parallel: ParallelConfig, lora: LoraCo
         "expert": facts.experts / parallel.ep * sparse if sparse else 0.0,
     }
     counts = dict.fromkeys(per_layer, 0.0)
-    for rule in adapter_rules(ARCHITECTURES[facts.model_type].tensors, lora.targets):
+    for rule in adapter_rules(facts.rules, lora.targets):
         whole = sum(math.prod(size[dimension] for dimension in source.shape) for source in rule.sources)
         split = parallel.expert_tp if rule.part == "expert" else parallel.tp
         counts[rule.part] += whole / (1 if rule.split.along is None else split) * per_layer[rule.part]

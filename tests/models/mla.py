@@ -11,7 +11,7 @@ from megarl.config.training import EngineConfig
 from megarl.models.config import load_hf_config, transformer_config
 from megarl.models.layers.mla.plain import MLA, mla_of, mla_rules
 from megarl.models.layers.mla.training import LatentAttention
-from megarl.models.layers.rules import WeightRule
+from megarl.models.layers.rules import WeightRule, existing
 from megarl.models.packing import PackedStream, pack_stream
 from tests.models.tiny import tiny_dict
 
@@ -58,7 +58,11 @@ def theirs(model_type: str, changes: dict[str, Any], seed: int = 0) -> tuple[Any
 
 
 def rules_of(config: Any) -> list[WeightRule]:
-    return [rule for rule in mla_rules(query_rank=config.q_lora_rank is not None) if rule.part == MLA.kind]
+    return [rule for rule in existing(mla_rules(), sizes_of(config)) if rule.part == MLA.kind]
+
+
+def sizes_of(config: Any) -> dict[str, int]:
+    return {"hidden": config.hidden_size, **mixer_of(config).dimensions()}
 
 
 def mixer_of(config: Any) -> MLA:
@@ -88,10 +92,8 @@ def ours(config: Any, weights: dict[str, torch.Tensor], dtype: torch.dtype, **la
 
 
 def hf_name(parameter: str) -> str:
-    rules = (rule for ranked in (True, False) for rule in mla_rules(query_rank=ranked))
-    return next(r.sources[0].name for r in rules if r.param.endswith(f"self_attention.{parameter}")).split(
-        "self_attn."
-    )[1]
+    rule = next(rule for rule in mla_rules() if rule.param.endswith(f"self_attention.{parameter}"))
+    return rule.sources[0].name.split("self_attn.")[1]
 
 
 def stream_of(rotary: Any, lengths: list[int], dtype: torch.dtype, **split: int) -> PackedStream:

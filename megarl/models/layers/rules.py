@@ -6,7 +6,7 @@ it, except for padding rows of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,6 +64,11 @@ class WeightRule:
     part: str
     split: Split
     sources: tuple[WeightSource, ...]
+
+
+def existing(rules: Iterable[WeightRule], size: Mapping[str, int]) -> tuple[WeightRule, ...]:
+    """Return the rules of the tensors that a model has: all their sizes are known and above 0."""
+    return tuple(rule for rule in rules if all(size.get(d) for source in rule.sources for d in source.shape))
 
 
 #: The beginning of the names of a layer's tensors, in checkpoints and in Megatron.

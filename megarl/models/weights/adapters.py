@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megarl.architectures import ARCHITECTURES
 from megarl.architectures.adapters import TARGETS, adapter_rules
 from megarl.config.model import LoraConfig
 from megarl.models.weight_table import Coordinate, Shard, WeightTable
@@ -32,7 +31,8 @@ def adapter_slices(hf: PretrainedConfig, at: Coordinate, lora: LoraConfig) -> li
 
 
 def _table(hf: PretrainedConfig, lora: LoraConfig) -> WeightTable:
-    table, rules = WeightTable.of(hf), adapter_rules(ARCHITECTURES[hf.model_type].tensors, lora.targets)
+    table = WeightTable.of(hf)
+    rules = adapter_rules(table.rules, lora.targets)
     return replace(table, rules=tuple(rules), sizes={**table.sizes, "rank": lora.rank}, visual={})
 
 

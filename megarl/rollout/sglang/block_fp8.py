@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megarl.architectures import ARCHITECTURES
 from megarl.artifacts.facts import ModelFacts
 from megarl.sync.plan import FP8_BLOCK, is_sent_as_fp8
 
@@ -21,7 +20,7 @@ def write_block_fp8(folder: Path, facts: ModelFacts) -> None:
 def quantization_config(facts: ModelFacts) -> dict[str, Any]:
     """Return the Hugging Face `quantization_config`; it lists the modules whose matrices stay unquantized."""
     unquantized = {"lm_head"}
-    for rule in ARCHITECTURES[facts.model_type].tensors:
+    for rule in facts.rules:
         for source in rule.sources:
             if len(source.shape) == 2 and "{i}" in source.name and not is_sent_as_fp8(source.name):
                 module = source.name.removesuffix(".weight")

@@ -53,7 +53,8 @@ class MLA(Mixer):
             "q_rank": self.q_rank or 0,
             "kv_rank": self.kv_rank,
             "kv_compressed": self.cached,
-            "mla_query": self.heads * self.key,
+            "mla_query": self.heads * self.key if self.q_rank else 0,
+            "mla_direct_query": 0 if self.q_rank else self.heads * self.key,
             "mla_key_value": self.heads * (self.nope + self.value),
             "mla_output": self.heads * self.value,
         }
@@ -112,25 +113,23 @@ def mla_of(values: Mapping[str, Any], rope: Mapping[str, Any]) -> MLA:
     )
 
 
-def mla_rules(*, query_rank: bool) -> tuple[WeightRule, ...]:
+def mla_rules() -> tuple[WeightRule, ...]:
     """Return the rules for a layer's attention and for the two norms of the layer; parameters are named as in
-    Megatron's MLASelfAttention."""
+    Megatron's MLASelfAttention.
+
+    A model projects queries either directly or through a rank; the sizes of the other tensors are 0.
+    """
 
     def rule(param: str, split: Split, source: str, *shape: str) -> WeightRule:
         sources = (WeightSource(f"{HF}self_attn.{source}.weight", shape),)
         return WeightRule(f"{MCORE}self_attention.{param}.weight", MLA.kind, split, sources)
 
-    if query_rank:
-        queries = (
-            rule("linear_q_down_proj", COPY, "q_a_proj", "q_rank", "hidden"),
-            rule("q_layernorm", COPY, "q_a_layernorm", "q_rank"),
-            rule("linear_q_up_proj", ROWS, "q_b_proj", "mla_query", "q_rank"),
-        )
-    else:
-        queries = (rule("linear_q_proj", ROWS, "q_proj", "mla_query", "hidden"),)
     return (
         norm("input_layernorm", "input_layernorm", "hidden"),
-        *queries,
+        rule("linear_q_proj", ROWS, "q_proj", "mla_direct_query", "hidden"),
+        rule("linear_q_down_proj", COPY, "q_a_proj", "q_rank", "hidden"),
+        rule("q_layernorm", COPY, "q_a_layernorm", "q_rank"),
+        rule("linear_q_up_proj", ROWS, "q_b_proj", "mla_query", "q_rank"),
         rule("linear_kv_down_proj", COPY, "kv_a_proj_with_mqa", "kv_compressed", "hidden"),
         rule("kv_layernorm", COPY, "kv_a_layernorm", "kv_rank"),
         rule("linear_kv_up_proj", ROWS, "kv_b_proj", "mla_key_value", "kv_rank"),
