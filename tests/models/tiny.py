@@ -24,22 +24,6 @@ COMMON = {
     "eos_token_id": 2,
 }
 EXTRA: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
-        "first_k_dense_replace": 4,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 4.0,
-            "mscale": 0.7,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 32,
-        },
-    },
     "llama": {"head_dim": 16, "rms_norm_eps": 1e-5},
     "mistral": {"head_dim": 16, "sliding_window": 8},
     "mixtral": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},

@@ -10,7 +10,7 @@ import torch
 from megarl.models.layers.mesh import Mesh
 from megarl.models.layers.mla.decoding import LatentCache, LatentDecoder
 from megarl.models.layers.mla.plain import MLA
-from megarl.models.layers.passes import Caches, DecodeStep, Extension, Pass, Prompts, RopeTables
+from megarl.models.layers.passes import Caches, DecodeStep, Extension, Pass, Prompts, Room, RopeTables
 from megarl.models.packing import pack_stream
 from megarl.rollout.embedded.model import Recipe
 from tests.dist import fresh_parallel, single_process
@@ -26,9 +26,9 @@ class Decoder:
         self.module, self.rotary = latent_module("deepseek_v3", changes)
         self.mixer: MLA = self.module.mixer
         self.decoder = LatentDecoder(self.module, self.mixer, 0, Mesh(), Recipe(torch.float32), None)
-        settings = {"layers": 1, "slots": 6, "max_length": 40, "dtype": torch.float32, "device": torch.device("cpu")}
-        self.cache = LatentCache(self.mixer, tp=1, fixed=fixed, **settings)
-        self.caches = Caches({MLA.kind: self.cache}, 6, 40, fixed=fixed)
+        room = Room(6, 40, 1, torch.float32, torch.device("cpu"), fixed)
+        self.cache = LatentCache(self.mixer, 1, room)
+        self.caches = Caches({MLA.kind: self.cache}, room)
         generator = torch.Generator().manual_seed(3)
         self.hidden = [torch.randn(n, self.module.config.hidden_size, generator=generator) for n in LENGTHS]
 
