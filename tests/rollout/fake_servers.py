@@ -1,7 +1,4 @@
-"""Servers that answer by rule: token i of a sample is a function of prompt, seed and i.
-
-So a sample that was lost, doubled, or continued at the wrong place shows in its tokens.
-"""
+"""Servers in threads of this process, which answer by the rule of answers.py."""
 
 from __future__ import annotations
 
@@ -23,17 +20,11 @@ from megarl.rollout.sglang.images import ServedImages
 from megarl.rollout.sglang.samples import ServedSample
 from megarl.rollout.sglang.turns import TurnClient
 from megarl.rollout.stop_strings import StopStrings
+from tests.rollout.answers import TAG, answer
 
 KEY = "key"
-RUN = "run"
-TAG = f"1@{RUN}"  # what they call their weights
 WAIT_S = 120.0  # for a request that is on its way
-PROMPTS = [[10 + i] * (i + 1) for i in range(6)]
 Rule = Callable[["FakeServer", dict[str, Any]], str]
-
-
-def token(prompt: list[int], seed: int, place: int) -> int:
-    return (sum(prompt) * 31 + seed * 17 + place * 7) % 1000
 
 
 def samples_of(requests: Sequence[Request], strings: StopStrings | None = None) -> list[ServedSample]:
@@ -188,22 +179,6 @@ class _Handler(BaseHTTPRequestHandler):
             super().handle_one_request()
 
     def log_message(self, *args: object) -> None: ...
-
-
-def answer(payload: dict[str, Any], verdict: str) -> dict[str, Any]:
-    settings, ids = payload["sampling_params"], payload["input_ids"]
-    prompt = next((p for p in PROMPTS if p == ids[: len(p)] and (len(ids) == len(p) or ids[len(p)] != p[0])), ids)
-    start, count = len(ids) - len(prompt), settings["max_new_tokens"]
-    count = {"abort": count // 2, "empty": 0}.get(verdict, count)
-    out = [token(prompt, settings.get("sampling_seed", 0), start + i) for i in range(count)]
-    return {
-        "output_ids": out,
-        "meta_info": {
-            "finish_reason": {"type": "abort" if verdict == "abort" else "length"},
-            "output_token_logprobs": [[-1.0, t, None] for t in out],
-            "weight_version": "999@another" if verdict == "foreign" else TAG,
-        },
-    }
 
 
 @contextlib.contextmanager

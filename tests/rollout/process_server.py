@@ -1,6 +1,6 @@
-"""A server in a process of its own, whose scheduler is a process below it: it answers by the rule of fake_servers.py.
+"""A server in a process of its own, whose scheduler is a process below it: it answers by the rule of answers.py.
 
-    python -m tests.rollout.process_server FOLDER ARGUMENTS OF sglang.launch_server
+    python -S -m tests.rollout.process_server FOLDER ARGUMENTS OF sglang.launch_server
 
 Like SGLang's, its HTTP side lives on when the scheduler is stopped, and says on `/health` that it is well. The
 scheduler (`cat`) has to give back a line for every sample, and for `/health_generate`.
@@ -24,7 +24,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from tests.rollout.fake_servers import answer
+from tests.rollout.answers import answer
 
 _FOLDER = Path(sys.argv[1])
 _PORT = int(sys.argv[sys.argv.index("--port") + 1])

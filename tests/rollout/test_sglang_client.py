@@ -13,7 +13,8 @@ from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.client import Dispatch, _most_requests
 from megarl.rollout.sglang.samples import ServedSample
 from megarl.system.errors import ServerError
-from tests.rollout.fake_servers import PROMPTS, FakeServer, finish, ok, samples_of, servers, token
+from tests.rollout.answers import PROMPTS, token
+from tests.rollout.fake_servers import FakeServer, finish, ok, samples_of, servers
 
 SAMPLING = SamplingConfig(max_new_tokens=8)
 

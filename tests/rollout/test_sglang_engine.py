@@ -18,7 +18,8 @@ from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from megarl.system.comm import WorkerGroup, team_world
 from megarl.system.errors import ServerError
 from tests.dist import run_distributed
-from tests.rollout.fake_servers import PROMPTS, RUN, WAIT_S, FakeServer, ok, servers, token
+from tests.rollout.answers import PROMPTS, RUN, token
+from tests.rollout.fake_servers import WAIT_S, FakeServer, ok, servers
 
 pytestmark = pytest.mark.procs
 

@@ -15,7 +15,8 @@ from megarl.rollout.sglang.engine import Replica
 from megarl.system.comm import team_world
 from tests.dist import run_distributed
 from tests.envs.playing import rules_of
-from tests.rollout.fake_servers import FakeServer, servers, token
+from tests.rollout.answers import token
+from tests.rollout.fake_servers import FakeServer, servers
 from tests.rollout.test_sglang_turns import HINT, SAMPLING, alone, make_engine, started
 
 pytestmark = pytest.mark.procs

@@ -32,7 +32,7 @@ from megarl.system.comm import WorkerGroup, team_world
 from megarl.system.compat import sglang
 from megarl.system.errors import ServerError
 from tests.dist import run_distributed
-from tests.rollout.fake_servers import PROMPTS, RUN, token
+from tests.rollout.answers import PROMPTS, RUN, token
 from tests.rollout.test_sglang_engine import acknowledge
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are stopped")
@@ -41,7 +41,7 @@ SAMPLING = SamplingConfig(max_new_tokens=8)
 PYTHON = """#!/bin/sh
 [ "$1" = -I ] && echo {version} && exit
 shift
-cd {root} && exec {python} -m tests.rollout.process_server {folder} "$@"
+cd {root} && exec {python} -S -m tests.rollout.process_server {folder} "$@"
 """
 
 

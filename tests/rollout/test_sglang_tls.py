@@ -22,7 +22,8 @@ from megarl.rollout.sglang.api import ServerApi, tls_context
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.samples import ServedSample
 from megarl.system.errors import ServerError
-from tests.rollout.fake_servers import KEY, PROMPTS, FakeServer, _Handler, finish, ok, samples_of, token
+from tests.rollout.answers import PROMPTS, token
+from tests.rollout.fake_servers import KEY, FakeServer, _Handler, finish, ok, samples_of
 
 PREFIX = "/behind/a/proxy"
 

@@ -25,7 +25,8 @@ from tests.data.templates import tokenizer_of
 from tests.dist import run_distributed
 from tests.envs import playing
 from tests.envs.playing import group, rules_of
-from tests.rollout.fake_servers import RUN, WAIT_S, FakeServer, ok, servers, token
+from tests.rollout.answers import RUN, token
+from tests.rollout.fake_servers import WAIT_S, FakeServer, ok, servers
 from tests.rollout.test_sglang_engine import acknowledge
 
 pytestmark = pytest.mark.procs
