@@ -8,6 +8,7 @@ in a second: an environment of this checkout's megarl, which imports everything 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -71,7 +72,7 @@ def make_environment(packages: Path, folder: Path) -> None:
 
 
 def main(version: str, packages: Path, folder: Path) -> int:
-    """Make both folders; return an exit code."""
+    """Make both folders, PACKAGES in one process at a time; return an exit code."""
     python = find_python()
     if python is None:
         print(
@@ -79,7 +80,10 @@ def main(version: str, packages: Path, folder: Path) -> int:
             file=sys.stderr,
         )
         return 2
-    make_packages(python, version, packages)
+    packages.parent.mkdir(parents=True, exist_ok=True)
+    with (packages.parent / f"{packages.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        make_packages(python, version, packages)
     make_environment(packages, folder)
     return 0
 
