@@ -20,6 +20,7 @@ from megarl.algorithms.distillation import teacher_term
 from megarl.algorithms.kl import KL, chosen_estimator, kl_tokens
 from megarl.algorithms.lazy import Tensor, torch
 from megarl.algorithms.losses.base import POLICY_LOSSES, LossInputs, checked_loss, checked_preparation
+from megarl.algorithms.rows import Rows
 from megarl.algorithms.user_code import located
 from megarl.system.metrics import Metrics
 
@@ -60,6 +61,8 @@ class TokenInputs:
     # float32 [N, K + 1, 2], the teacher's most likely tokens, see `MegatronEngine.top_tokens`
     teacher_topk: Tensor | None = None
     is_weights: Tensor | None = None  # importance weights of rollout correction
+    observation_mask: Tensor | None = None  # bool, the environment's own tokens, for ECHO
+    echo_weights: Tensor | None = None  # float32, share of each of these tokens in ECHO, from `Objective.echo_weights`
     copies: Tensor | None = None  # int64 [B], how often each sample counts; None: each counts once
     # further inputs of the policy loss by name: fields that it reads, and the results of its `prepare`
     own: Mapping[str, Any] = field(default_factory=dict)
@@ -147,6 +150,19 @@ class Objective:
             return 1.0, None
         return float(tokens), self._weights(mask, torch.cat(counts), inputs)
 
+    def echo_weights(self, inputs: TokenInputs, all_sum: AllSum) -> Tensor:
+        """Return the share of each token in the cross-entropy on observations: 1 / the number of the environment's own
+        tokens in the mini-batch over all ranks. Samples without a trained token do not count.
+        """
+        rows, mask = Rows.of(inputs.loss_mask, inputs.offsets), inputs.observation_mask
+        if mask is None:
+            raise ValueError("the cross-entropy on observations needs the mask of their tokens")
+        times = rows.counts(inputs.loss_mask).clamp(max=1)
+        if inputs.copies is not None:
+            times = times * inputs.copies
+        counted = rows.spread(times.double(), mask)
+        return (counted / all_sum(counted.sum()[None]).clamp(min=1)).float()
+
     def prepare(self, inputs: TokenInputs, keys: Tensor, all_sum: AllSum) -> dict[str, Tensor]:
         """Call the loss's `prepare` on the whole mini-batch before its split; `keys` int64 [N] are random per token."""
         chosen = POLICY_LOSSES.choose(self.algorithm.loss)
@@ -215,6 +231,8 @@ class Objective:
             fields=inputs.own,
             is_weights=is_weights,
         )
+        if inputs.echo_weights is not None:
+            loss = loss + echo_loss(logp, inputs.echo_weights, self.settings.echo_coef, metrics)
         if correction is not None:
             metrics.merge(correction.moments)
         if late:  # the weights must be divided by the tokens for token-mean, otherwise by the sequences
@@ -269,6 +287,22 @@ class Objective:
 
         mode, sum_norm = self.settings.aggregation, self.settings.sum_norm
         return aggregation_weights(mode, mask, counts, offsets=inputs.offsets, sum_norm=sum_norm, copies=inputs.copies)
+
+
+def echo_loss(logp: Tensor, weights: Tensor, coef: float, metrics: Metrics) -> Tensor:
+    """Return coef * sum(w (-logp)) over the environment's own tokens: the cross-entropy of its observations (ECHO).
+
+    Args:
+        logp: float [N], differentiable, of all tokens.
+        weights: [N], from `Objective.echo_weights`; 0 for all other tokens.
+
+    Source: ECHO (arXiv 2605.24517).
+    """
+    seen = weights > 0
+    losses = torch.where(seen, -logp, 0)
+    if count := int(seen.sum()):
+        metrics.mean("actor/echo_loss", float(losses.detach().double().sum()), count)
+    return coef * (weights * losses).sum()
 
 
 def actor_loss(

@@ -256,6 +256,30 @@ def _check_loss(config: RunConfig, checks: Checklist) -> None:
         )
     if chosen.spec.ratio_free:
         _check_ratio_free(config, checks)
+    if loss.echo_coef:
+        _check_echo(config, checks.of("ECHO"))
+
+
+def _check_echo(config: RunConfig, checks: Checklist) -> None:
+    """Check that the cross-entropy on observations has observations of text, and a gradient that nothing divides."""
+    correction, value = config.rollout_correction.resolved(), config.algorithm.loss.echo_coef
+    if not (config.has_turns and config.task.writes_text) or config.data.image_key is not None:
+        checks.fail(
+            "algorithm.loss.echo_coef",
+            "the cross-entropy on observations needs an environment that returns text without images",
+            found=value,
+            allowed="0, or more with env.name and without data.image_key",
+            fix="set algorithm.loss.echo_coef=0",
+        )
+    if correction.bypass and correction.rejects:
+        checks.fail(
+            "algorithm.loss.echo_coef",
+            "with mode bypass and rejection the gradient is divided by the number of trained tokens, which is known "
+            "only after the update; the cross-entropy on observations has another divisor",
+            found=value,
+            allowed="0, or more with mode decoupled or without rejection",
+            fix="set algorithm.loss.echo_coef=0, or rollout_correction.mode=decoupled with loss: ppo",
+        )
 
 
 def _check_mode(config: RunConfig, spec: LossSpec, checks: Checklist) -> None:

@@ -32,10 +32,16 @@ class PolicyLossConfig(ComponentSection):
         0.0, ge=-1, le=1, description="weight of the entropy bonus; a negative weight is a penalty"
     )
 
+    echo_coef: NonNegativeFloat = Field(
+        0.0,
+        le=1,
+        description="weight of the cross-entropy on the environment's observations (ECHO), as 0.05; 0: no term",
+    )
+
     def of(self, name: str) -> PolicyLossConfig:
         """Return the settings for the loss `name`: the shared keys, and the loss's defaults for its own."""
         return PolicyLossConfig(
-            name=name, **{key: getattr(self, key) for key in ("aggregation", "sum_norm", "entropy_coef")}
+            name=name, **{key: getattr(self, key) for key in ("aggregation", "sum_norm", "entropy_coef", "echo_coef")}
         )
 
 

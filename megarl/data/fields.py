@@ -138,6 +138,13 @@ FIELDS: dict[str, Field] = {
         "at the first token of each turn a hash of the observation before it; 0 elsewhere",
         "[-8132, 0, 0, 0, 412, 0]",
     ),
+    "observation_mask": Field(
+        "bool",
+        "[B, response]",
+        "rollout",
+        "the environment's own tokens, without those of the chat template, of episodes that did not fail (ECHO)",
+        "[0, 0, 1, 1, 0, 0]",
+    ),
     "ended_by": Field("str", "[B]", "rollout", "done, turns, tokens, images, seconds, image_token or error", '"done"'),
     "env_info": Field("dict", "[B]", "rollout", "numbers of the environment, over all turns", '{"calls": 2}'),
     "env_error": Field("str", "[B]", "rollout", "text of the environment's failure; empty: none", '""'),
@@ -245,6 +252,9 @@ FIELDS: dict[str, Field] = {
     "copies": Field("int64", "[B]", "resample", "how often the sample is trained on", "2"),
     "loss_weights": Field(
         "float32", "[B, response]", "actor_train", "each token's share in the loss of its mini-batch", "[0.1, 0.1, 0.1]"
+    ),
+    "echo_weights": Field(
+        "float32", "[B, response]", "actor_train", "share of each of the environment's tokens in ECHO", "[0, 0, 0.5]"
     ),
     "value_weights": Field(
         "float32", "[B, response]", "critic_train", "each token's share in the value loss", "[0.1, 0.1, 0.1]"

@@ -57,6 +57,8 @@ class Trajectory:
     # metrics of the environment, summed over turns; with servers also `cached`, the fraction of the tokens before the
     # policy's turns that was in the prefix cache
     info: dict[str, float] = field(default_factory=dict)
+    # [start, stop] in `token_ids` of the observations' own tokens, without the chat template's; recorded for ECHO only
+    bodies: list[list[int]] = field(default_factory=list)
     segments: int = 0  # segments of all turns that sampled at least one token
     spent_s: float = field(default=0.0, compare=False)  # seconds that an interrupted sample's group has been in flight
     images: ImageSet | None = field(default=None, compare=False)  # images of the prompt and of observations
@@ -75,8 +77,14 @@ class Trajectory:
         self.turn_ends.append(len(self.token_ids))
         self.finish_reason = finish_reason
 
-    def add_observation(self, token_ids: Sequence[int], images: ImageSet | None = None) -> None:
-        """Append the tokens and images of the observation that follows a turn."""
+    def add_observation(
+        self, token_ids: Sequence[int], images: ImageSet | None = None, bodies: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """Append the tokens and images of the observation that follows a turn.
+
+        `bodies`: [start, stop] in `token_ids` of the observation's own text, if they are recorded.
+        """
+        self.bodies += [[len(self.token_ids) + place for place in run] for run in bodies]
         if images is not None:
             shift = len(self.prompt_ids) + len(self.token_ids)
             earlier = self.images
@@ -97,7 +105,7 @@ class Trajectory:
         if self.in_turn:
             self.end_turn("abort")
         self.error = error
-        self.sampled = [False] * len(self.sampled)
+        self.sampled, self.bodies = [False] * len(self.sampled), []
         self._need_token(end_token, version)
         self.end("error")
 
@@ -112,6 +120,7 @@ class Trajectory:
             self.versions[-1][1] -= dropped  # the observation has the version of the turn before it
         for per_token in (self.token_ids, self.sampled, self.logprobs):
             del per_token[end:]
+        self.bodies = [run for run in self.bodies if run[1] <= end]
         if self.images is not None:
             self.images = self.images.between(0, len(self.prompt_ids) + end)
         self._need_token(end_token, version)
@@ -202,7 +211,11 @@ class Trajectory:
 
 
 def trajectory_values(
-    trajectories: Sequence[Trajectory], *, by_turn: bool = True, patch_values: int | None = None
+    trajectories: Sequence[Trajectory],
+    *,
+    by_turn: bool = True,
+    patch_values: int | None = None,
+    bodies: bool = False,
 ) -> dict[str, Tensor | Jagged | list]:
     """Return the batch fields and columns of trajectories, one entry per sample.
 
@@ -210,6 +223,7 @@ def trajectory_values(
         trajectories: finished trajectories.
         by_turn: True for episodes, which also get fields per turn and their own prompts; False for plain answers.
         patch_values: numbers per image patch, for episodes with images; None: there are no images.
+        bodies: whether episodes get the mask of the observations' own tokens.
     """
 
     def jagged(rows: list[list[Any]]) -> Jagged:
@@ -230,9 +244,11 @@ def trajectory_values(
         return values
     ends = jagged([t.turn_ends for t in trajectories])
     images = {} if patch_values is None else fields_of_sets([t.images for t in trajectories], patch_values)
+    marked = {"observation_mask": responses.like(_body_mask(trajectories, responses))} if bodies else {}
     return {
         **values,
         **images,
+        **marked,
         "prompt_ids": jagged([t.prompt_ids for t in trajectories]),
         "turn_starts": ends.like(_flat([t.turn_starts for t in trajectories], torch.int64)),
         "turn_ends": ends,
@@ -241,6 +257,14 @@ def trajectory_values(
         "env_info": [t.info for t in trajectories],
         "env_error": [t.error for t in trajectories],
     }
+
+
+def _body_mask(trajectories: Sequence[Trajectory], responses: Jagged) -> Tensor:
+    mask = torch.zeros_like(responses.values, dtype=torch.bool)
+    for first, trajectory in zip(responses.offsets.tolist(), trajectories, strict=False):
+        for start, stop in trajectory.bodies:
+            mask[first + start : first + stop] = True
+    return mask
 
 
 def policy_tokens(samples: Batch, *, by_turn: bool) -> Tensor:

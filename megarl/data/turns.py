@@ -75,14 +75,56 @@ class Turns:
         """
         if not _are_messages(observation):
             return self._plain(observation)
-        talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}, *observation]
-        tail = self._rendered(talk).rpartition(MARK)[2]
+        tail = self._tail(observation)
         ids = self._after(tail) if ended else self._ids(tail)
         return ids[1:] if ended and ids and ids[0] in self._stops else ids
+
+    def bodies(self, observation: str | Messages | list[int], ids: Sequence[int], *, ended: bool) -> list[list[int]]:
+        """Return where the observation's own text is in `ids`, the tokens that `following` returned for it: [start,
+        stop] of each run of tokens. The rest are delimiters of the chat template.
+        """
+        if not _are_messages(observation):
+            return [[0, len(ids)]]
+        tail = self._tail(observation)
+        for text in (tail, tail.lstrip()):
+            encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            left_out = len(encoded["input_ids"]) - len(ids)
+            if left_out in (0, 1) and encoded["input_ids"][left_out:] == list(ids):
+                stripped, spans = len(tail) - len(text), encoded["offset_mapping"][left_out:]
+                return [
+                    [tokens[0], tokens[-1] + 1]
+                    for first, last in self._places(observation, tail)
+                    if (tokens := [t for t, (x, y) in enumerate(spans) if first <= x + stripped < y + stripped <= last])
+                ]
+        return []
+
+    def _places(self, observation: Messages, tail: str) -> list[tuple[int, int]]:
+        """Return where the contents of the messages are in `tail`, their text in the chat template: (first character,
+        end). The places end at a message whose content the template changes.
+        """
+        marks = [f"{MARK[::-1]}-{number}" for number in range(len(observation))]
+        rest = self._tail([{**message, "content": mark} for message, mark in zip(observation, marks, strict=True)])
+        places, end = [], 0
+        for message, mark in zip(observation, marks, strict=True):
+            delimiter, _, rest = rest.partition(mark)
+            content = str(message.get("content") or "")
+            start = end + len(delimiter)
+            if not tail.startswith(content, start):
+                content = content.strip()  # as many templates do
+            if tail[end:start] != delimiter or not tail.startswith(content, start):
+                break
+            end = start + len(content)
+            places.append((start, end))
+        return places
 
     def is_ended(self, turn: Sequence[int]) -> bool:
         """Return whether the turn's last token is one of `stop_ids`; a stop string may end a turn at any token."""
         return turn[-1] in self._stops
+
+    def _tail(self, observation: Messages) -> str:
+        """Return the template's text after a turn, up to where the next one begins."""
+        talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}, *observation]
+        return self._rendered(talk).rpartition(MARK)[2]
 
     def _after(self, tail: str) -> list[int]:
         """Tokenise the template's text after a turn, without blanks before the end token."""

@@ -79,6 +79,7 @@ class EpisodeRules:
     on_error: str
     replayable: bool = False
     images: ImagePrompts | None = None
+    bodies: bool = False  # whether to record which tokens of an observation are its own text
 
 
 class Answer(NamedTuple):
@@ -89,12 +90,14 @@ class Answer(NamedTuple):
         token_ids: tokens of the observation; None: `reset` kept the data's prompt, or the episode has no next turn.
         images: images of the observation, by their positions in its tokens.
         differs: the replayed turns got answers that differ from the recorded ones, or an error.
+        bodies: [start, stop] in `token_ids` of the observation's own text, if the rules record it.
     """
 
     reply: Reply
     token_ids: list[int] | None
     images: ImageSet | None = None
     differs: bool = False
+    bodies: Sequence[Sequence[int]] = ()
 
 
 class Answers:
@@ -184,7 +187,11 @@ class Answers:
                 return Answer(reply, *observation)
             if first.error or not self._is_repeated(trajectory, observation, replayed):
                 return Answer(reply, None, differs=True)
-        return Answer(reply, *(self._following(trajectory, reply) if trajectory.is_unanswered else _NO_OBSERVATION))
+        ids, images = self._following(trajectory, reply) if trajectory.is_unanswered else _NO_OBSERVATION
+        if not ids or not self.rules.bodies:
+            return Answer(reply, ids, images)
+        ended = self.rules.turns.is_ended(trajectory.last_turn)
+        return Answer(reply, ids, images, bodies=self.rules.turns.bodies(reply.observation, ids, ended=ended))
 
     def _is_repeated(self, trajectory: Trajectory, first: _Observation, replayed: Sequence[Reply]) -> bool:
         """Return whether the replayed turns got their recorded answers again.
@@ -251,14 +258,20 @@ def _digests(images: ImageSet | None) -> tuple[int, ...]:
 
 def _plain(answer: Answer) -> dict[str, Any]:
     """Return an answer as JSON values, without the observation itself."""
-    reply, ids, images, differs = answer
+    reply, ids, images, differs, bodies = answer
     numbers = {name: getattr(reply, name) for name in ("reward", "done", "info", "error", "repeats")}
-    return {**numbers, "ids": ids, "images": None if images is None else images.to_json(), "differs": differs}
+    return {
+        **numbers,
+        "ids": ids,
+        "images": None if images is None else images.to_json(),
+        "differs": differs,
+        "bodies": bodies,
+    }
 
 
 def _from_plain(fields: dict[str, Any]) -> Answer:
-    ids, images, differs = (fields.pop(name) for name in ("ids", "images", "differs"))
-    return Answer(Reply(**fields), ids, None if images is None else ImageSet.from_json(images), differs)
+    ids, images, differs, bodies = (fields.pop(name) for name in ("ids", "images", "differs", "bodies"))
+    return Answer(Reply(**fields), ids, None if images is None else ImageSet.from_json(images), differs, bodies)
 
 
 def apply_answer(trajectory: Trajectory, answer: Answer, limits: EpisodeLimits, *, late: bool) -> None:
@@ -267,7 +280,7 @@ def apply_answer(trajectory: Trajectory, answer: Answer, limits: EpisodeLimits, 
     Args:
         late: the episode is over its time limit.
     """
-    reply, ids, images, _ = answer
+    reply, ids, images, _, bodies = answer
     if trajectory.is_unanswered:
         trajectory.turn_rewards.append(reply.reward)
         for name, value in reply.info.items():
@@ -283,6 +296,6 @@ def apply_answer(trajectory: Trajectory, answer: Answer, limits: EpisodeLimits, 
         elif late:
             trajectory.end("seconds")
         else:
-            trajectory.add_observation(ids, images)
+            trajectory.add_observation(ids, images, bodies)
     elif not trajectory.segments and ids is not None:
         trajectory.prompt_ids, trajectory.images = ids, images

@@ -11,6 +11,7 @@ from megarl.data.rows import Row
 from megarl.data.turns import Turns
 from megarl.envs.host import Host
 from megarl.envs.registry import check_longest, load_environment
+from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +31,7 @@ class Episodes:
     turns: Turns  # turns text and messages of the environment into tokens
     host: Host | None  # runs the environments; only on the first rank of a replica
     images: ImagePrompts | None  # prepares images of observations; None: observations are text
+    bodies: bool  # whether samples get the mask of the observations' own tokens
 
     def close(self) -> None:
         """Stop the environments."""
@@ -68,4 +70,13 @@ def build_episodes(
         render = lambda messages: written.observed(messages, Row({}, "messages of the environment", 0))  # noqa: E731
     turns = Turns(tokenizer, render, [*eos_ids, *config.rollout.sampling.stop_token_ids])
     host = Host(kind, settings, answer_s, images) if layout.is_lead else None
-    return Episodes(kind.scores, kind.replayable, tools, turns, host, images)
+    bodies = config.algorithm.loss.echo_coef > 0
+    if bodies and not tokenizer.is_fast:
+        raise ConfigError(
+            "training on observations needs a tokenizer that returns the place of each token in the text",
+            where="algorithm.loss.echo_coef",
+            found=type(tokenizer).__name__,
+            allowed="0, or a fast tokenizer (with a tokenizer.json)",
+            fix="set algorithm.loss.echo_coef=0",
+        )
+    return Episodes(kind.scores, kind.replayable, tools, turns, host, images, bodies)

@@ -49,6 +49,7 @@ def open_groups(c: StepContext, rollout: RolloutRole, sampling: SamplingConfig, 
             env_section(config.env)[1],
             episodes.replayable,
             images,
+            episodes.bodies,
         )
     longest = config.data.max_prompt_tokens + config.response_tokens(sampling)
     return GroupGenerator(rollout.engine, sampling, rollout.eos_ids, slots, longest, rules, strings)
@@ -80,7 +81,8 @@ def samples_of(
     trajectories = [trajectory for group in groups for trajectory in group]
     samples, by_turn = prompts.repeat(n), rollout.episodes is not None
     width = samples[PATCHES].values.shape[1] if by_turn and PATCHES in samples.names() else None
-    values = trajectory_values(trajectories, by_turn=by_turn, patch_values=width) | {
+    bodies = rollout.episodes is not None and rollout.episodes.bodies
+    values = trajectory_values(trajectories, by_turn=by_turn, patch_values=width, bodies=bodies) | {
         "sample_id": [f"{uid}#{i % n}" for i, uid in enumerate(samples["uid"])],
         "response_text": _turn_texts(rollout, sampling, [t.last_turn for t in trajectories]),
     }

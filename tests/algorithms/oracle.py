@@ -50,7 +50,7 @@ def maxrl(rewards, mask, uid):
     return per_token(out, mask)
 
 
-def gigpo(rewards, keys, mask, uid, gamma, weight):
+def gigpo(rewards, keys, mask, uid, gamma):
     """The first token of a row begins a turn, and every token with a key; a turn's state is its key, 0 is no state."""
     returns, where = {}, {}
     for i, ms in enumerate(mask):
@@ -65,7 +65,7 @@ def gigpo(rewards, keys, mask, uid, gamma, weight):
     for (i, t), turn in where.items():
         peers = [r for (j, _), (r, state) in returns.items() if state == returns[turn][1] and any(mask[j])]
         if mask[i][t] and len(peers) > 1:
-            out[i][t] += weight * (returns[turn][0] - statistics.fmean(peers))
+            out[i][t] += returns[turn][0] - statistics.fmean(peers)
     return out
 
 

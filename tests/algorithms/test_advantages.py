@@ -33,7 +33,7 @@ from tests.algorithms import oracle
 from tests.algorithms.cases import Case, cases, close, make_case, poisoned
 
 PARTS = {"right": 1.0, "short": -0.5}
-OPTIONS = {"gamma": 0.9, "step_weight": 0.5, "lam": 0.8, "norm_by_std": True, "allow_singleton": False, "parts": PARTS}
+OPTIONS = {"gamma": 0.9, "lam": 0.8, "norm_by_std": True, "allow_singleton": False, "parts": PARTS}
 BUILT_IN = ADVANTAGES.names()
 PER_SAMPLE = ("greedy_score", "reward_parts")
 
@@ -87,7 +87,7 @@ def test_each_equals_its_formula(case):
     close(run("opo", case).advantages, oracle.opo(r, m, case.uid))
     close(run("gpg", case).advantages, oracle.gpg(r, m, case.uid))
     close(run("gdpo", case).advantages, oracle.gdpo(case.parts.tolist(), [1.0, -0.5], m, case.uid), 1e-6)
-    theirs = oracle.gigpo(r, turn_keys(case).tolist(), m, case.uid, 0.9, 0.5)
+    theirs = oracle.gigpo(r, turn_keys(case).tolist(), m, case.uid, 0.9)
     close(run("gigpo", case).advantages, theirs)
     difference = [[b - a for a, b in zip(*rows, strict=True)] for rows in zip(logp, teacher, strict=True)]
     close(run("reverse_kl", case).advantages, torch.tensor(difference, dtype=torch.float64) * case.mask)

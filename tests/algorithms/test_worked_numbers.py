@@ -6,7 +6,7 @@ Gradients are with respect to log-probs. Token losses are averaged as each case 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,8 +14,10 @@ import torch
 
 from megarl.algorithms.aggregation import aggregation_weights, local_counts
 from megarl.algorithms.losses import POLICY_LOSSES
-from megarl.algorithms.objective import actor_loss
-from megarl.config.algorithm import KLConfig, PolicyLossConfig
+from megarl.algorithms.objective import Objective, TokenInputs, actor_loss
+from megarl.algorithms.stats import one_rank
+from megarl.config.algorithm import AlgorithmConfig, KLConfig, PolicyLossConfig
+from megarl.config.correction import ResolvedCorrection
 from tests.algorithms.cases import close
 
 FIVE = {
@@ -177,3 +179,54 @@ def test_unbiased_kl_pulls_far_tokens_back() -> None:
     cfg, offsets = PolicyLossConfig(name="gpg"), torch.tensor([0, 1])
     actor_loss(logp, old, 0 * old, one, one, cfg, tokens=1, offsets=offsets, ref_logp=ref, kl=kl)[0].backward()
     close(logp.grad, [math.log(0.9) + 19])
+
+
+def observed(*rows: int) -> TokenInputs:
+    """Two samples: three tokens of the policy with an observation of one token inside, and one token with another."""
+    mask = torch.tensor([True, False, True, True, True, False])
+    tensors = {
+        "offsets": torch.tensor([0, 4, 6]),
+        "advantages": torch.tensor([1.0, 9.0, 1.0, -1.0, 0.0, 9.0], dtype=torch.float64),
+        "response_mask": mask,
+        "loss_mask": mask,
+        "observation_mask": ~mask,
+        "old_logp": logs([[0.5, 0.9, 0.5, 0.25, 0.3, 0.9]]),
+    }
+    if rows == (0,):
+        tensors = {name: x[:4] if name != "offsets" else x[:2] for name, x in tensors.items()}
+    elif rows == (1,):
+        tensors = {name: x[4:] if name != "offsets" else x[1:] - 4 for name, x in tensors.items()}
+    return TokenInputs(**tensors)
+
+
+def update(new: torch.Tensor, inputs: TokenInputs, weights: torch.Tensor, echo: torch.Tensor) -> torch.Tensor:
+    loss = PolicyLossConfig(name="ppo", **UNBOUNDED, echo_coef=0.05)
+    objective = Objective.of(AlgorithmConfig(loss=loss), ResolvedCorrection())
+    inputs = replace(inputs, weights=weights, echo_weights=echo)
+    return objective.loss(new, torch.zeros_like(new), inputs, 4.0)[0]
+
+
+def test_observations_have_a_divisor_of_their_own() -> None:
+    """ECHO: tokens of the policy over their number, which is 4 here, and observations over theirs, 2."""
+    objective = Objective.of(AlgorithmConfig(), ResolvedCorrection())
+    new = logs([[0.5, 0.1, 0.4, 0.2, 0.3, 0.6]]).requires_grad_()
+    whole = observed()
+    weights, echo = objective.weigh(whole, one_rank)[1], objective.echo_weights(whole, one_rank)
+    loss = update(new, whole, weights, echo)
+    (gradient,) = torch.autograd.grad(loss, new)
+    scale = 3 / 4  # the worked numbers have no fourth token of the policy; its advantage is 0 here
+    assert loss.item() == pytest.approx(scale * -1 / 3 + 0.05 * (-math.log(0.1) - math.log(0.6)) / 2, abs=1e-6)
+    close(gradient, [scale * -0.333333, -0.025, scale * -0.266667, scale * 0.266667, 0.0, -0.025], 1e-6)
+    parts = [update(new[i], observed(row), weights[i], echo[i]) for row, i in ((0, slice(0, 4)), (1, slice(4, 6)))]
+    close(sum(parts).detach(), loss.detach(), 1e-6)
+    close(torch.autograd.grad(sum(parts), new)[0], gradient, 1e-7)
+
+
+def test_observations_of_samples_that_are_left_out_do_not_count() -> None:
+    objective, whole = Objective.of(AlgorithmConfig(), ResolvedCorrection()), observed()
+    mask = torch.tensor([True, False, True, True, False, False])
+    assert objective.echo_weights(replace(whole, loss_mask=mask), one_rank).tolist() == [0, 1, 0, 0, 0, 0]
+    twice = replace(whole, copies=torch.tensor([3, 1]))
+    assert objective.echo_weights(twice, one_rank).tolist() == [0, 0.75, 0, 0, 0, 0.25]
+    nothing = replace(whole, observation_mask=torch.zeros(6, dtype=torch.bool))
+    assert not objective.echo_weights(nothing, one_rank).any()

@@ -108,6 +108,15 @@ def estimator(name: str) -> list[str]:
             "rollout_correction.is_level",
             ["m2po already has the ratio pi_theta / pi_rollout"],
         ),
+        (["algorithm.loss.echo_coef=0.05"], "algorithm.loss.echo_coef", ["an environment that returns text"]),
+        (
+            [
+                *("algorithm.loss.echo_coef=0.05", "env={name: game.py:Game}"),
+                "rollout_correction.preset=bypass_ppo_clip_k3_rs",
+            ],
+            "algorithm.loss.echo_coef",
+            ["another divisor"],
+        ),
         (["algorithm.resampling.name=maxmin"], "algorithm.resampling.name", ["did you mean max_min?"]),
         (
             ["algorithm.pipeline=ppo", "algorithm.advantage.name=gae", "critic.aggregation=seq-mean-token-sum-norm"],

@@ -49,6 +49,21 @@ def test_every_token_has_its_version_and_ages_are_of_what_the_policy_drew(games,
     ]
 
 
+def test_the_mask_of_observations_follows_the_episode():
+    """Of an observation of three tokens the second is its own; a failed and a cut episode lose those that they drop."""
+    episodes = [Trajectory([1]) for _ in range(3)]
+    for episode in episodes:
+        for _ in range(2):
+            add_turn(episode, [5, 5], [-1.0, -1.0], runs_of([3, 3]))
+            episode.add_observation([7, 8, 7], None, [[1, 2]])
+    _, cut, failed = episodes
+    cut.end_before_turn(EOS, 3)
+    failed.mark_failed("no state", EOS, 3)
+    values = trajectory_values([Trajectory.from_json(e.to_json(), {}) for e in episodes], bodies=True)
+    rows = [row.int().tolist() for row in values["observation_mask"].unbind()]
+    assert rows == [[0, 0, 0, 1, 0, 0, 0, 0, 1, 0], [0, 0, 0, 1, 0, 0, 0], [0] * 10]
+
+
 def test_a_failed_episode_is_no_age_and_keeps_what_the_policy_drew():
     late, early, fine = played([([3, 4], 2)]), Trajectory([1]), played([([5], 0)])
     late.mark_failed("no state", EOS, 4)

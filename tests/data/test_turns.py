@@ -45,6 +45,17 @@ def test_a_whole_talk_is_the_first_observation_turns_and_what_follows_them():
     assert text(tokens) == render([{"role": r, "content": c} for r, c in talk], Row({}, "here", 0))
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_the_own_text_of_an_observation_is_what_the_template_does_not_write(ended):
+    made = turns()
+    said = [{"role": role, "content": content} for role, content in (("tool", "42"), ("tool", ""), ("user", "tool"))]
+    ids = made.following(said, ended=ended)
+    runs = made.bodies(said, ids, ended=ended)
+    assert [text(ids[start:stop]) for start, stop in runs] == ["42", "tool"]
+    assert text(ids[: runs[1][0]]).endswith("user:")  # not the role of the first message
+    assert made.bodies("abc", made.following("abc", ended=ended), ended=ended) == [[0, 3]]
+
+
 def test_text_and_token_ids_are_taken_as_they_are():
     assert text(turns().following("abc", ended=True)) == "abc"
     assert turns().following([5, 6], ended=True) == [5, 6]

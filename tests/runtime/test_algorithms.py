@@ -78,6 +78,7 @@ RECIPES = {
         "algorithm.kl={use: loss, estimator: unbiased_k3, coef: 0.1}",
         *("algorithm.loss.name=opsm", "actor.mini_batch_size=2", "rollout_correction.preset=ppo_is_bypass"),
     ],
+    "loss on observations": [*harness.GUESSING, "algorithm.loss.echo_coef=0.5", "actor.mini_batch_size=2"],
     "KL and filter of the documentation": [
         "algorithm.kl={use: loss, estimator: 'FOLDER/my_kl.py:capped', most: 0.5, coef: 0.1}",
         "algorithm.filter={name: 'FOLDER/my_filters.py:long_enough', shortest: 2}",
@@ -271,6 +272,8 @@ def test_a_few_steps(name: str, folder: Path, teacher: Path, tmp_path: Path) -> 
         for a, b in zip(lines, other, strict=True):
             assert a["actor/distillation_loss"] == pytest.approx(b["actor/distillation_loss"], rel=1e-5)
             assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-4)
+    if name == "loss on observations":
+        assert all(line["actor/echo_loss"] > 1 for line in lines)  # of a fresh model with 20 tokens
     if name == "stage of a user":
         assert 0.01 <= lines[0]["price/per_sample"] <= 0.04
         assert lines[0]["price/surprise"] == pytest.approx(math.log(20), rel=0.1)  # of a fresh model with 20 tokens

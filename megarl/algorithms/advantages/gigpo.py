@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field
 
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, GroupSettings, score_groups
 from megarl.algorithms.lazy import Tensor, no_grad, torch
@@ -13,9 +13,8 @@ from megarl.algorithms.stats import GroupStats
 
 
 class GigpoSettings(GroupSettings):
-    """The weight and discount of the credit for turns."""
+    """The discount of the credit for turns."""
 
-    step_weight: NonNegativeFloat = Field(1.0, description="weight of the comparison of turns")
     gamma: float = Field(0.95, ge=0, le=1, description="discount per turn of later rewards")
 
 
@@ -29,14 +28,13 @@ def gigpo(
     *,
     offsets: Tensor | None = None,
     allow_singleton: bool = False,
-    step_weight: float = 1.0,
     gamma: float = 0.95,
 ) -> Estimate:
-    """Compute A = (score - group mean) + step_weight (R - mean of R over the turns of the group with the same state).
+    """Compute A = (score - group mean) + (R - mean of R over the turns of the group with the same state).
 
     R is the sum of the rewards of this turn and, discounted by gamma per turn, of later ones. A turn whose state no
     other turn of the group has gets no credit of its own. The group's mean is over episodes; the authors' code takes it
-    over turns by default. Their option to divide by standard deviations is left out.
+    over turns by default. Their weight of the second difference (1) and their division by deviations are left out.
 
     Args:
         turn_keys: int64 in the shape of `mask`, at the first token of each turn a number other than 0 for the state in
@@ -66,7 +64,7 @@ def gigpo(
         for number, (i, key) in enumerate(zip(row_of_turn.tolist(), keys[begins].tolist(), strict=True))
     ]
     steps = GroupStats.of(returns, groups.live[row_of_turn], states, allow_singleton=True)
-    advantages = torch.where(valid, groups.centred[row] + step_weight * steps.centred[turn], 0)
+    advantages = torch.where(valid, groups.centred[row] + steps.centred[turn], 0)
     dtype = torch.promote_types(token_rewards.dtype, torch.float32)
     advantages = advantages.to(dtype).view(mask.shape)
     return Estimate(advantages, advantages)

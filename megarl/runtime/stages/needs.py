@@ -53,7 +53,12 @@ def update_fields(config: RunConfig) -> list[str]:
     }
     read, taught = loss_fields(algorithm), distillation_fields(algorithm)
     fields = list(dict.fromkeys([*read, *(name for name, needed in wanted.items() if needed), *taught]))
-    return fields + call_fields(config)
+    return fields + call_fields(config) + echo_fields(config)
+
+
+def echo_fields(config: RunConfig) -> list[str]:
+    """List the fields that the cross-entropy on the environment's tokens reads; none if its weight is 0."""
+    return ["observation_mask"] if config.algorithm.loss.echo_coef else []
 
 
 def needs_old_logp(config: RunConfig) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.fields import DATA_IMAGES, GRIDS, IMAGES
 from megarl.data.versions import VERSION_FIELDS, token_versions
-from megarl.runtime.stages.needs import call_fields, needed_fields
+from megarl.runtime.stages.needs import call_fields, echo_fields, needed_fields
 from megarl.system.errors import MegarlError
 
 if TYPE_CHECKING:
@@ -52,7 +52,14 @@ def _of_episodes(config: RunConfig) -> list[str]:
         return config.task.sample_fields(config)
     if not config.has_turns:
         return []
-    return [*TURN_FIELDS, *_data_prompt(config), "prompt_ids", "prompt_text", *call_fields(config)]
+    return [
+        *TURN_FIELDS,
+        *echo_fields(config),
+        *_data_prompt(config),
+        "prompt_ids",
+        "prompt_text",
+        *call_fields(config),
+    ]
 
 
 def _data_prompt(config: RunConfig) -> list[str]:
@@ -73,7 +80,7 @@ def generated_fields(config: RunConfig) -> list[str]:
     """List the fields that generation writes for every sample."""
     if not config.task.writes_text:
         return [*SAMPLE_FIELDS, *_of_episodes(config)]
-    return [*SAMPLE_FIELDS, *(TURN_FIELDS if config.has_turns else []), *_data_prompt(config)]
+    return [*SAMPLE_FIELDS, *((*TURN_FIELDS, *echo_fields(config)) if config.has_turns else []), *_data_prompt(config)]
 
 
 class RolloutError(MegarlError):

@@ -139,6 +139,8 @@ def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
     tokens, weights = objective.weigh(inputs, c.all_sum)
     if weights is not None:
         mini.set("loss_weights", mask.like(weights))
+    if objective.settings.echo_coef:
+        mini.set("echo_weights", mask.like(objective.echo_weights(inputs, c.all_sum)))
     if objective.prepares:
         for name, values in objective.prepare(inputs, _keys(c, mini, actor.step), c.all_sum).items():
             fields[name] = f"prepared_{name}"
@@ -219,5 +221,7 @@ _INPUTS = {
     "teacher_logp": "teacher_logp",
     "teacher_topk": "teacher_topk",
     "is_weights": "is_weights",
+    "observation_mask": "observation_mask",
+    "echo_weights": "echo_weights",
     "copies": COPIES,
 }
