@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megarl.system.compat import cuda
 from megarl.system.compat.sglang import server_environment
@@ -64,7 +65,8 @@ def test_nccl_of_an_image_is_asked_of_its_torch(tmp_path):
 def test_torch_answers_with_the_library_that_it_has_loaded(capsys):
     """Asked in this process; a CPU build of torch has none."""
     exec(cuda._ASK_NCCL, {})
-    wheel = cuda.nccl_wheel(Path(sys.executable))
+    environment = Path(torch.__file__).parents[4]  # tools/megatron_env.py: not always this interpreter's
+    wheel = cuda.nccl_wheel(environment / "bin/python")
     assert capsys.readouterr().out.strip() == (wheel.version if wheel else "")
 
 
