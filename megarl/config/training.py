@@ -61,10 +61,11 @@ class EngineConfig(Section):
         description="implementation of transformer layers: Transformer Engine (te) or plain modules (local); auto: te "
         "for bf16 on GPUs where it is installed, else local. Reference and teacher use the actor's",
     )
-    fp8: Literal["none", "blockwise", "delayed"] = Field(
+    fp8: Literal["none", "blockwise", "delayed", "mxfp8"] = Field(
         "none",
         description="FP8 matrix products in te layers. blockwise: one scale per block; delayed: one scale per tensor, "
-        "from maxima of earlier steps. Weights, attention and head stay in model.dtype",
+        "from maxima of earlier steps; mxfp8: one scale per 32 numbers, on Blackwell. Weights, attention and head stay "
+        "in model.dtype",
     )
     distributed_optimizer: bool = Field(True, description="shard the optimizer state over data-parallel ranks")
     exp_avg_dtype: Literal["fp32", "bf16"] = Field(

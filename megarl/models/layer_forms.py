@@ -22,12 +22,13 @@ import torch
 
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig
-from megarl.models.hf import head_dim, num_experts
+from megarl.models.hf import expert_ffn, head_dim, moe_layers
 from megarl.system import device
 from megarl.system.compat.transformer_engine import other_arguments
 from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
     from transformers import PretrainedConfig
 
 Form = Literal["local", "te"]
@@ -130,30 +131,44 @@ def refuse_fp8(hf: PretrainedConfig, parallel: ParallelConfig, engine: EngineCon
         raise ConfigError(
             "local layers do not support FP8", where=key, found=engine.fp8, fix=f"set {where}.layers=te, or {off}"
         )
-    if num_experts(hf) is not None:
-        raise ConfigError("FP8 is not supported for mixtures of experts", where=key, found=engine.fp8, fix=off)
-    rows = head_dim(hf) * hf.num_attention_heads, head_dim(hf) * hf.num_key_value_heads, hf.intermediate_size
+    rows = [head_dim(hf) * heads // parallel.tp for heads in (hf.num_attention_heads, hf.num_key_value_heads)]
+    sparse = moe_layers(hf)
+    if not all(sparse):
+        rows.append(hf.intermediate_size // parallel.tp)
+    if any(sparse):
+        rows.append(expert_ffn(hf) // parallel.expert_tp)
+    each = 32 if engine.fp8 == "mxfp8" else 16
     # Sequence parallelism gathers hidden states in whole FP8 blocks.
-    unit = 128 if engine.fp8 == "blockwise" and parallel.tp > 1 else 16
-    odd = [size for size in (*(count // parallel.tp for count in rows),) if size % 16]
+    unit = 128 if engine.fp8 == "blockwise" and parallel.tp > 1 else each
+    odd = [size for size in rows if size % each]
     if odd or hf.hidden_size % unit:
         raise ConfigError(
             "the sizes of this model with this layout do not fit FP8 matrix products",
             where=key,
             found=f"hidden size {hf.hidden_size}; heads, key/value heads and feed-forward of a rank {odd or 'fit'}",
-            allowed=f"a multiple of {unit}; multiples of 16",
+            allowed=f"a multiple of {unit}; multiples of {each}",
             fix=off,
         )
-    from transformer_engine.pytorch import is_fp8_available, is_fp8_block_scaling_available
+    from transformer_engine import pytorch
 
-    can, reason = (is_fp8_available if engine.fp8 == "delayed" else is_fp8_block_scaling_available)(return_reason=True)
+    checks = {
+        "delayed": "is_fp8_available",
+        "blockwise": "is_fp8_block_scaling_available",
+        "mxfp8": "is_mxfp8_available",
+    }
+    can, reason = getattr(pytorch, checks[engine.fp8])(return_reason=True)
     if not can:
         raise ConfigError(f"this device lacks this FP8 format: {reason}", where=key, found=engine.fp8, fix=off)
 
 
 def fp8_unit(engine: EngineConfig) -> int:
     """Return the unit for FP8: a stream's tokens per tensor-parallel rank must be a multiple of it."""
-    return {"none": 1, "delayed": 16, "blockwise": 128}[engine.fp8]
+    return {"none": 1, "delayed": 16, "mxfp8": 32, "blockwise": 128}[engine.fp8]
+
+
+def expert_unit(config: TransformerConfig) -> int:
+    """Return the unit for FP8 products of experts: the rows of each expert must be a multiple of it."""
+    return {None: 1, "mxfp8": 32}.get(config.fp8 and config.fp8_recipe, 16)
 
 
 def table_name(parameter: str) -> str:

@@ -3,12 +3,14 @@
     residual --[norm + qkv]--> q, k, v --[RoPE]--> [attention over the packed stream] --[proj]--> +
              --[norm + gate, up]--[SwiGLU]--[down]--> +             each bracket is one call of Transformer Engine
 
-Experts are computed as in the `local` form; the modules around them are Transformer Engine's.
+The rows of all experts are multiplied by Transformer Engine's GroupedLinear, in FP8 where that is on. In bf16, where
+torch has one kernel for all experts that leaves row counts on the device, they are computed as in the `local` form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,12 +21,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
+from transformer_engine.pytorch import GroupedLinear as TEGroupedLinear
 from transformer_engine.pytorch.ops import SwiGLU
 
 from megarl.models.config import PolicyConfig
-from megarl.models.layer_forms import parts_of
+from megarl.models.layer_forms import expert_unit, parts_of
 from megarl.models.layers.attention.training import attend_over_ranks
+from megarl.models.layers.experts.training import GroupedExperts, GroupedLinear, is_one_kernel
 from megarl.models.packing import PackedSequences
+from megarl.system.device import device
 
 FINAL_NORM = TENorm
 
@@ -37,6 +42,7 @@ def te_layer_spec(config: PolicyConfig, experts: ModuleSpec | None) -> ModuleSpe
     if experts is None:
         parts_of(parts.mlp).activation_func = FusedSwiGLU
     else:
+        parts_of(experts).experts = ModuleSpec(module=TEExperts)
         parts.mlp, parts.pre_mlp_layernorm = experts, TENorm
         # Megatron's plain layer and dense layers use this checkpoint key for the norm.
         parts.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
@@ -54,6 +60,57 @@ class FusedSwiGLU(SwiGLU):
     ) -> dict[str, Any]:
         """Return an empty dict: SwiGLU has no parameters."""
         return {}
+
+
+class TEExpertLinear(GroupedLinear):
+    """The projection of every expert by Transformer Engine, whose weights are parts of this module's one parameter."""
+
+    def __init__(self, config: PolicyConfig, experts: int, out: int, width: int, split: int) -> None:
+        super().__init__(config, experts, out, width, split)
+        kernel = TEGroupedLinear(experts, width, out, bias=False, params_dtype=config.params_dtype, device="meta")
+        for number in range(experts):
+            delattr(kernel, f"weight{number}")
+            setattr(kernel, f"bias{number}", torch.empty(0, dtype=config.params_dtype, device=device()))
+        self._kernel = (kernel,)  # in a tuple: not a part of this module's state
+
+    def multiply(self, x: Tensor, splits: list[int]) -> Tensor:
+        """Multiply each row of `x` [n, in] by its expert's transposed weight: [n, out]; `splits` are rows by expert."""
+        (kernel,) = self._kernel
+        kernel.train(self.training)
+        for number, weight in enumerate(self.stacked.unbind()):
+            setattr(kernel, f"weight{number}", weight)
+        return kernel(x, splits)
+
+
+class TEExperts(GroupedExperts):
+    """The experts of this process by Transformer Engine's grouped products, which need row counts on the host.
+
+    In FP8 each expert's rows are padded with zeros to a multiple of what its products take.
+    """
+
+    linear = TEExpertLinear
+
+    def forward(self, rows: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Return what `GroupedExperts.forward` does."""
+        linears = (self.linear_fc1, self.linear_fc2)
+        if not self.config.fp8 and all(is_one_kernel(linear.stacked, rows.dtype) for linear in linears):
+            return super().forward(rows, counts, probs)
+        splits, unit = counts.tolist(), expert_unit(self.config)
+        total, padded = sum(splits), [-(-count // unit) * unit for count in splits]
+        if total == 0:  # the kernels take no empty stream, and all weights need a gradient
+            return super().forward(rows, counts, probs)
+        if padded == splits and total == len(rows):
+            return self._multiply(rows, probs, splits), None
+        shifts = [a - b for a, b in zip(accumulate(padded, initial=0), accumulate(splits, initial=0), strict=True)]
+        places = torch.tensor(shifts[:-1], device=rows.device).repeat_interleave(counts, output_size=total)
+        places = places + torch.arange(total, device=rows.device)
+        x = rows.new_zeros(sum(padded), rows.shape[1]).index_copy(0, places, rows[:total])
+        weights = probs.new_zeros(sum(padded)).index_copy(0, places, probs[:total])
+        out = self._multiply(x, weights, padded).index_select(0, places)
+        return torch.cat([out, out.new_zeros(len(rows) - total, out.shape[1])]), None
+
+    def _multiply(self, rows: Tensor, probs: Tensor, splits: list[int]) -> Tensor:
+        return self.linear_fc2.multiply(self.activation(self.linear_fc1.multiply(rows, splits), probs), splits)
 
 
 class TEPackedAttention(TEDotProductAttention):

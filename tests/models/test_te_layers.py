@@ -161,16 +161,23 @@ def in_fp8() -> dict:
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     cases.MODELS["wide"] = {**cases.MODELS["dense"], "hidden_size": 128, "intermediate_size": 128}
+    cases.MODELS["mixture"] = {**cases.MODELS["moe"], "hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 64}
     found = {"unlisted": unlisted_arguments()}
-    for kind, recompute in (("none", "none"), ("blockwise", "none"), ("delayed", "full")):
+    for model, kind, recompute in (
+        ("wide", "none", "none"),
+        ("wide", "blockwise", "none"),
+        ("wide", "delayed", "full"),
+        ("mixture", "none", "none"),
+        ("mixture", "mxfp8", "none"),
+    ):
         FP8GlobalStateManager.used.clear()
         parallel = ParallelConfig(tp=2, sp=True)
         settings = engine_settings("te", fp8=kind, recompute=recompute)
-        engine = cases.make_engine("wide", parallel, layout=fresh_layout(parallel), engine=settings, layers=2)
+        engine = cases.make_engine(model, parallel, layout=fresh_layout(parallel), engine=settings, layers=2)
         batch = cases.make_batch(6)
         logp = engine.logprobs(batch)[0].values
         norm = cases.train(engine, batch).result()["actor/grad_norm"]
-        found[kind] = {"logp": logp, "norm": norm, "used": sorted(FP8GlobalStateManager.used)}
+        found[f"{model} {kind}"] = {"logp": logp, "norm": norm, "used": sorted(FP8GlobalStateManager.used)}
     return found
 
 
@@ -178,13 +185,14 @@ def in_fp8() -> dict:
 def test_fp8_rounds_the_products_of_layers_and_pads_streams():
     found, _ = run_with_te(in_fp8, 2)
     assert found.pop("unlisted") == {}
-    plain = found.pop("none")
-    assert plain["used"] == []
-    for kind, got in found.items():
+    plain = {name.partition(" ")[0]: found.pop(name) for name in ("wide none", "mixture none")}
+    assert all(exact["used"] == [] for exact in plain.values())
+    for name, got in found.items():
+        model, _, kind = name.partition(" ")
         assert got["used"] == [kind]
         # e4m3 has 3 bits after the point: each factor of each product is off by 2% on average, log-probs of -5 by 0.1.
-        assert 1e-3 < (got["logp"] - plain["logp"]).abs().mean() < 0.5
-        assert got["norm"] == pytest.approx(plain["norm"], rel=0.2)
+        assert 1e-3 < (got["logp"] - plain[model]["logp"]).abs().mean() < 0.5
+        assert got["norm"] == pytest.approx(plain[model]["norm"], rel=0.2)
 
 
 def form_of(monkeypatch, version: str | None, cuda: bool, dtype=torch.bfloat16, misfits=(), **settings) -> str:
@@ -254,7 +262,7 @@ def fp8_refusals() -> list[str]:
     found += other_arguments()
     for model, sizes, settings, can in (
         ("dense", {}, {"layers": "local", "fp8": "delayed"}, True),
-        ("moe", {}, {"fp8": "delayed"}, True),
+        ("moe", {"tp": 2, "etp": 2}, {"fp8": "mxfp8"}, True),
         ("dense", {"tp": 2}, {"fp8": "blockwise"}, True),
         ("dense", {}, {"fp8": "delayed"}, False),
     ):
@@ -274,7 +282,7 @@ def test_fp8_that_cannot_be_is_an_error_at_its_key():
     assert missing.startswith("transformer_engine.pytorch.optimizers has no FusedAdam")
     wanted = [
         "local layers do not support FP8",
-        "mixtures of experts",
+        "sizes of this model",
         "sizes of this model",
         "lacks this FP8 format: compute capability",
     ]

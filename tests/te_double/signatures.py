@@ -33,7 +33,7 @@ CALLS = {
     "pytorch.quantization": (
         "pytorch/quantization.py",
         None,
-        ("fp8_autocast", "fp8_model_init", "is_fp8_available", "is_fp8_block_scaling_available"),
+        ("fp8_autocast", "fp8_model_init", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available"),
     ),
     "pytorch.distributed": ("pytorch/distributed.py", None, ("checkpoint",)),
     "pytorch.distributed.CudaRNGStatesTracker": (

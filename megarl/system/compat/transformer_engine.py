@@ -34,6 +34,8 @@ CALLS: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
     ("", "Linear.forward"): (2, ("is_first_microbatch",)),
     ("", "LayerNormLinear"): (0, ("in_features", "out_features", "eps", *_LINEAR, "normalization", *_LAYERNORM)),
     ("", "LayerNormLinear.forward"): (2, ("is_first_microbatch",)),
+    ("", "GroupedLinear"): (3, ("bias", "params_dtype", "device")),
+    ("", "GroupedLinear.forward"): (3, ()),
     ("", "RMSNorm"): (0, ("hidden_size", *_NORM)),
     (".ops", "SwiGLU"): (0, ()),
     ("", "DotProductAttention"): (0, _ATTENTION),

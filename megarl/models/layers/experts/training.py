@@ -117,6 +117,8 @@ class GroupedExperts(MegatronModule):
         name: not used; megatron-core 0.19 passes the module's name.
     """
 
+    linear: type[GroupedLinear] = GroupedLinear
+
     def __init__(
         self,
         experts: int,
@@ -127,9 +129,9 @@ class GroupedExperts(MegatronModule):
         super().__init__(config=config)
         self.experts, self._groups = experts, pg_collection
         width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
-        self.linear_fc1 = GroupedLinear(config, experts, 2 * width, config.hidden_size, split=0)
+        self.linear_fc1 = self.linear(config, experts, 2 * width, config.hidden_size, split=0)
         self.activation = SwiGLU(config)
-        self.linear_fc2 = GroupedLinear(config, experts, config.hidden_size, width, split=1)
+        self.linear_fc2 = self.linear(config, experts, config.hidden_size, width, split=1)
 
     def forward(self, rows: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Return each row's expert output times its probability [n, h], and None for the bias.

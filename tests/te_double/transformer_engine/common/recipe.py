@@ -24,6 +24,9 @@ class Recipe:
     def float8_block_scaling(self):
         return isinstance(self, Float8BlockScaling)
 
+    def mxfp8(self):
+        return isinstance(self, MXFP8BlockScaling)
+
 
 @dataclass()
 class DelayedScaling(Recipe):

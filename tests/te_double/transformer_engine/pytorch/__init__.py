@@ -15,4 +15,5 @@ from transformer_engine.pytorch.quantization import (  # noqa: F401
     fp8_model_init,
     is_fp8_available,
     is_fp8_block_scaling_available,
+    is_mxfp8_available,
 )

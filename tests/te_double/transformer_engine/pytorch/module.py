@@ -46,7 +46,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
             weight = torch.nn.Parameter(
                 torch.empty(self.out_features, self.in_features, dtype=params_dtype, device=device)
             )
-            init_method(weight)
+            if init_method is not None:
+                init_method(weight)
             self.register_parameter(f"weight{number}", weight)
             _mark(weight, 1 if self.parallel_mode == "row" else 0)
             if not bias:

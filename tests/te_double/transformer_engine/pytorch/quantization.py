@@ -44,6 +44,10 @@ def is_fp8_block_scaling_available(return_reason=False):
     return (True, "") if return_reason else True
 
 
+def is_mxfp8_available(return_reason=False):
+    return (True, "") if return_reason else True
+
+
 class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -60,7 +64,8 @@ def rounded(x):
     recipe = FP8GlobalStateManager._recipe
     if recipe is None:
         return x
-    FP8GlobalStateManager.used.add("delayed" if recipe.delayed() else "blockwise")
+    kinds = {"delayed": recipe.delayed(), "blockwise": recipe.float8_block_scaling(), "mxfp8": recipe.mxfp8()}
+    FP8GlobalStateManager.used.update(kind for kind, is_it in kinds.items() if is_it)
     if math.prod(x.shape[:-1]) % 8 or x.shape[-1] % 16:
         raise AssertionError(
             "FP8 execution requires the product of all dimensions except the last to be divisible by 8 and the last "
