@@ -55,7 +55,12 @@ class EngineConfig(Section):
     logits_chunk_tokens: PositiveInt = Field(
         1024, description="number of tokens whose vocabulary logits exist at the same time in the fused log-prob"
     )
-    recompute: Literal["none", "full", "selective"] = Field("none", description="activation recomputation")
+    recompute: Literal["none", "full", "selective"] | list[Literal["attention", "mlp", "norm", "moe"]] = Field(
+        "none",
+        description="activations to compute again in the backward pass: none, those of whole layers (full), of "
+        "attention over the context (selective), or a list of attention, mlp (dense MLPs), moe (routers and experts) "
+        "and norm (inputs of local layers' projections)",
+    )
     layers: Literal["auto", "local", "te"] = Field(
         "auto",
         description="implementation of transformer layers: Transformer Engine (te) or plain modules (local); auto: te "
@@ -79,6 +84,13 @@ class EngineConfig(Section):
         description="move gradients, optimizer state and parameters to host memory while another role works; the "
         "actor's parameters stay on the device for generation",
     )
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """The parts of a layer that are recomputed separately; empty with `full`, which recomputes whole layers."""
+        if isinstance(self.recompute, str):
+            return frozenset({"attention"} if self.recompute == "selective" else ())
+        return frozenset(self.recompute)
 
 
 class ActorConfig(Section):

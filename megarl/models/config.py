@@ -87,7 +87,7 @@ def transformer_config(
     if form == "te":
         fields["softmax_scale"] = head_dim(hf) ** -0.5 * Rope(hf).scale ** 2
     fields |= _parallel_fields(parallel) | _stage_fields(parallel, hf.num_hidden_layers)
-    fields |= _moe_fields(hf, parallel) | _recompute_fields(engine) | _fp8_fields(engine)
+    fields |= _moe_fields(hf, parallel) | _recompute_fields(engine, form) | _fp8_fields(engine)
     # Megatron refuses to train experts under tensor parallelism without sequence parallelism.
     fields["sequence_parallel"] = parallel.tp > 1 and (parallel.sp or num_experts(hf) is not None)
     config = PolicyConfig(**fields)
@@ -192,9 +192,12 @@ def _fp8_fields(engine: EngineConfig) -> dict[str, Any]:
     return fields
 
 
-def _recompute_fields(engine: EngineConfig) -> dict[str, Any]:
+def _recompute_fields(engine: EngineConfig, form: Form) -> dict[str, Any]:
     if engine.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if engine.recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    if engine.recomputed:
+        names = {"attention": "core_attn", "mlp": "mlp", "moe": "moe", "norm": "layernorm"}
+        # In te layers a norm is a part of the projection after it.
+        modules = [names[part] for part in sorted(engine.recomputed) if form == "local" or part != "norm"]
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {}

@@ -86,8 +86,12 @@ class Activations:
         for mixer, count in facts.mixer_counts.items():
             scores = self._scores(facts.heads / tp, facts.kv_heads / tp * facts.head_dim) if mixer.pair_flops else 0.0
             stored += count / facts.layers * (self.element * t * mixer.kept_elements(tp) + scores)
-        # The norm's input and output.
-        return self.element * 2 * self.held * facts.hidden + stored
+        return self._norm + stored
+
+    @property
+    def _norm(self) -> float:
+        """Bytes of a norm's input and, unless it is recomputed, its output."""
+        return self.element * (1 if "norm" in self.engine.recomputed else 2) * self.held * self.facts.hidden
 
     def _scores(self, heads: float, k: float) -> float:
         """Return the bytes that attention keeps for the backward pass in addition to its inputs and its result."""
@@ -103,8 +107,8 @@ class Activations:
             keys = 2 * self.parallel.cp * k - k
             return sums + self.element * t * (q + keys + longest)
         if self.gpu or longest > PROBABILITIES:
-            return 0.0 if self.engine.recompute == "selective" else sums
-        if self.engine.recompute == "selective":
+            return 0.0 if "attention" in self.engine.recomputed else sums
+        if "attention" in self.engine.recomputed:
             return 0.0
         if longest <= WHOLE_PASS:
             return sums + self.element * t * k  # a copy of the values in the projection
@@ -115,10 +119,10 @@ class Activations:
     def feed_forward(self) -> float:
         """Bytes that a layer's MLP or experts keep for the backward pass, with the norm; the mean over layers if they
         differ."""
-        facts, element, s = self.facts, self.element, self.held
-        ends = 2 * element * s * facts.hidden
+        facts, element, s, again = self.facts, self.element, self.held, self.engine.recomputed
+        ends = self._norm
         dense_width = facts.dense_ffn if facts.is_moe else facts.ffn
-        dense = element * 3 * self.passes.tokens * dense_width / self.parallel.tp
+        dense = 0.0 if "mlp" in again else element * 3 * self.passes.tokens * dense_width / self.parallel.tp
         if not facts.is_moe:
             return ends + dense
         # The router's logits, probabilities and expert map; token rows in expert order: the input, gate and up
@@ -126,7 +130,8 @@ class Activations:
         router = s * facts.experts * (3 * FULL + 2)
         products = 3 if self.gpu else 4
         experts = element * self.routed * (facts.hidden * self.parallel.expert_tp + products * facts.ffn)
-        return ends + self.sparse * (router + self.route + experts) + (1 - self.sparse) * dense
+        mixture = 0.0 if "moe" in again else router + self.route + experts
+        return ends + self.sparse * mixture + (1 - self.sparse) * dense
 
     @property
     def route(self) -> float:

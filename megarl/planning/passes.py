@@ -220,14 +220,17 @@ class ModelPass:
         scores = share.samples * (pairs - share.length * self._counter.per_token) * self._pairs
         frozen = self._frozen(train)
         linear = tokens * (self._counter.per_token - self._expert_flops) / self._stages
-        once = scores / self._stages if train and self.engine.recompute == "selective" else 0.0
+        again = self.engine.recomputed if train else frozenset()
+        once = scores / self._stages if "attention" in again else 0.0
+        if "mlp" in again:
+            once += tokens * token_flops(facts).get("mlp", 0.0) / self._stages
         rows = tokens / parallel.cp
         work = (passes - frozen) * linear + passes * scores / self._stages + self._adapters(tokens) * passes
         work += self._head_work(share, train=train) + once
         costs = [Cost("T1", "matrix products", work / ranks / (peak * given.gemm_share * self._filled(rows)))]
         if self._expert_flops:
             rows *= facts.experts_per_token * parallel.ep * parallel.expert_tp / (parallel.tp * facts.experts)
-            work = (passes - frozen) * tokens * self._expert_flops / self._stages / ranks
+            work = (passes - frozen + ("moe" in again)) * tokens * self._expert_flops / self._stages / ranks
             rate = peak * given.expert_share * self._filled(rows)
             costs.append(Cost("T1", "experts' matrix products", work / rate))
         return costs

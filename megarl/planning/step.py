@@ -251,7 +251,11 @@ class StepFormulas:
         if id not in self.keys:
             return []
         section = self._section(role)
-        key = (*self.keys[id], section.engine.micro_batch_tokens, kind is Kind.MODEL_TRAIN and section.engine.recompute)
+        key = (
+            *self.keys[id],
+            section.engine.micro_batch_tokens,
+            kind is Kind.MODEL_TRAIN and str(section.engine.recompute),
+        )
         if key not in self.memo:
             model, groups = self.model(role), self.work.groups
             mini = section.mini_batch_size or groups

@@ -174,6 +174,17 @@ def test_short_sequences_on_a_cpu_keep_the_probabilities():
     assert kept == 4 * 1024 * 8 * 640 / 4
 
 
+def test_what_parts_recompute_is_not_kept():
+    plain = activations()
+    mlp, norm = (activations(engine=EngineConfig(recompute=[part])) for part in ("mlp", "norm"))
+    assert mlp.attention == plain.attention
+    assert mlp.feed_forward == 2 * plain.stream  # the norm's input and output
+    assert (plain.layer - norm.layer) == 2 * plain.stream
+    assert activations(engine=EngineConfig(recompute=["attention"])).layer == (
+        activations(engine=EngineConfig(recompute="selective")).layer
+    )
+
+
 def test_no_probabilities_are_kept_of_long_sequences_or_on_gpus():
     long = Passes(tokens=4096, rows=4096, longest=2048)
     sums = 4 * 4096 * 8  # one number per query and head

@@ -10,7 +10,7 @@ from megarl.artifacts.facts import facts_from_config
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.planning.assumptions import PlanAssumptions
-from megarl.planning.flops import FlopCounter
+from megarl.planning.flops import FlopCounter, token_flops
 from megarl.planning.hardware import KINDS
 from megarl.planning.lengths import Lengths
 from megarl.planning.passes import ModelPass, total
@@ -111,6 +111,7 @@ def test_recomputation_adds_a_forward_pass_of_the_layers():
         ("none", 3 * layers + 4 * head),
         ("full", 4 * layers + 4 * head),
         ("selective", 3 * layers + 4 * head + scores),
+        (["attention", "mlp"], 3 * layers + 4 * head + scores + 1024 * token_flops(DENSE)["mlp"]),
     ):
         found = seconds_by(model(engine={"recompute": mode}).update(SHARE, 1, 1))["T1"]
         assert found == pytest.approx(64 * flops / 989e12), mode

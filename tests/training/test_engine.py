@@ -265,11 +265,15 @@ def test_a_sample_of_two_turns_trains_like_its_turns_apart(alone):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recomputation_changes_nothing(alone, recompute):
+@pytest.mark.parametrize(
+    ("model", "recompute"),
+    [("moe", "full"), ("moe", ["attention", "moe", "norm"]), ("dense", ["mlp", "norm"])],
+    ids=str,
+)
+def test_recomputation_changes_nothing(alone, model, recompute):
     ends = []
     for kind in ("none", recompute):
-        engine = cases.make_engine("moe", engine=EngineConfig(micro_batch_tokens=64, recompute=kind))
+        engine = cases.make_engine(model, engine=EngineConfig(micro_batch_tokens=64, recompute=kind))
         metrics = [engine.train_step(cases.make_batch(seed=s), cases.loss_fn).result() for s in (0, 1)]
         ends.append((metrics, _hashes(engine)))
     assert ends[0] == ends[1]

@@ -161,6 +161,14 @@ REWRITES: tuple[Rewrite, ...] = (
         cpu_only=False,
     ),
     Rewrite(
+        "norm-recomputation",
+        ("megatron.core.tensor_parallel.random",),
+        r"self\.fp8 = fp8 is not None",
+        "self.fp8 = HAVE_TE and fp8 is not None",
+        "without Transformer Engine the recomputation of norms reads the state of its FP8: NameError",
+        cpu_only=False,
+    ),
+    Rewrite(
         "deep-ep",
         ("megatron.core.transformer.moe.fused_a2a",),
         r"^(try:\n\s+)from deep_ep import \w+$",
