@@ -255,7 +255,7 @@ def fp8_refusals() -> list[str]:
     from megarl.system.compat.transformer_engine import other_arguments
 
     fits, real = other_arguments(), pytorch.RMSNorm
-    pytorch.RMSNorm = lambda hidden_size, eps: None
+    pytorch.RMSNorm = lambda hidden_size, normalized_shape, eps: None
     found = [*fits, *other_arguments()]
     pytorch.RMSNorm = real
     del pytorch.optimizers.FusedAdam

@@ -36,7 +36,7 @@ CALLS: dict[tuple[str, str], tuple[int, tuple[str, ...]]] = {
     ("", "LayerNormLinear.forward"): (2, ("is_first_microbatch",)),
     ("", "GroupedLinear"): (3, ("bias", "params_dtype", "device")),
     ("", "GroupedLinear.forward"): (3, ()),
-    ("", "RMSNorm"): (0, ("hidden_size", *_NORM)),
+    ("", "RMSNorm"): (0, ("hidden_size", "normalized_shape", *_NORM)),
     (".ops", "SwiGLU"): (0, ()),
     ("", "DotProductAttention"): (0, _ATTENTION),
     ("", "DotProductAttention.forward"): (5, _PACKED),
