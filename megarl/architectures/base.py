@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megarl.models.layers.experts.plain import Mixture
 from megarl.models.layers.mixer import Mixer
 from megarl.models.layers.rules import WeightRule
 
@@ -34,14 +35,15 @@ class Architecture:
     experts_keys: tuple[str, str] | None = None
     # the mixer of each layer, from the values of `keys`; None: softmax attention in all layers
     mixers: Callable[[Mapping[str, Any]], tuple[Mixer, ...]] | None = None
+    # the mixtures of experts, from the values of `keys`; None: the class has none
+    mixture: Callable[[Mapping[str, Any]], Mixture] | None = None
     head_key: str = "head_dim"  # the key with the width of the part of a head that RoPE rotates
     # checkpoints may have further layers, which predict more than one token ahead; they are not read
     predicts_ahead: bool = False
-    qkv_bias: bool = False  # the projections to query, key and value have a bias
-    partial_rotary: bool = (
-        False  # RoPE rotates the first `partial_rotary_factor` of a head; other classes ignore the key
-    )
-    qk_norm: bool = False  # queries and keys are normalised per head
+    qkv_bias: bool | str = False  # the projections to query, key and value have a bias; or the key that says so
+    qk_norm: bool | str = False  # queries and keys are normalised per head; or the key that says so
+    # RoPE rotates the first `partial_rotary_factor` of a head; other classes ignore the key
+    partial_rotary: bool = False
     # the configuration class requires hidden_size to be a multiple of the number of heads, even with `head_dim`
     even_hidden: bool = False
     experts_optional: bool = False  # a config without experts is a dense model

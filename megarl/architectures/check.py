@@ -52,7 +52,7 @@ _SIZES = (
 )
 _FLAGS = (
     *("tie_word_embeddings", "use_sliding_window", "norm_topk_prob", "output_router_logits"),
-    "rope_interleave",
+    *("attention_bias", "qkv_bias", "use_qk_norm", "rope_interleave"),
 )
 # for these keys transformers refuses integers such as 0
 _FLOATS = ("rms_norm_eps", "router_aux_loss_coef", "router_jitter_noise")
@@ -86,7 +86,7 @@ def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     if not (_number(dropout) and 0 <= dropout <= 1) and not (dropout is None and "attention_dropout" in known.null):
         refuse("attention_dropout", dropout, "number from 0 to 1")
     for key, expected in (("attention_bias", known.qkv_bias), ("mlp_bias", False)):
-        if key in values and values[key] is not expected:
+        if key in values and expected != key and values[key] is not expected:
             refuse(key, values[key], str(expected).lower(), "this variant is not supported")
     if values["hidden_act"] not in ("silu", "swish"):  # both names mean the same function
         refuse("hidden_act", values["hidden_act"], "silu", "this variant is not supported")

@@ -8,7 +8,7 @@ from typing import Any
 from megarl.architectures.base import COMMON_NULL, MISTRAL, ROUTER, Architecture, Refuse
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import attention_rules
-from megarl.models.layers.experts.plain import expert_rules
+from megarl.models.layers.experts.plain import Mixture, RouterRules, expert_rules
 
 
 def _head_dim_for_yarn(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
@@ -17,6 +17,11 @@ def _head_dim_for_yarn(raw: Mapping[str, Any], values: Mapping[str, Any], refuse
     if scaling.get("rope_type", scaling.get("type")) == "yarn" and values["head_dim"] is None:
         width = values["hidden_size"] // values["num_attention_heads"]
         refuse("head_dim", None, f"{width}: transformers needs it for yarn")
+
+
+def _mixture(values: Mapping[str, Any]) -> Mixture:
+    router = RouterRules(values["num_experts"], values["num_experts_per_tok"], "softmax_of_chosen")
+    return Mixture(router, values["intermediate_size"])
 
 
 ARCHITECTURE = Architecture(
@@ -35,5 +40,6 @@ ARCHITECTURE = Architecture(
     windows="all",
     tensors=OUTER + attention_rules() + expert_rules("block_sparse_moe", "w1", "w3", "w2"),
     experts_keys=("num_local_experts", "num_experts"),
+    mixture=_mixture,
     refusals=(_head_dim_for_yarn,),
 )

@@ -12,6 +12,6 @@ ARCHITECTURE = Architecture(
     keys={**QWEN, **LAYER_WINDOWS},
     null=(*COMMON_NULL, "num_key_value_heads", "sliding_window", "layer_types"),
     windows="chosen",
-    tensors=OUTER + attention_rules(bias=True) + DENSE,
+    tensors=OUTER + attention_rules() + DENSE,
     qkv_bias=True,
 )

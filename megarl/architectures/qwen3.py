@@ -12,6 +12,6 @@ ARCHITECTURE = Architecture(
     keys={**QWEN, **LAYER_WINDOWS, "head_dim": 128, "attention_bias": False},
     null=(*COMMON_NULL, "num_key_value_heads", "sliding_window", "layer_types"),
     windows="chosen",
-    tensors=OUTER + attention_rules(qk_norm=True) + DENSE,
+    tensors=OUTER + attention_rules() + DENSE,
     qk_norm=True,
 )

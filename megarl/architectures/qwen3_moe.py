@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from megarl.architectures.base import COMMON_NULL, QWEN, ROUTER, Architecture
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import attention_rules
-from megarl.models.layers.experts.plain import expert_rules
+from megarl.models.layers.experts.plain import Mixture, RouterRules, expert_rules
 from megarl.models.layers.mlp.plain import DENSE
+
+
+def _mixture(values: Mapping[str, Any]) -> Mixture:
+    # Choosing before the softmax equals renormalised probabilities.
+    score = "softmax_of_chosen" if values["norm_topk_prob"] else "softmax"
+    router = RouterRules(values["num_experts"], values["num_experts_per_tok"], score)
+    return Mixture(router, values["moe_intermediate_size"])
+
 
 ARCHITECTURE = Architecture(
     model_type="qwen3_moe",
@@ -27,8 +38,9 @@ ARCHITECTURE = Architecture(
     },
     null=(*COMMON_NULL, "sliding_window", "mlp_only_layers"),
     windows="all_if_used",
-    tensors=OUTER + attention_rules(qk_norm=True) + DENSE + expert_rules("mlp", "gate_proj", "up_proj", "down_proj"),
+    tensors=OUTER + attention_rules() + DENSE + expert_rules("mlp", "gate_proj", "up_proj", "down_proj"),
     experts_keys=("num_experts", "num_local_experts"),
+    mixture=_mixture,
     qk_norm=True,
     experts_optional=True,
 )

@@ -45,7 +45,7 @@ _OF_PART = {"layer": "norms", "dense": "mlp", "moe": "router", "expert": "expert
 
 def component(rule: WeightRule) -> str:
     """Return the component of a model to which a tensor belongs: `embedding`, `norms` (of layers), the kind of a mixer
-    such as `attention`, `router`, `experts`, `mlp`, `final_norm` or `head`."""
+    such as `attention`, `router`, `experts`, `shared` (experts), `mlp`, `final_norm` or `head`."""
     return _OF_PART.get(rule.part, rule.part)
 
 
@@ -72,7 +72,7 @@ def elements(table: Iterable[WeightRule], size: Mapping[str, int]) -> dict[str, 
     counts: dict[str, Elements] = {}
     for rule in table:
         name = component(rule)
-        for source in rule.sources:
+        for source in () if rule.buffer else rule.sources:
             count, matrix = math.prod(size[dimension] for dimension in source.shape), len(source.shape) > 1
             so_far = counts.get(name, Elements())
             counts[name] = Elements(so_far.matrices + matrix * count, so_far.vectors + (not matrix) * count)

@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.architectures import ARCHITECTURES
 from megarl.models.layers.attention.plain import Attention
+from megarl.models.layers.experts.plain import Mixture
 from megarl.models.layers.mixer import Mixer
 from megarl.system.errors import ConfigError
 
@@ -48,30 +49,30 @@ def key_value_heads(values: Mapping[str, Any]) -> int:
 def sparse_layers(values: Mapping[str, Any]) -> list[bool]:
     """Return, for each layer, whether its MLP is a mixture of experts."""
     count, experts = values["num_hidden_layers"], values.get("num_experts", 0)
+    if (types := values.get("mlp_layer_types")) is not None:
+        return [kind == "sparse" for kind in types]
+    first = values.get("first_k_dense_replace", 0)
     dense, step = set(values.get("mlp_only_layers") or ()), values.get("decoder_sparse_step", 1)
-    return [experts > 0 and layer not in dense and (layer + 1) % step == 0 for layer in range(count)]
+    return [experts > 0 and layer >= first and layer not in dense and (layer + 1) % step == 0 for layer in range(count)]
 
 
-def expert_count(values: Mapping[str, Any]) -> int:
-    """Return the number of routed experts per mixture layer; 0 if no layer has experts."""
-    return values["num_experts"] if any(sparse_layers(values)) else 0
-
-
-def expert_width(values: Mapping[str, Any]) -> int:
-    """Return the width of one expert's MLP, or of the dense MLP if there are no experts."""
-    width: int = values.get("moe_intermediate_size", values["intermediate_size"])
-    return width if expert_count(values) else values["intermediate_size"]
+def mixture(values: Mapping[str, Any]) -> Mixture | None:
+    """Return the mixture of the layers that have one; None if no layer has experts."""
+    described = ARCHITECTURES[values["model_type"]].mixture
+    return described(values) if described is not None and any(sparse_layers(values)) else None
 
 
 def dimensions(values: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes that the tables of tensors use (`megarl.architectures.tensors`)."""
+    experts = mixture(values)
     sizes = {
         "one": 1,
         "hidden": values["hidden_size"],
         "vocab": values["vocab_size"],
         "ffn": values["intermediate_size"],
-        "experts": expert_count(values),
-        "expert_ffn": expert_width(values),
+        "experts": experts.router.experts if experts else 0,
+        "expert_ffn": experts.width if experts else values["intermediate_size"],
+        "shared_ffn": experts.shared_width if experts else 0,
     }
     for mixer in dict.fromkeys(mixers(values)):
         sizes |= mixer.dimensions()
@@ -83,8 +84,14 @@ def mixers(values: Mapping[str, Any]) -> tuple[Mixer, ...]:
     known = ARCHITECTURES[values["model_type"]]
     if known.mixers is not None:
         return known.mixers(values)
-    sizes = values["num_attention_heads"], key_value_heads(values), head_width(values), known.qk_norm
-    return tuple(Attention(window, *sizes) for window in layer_windows(values))
+    sizes = values["num_attention_heads"], key_value_heads(values), head_width(values)
+    optional = flag(values, known.qk_norm), flag(values, known.qkv_bias)
+    return tuple(Attention(window, *sizes, *optional) for window in layer_windows(values))
+
+
+def flag(values: Mapping[str, Any], given: bool | str) -> bool:
+    """Return a property of an architecture that is the same for all its models, or the value of a key."""
+    return values[given] if isinstance(given, str) else given
 
 
 def layer_windows(values: Mapping[str, Any]) -> tuple[int | None, ...]:

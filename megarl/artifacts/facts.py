@@ -15,11 +15,10 @@ from megarl.architectures import ARCHITECTURES
 from megarl.architectures.check import check_keys
 from megarl.architectures.tensors import UNTIED_HEAD, Elements, ModelPart, elements, part_of
 from megarl.architectures.values import (
-    expert_count,
-    expert_width,
     head_width,
     key_value_heads,
     mixers,
+    mixture,
     only_in_training,
     sparse_layers,
 )
@@ -31,6 +30,7 @@ from megarl.artifacts.pipes import refuse_pipes
 from megarl.artifacts.vla_folder import VLA_TYPE, complete_config
 from megarl.config.model import ModelConfig
 from megarl.models.layers.attention.plain import Attention
+from megarl.models.layers.experts.plain import Mixture
 from megarl.models.layers.mixer import Mixer
 from megarl.models.layers.rules import WeightRule, existing
 from megarl.system.errors import ConfigError, close_matches
@@ -71,6 +71,8 @@ class ModelFacts:
     """The vision encoder of a vision-language model; None for other models."""
     frozen: tuple[ModelPart, ...] = ()
     """Parts that are not trained, see `ModelConfig.freeze`."""
+    mixture: Mixture | None = None
+    """The experts of the layers that have some."""
     given_mixers: tuple[Mixer, ...] = ()
     """The mixer of each layer; empty: softmax attention without windows in all layers."""
 
@@ -82,8 +84,9 @@ class ModelFacts:
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:
         """The mixer of each layer."""
-        normed = ARCHITECTURES[self.model_type].qk_norm
-        alike = Attention(None, self.heads, self.kv_heads, self.head_dim, normed)
+        known = ARCHITECTURES[self.model_type]
+        optional = known.qk_norm is True, known.qkv_bias is True
+        alike = Attention(None, self.heads, self.kv_heads, self.head_dim, *optional)
         return self.given_mixers or (alike,) * self.layers
 
     @cached_property
@@ -101,6 +104,7 @@ class ModelFacts:
             "ffn": self.dense_ffn if self.is_moe else self.ffn,
             "experts": self.experts,
             "expert_ffn": self.ffn,
+            "shared_ffn": self.mixture.shared_width if self.mixture else 0,
         }
         for mixer in self.mixer_counts:
             sizes |= mixer.dimensions()
@@ -125,7 +129,7 @@ class ModelFacts:
         every = {"norms": self.layers, "mlp": self.layers - sparse}
         every |= Counter(mixer.kind for mixer in self.mixers)
         ends = {"embedding": 1, "final_norm": 1, "head": 0 if self.tied else 1}
-        return {"router": sparse, "experts": sparse * self.experts, **every, **ends}
+        return {"router": sparse, "shared": sparse, "experts": sparse * self.experts, **every, **ends}
 
     @cached_property
     def parameters_of(self) -> dict[str, int]:
@@ -191,7 +195,7 @@ def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
         return replace(facts, encoder=VisionEncoder.from_config(raw, facts.hidden, source))
     values = check_keys(raw, source)
     quantized_block(raw, source)
-    experts, sparse = expert_count(values), sparse_layers(values)
+    experts, sparse = mixture(values), sparse_layers(values)
     return ModelFacts(
         source=source,
         model_type=values["model_type"],
@@ -200,17 +204,18 @@ def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
         heads=values["num_attention_heads"],
         kv_heads=key_value_heads(values),
         head_dim=head_width(values),
-        ffn=expert_width(values),
+        ffn=experts.width if experts else values["intermediate_size"],
         vocab=values["vocab_size"],
         max_positions=values["max_position_embeddings"],
         tied=values["tie_word_embeddings"],
         dense_ffn=values["intermediate_size"] if experts else 0,
-        experts=experts,
-        experts_per_token=values["num_experts_per_tok"] if experts else 0,
+        experts=experts.router.experts if experts else 0,
+        experts_per_token=experts.router.chosen if experts else 0,
         dense_layers=sparse.count(False) if experts else 0,
         sparse=tuple(sparse) if experts else (),
         only_in_training=tuple(only_in_training(values).items()),
         labels=_labels(raw),
+        mixture=experts,
         given_mixers=mixers(values),
     )
 

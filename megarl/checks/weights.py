@@ -137,7 +137,7 @@ def _is_sparse(facts: ModelFacts, layer: int) -> bool:
 
 def _feed_forward(facts: ModelFacts, layer: int, sparse: bool) -> Shapes:
     """Return the tensors of a layer's router and experts, or of its dense feed-forward part."""
-    return _of_parts(facts, ("moe", "expert") if sparse else ("dense",), layer)
+    return _of_parts(facts, ("moe", "shared", "expert") if sparse else ("dense",), layer)
 
 
 def _refuse_other_kind(folder: Path, facts: ModelFacts, place: Mapping[str, Stored]) -> None:
@@ -163,6 +163,8 @@ def _shapes(rule: WeightRule, layer: int, experts: int, sizes: dict[str, int]) -
     """Yield name and shape of every tensor that `rule` describes in `layer`."""
     for source in rule.sources:
         shape = tuple(sizes[name] for name in source.shape)
+        if 0 in shape:
+            continue  # a tensor that this model does not have
         for expert in range(experts if rule.part == "expert" else 1):
             yield source.name.format(i=layer, e=expert), shape
 

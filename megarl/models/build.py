@@ -22,6 +22,7 @@ from megarl.models.hf import encoder_of, moe_layers, vision_of
 from megarl.models.layer_forms import parts_of
 from megarl.models.layers.attention.training import PackedAttention
 from megarl.models.layers.experts.deepep import DeepEPDispatcher
+from megarl.models.layers.experts.router import Router
 from megarl.models.layers.experts.training import GroupedExperts, TokenDispatcher, expert_groups
 from megarl.models.layers.kinds import KINDS
 from megarl.models.layers.mlp.swiglu import SwiGLU
@@ -55,7 +56,7 @@ def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head
         chunk = _build_chunk(hf_config, tconf, block_spec(hf_config, tconf, vp_stage), settings)
         _mark_split(chunk)
         _dispatch(chunk)
-        # Megatron creates some parameters (routers) on the host whatever the device.
+        # Megatron creates some parameters (gates of shared experts) on the host whatever the device.
         chunks.append(chunk.to(device()))
     if tconf.lora is not None:
         attach(chunks, tconf.lora)
@@ -142,7 +143,9 @@ def local_layer_spec(config: PolicyConfig, *, sparse: bool) -> ModuleSpec:
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if sparse:
-        parts_of(parts.mlp).experts = ModuleSpec(module=GroupedExperts)
+        mixture = parts_of(parts.mlp)
+        mixture.router, mixture.experts = Router, ModuleSpec(module=GroupedExperts)
+        parts_of(mixture.shared_experts).activation_func = SwiGLU
     else:
         parts_of(parts.mlp).activation_func = SwiGLU
     if config.qk_layernorm:

@@ -9,24 +9,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megarl.architectures import ARCHITECTURES
 from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.models.hf import (
     check_layout,
     encoder_of,
-    expert_ffn,
     facts_of,
     head_dim,
     load_hf_config,
     mixers_of,
+    mixture_of,
     moe_layers,
-    normalizes_experts,
-    num_experts,
 )
 from megarl.models.layer_forms import Form, layer_form, refuse_fp8
 from megarl.models.layers.attention.plain import Attention
 from megarl.models.layers.experts.deepep import Dispatch, dispatch_of
+from megarl.models.layers.experts.plain import Mixture
 from megarl.models.layers.mixer import Mixer
 from megarl.models.rope import Rope
 from megarl.system import device
@@ -44,6 +42,8 @@ class PolicyConfig(TransformerConfig):
 
     mixers: tuple[Mixer, ...] = ()
     """The mixer of each layer of the whole model."""
+    mixture: Mixture | None = None
+    """The experts of the layers that have some."""
     layers: Form = "local"
     """Which modules the transformer layers are made of; see `megarl.models.layer_forms`."""
 
@@ -87,15 +87,14 @@ def transformer_config(
     if form == "te":
         fields["softmax_scale"] = head_dim(hf) ** -0.5 * Rope(hf).scale ** 2
     fields |= _parallel_fields(parallel) | _stage_fields(parallel, hf.num_hidden_layers)
-    fields |= _moe_fields(hf, parallel) | _recompute_fields(engine, form) | _fp8_fields(engine)
+    experts = mixture_of(hf)
+    if experts is not None:
+        fields |= _moe_fields(hf, experts, parallel)
+    fields |= _recompute_fields(engine, form) | _fp8_fields(engine)
     # Megatron refuses to train experts under tensor parallelism without sequence parallelism.
-    fields["sequence_parallel"] = parallel.tp > 1 and (parallel.sp or num_experts(hf) is not None)
+    fields["sequence_parallel"] = parallel.tp > 1 and (parallel.sp or experts is not None)
     config = PolicyConfig(**fields)
     config.dispatch = dispatch_of(facts_of(hf), parallel, dtype, world)
-    if num_experts(hf) is not None:
-        # Top-k before the softmax equals renormalised probabilities. Set after Megatron's checks, which refuse this for
-        # one expert per token: its renormalised probability is 1 and the router gets no gradient, as in transformers.
-        config.moe_router_pre_softmax = not normalizes_experts(hf)
     return config
 
 
@@ -109,8 +108,8 @@ def _model_fields(hf: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
         "ffn_hidden_size": hf.intermediate_size,
         "layernorm_epsilon": hf.rms_norm_eps,
         "normalization": "RMSNorm",
-        "qk_layernorm": ARCHITECTURES[hf.model_type].qk_norm,
-        "add_qkv_bias": ARCHITECTURES[hf.model_type].qkv_bias,
+        "qk_layernorm": any(isinstance(mixer, Attention) and mixer.qk_norm for mixer in mixers_of(hf)),
+        "add_qkv_bias": any(isinstance(mixer, Attention) and mixer.qkv_bias for mixer in mixers_of(hf)),
         "add_bias_linear": False,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
@@ -164,18 +163,18 @@ def _stage_fields(parallel: ParallelConfig, layers: int) -> dict[str, Any]:
     }
 
 
-def _moe_fields(hf: PretrainedConfig, parallel: ParallelConfig) -> dict[str, Any]:
-    experts = num_experts(hf)
-    if experts is None:
-        return {}
+def _moe_fields(hf: PretrainedConfig, experts: Mixture, parallel: ParallelConfig) -> dict[str, Any]:
     return {
-        "num_moe_experts": experts,
+        "mixture": experts,
+        "num_moe_experts": experts.router.experts,
         "moe_layer_freq": [int(sparse) for sparse in moe_layers(hf)],
-        "moe_ffn_hidden_size": expert_ffn(hf),
-        "moe_router_topk": hf.num_experts_per_tok,
-        "moe_router_pre_softmax": True,  # changed after Megatron's checks, see transformer_config
+        "moe_ffn_hidden_size": experts.width,
+        "moe_shared_expert_intermediate_size": experts.shared_width or None,
+        "moe_shared_expert_gate": experts.shared_gate,
+        "moe_router_topk": experts.router.chosen,
+        # Megatron's router is not used (see `megarl.models.layers.experts.router`), but its settings are checked.
+        "moe_router_pre_softmax": True,
         "moe_router_load_balancing_type": "none",
-        "moe_router_dtype": "fp32",
         "moe_grouped_gemm": False,
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.expert_tp,

@@ -30,7 +30,7 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
         source: folder or hub name of a Hugging Face model of a supported architecture, or the folder of a PEFT adapter,
             which is merged into its base model.
         target: new folder, which appears when it is complete.
-        dtype: `fp32` or `bf16`; None keeps the dtype of each tensor; quantised tensors get the dtype of most of the
+        dtype: `fp32` or `bf16`; biases that correct the load of experts stay float32; None keeps the dtype of each tensor; quantised tensors get the dtype of most of the
             other numbers.
         max_shard_gb: largest size of a file (10**9 bytes).
     """
@@ -45,10 +45,11 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
     if adapter is not None:
         adapter.check_base(WeightTable.of(hf).shapes())
     value_head = "score.weight" in reader
-    shapes = WeightTable.of(hf, value_head=value_head).shapes()
+    table = WeightTable.of(hf, value_head=value_head)
+    shapes = table.shapes()
     reader.check(shapes, vision_of(hf))
     if dtype is not None:
-        dtypes = dict.fromkeys(shapes, DTYPES[dtype])
+        dtypes = dict.fromkeys(shapes, DTYPES[dtype]) | dict.fromkeys(table.float32(), torch.float32)
     else:
         stored = {name: kind for name in shapes if (kind := reader.float_dtype(name)) is not None}
         dtypes = dict.fromkeys(shapes, _most_frequent(stored, shapes)) | stored

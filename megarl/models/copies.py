@@ -21,7 +21,7 @@ class ParameterCopies:
     """
 
     def __init__(self, chunks: Sequence[PolicyModel]) -> None:
-        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        self._parameters = [weight for chunk in chunks for weight in chunk.weights().values()]
 
     def take(self) -> list[Tensor]:
         """Copy the current values."""

@@ -28,6 +28,7 @@ from megarl.artifacts.model_files import no_model
 from megarl.artifacts.vla_folder import PREPROCESSOR, VLA_TYPE, read_preprocessor
 from megarl.config.base import raise_problems
 from megarl.config.model import ModelConfig, ParallelConfig
+from megarl.models.layers.experts.plain import Mixture
 from megarl.models.layers.mixer import Mixer
 from megarl.system.compat import transformers
 from megarl.system.errors import ConfigError
@@ -245,14 +246,15 @@ def rotated_width(hf: PretrainedConfig) -> int:
     return values.rotated_width(_keys(hf))
 
 
-def expert_ffn(hf: PretrainedConfig) -> int:
-    """Return the width of one expert's MLP."""
-    return values.expert_width(_keys(hf))
+def mixture_of(hf: PretrainedConfig) -> Mixture | None:
+    """Return the mixture of the layers that have experts; None for a model without such layers."""
+    return values.mixture(_keys(hf))
 
 
 def num_experts(hf: PretrainedConfig) -> int | None:
     """Return the routed experts per MoE layer; None for a model without MoE layers."""
-    return values.expert_count(_keys(hf)) or None
+    experts = mixture_of(hf)
+    return experts.router.experts if experts else None
 
 
 def moe_layers(hf: PretrainedConfig) -> list[bool]:
@@ -268,11 +270,6 @@ def mixers_of(hf: PretrainedConfig) -> tuple[Mixer, ...]:
 def dimensions(hf: PretrainedConfig) -> dict[str, int]:
     """Return the model's sizes by the names that the tables of tensors use."""
     return values.dimensions(_keys(hf))
-
-
-def normalizes_experts(hf: PretrainedConfig) -> bool:
-    """Return whether the probabilities of the chosen experts are divided by their sum."""
-    return bool(_keys(hf).get("norm_topk_prob", True))  # Mixtral always normalises
 
 
 def value_bias(hf: PretrainedConfig) -> bool:

@@ -14,6 +14,7 @@ from megarl.architectures.tensors import part_of
 from megarl.models.config import PolicyConfig
 from megarl.models.hf import value_bias
 from megarl.models.layer_forms import table_name
+from megarl.models.layers.experts.plain import BUFFER
 from megarl.models.packing import PackedSequences
 from megarl.models.rope import Rope
 from megarl.models.weight_table import WeightTable
@@ -122,9 +123,11 @@ class PolicyModel(GPTModel):
             if part_of(name) in parts and not head:
                 parameter.requires_grad_(False)
 
-    def weights(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters by their names in the weight table, whatever the layer form."""
-        return {table_name(name): parameter for name, parameter in self.named_parameters()}
+    def weights(self) -> dict[str, Tensor]:
+        """Return the parameters, and the buffers that belong to the model, by their names in the weight table, whatever
+        the layer form."""
+        buffers = {name: buffer for name, buffer in self.named_buffers() if name.endswith(BUFFER)}
+        return {table_name(name): tensor for name, tensor in (dict(self.named_parameters()) | buffers).items()}
 
     @property
     def lm_head_weight(self) -> Tensor:

@@ -98,6 +98,10 @@ class WeightTable:
             shapes |= sources_of(rule, names, self.sizes)
         return shapes | dict(self.visual.values())
 
+    def float32(self) -> frozenset[str]:
+        """Return the names in a checkpoint of the tensors that are float32 whatever the model's dtype."""
+        return frozenset(name for rule, _, names in self.instances(Coordinate()) if rule.buffer for name in names)
+
     def names_of(self, parts: Collection[str]) -> frozenset[str]:
         """Return the names in a checkpoint of the tensors of the model's parts `parts` (`ModelPart`)."""
         visual = {name: part_of(parameter) for parameter, (name, _) in self.visual.items()}
@@ -114,7 +118,8 @@ class WeightTable:
         return shards + [Shard(0, param, *COPY.cut([source], 1, 0, self.sizes)) for param, source in visual]
 
     def instances(self, at: Coordinate) -> Iterator[Instance]:
-        """Yield every rule for every layer that lives at `at`."""
+        """Yield every rule for every layer that lives at `at`, but none of tensors that the model does not have."""
+        present = [rule for rule in self.rules if all(self.sizes[size] for s in rule.sources for size in s.shape)]
         if at.pp_rank == 0:
             yield from self._outer("embedding", 0)
         counts, per_rank = (
@@ -126,9 +131,9 @@ class WeightTable:
             place = chunk * at.pp + at.pp_rank
             first = sum(counts[:place])
             for layer in range(first, first + counts[place]):
-                mlp = ("moe", "expert") if self.sparse[layer] else ("dense",)
+                mlp = ("moe", "shared", "expert") if self.sparse[layer] else ("dense",)
                 parts = ("layer", self.kinds[layer], *mlp)
-                for rule in (rule for rule in self.rules if rule.part in parts):
+                for rule in (rule for rule in present if rule.part in parts):
                     experts = local_experts if rule.part == "expert" else range(1)
                     sources = (s.name.format(i=layer, e=expert) for expert in experts for s in rule.sources)
                     yield rule, (chunk, rule.param.format(i=layer - first)), tuple(map(self.in_checkpoint, sources))

@@ -45,6 +45,7 @@ class Held:
 
     shape: tuple[int, ...]
     regions: tuple[tuple[TensorRegion, tuple[int, ...]], ...]
+    float32: bool = False  # whether it is float32 whatever the model's dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +109,16 @@ def holdings(weights: WeightTable, ranks: Sequence[Coordinate]) -> dict[str, Hel
     same: dict[Coordinate, list[int]] = {}
     for rank, at in enumerate(ranks):
         same.setdefault(at, []).append(rank)
-    shapes = weights.shapes()
+    shapes, float32 = weights.shapes(), weights.float32()
     holders: dict[str, dict[TensorRegion, set[int]]] = {name: {} for name in shapes}
     for at, members in same.items():
         for shard in weights.shards(at):
             for piece in shard.pieces:
                 holders[piece.source].setdefault(piece.source_region, set()).update(members)
     return {
-        name: Held(shapes[name], tuple((region, tuple(sorted(who))) for region, who in regions.items()))
+        name: Held(
+            shapes[name], tuple((region, tuple(sorted(who))) for region, who in regions.items()), name in float32
+        )
         for name, regions in holders.items()
     }
 
@@ -140,7 +143,7 @@ def make_plan(
         tensors: the trainer's tensors, see `holdings`.
         ranks: place of each trainer rank.
         hosts: host of each receiver.
-        dtype: dtype of the tensors on the wire.
+        dtype: dtype of the tensors on the wire; tensors that are float32 in every model are sent in float32.
         fp8: whether to send projection weights as float8_e4m3fn with a float32 scale per block of 128 x 128.
         bucket_bytes: largest size of a bucket and of the buffer that holds it; a larger tensor gets its own bucket.
         same_host: whether senders must run on the host of their receiver; they also share its GPUs if possible.
@@ -240,8 +243,12 @@ def _route(
     senders: dict[int, tuple[Bucket, ...]] = {}
     for sender in sorted(names):
         for is_frozen in (True, False):
-            shapes = [(name, tensors[name].shape) for name in names[sender] if (name in frozen) == is_frozen]
-            buckets = _in_turn(_buckets(shapes, dtype, fp8, bound), bound)
+            on_wire = [
+                wire_tensors(name, tensors[name].shape, "float32" if tensors[name].float32 else dtype, fp8)
+                for name in names[sender]
+                if (name in frozen) == is_frozen
+            ]
+            buckets = _in_turn(_buckets(on_wire, bound), bound)
             senders[sender] = (*senders.get(sender, ()), *(replace(bucket, frozen=is_frozen) for bucket in buckets))
     return Route(replica, receivers, senders, givers)
 
@@ -282,12 +289,11 @@ def _assign(
     return chosen
 
 
-def _buckets(tensors: list[tuple[str, tuple[int, ...]]], dtype: str, fp8: bool, bound: int) -> Iterable[Bucket]:
+def _buckets(on_wire: list[list[Entry]], bound: int) -> Iterable[Bucket]:
     """Yield buckets of consecutive tensors, each with as many as fit into `bound` bytes.
 
     The first of several buckets is small, because no bucket can be sent while the first is gathered.
     """
-    on_wire = [wire_tensors(name, shape, dtype, fp8) for name, shape in tensors]
     sizes = [sum(part.nbytes for part in parts) for parts in on_wire]
     room = bound if sum(sizes) <= bound else bound // _FIRST
     waiting: list[Entry] = []

@@ -66,7 +66,7 @@ class Source:
     Args:
         held: this rank's pieces of the weights, read at the time of access.
         world: all ranks of the trainer, by the plan's numbers.
-        dtype: dtype in which tensors are sent, before FP8.
+        dtype: dtype in which tensors are collected that are sent as FP8.
         device: device of the buckets; pieces are sent between buckets' devices, so all ranks must use one backend.
         live: whether tensors that this rank already holds in the form to be sent are not copied into buckets; `parts`
             then returns the parameters themselves.
@@ -110,9 +110,13 @@ class Source:
         if entry.source not in self._whole_here:
             return None
         piece = self.held.get((entry.source, tuple((0, size) for size in entry.shape)))
-        if piece is None or piece.dtype != self.dtype or piece.device != self.device:
+        if piece is None or piece.dtype != self._dtype(entry) or piece.device != self.device:
             return None
         return piece if piece.is_contiguous() and piece.nbytes == entry.nbytes and entry.name == entry.source else None
+
+    def _dtype(self, entry: Entry) -> torch.dtype:
+        """Return the dtype in which pieces of a tensor are collected: that on the wire, or what FP8 is made from."""
+        return self.dtype if ITEMSIZE[entry.dtype] == 1 else getattr(torch, entry.dtype)
 
     @torch.no_grad()
     def fill(self, number: int, routes: Sequence[int], out: Tensor | None, *, whole: bool = True) -> None:
@@ -145,7 +149,7 @@ class Source:
         """Collect all regions of one tensor into the bucket, and quantise the tensor if it is sent as FP8."""
         plain = ITEMSIZE[entry.dtype] > 1
         if plain:
-            whole = out[entry.offset : entry.offset + entry.nbytes].view(self.dtype).view(entry.shape)
+            whole = out[entry.offset : entry.offset + entry.nbytes].view(self._dtype(entry)).view(entry.shape)
         else:
             whole = torch.empty(entry.shape, dtype=self.dtype, device=out.device)
             self._count(whole.nbytes)
@@ -180,8 +184,9 @@ class Source:
             self._count(-slab.nbytes)
 
     def _give(self, move: Move, sending: deque[tuple[dist.Work, Tensor]]) -> None:
-        for rows in _slabs(self.held[move.entry.source, move.region], ITEMSIZE[str(self.dtype).removeprefix("torch.")]):
-            ready = rows.to(self.device, self.dtype).contiguous()
+        dtype = self._dtype(move.entry)
+        for rows in _slabs(self.held[move.entry.source, move.region], dtype.itemsize):
+            ready = rows.to(self.device, dtype).contiguous()
             while len(sending) > 1:  # at most two slabs in flight
                 self._wait(sending.popleft()[0], "to take a piece")
             work = dist.isend(

@@ -217,7 +217,8 @@ class WeightSync:
         """
         layouts = list(dict.fromkeys(self.receivers.all[n].layout for n in report.to_probe))
         tensors = iter_on_all_ranks(self.chunks, self.world, device())
-        expected = verify.expected_checksums(tensors, layouts, self.dtype, self.world)
+        float32 = self.chunks[0].weight_table.float32()
+        expected = verify.expected_checksums(tensors, layouts, self.dtype, self.world, float32)
         reported: dict[int, Checksums] = {}
 
         def read(number: int) -> None:

@@ -7,7 +7,7 @@ Every rank has the tensors on its device, and computes the checksums of its shar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,20 +21,24 @@ PHASE = "verification"
 
 
 def expected_checksums(
-    tensors: Iterable[tuple[str, Tensor]], layouts: Sequence[ReceiverLayout], dtype: torch.dtype, world: WorkerGroup
+    tensors: Iterable[tuple[str, Tensor]],
+    layouts: Sequence[ReceiverLayout],
+    dtype: torch.dtype,
+    world: WorkerGroup,
+    float32: Container[str] = (),
 ) -> dict[ReceiverLayout, Checksums]:
     """Return the checksums that receivers with these `tensors` must report, by layout. Collective over `world`.
 
     Args:
         tensors: whole Hugging Face tensors in export order, equal on every rank; consumed once.
         layouts: layouts of the receivers, without duplicates.
-        dtype: dtype in which tensors are sent.
+        dtype: dtype in which tensors are sent, except those that `float32` names.
         world: all ranks of the trainer; each computes checksums on the device of its tensors.
     """
     turns: dict[tuple[int, int, str], int] = {}  # number of each parameter, in the same order on every rank
     sums: list[list[dict[str, Checksum]]] = [[{} for _ in range(at.ranks)] for at in layouts]
     for name, tensor in tensors:
-        cast = tensor.to(dtype)
+        cast = tensor.to(torch.float32 if name in float32 else dtype)
         for number, layout in enumerate(layouts):
             for rank, checksums in enumerate(sums[number]):
                 for param, part, total in layout.parts(rank, name, cast):

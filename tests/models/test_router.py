@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.models.layers.experts.mixture import RouterRules
+from megarl.models.layers.experts.plain import RouterRules
 from megarl.models.layers.experts.router import route, update_corrections
 
 EXPERTS, CHOSEN, HIDDEN = 16, 4, 12

@@ -56,14 +56,18 @@ class WeightRule:
 
     `{i}` in names is the layer number, global in Hugging Face names and local to the chunk in Megatron's; `{e}` is the
     expert. part: which layers and pipeline chunks have it: `embedding`, `final`, `head`; `layer` (every layer); the
-    kind of the layer's mixer (`megarl.models.layers.mixer`), such as `attention`; `dense`, `moe`, and `expert`, whose
-    `sources` are those of each expert.
+    kind of the layer's mixer (`megarl.models.layers.mixer`), such as `attention`; `dense`; of mixtures `moe`, `shared`
+    (the MLP that all tokens pass), and `expert`, whose `sources` are those of each expert. buffer: it is float32 in
+    every model, has no gradient, and is not counted as a parameter.
+
+    A model does not have a tensor one of whose sizes is 0.
     """
 
     param: str
     part: str
     split: Split
     sources: tuple[WeightSource, ...]
+    buffer: bool = False
 
 
 def existing(rules: Iterable[WeightRule], size: Mapping[str, int]) -> tuple[WeightRule, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,12 @@ def layout_of_all(mine: Coordinate, world: WorkerGroup) -> list[Coordinate]:
     """Return the coordinates of all ranks of `world`, by rank. Collective."""
     values = torch.tensor(dataclasses.astuple(mine), dtype=torch.int64)
     return [Coordinate(*row.tolist()) for row in world.all_gather(values)]
+
+
+def tensor_dtypes(chunks: Sequence[PolicyModel], dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:
+    """Return the dtype of every Hugging Face tensor of a model in `dtype`; None: in the dtype of its parameters."""
+    table, dtype = chunks[0].weight_table, dtype or chunks[0].config.params_dtype
+    return dict.fromkeys(table.shapes(), dtype) | dict.fromkeys(table.float32(), torch.float32)
 
 
 _Key = tuple[int, str]  # number of the chunk, name of the parameter
@@ -72,7 +78,7 @@ def iter_hf_tensors(chunks: Sequence[PolicyModel], world: WorkerGroup) -> Iterat
     Collective over `world`, all ranks that hold the model; one tensor at a time is gathered. Values are exactly those
     of the parameters, with adapters merged in.
     """
-    yield from _gathered(*_sources(chunks, world), chunks[0].config.params_dtype, world)
+    yield from _gathered(*_sources(chunks, world), tensor_dtypes(chunks), world)
 
 
 @torch.no_grad()
@@ -88,19 +94,22 @@ def iter_adapter_tensors(
         for shard in adapter_slices(hf, here, lora)
     }
     owners = _owners(layout_of_all(here, world), lambda at: adapter_slices(hf, at, lora))
-    yield from _gathered(adapter_tensors(hf, lora), owners, read, chunks[0].config.params_dtype, world)
+    shapes = adapter_tensors(hf, lora)
+    dtypes = dict.fromkeys(shapes, chunks[0].config.params_dtype)
+    yield from _gathered(shapes, owners, read, dtypes, world)
 
 
 def _gathered(
     shapes: dict[str, tuple[int, ...]],
     owners: dict[str, dict[int, list[tuple[_Key, Piece]]]],
     read: dict[_Key, Reader],
-    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
     world: WorkerGroup,
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Yield the tensors of `shapes`, gathered from their owners on rank 0; `read` reads this rank's parameters."""
     for name, shape in shapes.items():
         beat()
+        dtype = dtypes[name]
         whole = torch.empty(shape, dtype=dtype) if world.rank == _WRITER else None
         for rank, pieces in owners[name].items():
             if rank == world.rank:
@@ -133,9 +142,10 @@ def iter_on_all_ranks(
         device: device of the parameters, or the CPU.
     """
     shapes, owners, read = _sources(chunks, world)
-    dtype = chunks[0].config.params_dtype
+    dtypes = tensor_dtypes(chunks)
     for name, shape in shapes.items():
         beat()
+        dtype = dtypes[name]
         whole: Tensor | None = None
         for rank, pieces in owners[name].items():
             sizes = [region_numel(piece.source_region) for _, piece in pieces]
@@ -174,7 +184,8 @@ def export_weights(
 
     Args:
         world: all ranks that hold the model; its first one writes.
-        dtype: dtype of the written tensors; None: the parameters' dtype.
+        dtype: dtype of the written tensors, except those that are float32 in every model; None: the parameters'
+            dtype.
         max_shard_gb: largest size of a file (10**9 bytes).
         source: the model that this one was trained from; see `write_metadata`.
         classifies: see `write_metadata`.
@@ -186,8 +197,10 @@ def export_weights(
         for _ in iter_hf_tensors(chunks, world):
             pass
     else:
-        shapes = chunks[0].weight_table.shapes()
-        with FolderWriter(out_dir, shapes, dtype, int(max_shard_gb * 1e9), stacked=stacks_experts(hf_config)) as writer:
+        shapes, dtypes = chunks[0].weight_table.shapes(), tensor_dtypes(chunks, dtype)
+        with FolderWriter(
+            out_dir, shapes, dtypes, int(max_shard_gb * 1e9), stacked=stacks_experts(hf_config)
+        ) as writer:
             for name, tensor in iter_hf_tensors(chunks, world):
                 assert tensor is not None, "the writing rank gets every tensor"
                 writer.add(name, tensor)

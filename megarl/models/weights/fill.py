@@ -45,7 +45,7 @@ def coordinate(chunks: Sequence[PolicyModel]) -> Coordinate:
     )
 
 
-def local_shards(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, torch.nn.Parameter]]:
+def local_shards(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, Tensor]]:
     """Return this process's shards without adapters, each with its parameter."""
     params = {
         (i, name): p for i, chunk in enumerate(chunks) for name, p in chunk.weights().items() if not is_adapter(name)
@@ -87,7 +87,7 @@ def read_region(weight: Tensor, adapter: Adapter | None, region: TensorRegion) -
 
 
 @torch.no_grad()
-def fill(shards: Iterable[tuple[Shard, torch.nn.Parameter]], read: Callable[[str, TensorRegion], Tensor]) -> None:
+def fill(shards: Iterable[tuple[Shard, Tensor]], read: Callable[[str, TensorRegion], Tensor]) -> None:
     """Copy each shard's pieces, from `read(source, region)`, into its parameter; vocabulary padding becomes zero."""
     for shard, param in shards:
         beat()
@@ -141,7 +141,7 @@ def init_random(chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, seed
 
 def draw_tensor(hf: PretrainedConfig, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """Return tensor `name` of the random model with this `seed`, in fp32."""
-    if name.endswith(".bias") or name == "score.weight":
+    if name.endswith(("bias", "score.weight")):
         return torch.zeros(shape)
     if "norm" in name or ".ln_q." in name or name.endswith(".scale_factor"):
         return torch.ones(shape)

@@ -126,7 +126,7 @@ class Layer:
         self._mixer, self._mesh, self._eps, self._ops = mixer, mesh, config.layernorm_epsilon, ops
         mlp = module.mlp
         self._attn_norm, self._mlp_norm = map(recipe.cast, layer_norms(module))
-        self._moe = MoE(mlp, config, mesh, recipe.grouped, recipe.dtype) if hasattr(mlp, "router") else None
+        self._moe = MoE(mlp, mesh, recipe, ops.silu_mul) if hasattr(mlp, "router") else None
         if self._moe is None:
             self._up, self._down = recipe.layer(mlp.linear_fc1), recipe.layer(mlp.linear_fc2)
 

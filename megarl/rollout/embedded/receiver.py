@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megarl.models.layers.rules import TensorRegion
-from megarl.models.weight_table import Coordinate, as_index
+from megarl.models.weight_table import Coordinate, WeightTable, as_index
 from megarl.models.weights.receive import held_slices, part_name
 from megarl.rollout.embedded.inbox import PEER
 from megarl.sync.checksum import Checksum, make_checksum
@@ -58,6 +58,10 @@ class EngineLayout:
     def _regions(self) -> list[dict[str, list[TensorRegion]]]:
         return [held_slices(self.hf, at) for at in self.coordinates]
 
+    @functools.cached_property
+    def _float32(self) -> frozenset[str]:
+        return WeightTable.of(self.hf).float32()
+
     def needs(self, rank: int, tensor: str) -> bool:
         """Return whether `rank` holds any part of this tensor."""
         return tensor in self._regions[rank]
@@ -65,7 +69,7 @@ class EngineLayout:
     def parts(self, rank: int, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor, int]]:
         """Yield (name, values, elements) of each region of `tensor` that `rank` holds."""
         for number, region in enumerate(self._regions[rank].get(name, ())):
-            part = tensor[as_index(region)].to(self.dtype)
+            part = tensor[as_index(region)].to(torch.float32 if name in self._float32 else self.dtype)
             yield part_name(name, region, number), part, part.numel()
 
     def make_checksum(self, nbytes: int) -> Checksum:

@@ -30,6 +30,7 @@ class Attention(Mixer):
     groups: int = 0  # key/value heads
     width: int = 0  # width of a head
     qk_norm: bool = False  # queries and keys are normalised per head
+    qkv_bias: bool = False  # the projections to queries, keys and values have biases
 
     def dimensions(self) -> dict[str, int]:
         """Implement `Mixer.dimensions`."""
@@ -38,6 +39,9 @@ class Attention(Mixer):
             "groups": self.groups,
             "query": self.heads * self.width,
             "kv": self.groups * self.width,
+            "normed_head": self.width if self.qk_norm else 0,
+            "query_bias": self.heads * self.width if self.qkv_bias else 0,
+            "kv_bias": self.groups * self.width if self.qkv_bias else 0,
         }
 
     def widths(self) -> dict[str, int]:
@@ -64,20 +68,20 @@ class Attention(Mixer):
         return 2 * self.groups * self.width / tp
 
 
-def attention_rules(*, bias: bool = False, qk_norm: bool = False) -> tuple[WeightRule, ...]:
-    """Return the rules for a layer's attention projections and norms, and for the norm before its MLP."""
+def attention_rules() -> tuple[WeightRule, ...]:
+    """Return the rules for a layer's attention projections and norms, and for the norm before its MLP.
 
-    def qkv(what: str, *tail: str) -> WeightRule:
-        names = (("q", "query"), ("k", "kv"), ("v", "kv"))
+    Biases and norms that a model does not have have no elements."""
+
+    def qkv(what: str, sizes: tuple[str, str], *tail: str) -> WeightRule:
+        names = zip(("q", "k", "v"), (sizes[0], sizes[1], sizes[1]), strict=True)
         sources = tuple(WeightSource(f"{HF}self_attn.{n}_proj.{what}", (rows, *tail)) for n, rows in names)
         return WeightRule(f"{MCORE}self_attention.linear_qkv.{what}", Attention.kind, QKV, sources)
 
-    rules = [norm("input_layernorm", "input_layernorm", "hidden"), qkv("weight", "hidden")]
-    if bias:
-        rules.append(qkv("bias"))
-    if qk_norm:
-        rules.append(norm("self_attention.q_layernorm", "self_attn.q_norm", "head", Attention.kind))
-        rules.append(norm("self_attention.k_layernorm", "self_attn.k_norm", "head", Attention.kind))
+    rules = [norm("input_layernorm", "input_layernorm", "hidden"), qkv("weight", ("query", "kv"), "hidden")]
+    rules.append(qkv("bias", ("query_bias", "kv_bias")))
+    rules.append(norm("self_attention.q_layernorm", "self_attn.q_norm", "normed_head", Attention.kind))
+    rules.append(norm("self_attention.k_layernorm", "self_attn.k_norm", "normed_head", Attention.kind))
     out = WeightSource(f"{HF}self_attn.o_proj.weight", ("hidden", "query"))
     rules.append(WeightRule(f"{MCORE}self_attention.linear_proj.weight", Attention.kind, COLUMNS, (out,)))
     rules.append(norm("pre_mlp_layernorm", "post_attention_layernorm", "hidden"))

@@ -8,61 +8,70 @@ adds the contributions. Decoding batches are small, so this moves little data an
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.kernels.gpu import expert_kernels, layer_kernels
+from megarl.models.layers.experts.router import route
 from megarl.models.layers.experts.training import is_one_kernel
 from megarl.models.layers.mesh import Mesh
+from megarl.models.layers.passes import Preparation
 from megarl.models.lora import adapter_of
 
 Grouped = Callable[[Tensor, Tensor], Tensor]
 
 
+class ExpertPreparation(Preparation, Protocol):
+    """How the weights of a mixture are prepared for decoding."""
+
+    def grouped(self, linear: Any) -> Grouped:
+        """Return the function (x [n, in], ends) -> [n, out] that multiplies each row by the weight of its expert."""
+
+
 class MoE:
-    """The router and local experts of one layer, read from a Megatron MoELayer.
+    """The router, the local experts and the shared MLP of one layer, read from a Megatron MoELayer.
 
     Args:
-        grouped: returns a projection's function (x [n, in], ends) -> [n, out], which multiplies each row by the weight
-            of its expert.
-        dtype: dtype of the experts' matmuls.
+        prepared: prepares the weights.
+        silu_mul: see `megarl.kernels.cpu.silu_mul_reference`, for the shared MLP.
 
     Attributes:
         waits: whether the host waits for the device or other ranks in every decode step: with expert parallelism,
             adapters on experts, or experts that need several kernels.
-
-    Raises:
-        ValueError: the layer's routing is not supported.
     """
 
     def __init__(
-        self, module: Any, config: Any, mesh: Mesh, grouped: Callable[[Any], Grouped], dtype: torch.dtype
+        self, module: Any, mesh: Mesh, prepared: ExpertPreparation, silu_mul: Callable[[Tensor], Tensor]
     ) -> None:
-        if config.moe_router_score_function != "softmax" or config.moe_router_num_groups:
-            raise ValueError("embedded generation supports plain softmax top-k routing only")
-        if getattr(config, "moe_router_enable_expert_bias", False) or config.moe_shared_expert_intermediate_size:
-            raise ValueError("embedded generation supports no expert bias and no shared experts")
-        self._mesh = mesh
-        self._topk, self._pre_softmax = config.moe_router_topk, config.moe_router_pre_softmax
-        self._scale = config.moe_router_topk_scaling_factor
-        self._router = module.router.weight.detach().float()
+        router, dtype = module.router, prepared.dtype
+        self._mesh, self._rules, self._correction = mesh, router.rules, router.expert_bias
+        wide = torch.float32 if self._rules.wide else dtype
+        self._router, self._bias = (None if x is None else x.detach().to(wide) for x in (router.weight, router.bias))
         first, second = module.experts.linear_fc1, module.experts.linear_fc2
-        self._up, self._down = grouped(first), grouped(second)
+        self._up, self._down = prepared.grouped(first), prepared.grouped(second)
         whole = all(is_one_kernel(linear.stacked, dtype) and adapter_of(linear) is None for linear in (first, second))
         self.waits = mesh.ep.size > 1 or not whole
         self._count, self._first = first.experts, mesh.ep.rank * first.experts
-        self._numbers = torch.arange(1, self._count + 1, device=self._router.device)
+        self._numbers = torch.arange(1, self._count + 1, device=router.weight.device)
+        self._shared = None
+        if module.shared_experts is not None:
+            self._shared = SharedExperts(module.shared_experts, mesh, prepared, silu_mul)
 
     def __call__(self, x: Tensor, lockstep: int) -> Tensor:
-        """Return the weighted sum over the chosen experts, [n, h].
+        """Return the weighted sum over the chosen experts plus the shared MLP's output, [n, h].
 
         Args:
             x: [n, h], this rank's tokens; the same on all ranks of a tensor-parallel group.
             lockstep: largest n of the ranks that share experts with this one.
         """
+        routed = self._routed(x, lockstep)
+        return routed if self._shared is None or not len(x) else routed + self._shared(x)
+
+    def _routed(self, x: Tensor, lockstep: int) -> Tensor:
+        """Return the weighted sum over the chosen experts, [n, h]."""
         if self._mesh.ep.size == 1:
             # Expert-tensor ranks hold the same tokens and a slice of every expert.
             return self._mesh.etp.all_sum(self._run(x, *self._route(x)))
@@ -76,11 +85,8 @@ class MoE:
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the routing weights float32 [n, k] and expert numbers int64 [n, k] of tokens x [n, h]."""
-        logits = F.linear(x.float(), self._router)
-        scores = torch.softmax(logits, dim=-1) if self._pre_softmax else logits
-        top, experts = torch.topk(scores, self._topk, dim=-1)
-        weights = top if self._pre_softmax else torch.softmax(top, dim=-1)
-        return (weights * self._scale if self._scale else weights), experts
+        logits = F.linear(x.to(self._router.dtype), self._router, self._bias)
+        return route(logits, self._correction, self._rules)
 
     def _run(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Return the contribution of the local experts to each token, [n, h]."""
@@ -107,3 +113,19 @@ def _gated(gate_up: Tensor, weights: Tensor) -> Tensor:
         return kernels.swiglu(gate_up, weights)
     gate, value = gate_up.chunk(2, dim=-1)
     return (F.silu(gate) * value * weights[:, None]).to(gate_up.dtype)
+
+
+class SharedExperts:
+    """The MLP that every token passes, read from Megatron's SharedExpertMLP."""
+
+    def __init__(
+        self, module: Any, mesh: Mesh, prepared: ExpertPreparation, silu_mul: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._mesh, self._silu_mul = mesh, silu_mul
+        self._up, self._down = prepared.layer(module.linear_fc1), prepared.layer(module.linear_fc2)
+        self._gate = None if module.gate_weight is None else prepared.cast(module.gate_weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the MLP's output for tokens x [n, h], summed over tensor-parallel ranks."""
+        out = self._mesh.tp.all_sum(self._down(self._silu_mul(self._up(x))))
+        return out if self._gate is None else out * F.linear(x, self._gate).sigmoid()

@@ -17,7 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from torch import Tensor
 
-from megarl.models.layers.experts.mixture import RouterRules
+from megarl.models.layers.experts.plain import RouterRules
 from megarl.system.comm import WorkerGroup
 from megarl.system.device import device
 
