@@ -49,6 +49,10 @@ _SIZES = (
     "qk_nope_head_dim",
     "qk_rope_head_dim",
     "v_head_dim",
+    "n_shared_experts",
+    "n_group",
+    "topk_group",
+    "shared_expert_intermediate_size",
 )
 _FLAGS = (
     *("tie_word_embeddings", "use_sliding_window", "norm_topk_prob", "output_router_logits"),
@@ -173,8 +177,10 @@ def _check_rope(raw: Mapping[str, Any], values: dict[str, Any], known: Architect
     partial = scaling["partial_rotary_factor"]
     if known.partial_rotary and not (partial is None or (_number(partial) and 0 < partial <= 1)):
         refuse("partial_rotary_factor", partial, "number above 0, at most 1")
-    if rotated_width(values) % 2 or not rotated_width(values):
-        refuse("partial_rotary_factor", partial, f"an even number > 0 of the {head_width(values)} numbers of a head")
+    if not rotated_width(values):
+        refuse(
+            "partial_rotary_factor", partial, f"one or more of {head_width(values)}", "this variant is not supported"
+        )
     if kind == "default":
         return
     beside = "original_max_position_embeddings"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.architectures import ARCHITECTURES
-from megarl.architectures.base import ROPE_KEYS
+from megarl.architectures.base import ROPE_KEYS, Architecture
 from megarl.architectures.generic import GENERIC
 from megarl.system.errors import close_matches
 
@@ -45,8 +45,12 @@ ROPE_NUMBERS = frozenset(
 def known_keys(model_type: str) -> frozenset[str]:
     """Return every key that the architecture's configuration class in transformers reads."""
     spec = ARCHITECTURES[model_type]
-    read = (name for name in spec.keys if name not in ROPE_KEYS)
-    return OLDER.union(read, _FIELDS, spec.fields, spec.experts_keys or ())
+    return OLDER.union(_keys(spec) - frozenset(ROPE_KEYS), _FIELDS, spec.fields)
+
+
+def _keys(spec: Architecture) -> frozenset[str]:
+    """Return the keys of config.json that an architecture reads, with the real names of the number of experts."""
+    return frozenset(spec.keys).difference({"num_experts"}).union(spec.experts_keys or ())
 
 
 def unknown_keys(hf_config: dict[str, Any]) -> list[tuple[str, str]]:
@@ -73,7 +77,7 @@ def ignored_keys(hf_config: dict[str, Any]) -> list[str]:
 
 
 def _legal(model_type: str) -> frozenset[str]:
-    return known_keys(model_type) | frozenset(ARCHITECTURES[model_type].keys) | (frozenset(GENERIC) - _PUBLISHED)
+    return known_keys(model_type) | _keys(ARCHITECTURES[model_type]) | (frozenset(GENERIC) - _PUBLISHED)
 
 
 def _foreign(model_type: str) -> frozenset[str]:

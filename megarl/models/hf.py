@@ -207,7 +207,8 @@ def check_trainable(hf: PretrainedConfig, key: str) -> None:
 
 def _attributes(hf: PretrainedConfig) -> dict[str, Any]:
     """Return the values of the config keys that the architecture of `hf` reads, if `hf` has them."""
-    keys = ARCHITECTURES[hf.model_type].keys if hf.model_type in ARCHITECTURES else {}
+    known = ARCHITECTURES.get(hf.model_type)
+    keys = (*known.keys, *(known.experts_keys or ())) if known is not None else ()
     return {key: getattr(hf, key) for key in keys if hasattr(hf, key)}
 
 

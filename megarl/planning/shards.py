@@ -60,6 +60,7 @@ def stage_parameters(
         **_layer_shares(facts),
         "dense": facts.copies["mlp"] / facts.layers,
         "moe": facts.copies["router"] / facts.layers,
+        "shared": facts.copies["shared"] / facts.layers,
     }
     first = part["embedding"] + visual
     last = part["final"] + (facts.hidden if value_head else part["embedding"])
@@ -113,6 +114,7 @@ def adapter_parameters(facts: ModelFacts, parallel: ParallelConfig, lora: LoraCo
     per_layer = {
         **_layer_shares(facts),
         "dense": facts.copies["mlp"] / facts.layers,
+        "shared": facts.copies["shared"] / facts.layers,
         "expert": facts.experts / parallel.ep * sparse if sparse else 0.0,
     }
     counts = dict.fromkeys(per_layer, 0.0)

@@ -114,6 +114,14 @@ KEYS: dict[str, st.SearchStrategy[Any]] = {
     "eos_token_id": st.sampled_from([2, [2, 3]]),
     "use_cache": st.booleans(),
     "pretraining_tp": st.sampled_from([1, 2]),
+    "n_routed_experts": st.integers(0, 5),
+    "n_shared_experts": st.sampled_from([1, 2]),
+    "n_group": st.sampled_from([1, 1, 2]),
+    "topk_group": st.sampled_from([1, 1, 2]),
+    "routed_scaling_factor": st.sampled_from([1.0, 1.5, 2]),
+    "first_k_dense_replace": st.integers(0, 3),
+    "use_qk_norm": st.booleans(),
+    "num_mtp_layers": st.integers(0, 1),
 }
 SMALL = {
     "hidden_size": 32,
@@ -192,9 +200,12 @@ def compare(
 
     Args:
         reasons: expressions for the only refusals that may meet what transformers runs; None: any.
-        critic: a token classifier of one label.
+        critic: a token classifier of one label, if transformers has this class for the model.
         published: config.json holds `raw`, not what save_pretrained makes of it.
     """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
+
+    critic = critic and raw["model_type"] in CLASSIFIERS
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         found = reference(raw, folder, critic=critic)
@@ -279,6 +290,12 @@ EQUAL = [
     ("qwen3_moe", {"num_local_experts": 3}),
     ("qwen3_moe", {"mlp_only_layers": [0, 1]}),
     ("qwen3_moe", {"mlp_only_layers": [1], "tie_word_embeddings": True}),
+    ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "n_group": 2, "topk_group": 1}),
+    ("glm4_moe", {"first_k_dense_replace": 2}),
+    (
+        "glm4_moe",
+        {"num_local_experts": 6, "norm_topk_prob": False, "rope_parameters": {**LINEAR, "partial_rotary_factor": 0.25}},
+    ),
 ]
 REFUSED = [
     ("llama", {"attention_bias": True}),
@@ -303,11 +320,15 @@ REFUSED = [
     ("qwen3", {"layer_types": ["sliding_attention", "full_attention"]}),
     ("qwen3_moe", {"decoder_sparse_step": 0}),
     ("qwen3_moe", {"num_key_value_heads": None}),
+    ("glm4_moe", {"n_group": 3}),
+    ("glm4_moe", {"scoring_func": "softmax"}),
+    ("glm4_moe", {"partial_rotary_factor": 0.1}),
 ]
 
 
 def odd(model_type: str, changes: dict[str, Any]) -> dict[str, Any]:
-    experts = EXPERTS if "num_experts" in ARCHITECTURES[model_type].keys else {}
+    names = ARCHITECTURES[model_type].experts_keys
+    experts = {} if names is None else EXPERTS if "num_experts" in names else {**EXPERTS, names[0]: 4}
     small_head = {"head_dim": 16} if model_type == "qwen3" else {}
     return {"model_type": model_type, **SMALL, **experts, **small_head, **changes}
 

@@ -24,6 +24,18 @@ COMMON = {
     "eos_token_id": 2,
 }
 EXTRA: dict[str, dict[str, Any]] = {
+    "glm4_moe": {
+        "head_dim": 24,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5,
+    },
     "llama": {"head_dim": 16, "rms_norm_eps": 1e-5},
     "mistral": {"head_dim": 16, "sliding_window": 8},
     "mixtral": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
@@ -63,6 +75,9 @@ def tiny_hf(model_type: str, **changes: Any):
                 param.add_(torch.randn_like(param) * (0.1 if "norm" in name else 0.3))
             else:
                 param.mul_(3.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1)
     return model
 
 

@@ -115,8 +115,11 @@ def _write_config(folder: Path, hf_config: PretrainedConfig, dtype: str, *, valu
     )
 
     config = copy.deepcopy(hf_config)
-    names = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES if value_head else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    config.architectures = [names[config.model_type]]
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+    if value_head:  # transformers does not have this class for every model
+        classifier = name.replace("ForCausalLM", "ForTokenClassification")
+        name = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, classifier)
+    config.architectures = [name]
     config.dtype = dtype
     if value_head:
         config.num_labels = 1
@@ -162,7 +165,8 @@ def _name_classifier(
             "tokenizer_config.json before training",
             stacklevel=2,
         )
-    written["architectures"] = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[hf_config.model_type]]
+    name = str(written["architectures"][0]).replace("ForTokenClassification", "ForSequenceClassification")
+    written["architectures"] = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(hf_config.model_type, name)]
     written["pad_token_id"] = padding
     written.pop("token_classification_bias", None)
     file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")

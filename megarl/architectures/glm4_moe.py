@@ -1,0 +1,60 @@
+"""GLM-4.5 and 4.6: grouped queries with partial rotary positions; a mixture of experts with a shared expert in all but
+the first layers. Experts are chosen by sigmoid scores plus a correction bias. Not supported: multi-token prediction,
+whose tensors are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.architectures.base import COMMON, COMMON_NULL, Architecture
+from megarl.architectures.sigmoid_routing import ROUTING, check_routing, sigmoid_router
+from megarl.architectures.tensors import OUTER
+from megarl.models.layers.attention.plain import attention_rules
+from megarl.models.layers.experts.plain import Mixture, expert_rules
+from megarl.models.layers.mlp.plain import DENSE
+
+CORRECTION = "gate.e_score_correction_bias"
+
+
+def _mixture(values: Mapping[str, Any]) -> Mixture:
+    width = values["moe_intermediate_size"]
+    return Mixture(sigmoid_router(values), width, shared_width=values["n_shared_experts"] * width)
+
+
+ARCHITECTURE = Architecture(
+    model_type="glm4_moe",
+    keys={
+        **COMMON,
+        **ROUTING,
+        "output_router_logits": False,
+        "vocab_size": 151552,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "partial_rotary_factor": 0.5,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "num_experts": 128,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": False,
+    },
+    null=COMMON_NULL,
+    windows="none",
+    tensors=OUTER
+    + attention_rules()
+    + DENSE
+    + expert_rules("mlp", "gate_proj", "up_proj", "down_proj", shared="shared_experts", correction=CORRECTION),
+    fields=("num_mtp_layers", "num_nextn_predict_layers"),
+    experts_keys=("n_routed_experts", "num_local_experts"),
+    mixture=_mixture,
+    qkv_bias="attention_bias",
+    qk_norm="use_qk_norm",
+    partial_rotary=True,
+    refusals=(check_routing,),
+)
