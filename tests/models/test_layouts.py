@@ -147,7 +147,8 @@ def dense(tmp_path) -> list[Path]:
 def moe(tmp_path) -> list[Path]:
     save_tiny(tmp_path / "qwen3_moe", "qwen3_moe")
     save_tiny(tmp_path / "mixtral", "mixtral", tie_word_embeddings=True)
-    return [tmp_path / "qwen3_moe", tmp_path / "mixtral"]
+    save_tiny(tmp_path / "glm4_moe", "glm4_moe", num_hidden_layers=2, first_k_dense_replace=0)
+    return [tmp_path / name for name in ("qwen3_moe", "mixtral", "glm4_moe")]
 
 
 @pytest.mark.procs
@@ -179,7 +180,7 @@ def _four(dense_folders: list[str], moe_folders: list[str], out: str) -> None:
 @pytest.mark.procs
 def test_logits_and_gradients_do_not_depend_on_the_layout(dense, moe, tmp_path):
     save_tiny(tmp_path / "window", "mistral")
-    folders = {"dense": dense[0], "tied": dense[1], "window": tmp_path / "window", "moe": moe[0]}
+    folders = {"dense": dense[0], "tied": dense[1], "window": tmp_path / "window", "moe": moe[0], "shared": moe[2]}
     layouts = {**FORWARD_2, KERNEL: {"cp": 2}}
     results = run_distributed(forward_cases, 2, 240, [str(f) for f in folders.values()], {**layouts, "one": {}})
     for number in range(len(folders)):
