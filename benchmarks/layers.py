@@ -95,11 +95,11 @@ def _draw(device: str, *shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def _rope(kernels: Any, name: str, shape: tuple[int, int, int], device: str) -> Case:
-    from megarl.models.rope import _rotate
+    from megarl.models.rope import rotate
 
     x, angles = _draw(device, shape, (shape[0], shape[2] // 2))
     cos, sin = angles.cos(), angles.sin()
-    by_torch = _one(_rotate, x, cos[:, None], sin[:, None], 1.0)
+    by_torch = _one(rotate, x, cos, sin, 1.0)
     return Case(f"rope {name}", 4 * (x.numel() + cos.numel()), _one(kernels.rope, x, cos, sin, 1.0), by_torch)
 
 

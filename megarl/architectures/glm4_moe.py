@@ -18,7 +18,8 @@ from megarl.models.layers.mlp.plain import DENSE
 CORRECTION = "gate.e_score_correction_bias"
 
 
-def _mixture(values: Mapping[str, Any]) -> Mixture:
+def mixture(values: Mapping[str, Any]) -> Mixture:
+    """Return the routed and shared experts of a sparse layer."""
     width = values["moe_intermediate_size"]
     return Mixture(sigmoid_router(values), width, shared_width=values["n_shared_experts"] * width)
 
@@ -52,7 +53,7 @@ ARCHITECTURE = Architecture(
     + expert_rules("mlp", "gate_proj", "up_proj", "down_proj", shared="shared_experts", correction=CORRECTION),
     fields=("num_mtp_layers", "num_nextn_predict_layers"),
     experts_keys=("n_routed_experts", "num_local_experts"),
-    mixture=_mixture,
+    mixture=mixture,
     qkv_bias="attention_bias",
     qk_norm="use_qk_norm",
     partial_rotary=True,

@@ -19,7 +19,8 @@ def _head_dim_for_yarn(raw: Mapping[str, Any], values: Mapping[str, Any], refuse
         refuse("head_dim", None, f"{width}: transformers needs it for yarn")
 
 
-def _mixture(values: Mapping[str, Any]) -> Mixture:
+def mixture(values: Mapping[str, Any]) -> Mixture:
+    """Return the experts of every layer."""
     router = RouterRules(values["num_experts"], values["num_experts_per_tok"], "softmax_of_chosen")
     return Mixture(router, values["intermediate_size"])
 
@@ -40,6 +41,6 @@ ARCHITECTURE = Architecture(
     windows="all",
     tensors=OUTER + attention_rules() + expert_rules("block_sparse_moe", "w1", "w3", "w2"),
     experts_keys=("num_local_experts", "num_experts"),
-    mixture=_mixture,
+    mixture=mixture,
     refusals=(_head_dim_for_yarn,),
 )

@@ -8,13 +8,13 @@ from typing import Any
 from megarl.architectures.base import COMMON_NULL, QWEN, ROUTER, Architecture
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import attention_rules
-from megarl.models.layers.experts.plain import Mixture, RouterRules, expert_rules
+from megarl.models.layers.experts.plain import Mixture, RouterRules, Score, expert_rules
 from megarl.models.layers.mlp.plain import DENSE
 
 
-def _mixture(values: Mapping[str, Any]) -> Mixture:
-    # Choosing before the softmax equals renormalised probabilities.
-    score = "softmax_of_chosen" if values["norm_topk_prob"] else "softmax"
+def mixture(values: Mapping[str, Any]) -> Mixture:
+    """Return the experts of a sparse layer; choosing before the softmax equals renormalised probabilities."""
+    score: Score = "softmax_of_chosen" if values["norm_topk_prob"] else "softmax"
     router = RouterRules(values["num_experts"], values["num_experts_per_tok"], score)
     return Mixture(router, values["moe_intermediate_size"])
 
@@ -40,7 +40,7 @@ ARCHITECTURE = Architecture(
     windows="all_if_used",
     tensors=OUTER + attention_rules() + DENSE + expert_rules("mlp", "gate_proj", "up_proj", "down_proj"),
     experts_keys=("num_experts", "num_local_experts"),
-    mixture=_mixture,
+    mixture=mixture,
     qk_norm=True,
     experts_optional=True,
 )

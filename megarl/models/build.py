@@ -22,7 +22,7 @@ from megarl.models.hf import encoder_of, moe_layers, vision_of
 from megarl.models.layer_forms import parts_of
 from megarl.models.layers.attention.training import PackedAttention
 from megarl.models.layers.experts.deepep import DeepEPDispatcher
-from megarl.models.layers.experts.router import Router
+from megarl.models.layers.experts.router import ExpertRouter
 from megarl.models.layers.experts.training import GroupedExperts, TokenDispatcher, expert_groups
 from megarl.models.layers.kinds import KINDS
 from megarl.models.layers.mlp.swiglu import SwiGLU
@@ -144,7 +144,7 @@ def local_layer_spec(config: PolicyConfig, *, sparse: bool) -> ModuleSpec:
     attention.core_attention = PackedAttention
     if sparse:
         mixture = parts_of(parts.mlp)
-        mixture.router, mixture.experts = Router, ModuleSpec(module=GroupedExperts)
+        mixture.router, mixture.experts = ExpertRouter, ModuleSpec(module=GroupedExperts)
         parts_of(mixture.shared_experts).activation_func = SwiGLU
     else:
         parts_of(parts.mlp).activation_func = SwiGLU

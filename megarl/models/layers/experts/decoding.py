@@ -49,7 +49,8 @@ class MoE:
         router, dtype = module.router, prepared.dtype
         self._mesh, self._rules, self._correction = mesh, router.rules, router.expert_bias
         wide = torch.float32 if self._rules.wide else dtype
-        self._router, self._bias = (None if x is None else x.detach().to(wide) for x in (router.weight, router.bias))
+        self._router = router.weight.detach().to(wide)
+        self._bias = None if router.bias is None else router.bias.detach().to(wide)
         first, second = module.experts.linear_fc1, module.experts.linear_fc2
         self._up, self._down = prepared.grouped(first), prepared.grouped(second)
         whole = all(is_one_kernel(linear.stacked, dtype) and adapter_of(linear) is None for linear in (first, second))

@@ -8,6 +8,7 @@ from typing import Literal
 from megarl.models.layers.mlp.plain import mlp_rules
 from megarl.models.layers.rules import COPY, HF, MCORE, WeightRule, WeightSource
 
+Score = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 BUFFER = "router.expert_bias"
 """The end of the names of correction biases in Megarl's models."""
 
@@ -22,7 +23,7 @@ class RouterRules:
 
     experts: int
     chosen: int  # experts per token
-    score: Literal["softmax", "sigmoid", "softmax_of_chosen"]
+    score: Score
     normalized: bool = False  # divide the weights of a token by their sum plus `epsilon`
     epsilon: float = 0.0
     scale: float = 1.0  # factor of all weights

@@ -45,7 +45,10 @@ def route(
     with torch.no_grad():
         choice = scores if correction is None else scores + correction
         if rules.chosen_groups < rules.groups:
-            choice = _in_best_groups(choice, rules)
+            grouped = choice.unflatten(-1, (rules.groups, -1))
+            best = grouped.topk(2, dim=-1).values.sum(-1).topk(rules.chosen_groups, dim=-1).indices
+            outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+            choice = grouped.masked_fill(outside[..., None], float("-inf")).flatten(-2)
         experts = choice.topk(rules.chosen, dim=-1).indices
         if routes is not None:
             experts = torch.where(routes >= 0, routes, experts)
@@ -57,15 +60,7 @@ def route(
     return (weights if rules.scale == 1 else weights * rules.scale), experts
 
 
-def _in_best_groups(choice: Tensor, rules: RouterRules) -> Tensor:
-    """Return the scores [n, E] with -inf outside the groups whose two best scores have the largest sums."""
-    grouped = choice.unflatten(-1, (rules.groups, -1))
-    best = grouped.topk(2, dim=-1).values.sum(-1).topk(rules.chosen_groups, dim=-1).indices
-    outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
-    return grouped.masked_fill(outside[..., None], float("-inf")).flatten(-2)
-
-
-class Router(MegatronModule):
+class ExpertRouter(MegatronModule):
     """The router of one layer, with the interface that Megatron's MoELayer needs and the names of its parameters.
 
     Megatron's own router needs a CUDA device for a correction bias, scores a group by another sum than the models do,
@@ -83,13 +78,14 @@ class Router(MegatronModule):
     def __init__(self, config: PolicyConfig, pg_collection: ProcessGroupCollection | None = None, **_: object) -> None:
         super().__init__(config=config)
         assert config.mixture is not None, "a model with routers has a mixture"
-        self.rules, self.layer_number = config.mixture.router, None
+        self.rules = config.mixture.router
+        self.layer_number: int | None = None
         where: dict[str, Any] = {"dtype": config.params_dtype, "device": device()}
         experts = self.rules.experts
         self.weight = torch.nn.Parameter(torch.empty(experts, config.hidden_size, **where))
         self.bias = torch.nn.Parameter(torch.empty(experts, **where)) if self.rules.bias else None
         for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = config.sequence_parallel
         correction = torch.zeros(experts, device=device()) if self.rules.correction else None
         self.register_buffer("expert_bias", correction)
         self.register_buffer("counts", None, persistent=False)
@@ -120,14 +116,14 @@ class Router(MegatronModule):
         return weights_of_all, chosen
 
 
-def routers_in(chunks: Sequence[torch.nn.Module]) -> list[Router]:
+def routers_in(chunks: Sequence[torch.nn.Module]) -> list[ExpertRouter]:
     """Return the routers of this process's chunks that have a correction bias."""
-    routers = (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router))
+    routers = (module for chunk in chunks for module in chunk.modules() if isinstance(module, ExpertRouter))
     return [router for router in routers if router.expert_bias is not None]
 
 
 @torch.no_grad()
-def update_corrections(routers: Sequence[Router], rate: float, groups: Sequence[WorkerGroup]) -> None:
+def update_corrections(routers: Sequence[ExpertRouter], rate: float, groups: Sequence[WorkerGroup]) -> None:
     """Raise the bias of experts with fewer tokens than the mean of their layer by `rate`, lower the others', and start
     to count again. Collective over `groups`, whose ranks together counted all tokens of a batch.
     """
