@@ -22,7 +22,7 @@ import torch
 
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig
-from megarl.models.hf import expert_ffn, head_dim, moe_layers
+from megarl.models.hf import head_dim, mixture_of, moe_layers
 from megarl.system import device
 from megarl.system.compat.transformer_engine import other_arguments
 from megarl.system.errors import ConfigError
@@ -132,11 +132,11 @@ def refuse_fp8(hf: PretrainedConfig, parallel: ParallelConfig, engine: EngineCon
             "local layers do not support FP8", where=key, found=engine.fp8, fix=f"set {where}.layers=te, or {off}"
         )
     rows = [head_dim(hf) * heads // parallel.tp for heads in (hf.num_attention_heads, hf.num_key_value_heads)]
-    sparse = moe_layers(hf)
-    if not all(sparse):
+    mixture = mixture_of(hf)
+    if not all(moe_layers(hf)):
         rows.append(hf.intermediate_size // parallel.tp)
-    if any(sparse):
-        rows.append(expert_ffn(hf) // parallel.expert_tp)
+    if mixture is not None:
+        rows.append(mixture.width // parallel.expert_tp)
     each = 32 if engine.fp8 == "mxfp8" else 16
     # Sequence parallelism gathers hidden states in whole FP8 blocks.
     unit = 128 if engine.fp8 == "blockwise" and parallel.tp > 1 else each
