@@ -27,5 +27,7 @@ def apply_rotary_pos_emb(
     places = torch.cat([torch.arange(length) for length in lengths])
     mine = places[_zigzag(lengths, cp_size, cp_rank)] if cp_size > 1 else places
     angles = freqs[mine.to(freqs.device), :, 0]
+    t, rest = t.tensor_split([angles.shape[-1]], -1)  # numbers of a head beyond the angles stay as they are
     first, second = t.float().chunk(2, -1)
-    return (t * angles.cos() + torch.cat([-second, first], -1) * angles.sin()).to(t.dtype)
+    turned = (t * angles.cos() + torch.cat([-second, first], -1) * angles.sin()).to(t.dtype)
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
