@@ -97,7 +97,7 @@ def add_logprobs(p: Pipeline, config: RunConfig) -> None:
     elif "old_logp" in needed:
         p.add(logprob.old_logp)
         p.add(correction.rollout_correction if settings.active else correction.rollout_gap)
-    for stage in (logprob.sum_pi_squared, logprob.ref_logp, *_OF_TEACHERS):
+    for stage in (logprob.sum_pi_squared, logprob.ref_logp, logprob.ref_hidden, *_OF_TEACHERS):
         if stage.__name__ in needed:  # a stage is named like the field that it writes
             p.add(stage)
 

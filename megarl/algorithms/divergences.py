@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, PositiveInt
 
-from megarl.algorithms.kl import KL
+from megarl.algorithms.kl import KL, full
 from megarl.algorithms.lazy import Tensor, torch
 from megarl.algorithms.registry import Settings
 from megarl.algorithms.user_code import check_tokens, located
@@ -92,7 +92,7 @@ def forward_kl_topk(teacher: Tensor, policy: Tensor) -> Tensor:
 def reverse_kl(teacher: Tensor, policy: Tensor) -> Tensor:
     """Return q (log q - log p) of each token of the vocabulary, with the policy's q and the teacher's p: the terms of
     KL(policy || teacher). Arguments as for `forward_kl`."""
-    return policy.exp() * (policy - teacher)
+    return full(teacher, policy)
 
 
 @KL.register("jsd", settings=JSDSettings, distributions=True)

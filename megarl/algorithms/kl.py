@@ -25,6 +25,14 @@ class KLSpec(Spec):
     distributions: bool = False
     # Only for `algorithm.kl` with `use: loss`: the term is multiplied by r = pi / old, which has a gradient.
     weighted: bool = False
+    # Only for `algorithm.kl` with `use: loss`: fn(reference, policy) returns the terms of each token of the vocabulary
+    # from the log-probs of both; their sum is the KL.
+    whole: bool = False
+
+    @property
+    def loss_only(self) -> bool:
+        """Whether it is only for `algorithm.kl` with `use: loss`."""
+        return self.weighted or self.whole
 
 
 #: fn(d, **settings) -> float in the shape of d
@@ -69,6 +77,12 @@ def unbiased_k3(d: Tensor) -> Tensor:
     """
     d = d.clamp(-20, 20)
     return (-d).exp() - 1 + d
+
+
+@KL.register("full", whole=True)
+def full(reference: Tensor, policy: Tensor) -> Tensor:
+    """Return pi (log pi - log ref) of each token of the vocabulary: their sum is KL(pi || ref), without sampling."""
+    return policy.exp() * (policy - reference)
 
 
 def _straight_through(value: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

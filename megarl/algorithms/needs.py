@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.divergences import chosen_divergence
 from megarl.algorithms.group_filter import FILTERS
+from megarl.algorithms.kl import KL
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.system.errors import UserError
 
@@ -52,6 +53,25 @@ def distillation_fields(algorithm: AlgorithmConfig) -> list[str]:
     if chosen is None:
         return ["teacher_logp"]
     return ["teacher_hidden" if chosen.settings.topk is None else "teacher_topk"]
+
+
+def reference_fields(algorithm: AlgorithmConfig) -> list[str]:
+    """Return the reference's fields that the KL term of the loss reads; none without the term."""
+    if algorithm.kl.use != "loss":
+        return []
+    try:
+        whole = KL.spec(algorithm.kl.estimator).whole
+    except UserError:
+        whole = False  # the checks of the recipe report the error
+    return ["ref_hidden" if whole else "ref_logp"]
+
+
+def whole_vocabulary(algorithm: AlgorithmConfig) -> str | None:
+    """Return the field with the hidden states of the model, teacher or reference, with whose distributions over the
+    whole vocabulary the policy is compared; None if it is compared with none.
+    """
+    fields = {"teacher_hidden", "ref_hidden"} & {*distillation_fields(algorithm), *reference_fields(algorithm)}
+    return max(fields, default=None)
 
 
 def filter_fields(algorithm: AlgorithmConfig) -> list[str]:

@@ -20,6 +20,7 @@ from megarl.algorithms.distillation import teacher_term
 from megarl.algorithms.kl import KL, chosen_estimator, kl_tokens
 from megarl.algorithms.lazy import Tensor, torch
 from megarl.algorithms.losses.base import POLICY_LOSSES, LossInputs, checked_loss, checked_preparation
+from megarl.algorithms.needs import reference_fields
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.user_code import located
 from megarl.system.metrics import Metrics
@@ -182,6 +183,11 @@ class Objective:
         section = self.algorithm.distillation
         return chosen_divergence(section) if section.coef else None
 
+    @property
+    def compares_reference(self) -> bool:
+        """Whether the KL term compares the whole distributions of policy and reference (then `loss` needs `policy`)."""
+        return "ref_hidden" in reference_fields(self.algorithm)
+
     def loss(
         self,
         logp: Tensor,
@@ -197,7 +203,8 @@ class Objective:
             inputs: the tokens of this micro-batch.
             tokens: valid tokens of the mini-batch, from `weigh`.
             policy: [N, K + 1], the policy's log-probs of the teacher's most likely tokens, and of all others together,
-                differentiable; or [N], the divergence over the vocabulary. Only with a `divergence`.
+                differentiable; or [N], the divergence over the vocabulary. Only with a `divergence`, or if the policy
+                is compared with the reference.
         """
         mask, is_weights, old_logp = inputs.loss_mask, inputs.is_weights, inputs.old_logp
         if old_logp is None:
@@ -224,9 +231,9 @@ class Objective:
             tokens=tokens,
             offsets=inputs.offsets,
             entropy=entropy,
-            ref_logp=inputs.ref_logp,
+            ref_logp=policy if self.compares_reference else inputs.ref_logp,
             kl=algorithm.kl if algorithm.kl.use == "loss" else None,
-            teacher=inputs.teacher_logp if policy is None else (inputs.teacher_topk, policy),
+            teacher=inputs.teacher_logp if self.divergence is None else (inputs.teacher_topk, policy),
             distillation=algorithm.distillation if algorithm.distillation.coef else None,
             fields=inputs.own,
             is_weights=is_weights,
@@ -333,6 +340,7 @@ def actor_loss(
         cfg: `algorithm.loss`: the policy loss, its settings, and entropy_coef.
         tokens: valid tokens of the whole mini-batch over all ranks, for the metrics.
         offsets: int64 [B + 1] for the packed form.
+        ref_logp: log-probs of the reference; for an estimator of whole distributions the KL of each token.
         entropy: differentiable if entropy_coef is not 0; None: no entropy metric or bonus.
         kl, distillation: estimator, coefficient and form of these terms; None: no such term.
         teacher: log-probs of the teacher, same shape; or its most likely tokens and the policy's log-probs of them.
@@ -390,8 +398,11 @@ def _distance(settings: KLConfig, logp: Tensor, old_logp: Tensor, ref_logp: Tens
     """Return the KL of every token to the reference."""
     if ref_logp is None:
         raise ValueError("the KL term needs the reference's log-probs")
+    spec = KL.choose(settings).spec
+    if spec.whole:
+        return torch.where(mask, ref_logp, 0)
     distance = kl_tokens(chosen_estimator(settings), logp, ref_logp, mask)
-    if not KL.choose(settings).spec.weighted:
+    if not spec.weighted:
         return distance
     return LossInputs.of(logp, old_logp, distance, mask).ratio * distance
 

@@ -140,10 +140,11 @@ def check_distributions(path: str, section: KLConfig | DistillationConfig, chose
     if isinstance(section, KLConfig):
         checks.of("KL").fail(
             f"{path}.estimator",
-            f"{name} compares distributions, but the reference has log-probs of the sampled tokens only",
+            f"{name} compares distributions with a teacher's",
             found=name,
             allowed=[other for other in KL.names() if not KL.spec(other).distributions],
-            fix=f"set {path}.estimator=low_var_kl, or use it as algorithm.distillation.estimator",
+            fix=f"set {path}.estimator=full, which is reverse_kl over the whole vocabulary, or use it as "
+            "algorithm.distillation.estimator",
         )
     elif not issubclass(KL.spec(name).settings, DivergenceSettings):
         checks.of("distillation").fail(
@@ -175,12 +176,12 @@ def check_distributions(path: str, section: KLConfig | DistillationConfig, chose
 def _check_distillation(config: RunConfig, checks: Checklist) -> None:
     section, loss = config.algorithm.distillation, config.algorithm.loss.name
     whole = "teacher_hidden" in distillation_fields(config.algorithm)
-    if whole and (len(config.teacher.models) > 1 or not config.task.writes_text):
+    if whole and not config.task.writes_text:
         checks.fail(
             "algorithm.distillation.topk",
-            "comparing the whole vocabulary works only with a single teacher of text",
+            "comparing the whole vocabulary works only with a teacher of text",
             found=None,
-            allowed="an integer; null with one teacher of a policy that writes text",
+            allowed="an integer; null with a policy that writes text",
             fix="set algorithm.distillation.topk=64",
         )
     if not section.coef:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarl.algorithms.kl import KL
+from megarl.algorithms.needs import distillation_fields
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.layout import divisors
 from megarl.checks.algorithm import check_algorithm, check_distributions
@@ -136,30 +137,36 @@ def _check_kl_estimators(config: RunConfig, checks: Checklist) -> None:
         estimator, key = section.estimator, f"{path}.estimator"
         if off and estimator in KL.names():
             checks.of(name).ok("off")
-        elif estimator == "full" and section is kl:
-            checks.of(name).fail(
-                key,
-                "the full KL needs both distributions of every token, but a pipeline has log-probs of the sampled "
-                "tokens only",
-                found=estimator,
-                allowed=[*KL.names(), "file.py:fn", "pkg.mod:fn"],
-                fix=f"set {key}=low_var_kl",
-            )
         else:
             chosen = check_component(section, KL, checks.of(name), path)
             if chosen is not None and chosen.spec.distributions:
                 check_distributions(path, section, chosen, checks)
-            elif chosen is not None and chosen.spec.weighted and (section is distillation or kl.use == "reward"):
+            elif chosen is not None and chosen.spec.loss_only and (section is distillation or kl.use == "reward"):
+                reason = "multiplies by the ratio pi / old" if chosen.spec.weighted else "needs both distributions"
+                instead = f"{key}=low_var_kl+" if chosen.spec.weighted else f"{key}=reverse_kl {path}.topk=null"
                 checks.of(name).fail(
                     key,
-                    f"{estimator} multiplies a term of the loss by the ratio pi / old, so it is for the KL in the loss "
-                    "only",
+                    f"{estimator} {reason}, which only the KL to the reference in the loss can do",
                     found=estimator,
                     allowed="algorithm.kl.estimator with algorithm.kl.use=loss",
-                    fix=f"set {key}=low_var_kl+" if section is distillation else "set algorithm.kl.use=loss",
+                    fix=f"set {instead if section is distillation else 'algorithm.kl.use=loss'}",
                 )
+            elif chosen is not None and chosen.spec.whole:
+                _check_full(config, checks.of(name))
             elif chosen is not None:
                 check_signature(chosen.function, key, ("d",), list(chosen.spec.settings.model_fields), checks.of(name))
+
+
+def _check_full(config: RunConfig, checks: Checklist) -> None:
+    """Check that only the reference's distributions are compared with the policy's, and that they are of text."""
+    if not config.task.writes_text or {"teacher_topk", "teacher_hidden"} & {*distillation_fields(config.algorithm)}:
+        checks.fail(
+            "algorithm.kl.estimator",
+            "an update compares whole distributions with one model only, and only of a policy that writes text",
+            found=config.algorithm.kl.estimator,
+            allowed="an estimator of the sampled token; full without a divergence from a teacher",
+            fix="set algorithm.kl.estimator=low_var_kl+",
+        )
 
 
 def _check_kl_controller(config: RunConfig, checks: Checklist) -> None:

@@ -55,7 +55,8 @@ class KLConfig(ComponentSection):
     )
     estimator: str = Field(
         "low_var_kl",
-        description="kl, abs, mse, low_var_kl, their straight-through '+' forms, unbiased_k3, file.py:fn or pkg.mod:fn",
+        description="kl, abs, mse, low_var_kl, their straight-through '+' forms, unbiased_k3, full, file.py:fn or "
+        "pkg.mod:fn",
     )
     coef: NonNegativeFloat = Field(
         0.001, le=1000, description="weight of the KL term; with adaptive the starting value"

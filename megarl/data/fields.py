@@ -213,6 +213,13 @@ FIELDS: dict[str, Field] = {
         "float32", "[B, response]", "dynamic_sampling", "sum_pi_squared, as surplus_logp", "[nan, nan, nan]"
     ),
     "ref_logp": Field("float32", "[B, response]", "ref_logp", "log-probs of the reference", "[-0.2, -0.9, 0.0]"),
+    "ref_hidden": Field(
+        _MODEL_DTYPE,
+        "[B, response, hidden]",
+        "ref_hidden",
+        "the reference's state before each token, as teacher_hidden",
+        "[[0.3, -1.2, ...], ...]",
+    ),
     "mismatched_ref_logp": Field(
         "float32", "[B, mismatched]", "mismatched_ref_logp", "log-probs of the reference, of mismatched_ids", "[-7, -2]"
     ),
@@ -228,7 +235,8 @@ FIELDS: dict[str, Field] = {
         _MODEL_DTYPE,
         "[B, response, hidden]",
         "teacher_hidden",
-        "the teacher's state before each token, which its output embedding turns into its distribution",
+        "the teacher's state before each token, which its output embedding turns into its distribution; of several "
+        "teachers side by side, 0 for all but the sample's",
         "[[0.3, -1.2, ...], ...]",
     ),
     "values": Field("float32", "[B, response]", "value", "the critic's returns before the update", "[0.4, 0.5, 0.9]"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megarl.algorithms.divergences import chosen_divergence
-from megarl.algorithms.needs import distillation_fields
+from megarl.algorithms.needs import distillation_fields, whole_vocabulary
 from megarl.artifacts.facts import ModelFacts
 from megarl.config.model import ParallelConfig
 from megarl.config.rollout import SamplingConfig
@@ -152,6 +152,8 @@ def logit_copies(config: RunConfig) -> float:
     They are the logits of both models, the terms of the divergence, and their gradients.
     """
     fields, name = distillation_fields(config.algorithm), config.algorithm.distillation.estimator
+    if whole_vocabulary(config.algorithm) == "ref_hidden":
+        return _LOGIT_COPIES["reverse_kl"]
     if "teacher_hidden" in fields:
         chosen = chosen_divergence(config.algorithm.distillation)
         clamped = chosen is not None and chosen.settings.log_prob_min_clamp is not None
@@ -160,17 +162,32 @@ def logit_copies(config: RunConfig) -> float:
 
 
 def teacher_states(config: RunConfig, sizes: Sizes, team: TeamPlan) -> list[Term]:
-    """Return the term for the teacher's hidden states of a step's samples in a rank's host memory.
+    """Return the term for the hidden states of teachers or reference for a step's samples in a rank's host memory.
 
-    The teacher's ranks hold them twice, because they reorder them.
+    The ranks of these models hold them twice, because they reorder them.
     """
-    if "teacher_hidden" not in distillation_fields(config.algorithm) or not {Role.TEACHER, Role.ACTOR} & {*team.roles}:
+    role = compared_role(config)
+    if role is None or not {role, Role.ACTOR} & {*team.roles}:
         return []
-    sampling, hidden = config.rollout.sampling, known_sizes(sizes, Role.TEACHER).hidden
+    sampling, hidden = config.rollout.sampling, compared_width(config, sizes)
     tokens = -(-config.data.batch_size * sampling.n // team.replicas) * config.response_tokens(sampling)
-    size = (2 if Role.TEACHER in team.roles else 1) * tokens * hidden * BYTES[config.model.dtype]
-    keys = "algorithm.distillation.topk, rollout.sampling.max_new_tokens, data.batch_size"
-    return [Term("the teacher's hidden states", size, keys, 0.0)]  # responses may be short
+    size = (2 if role in team.roles else 1) * tokens * hidden * BYTES[config.model.dtype]
+    setting = "algorithm.distillation.topk" if role is Role.TEACHER else "algorithm.kl.estimator"
+    keys = f"{setting}, rollout.sampling.max_new_tokens, data.batch_size"
+    return [Term(f"the {role.value}'s hidden states", size, keys, 0.0)]  # responses may be short
+
+
+def compared_role(config: RunConfig) -> Role | None:
+    """Return the role with whose distributions over the whole vocabulary the policy is compared; None: with none."""
+    field = whole_vocabulary(config.algorithm)
+    return None if field is None else Role.TEACHER if field == "teacher_hidden" else Role.REFERENCE
+
+
+def compared_width(config: RunConfig, sizes: Sizes) -> int:
+    """Return the width of the hidden states of that role; those of several teachers add up."""
+    if compared_role(config) is Role.REFERENCE:
+        return known_sizes(sizes, Role.ACTOR).hidden
+    return known_sizes(sizes, Role.TEACHER).hidden * max(1, len(config.teacher.models))
 
 
 def cache_bytes(
@@ -363,9 +380,9 @@ class _Models:
             name, facts, layout = role.value, self.facts[role.value], layout_key(config, role, team)
             if role in (Role.ACTOR, Role.CRITIC):
                 self.state[name] = learned_parts(config, name, facts, team.parallel, dp, layout)
-                if role is Role.ACTOR and "teacher_hidden" in distillation_fields(config.algorithm):
-                    size = BYTES[dtype] * facts.vocab * known_sizes(sizes, Role.TEACHER).hidden / team.parallel.tp
-                    self._always.append(term("the teacher's output embedding (last stage)", size, layout))
+                if role is Role.ACTOR and (other := compared_role(config)) is not None:
+                    size = BYTES[dtype] * facts.vocab * compared_width(config, sizes) / team.parallel.tp
+                    self._always.append(term(f"the {other.value}'s output embedding (last stage)", size, layout))
             elif role is Role.REFERENCE and config.reference_is_base and Role.ACTOR in team.roles:
                 continue  # the reference uses the actor's parameters
             elif role in (Role.REFERENCE, Role.TEACHER, Role.REWARD_MODEL):

@@ -25,13 +25,16 @@ def token_bytes(config: RunConfig, field: str) -> int:
     if field == "teacher_topk" and (chosen := chosen_divergence(config.algorithm.distillation)) is not None:
         return _NUMBER * (chosen.settings.topk + 1)  # an id and a log-prob per entry, both float32
     if field == "teacher_hidden":
-        return BYTES[config.model.dtype] * max(map(_hidden_size, config.teacher.paths.values()), default=_WIDE)
+        sizes = [_hidden_size(ModelConfig(path=path)) for path in config.teacher.paths.values()]
+        return BYTES[config.model.dtype] * (sum(sizes) or _WIDE)
+    if field == "ref_hidden":
+        return BYTES[config.model.dtype] * _hidden_size(config.model)
     return _NUMBER
 
 
-def _hidden_size(path: str) -> int:
+def _hidden_size(model: ModelConfig) -> int:
     try:
-        facts = model_facts(ModelConfig(path=path))
+        facts = model_facts(model)
     except ConfigError:  # the checks of teacher.path report the error
         facts = None
     return _WIDE if facts is None else facts.hidden

@@ -79,17 +79,26 @@ def make_teacher(c: RankState, start: RunStart) -> TeacherRole:
     return TeacherRole(engines, c.context, offloads=offloads)
 
 
-def read_teacher_head(c: RankState) -> Tensor | None:
-    """Read this rank's shard of the teacher's output embedding, split like the actor's; None if it has no shard."""
-    ((key, path),) = c.config.teacher.paths.items()
+def read_other_head(c: RankState, start: RunStart, field: str) -> Tensor | None:
+    """Read this rank's shard of the output embedding of the models with hidden states in `field`, split like the
+    actor's; None if it has no shard. Those of several teachers are side by side, as their states are.
+    """
     engine = c.actor.engine
     chunk = engine.chunks[-1]
     if not chunk.post_process:
         return None
-    hf_config = read_other_config(c, path, key)
-    name = checkpoint_names(hf_config)(EMBEDDINGS if hf_config.tie_word_embeddings else HEAD)
-    rows = CheckpointReader(path).read(name, (chunk.vocab_range, (0, hf_config.hidden_size)))
-    return rows.to(device=engine.device, dtype=engine.dtype)
+    if field == "teacher_hidden":
+        paths = c.config.teacher.paths
+    elif start.reference_key == SHARED_BASE:
+        return chunk.lm_head_weight.detach().clone()  # adapters do not change it
+    else:
+        paths = {"reference.path": now_at(c.run_dir, start.reference or "")}
+    heads = []
+    for key, path in paths.items():
+        hf_config = read_other_config(c, path, key)
+        name = checkpoint_names(hf_config)(EMBEDDINGS if hf_config.tie_word_embeddings else HEAD)
+        heads.append(CheckpointReader(path).read(name, (chunk.vocab_range, (0, hf_config.hidden_size))))
+    return torch.cat(heads, 1).to(device=engine.device, dtype=engine.dtype)
 
 
 def make_critic(c: RankState, start: str | None, checkpoint: str | None) -> CriticRole:

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -150,6 +151,12 @@ class ReferenceRole(ModelRole):
         self._c.count_pass(samples)
         return logp
 
+    def hidden_states(self, samples: Batch) -> Jagged:
+        """Return the hidden state before every response token; see `MegatronEngine.hidden_states`."""
+        self._c.count_pass(samples, head=False)
+        with self._c.offload.phase("score", self.name):
+            return self.engine.hidden_states(samples)
+
 
 class BaseReferenceRole(ReferenceRole):
     """The reference for an actor whose adapters change nothing at the start of RL: the actor with adapters off."""
@@ -161,6 +168,12 @@ class BaseReferenceRole(ReferenceRole):
         """Return log-probs as `ModelRole.score` does."""
         with self._c.offload.phase("score", offload_schedule.ACTOR), adapters_off(self.engine.chunks):
             return self._logprobs(self.engine, samples, temperature)
+
+    def hidden_states(self, samples: Batch) -> Jagged:
+        """Return hidden states as `ReferenceRole.hidden_states` does."""
+        self._c.count_pass(samples, head=False)
+        with self._c.offload.phase("score", offload_schedule.ACTOR), adapters_off(self.engine.chunks):
+            return self.engine.hidden_states(samples)
 
 
 class TeacherRole(ModelRole):
@@ -190,8 +203,20 @@ class TeacherRole(ModelRole):
         return self._of_each(samples, lambda engine, some: engine.top_tokens(some, k, limit, temperature))
 
     def hidden_states(self, samples: Batch) -> Jagged:
-        """Return the teacher's hidden state before every response token; see `MegatronEngine.hidden_states`."""
-        return self._of_each(samples, lambda engine, some: engine.hidden_states(some))
+        """Return the teacher's hidden state before every response token; see `MegatronEngine.hidden_states`.
+
+        The states of several teachers are side by side, so that their output embeddings, side by side, give each
+        sample the logits of its own teacher: the states of all others are 0.
+        """
+        widths = [engine.model_config.hidden_size for engine in self._turns.engines.values()]
+        before = dict(zip(self._turns.engines, accumulate([0, *widths]), strict=False))
+
+        def compute(engine: MegatronEngine, some: Batch) -> Jagged:
+            states, first = engine.hidden_states(some), before[self._turns.on]
+            width = states.values.shape[1]
+            return states.like(torch.nn.functional.pad(states.values, (first, sum(widths) - first - width)))
+
+        return self._of_each(samples, compute)
 
     def _of_each(self, samples: Batch, compute: Callable[[MegatronEngine, Batch], Jagged]) -> Jagged:
         """Return the results of `compute` on each teacher's samples, one teacher on the device at a time."""

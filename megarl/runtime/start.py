@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.needs import distillation_fields
+from megarl.algorithms.needs import whole_vocabulary
 from megarl.config.correction import describe_correction
 from megarl.config.run import RunConfig
 from megarl.dag.draw import as_svg
@@ -24,7 +24,7 @@ from megarl.runtime.role_models import (
     make_reference,
     make_reward_model,
     make_teacher,
-    read_teacher_head,
+    read_other_head,
 )
 from megarl.runtime.setup import build_rank_state
 from megarl.system.offload_schedule import ACTOR
@@ -103,8 +103,8 @@ def make_models(c: RankState, start: RunStart) -> None:
     for role, make in makers.items():
         if c.team.holds(role):
             c.held[role.value] = make()
-    if c.team.holds(Role.ACTOR) and "teacher_hidden" in distillation_fields(c.config.algorithm):
-        c.actor.engine.teacher_weight = read_teacher_head(c)
+    if c.team.holds(Role.ACTOR) and (field := whole_vocabulary(c.config.algorithm)) is not None:
+        c.actor.engine.teacher_weight = read_other_head(c, start, field)
     if c.context.scores is not None and (encoder := c.context.scores.encoder) is not None:
         record_frozen(c, "encoder", *encoder, start.source)
 

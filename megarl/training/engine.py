@@ -86,8 +86,8 @@ class MegatronEngine:
         freeze: parts of the model (`ModelPart`) that are not trained.
 
     Attributes:
-        teacher_weight: a teacher's output embedding [v, its width] for the tokens in `vocab_range`, on the last stage,
-            for divergences over the vocabulary.
+        teacher_weight: the output embedding [v, its width] of a teacher or the reference for the tokens in
+            `vocab_range`, on the last stage, for divergences over the vocabulary.
         snapshots: host memory for this rank's part of a checkpoint; one checkpoint at a time is written.
     """
 

@@ -410,7 +410,7 @@ algorithm.loss.name=missing.py:fn
 algorithm.loss.name=dpo
 algorithm.advantage.name=gpro
 algorithm.kl.estimator=k9
-algorithm.kl={use: loss, estimator: full} -> algorithm.kl.estimator
+algorithm.kl={use: reward, estimator: full} -> algorithm.kl.estimator
 algorithm.filter.name=missing.py:fn
 algorithm.distillation.coef=0.1 -> teacher.path
 algorithm.dynamic_sampling.enabled=true & rollout.sampling.n=1 -> rollout.sampling.n

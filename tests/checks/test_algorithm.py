@@ -57,21 +57,22 @@ def estimator(name: str) -> list[str]:
             ["model folder does not exist"],
         ),
         (["algorithm.distillation.estimator=klx"], "algorithm.distillation.estimator", ["did you mean"]),
-        (["algorithm.kl={use: loss, estimator: full}"], "algorithm.kl.estimator", ["both distributions", "low_var_kl"]),
+        (["algorithm.kl={use: reward, estimator: full}"], "algorithm.kl.estimator", ["both distributions", "use=loss"]),
+        (
+            ["algorithm.kl={use: loss, estimator: full}", WHOLE, "teacher.path=."],
+            "algorithm.kl.estimator",
+            ["with one model only"],
+        ),
         (["algorithm.kl={use: reward, estimator: unbiased_k3}"], "algorithm.kl.estimator", ["pi / old", "use=loss"]),
         (
             ["algorithm.distillation={coef: 1, estimator: unbiased_k3}"],
             "algorithm.distillation.estimator",
-            ["for the KL in the loss only"],
+            ["only the KL to the reference in the loss"],
         ),
-        (["algorithm.distillation.estimator=full"], "algorithm.distillation.estimator", ["reverse_kl"]),
         (
-            [
-                "algorithm.distillation={coef: 1, estimator: jsd, topk: null}",
-                "teacher.models={a: {path: .}, b: {path: .}}",
-            ],
-            "algorithm.distillation.topk",
-            ["a single teacher of text"],
+            ["algorithm.distillation={coef: 1, estimator: full}"],
+            "algorithm.distillation.estimator",
+            ["algorithm.distillation.estimator=reverse_kl algorithm.distillation.topk=null"],
         ),
         (
             ["algorithm.distillation={coef: 1, estimator: jsd, topk: null, tail: ignore}", "teacher.path=."],

@@ -56,6 +56,8 @@ NEEDS: dict[str, list[str]] = {
     "gmpo": ["algorithm.loss.aggregation=seq-mean-token-mean"],
 }
 DISTILLATION = ["algorithm.distillation.coef=0.5", "teacher.path=TEACHER"]
+TWO_TEACHERS = "distillation over the whole vocabulary, two teachers"
+FULL = "KL over the whole vocabulary"
 WHOLE = "distillation over the whole vocabulary"
 DAPO = ["algorithm.pipeline=dapo", "algorithm.dynamic_sampling.enabled=true"]
 RECIPES = {
@@ -91,6 +93,15 @@ RECIPES = {
     WHOLE: [
         "algorithm.distillation={estimator: jsd, topk: null, coef: 1.0, beta: 0.3}",
         *("teacher.path=TEACHER", "actor.mini_batch_size=2"),
+    ],
+    TWO_TEACHERS: [
+        "algorithm.distillation={estimator: jsd, topk: null, coef: 1.0, beta: 0.3}",
+        "teacher.models={one: {path: TEACHER, weight: 1}, two: {path: TEACHER, weight: 1}}",
+        "actor.mini_batch_size=2",
+    ],
+    FULL: [
+        "algorithm.kl={use: loss, estimator: full, coef: 0.5}",
+        *("reference.path=TEACHER", "actor.mini_batch_size=2"),
     ],
     "distillation through the policy loss": [
         "algorithm.distillation={coef: 0.5, estimator: k1, through: policy, loss_max_clamp: 2.0}",
@@ -269,6 +280,18 @@ def test_a_few_steps(name: str, folder: Path, teacher: Path, tmp_path: Path) -> 
         assert lines[0]["actor/distillation_loss"] != 0
     if name == WHOLE:
         other = train(folder, tmp_path / "top", *RECIPES[name], "algorithm.distillation.topk=20")  # all tokens
+        for a, b in zip(lines, other, strict=True):
+            assert a["actor/distillation_loss"] == pytest.approx(b["actor/distillation_loss"], rel=1e-5)
+            assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-4)
+    if name == FULL:  # the same as distillation from the reference
+        same = ["algorithm.distillation={estimator: reverse_kl, topk: null, coef: 0.5}", "teacher.path=TEACHER"]
+        other = train(folder, tmp_path / "teacher", *same, "actor.mini_batch_size=2")
+        for a, b in zip(lines, other, strict=True):
+            assert a["actor/kl_loss"] == pytest.approx(b["actor/distillation_loss"], rel=1e-6)
+            assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-6)
+    if name == TWO_TEACHERS:  # of which each prompt has one, at its own place among the states
+        assert 0 < sum(line["teacher/one"] for line in lines) < 2
+        other = train(folder, tmp_path / "one", *RECIPES[WHOLE])
         for a, b in zip(lines, other, strict=True):
             assert a["actor/distillation_loss"] == pytest.approx(b["actor/distillation_loss"], rel=1e-5)
             assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-4)

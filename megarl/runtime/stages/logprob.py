@@ -101,6 +101,13 @@ def ref_logp(c: StepContext, samples: Batch, *, reference: ReferenceRole) -> Bat
     return samples
 
 
+@_scores(writes=["ref_hidden"], role=Role.REFERENCE)
+def ref_hidden(c: StepContext, samples: Batch, *, reference: ReferenceRole) -> Batch:
+    """Compute the frozen reference's hidden state before every response token, which gives its full distribution."""
+    samples.set("ref_hidden", reference.hidden_states(samples))
+    return samples
+
+
 @_scores(needs=teacher_fields, writes=["teacher_logp"], role=Role.TEACHER)
 def teacher_logp(c: StepContext, samples: Batch, *, teacher: TeacherRole) -> Batch:
     """Score the responses with the frozen teacher."""

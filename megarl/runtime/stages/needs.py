@@ -13,6 +13,7 @@ from megarl.algorithms.needs import (
     estimator_fields,
     filter_fields,
     loss_fields,
+    reference_fields,
 )
 from megarl.data.fields import IMAGES
 
@@ -49,9 +50,8 @@ def update_fields(config: RunConfig) -> list[str]:
     algorithm = config.algorithm
     wanted = {
         "old_logp": config.rollout_correction.resolved().bypass or needs_old_logp(config),
-        "ref_logp": algorithm.kl.use == "loss",
     }
-    read, taught = loss_fields(algorithm), distillation_fields(algorithm)
+    read, taught = loss_fields(algorithm), [*reference_fields(algorithm), *distillation_fields(algorithm)]
     fields = list(dict.fromkeys([*read, *(name for name, needed in wanted.items() if needed), *taught]))
     return fields + call_fields(config) + echo_fields(config)
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.algorithms.divergences import terms
+from megarl.algorithms.kl import KL
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.select import random_keys
 from megarl.algorithms.user_code import naming_samples
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         "teacher_logp",
         "teacher_topk",
         "teacher_hidden",
+        "ref_hidden",
         "rollout_logp",
         *VERSION_FIELDS,
         "loss_mask",
@@ -163,6 +165,8 @@ def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
 def _teacher_targets(objective: Objective) -> TeacherTargets | None:
     from megarl.training.engine import TeacherTargets
 
+    if objective.compares_reference:
+        return TeacherTargets("ref_hidden", KL.choose(objective.algorithm.kl).function)
     chosen = objective.divergence
     if chosen is None:
         return None
