@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.algorithms.advantages import reverse_kl
 from megarl.algorithms.aggregation import aggregation_weights, local_counts
+from megarl.algorithms.correction import correct
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.objective import Objective, TokenInputs, actor_loss
 from megarl.algorithms.stats import one_rank
@@ -230,3 +232,25 @@ def test_observations_of_samples_that_are_left_out_do_not_count() -> None:
     assert objective.echo_weights(twice, one_rank).tolist() == [0, 0.75, 0, 0, 0, 0.25]
     nothing = replace(whole, observation_mask=torch.zeros(6, dtype=torch.bool))
     assert not objective.echo_weights(nothing, one_rank).any()
+
+
+@pytest.mark.parametrize(
+    ("task", "loss", "gradient"),
+    [
+        (0.0, -2.792619, [-0.117501, 0.138629, 0.0, 1.151293]),
+        (0.5, -2.257209, [-0.242501, 0.038629, 0.0, 1.026293]),
+    ],
+)
+def test_mopd_is_reverse_kl_with_gpg_and_two_sided_weights(task: float, loss: float, gradient: list[float]) -> None:
+    """The third token has the weight 8, which is outside [0.2, 5]; it still counts in the mean."""
+    old, teacher = logs([[0.5, 0.2, 0.4, 0.1]]), logs([[0.8, 0.1, 0.4, 0.001]])
+    rollout, mask, offsets = logs([[0.5, 0.25, 0.05, 0.1]]), torch.ones(4, dtype=torch.bool), torch.tensor([0, 4])
+    taught = reverse_kl(old, teacher, mask).advantages + task
+    weights = correct(old, rollout, mask, offsets=offsets, is_level="token", is_threshold=[0.2, 5.0]).weights
+    logp = old.clone().requires_grad_()
+    total, _ = actor_loss(
+        logp, old, taught, mask, mask / 4, PolicyLossConfig(name="gpg"), tokens=4, offsets=offsets, is_weights=weights
+    )
+    total.backward()
+    close(total.detach(), torch.tensor(loss), 2e-6)
+    close(logp.grad, gradient, 2e-6)
