@@ -20,7 +20,12 @@ from megarl.models.layers.rules import COLUMNS, STACK, WeightRule, WeightSource
 MODULE = "adapter"
 """Name of the adapter module inside the linear layer to which it is added."""
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
-TARGETS = {"attention": "attention", "mla": "attention", "dense": "mlp", "shared": "mlp", "expert": "experts"}
+TARGETS = {
+    **dict.fromkeys(("attention", "gated_delta", "mla"), "attention"),
+    "dense": "mlp",
+    "shared": "mlp",
+    "expert": "experts",
+}
 """Names in `model.lora.targets` of the parts of a model whose linear layers can have adapters."""
 DEFAULT_TARGETS = ("attention", "mlp")
 """The targets of `model.lora.targets=null`; adapters of experts are many, so they must be named."""

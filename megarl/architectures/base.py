@@ -44,6 +44,8 @@ class Architecture:
     qk_norm: bool | str = False  # queries and keys are normalised per head; or the key that says so
     # RoPE rotates the first `partial_rotary_factor` of a head; other classes ignore the key
     partial_rotary: bool = False
+    zero_centered_norms: bool = False  # the norms of layers, heads and the end store their factor minus 1
+    layer_kinds: tuple[str, ...] = ("full_attention", "sliding_attention")  # the values of `layer_types`
     # the configuration class requires hidden_size to be a multiple of the number of heads, even with `head_dim`
     even_hidden: bool = False
     experts_optional: bool = False  # a config without experts is a dense model

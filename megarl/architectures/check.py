@@ -9,7 +9,6 @@ from megarl.architectures import architecture
 from megarl.architectures.base import Architecture, Refuse
 from megarl.architectures.generic import check_generic
 from megarl.architectures.values import (
-    KINDS,
     head_width,
     key_value_heads,
     layer_windows,
@@ -53,6 +52,12 @@ _SIZES = (
     "n_group",
     "topk_group",
     "shared_expert_intermediate_size",
+    "full_attention_interval",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
 )
 _FLAGS = (
     *("tie_word_embeddings", "use_sliding_window", "norm_topk_prob", "output_router_logits"),
@@ -98,7 +103,7 @@ def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         refuse("per_layer_config", raw["per_layer_config"], "null", "layers of different sizes are not supported")
     _check_heads(values, known, refuse)
     _check_experts(values, known, refuse)
-    _check_windows(raw, values, refuse)
+    _check_windows(raw, values, known, refuse)
     _check_rope(raw, values, known, refuse)
     for refusal in known.refusals:
         refusal(raw, values, refuse)
@@ -138,10 +143,10 @@ def _check_experts(values: dict[str, Any], found: Architecture, refuse: Refuse) 
         refuse("mlp_only_layers", dense, "a list of layer numbers")
 
 
-def _check_windows(raw: Mapping[str, Any], values: dict[str, Any], refuse: Refuse) -> None:
-    types, count = raw.get("layer_types"), values["num_hidden_layers"]
-    if types is not None and not (isinstance(types, (list, tuple)) and all(kind in KINDS for kind in types)):
-        refuse("layer_types", types, f"a list of {', '.join(KINDS)}", "this variant is not supported")
+def _check_windows(raw: Mapping[str, Any], values: dict[str, Any], known: Architecture, refuse: Refuse) -> None:
+    types, count, kinds = raw.get("layer_types"), values["num_hidden_layers"], known.layer_kinds
+    if types is not None and not (isinstance(types, (list, tuple)) and all(kind in kinds for kind in types)):
+        refuse("layer_types", types, f"a list of {', '.join(kinds)}", "this variant is not supported")
     if types is not None and len(types) != count:
         refuse("layer_types", len(types), f"one for each of the {count} layers")
     if "max_window_layers" in values and not _whole(values["max_window_layers"]):

@@ -11,8 +11,7 @@ from megarl.models.layers.experts.plain import Mixture
 from megarl.models.layers.mixer import Mixer
 from megarl.system.errors import ConfigError
 
-KINDS = ("full_attention", "sliding_attention")
-"""The kinds of layers in `layer_types`."""
+_BY_POSITION = ("full_attention", "sliding_attention")  # layers below and from `max_window_layers` on
 
 
 def read_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +103,7 @@ def layer_windows(values: Mapping[str, Any]) -> tuple[int | None, ...]:
         return (window,) * count
     types = values["layer_types"]
     if types is None:
-        types = [KINDS[layer >= values["max_window_layers"]] for layer in range(count)]
+        types = [_BY_POSITION[layer >= values["max_window_layers"]] for layer in range(count)]
     return tuple(window if name == "sliding_attention" else None for name in types)
 
 

@@ -49,30 +49,42 @@ def stage_parameters(
     Tensor parallelism divides every matrix except the router, and biases; norms, routers and a robot policy's vision
     parts are on all of its ranks. The vocabulary is padded to equal rows. The first pipeline stage has the embedding
     and the vision towers, the last the final norm and the head, which a tied model holds twice if it has several
-    stages. If layers differ (some with experts, some without), a stage is taken to have the mean.
+    stages.
     """
     visual = sum(size for part, size in facts.visual_parts.items() if not trained or part not in facts.frozen)
     if trained and "language_model" in facts.frozen:
         head = facts.hidden if value_head else 0
         return float(visual + head if parallel.pp == 1 else max(visual, head)), 0.0
     part = _elements(facts, parallel.tp, parallel.expert_tp)
-    share = {
-        **_layer_shares(facts),
-        "dense": facts.copies["mlp"] / facts.layers,
-        "moe": facts.copies["router"] / facts.layers,
-        "shared": facts.copies["shared"] / facts.layers,
-    }
     first = part["embedding"] + visual
     last = part["final"] + (facts.hidden if value_head else part["embedding"])
-    stages = parallel.stage_layers(facts.layers)
+    stages = _stages(facts, parallel)
     if len(stages) == 1:
         ends = [first + part["final"] if facts.tied and not value_head else first + last]
     else:
         ends = [first, *[0] * (len(stages) - 2), last]
-    dense, expert = sum(part[name] * times for name, times in share.items()), part["expert"] * share["moe"]
-    expert *= facts.experts / parallel.ep
-    layers, end = max(zip(stages, ends, strict=True), key=lambda stage: stage[0] * (dense + expert) + stage[1])
-    return layers * dense + end, layers * expert
+    experts = facts.experts // parallel.ep
+    held = [
+        (sum(count * part[name] for name, count in counts.items() if name != "expert"), counts["expert"] * experts)
+        for counts in stages
+    ]
+    totals = [
+        (float(dense + end), float(part["expert"] * expert)) for (dense, expert), end in zip(held, ends, strict=True)
+    ]
+    return max(totals, key=sum)
+
+
+def _stages(facts: ModelFacts, parallel: ParallelConfig) -> list[Counter[str]]:
+    """Return, for each pipeline stage, how many of its layers have the tensors of each part."""
+    stages = [Counter[str]() for _ in parallel.stage_layers(facts.layers)]
+    layer = 0
+    for chunk, count in enumerate(parallel.chunk_layers(facts.layers)):
+        for number in range(layer, layer + count):
+            sparse = facts.is_moe and (not facts.sparse or facts.sparse[number])
+            parts = ("moe", "expert", "shared") if sparse else ("dense",)
+            stages[chunk % len(stages)].update(("layer", facts.mixers[number].kind, *parts))
+        layer += count
+    return stages
 
 
 def key_value_bytes(facts: ModelFacts, tp: int, dtype: str) -> float:

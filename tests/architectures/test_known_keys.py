@@ -23,8 +23,9 @@ def read_by_transformers(model_type: str) -> set[str]:
     from transformers import AutoConfig
 
     cls = type(AutoConfig.for_model(model_type))
-    model = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    model = importlib.import_module(cls.__module__.replace("configuration_", "modeling_"))
     read = re.findall(r'getattr\((?:self\.)?config, "(\w+)"', Path(str(model.__file__)).read_text())
+    read += re.findall(r'kwargs\.pop\("(\w+)"', inspect.getsource(cls))
     fields = set(inspect.signature(cls.__init__).parameters) - {"self", "kwargs"}
     return fields | set(cls.attribute_map) | set(cls.attribute_map.values()) | set(read)
 
@@ -99,6 +100,7 @@ _HARMLESS = {
         "layer_types",
         "mlp_layer_types",
         "mtp_layer_types",
+        "number_of_conv_states",
         "sliding_window",
     ),
     *("classifier_dropout", "hidden_dropout", "token_classification_bias"),

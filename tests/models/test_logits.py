@@ -12,6 +12,8 @@ from tests.dist import single_process
 from tests.models.tiny import ARCHITECTURES, build_tiny, save_tiny
 
 LENGTHS = [32, 7, 19, 1, 28, 13, 32, 5]
+#: Absolute tolerance of logits; chunks sum a state in another order than transformers.
+TOLERANCE = dict.fromkeys(ARCHITECTURES, 5e-6) | {"qwen3_5_text": 2e-5}
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +44,8 @@ def test_logits_equal_transformers(name, tied, tmp_path):
     (model,) = build_tiny(tmp_path)
     with torch.no_grad():
         for ours, seq in zip(logits(model, sequences()), sequences(), strict=True):
-            torch.testing.assert_close(ours, reference(input_ids=seq[None]).logits[0], atol=5e-6, rtol=0)
+            expected = reference(input_ids=seq[None]).logits[0]
+            torch.testing.assert_close(ours, expected, atol=TOLERANCE[name], rtol=0)
 
 
 ROPES = {
@@ -81,7 +84,7 @@ def test_mixture_variants_equal_transformers(changes, tmp_path):
         torch.testing.assert_close(logits(model, [seq])[0], reference(input_ids=seq[None]).logits[0], atol=5e-6, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe"])
 def test_packing_changes_no_gradient(name, tmp_path):
     save_tiny(tmp_path, name)
     (packed,), (alone,) = build_tiny(tmp_path), build_tiny(tmp_path)

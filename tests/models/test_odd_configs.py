@@ -122,6 +122,12 @@ KEYS: dict[str, st.SearchStrategy[Any]] = {
     "first_k_dense_replace": st.integers(0, 3),
     "use_qk_norm": st.booleans(),
     "num_mtp_layers": st.integers(0, 1),
+    "full_attention_interval": st.sampled_from([1, 2, 4]),
+    "linear_num_key_heads": st.sampled_from([1, 2]),
+    "linear_num_value_heads": st.sampled_from([1, 2, 4]),
+    "linear_key_head_dim": st.sampled_from([4, 8]),
+    "linear_value_head_dim": st.sampled_from([4, 6]),
+    "linear_conv_kernel_dim": st.sampled_from([2, 4]),
 }
 SMALL = {
     "hidden_size": 32,

@@ -41,6 +41,13 @@ EXTRA: dict[str, dict[str, Any]] = {
     "mixtral": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen2": {},
     "qwen3": {"head_dim": 32},
+    "qwen3_5_text": {
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+    },
     "qwen3_moe": {
         "head_dim": 16,
         "num_experts": 4,

@@ -56,5 +56,5 @@ def test_supported_architectures_are_listed_with_the_vision_language_ones():
     with pytest.raises(ConfigError) as caught:
         facts_from_config({"model_type": "deepseek_v3"}, "some model")
     assert caught.value.allowed == (
-        "llama, mistral, mixtral, qwen2, qwen2_5_vl, qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe"
+        "llama, mistral, mixtral, qwen2, qwen2_5_vl, qwen3, qwen3_5_text, qwen3_moe, qwen3_vl, qwen3_vl_moe"
     )

@@ -27,9 +27,9 @@ from tests.rollout.cases import (
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
-@pytest.fixture(scope="module")
-def dense(single_process):
-    return build("qwen3")
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_5_text"])
+def dense(single_process, request):
+    return build(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_logprobs_equal_a_full_forward_for_every_token(model_type, temperature, 
             torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "mistral", "qwen2"])
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text", "mistral", "qwen2"])
 def test_torch_operations_do_what_the_compiled_kernels_do(model_type, monkeypatch):
     requests = [*make_requests(), Request([4] * 40, [3])]
     chunks = build(model_type)
@@ -73,7 +73,7 @@ def test_cpu_threads_share_samples_without_changing_them(dense):
     assert tokens(shared) == tokens(alone)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "mistral"])
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text", "qwen3_moe", "mistral"])
 def test_greedy_tokens_equal_transformers_generate(model_type, tmp_path, requests):
     oracle = save_tiny(tmp_path, model_type)
     results = engine(build_tiny(tmp_path)).generate(requests, sampled(temperature=0.0), [])

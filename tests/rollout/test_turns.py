@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.rollout.embedded.rows import CacheRows
+from megarl.rollout.embedded.turns import TurnSession
 from megarl.rollout.engine import Request
 from tests.data.templates import tokenizer_of
 from tests.rollout.cases import PROMPTS, STOP, build, engine, full_forward, play_turns, sampled
@@ -50,12 +51,12 @@ def test_rows_follow_their_sequences_through_any_order_of_turns(slots, data):
                     ended.add(sequence)
 
 
-@pytest.fixture(scope="module")
-def dense(single_process):
-    return build("qwen3")
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_5_text"])
+def dense(single_process, request):
+    return build(request.param)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "mistral"])
+@pytest.mark.parametrize("model_type", ["qwen3", "mistral", "qwen3_5_text"])
 @pytest.mark.parametrize(("running", "stop"), [(256, []), (3, [*"!#+7Jl"]), (1, [])])
 def test_every_turn_is_what_a_generation_from_the_start_gives(single_process, model_type, running, stop):
     """Also where stop strings end turns, of which a kept row has nothing more."""
@@ -67,6 +68,28 @@ def test_every_turn_is_what_a_generation_from_the_start_gives(single_process, mo
             assert (whole.token_ids, whole.finish_reason) == (drawn, reason)
             expected = full_forward(chunk, before, drawn)
             torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("stop", [[], [*"!#+7Jl"]])
+def test_a_state_stops_at_the_last_token_of_a_turn_however_late_the_host_looks(single_process, stop, monkeypatch):
+    """A state cannot go back; a row whose stop string is found too late is read again from the start."""
+    made = engine(build("qwen3_5_text"), tokenizer_of("bytes"), max_running=3)
+    often = play_turns(made, PROMPTS, stop=stop)
+    allocate = TurnSession._allocate
+
+    def seldom(session, *arguments):
+        slots = allocate(session, *arguments)
+        session._check_every = 4
+        return slots
+
+    monkeypatch.setattr(TurnSession, "_allocate", seldom)
+    late = play_turns(made, PROMPTS, stop=stop)
+    drawn = [{n: [turn[1] for turn in turns] for n, turns in played.items()} for played in (late, often)]
+    assert drawn[0] == drawn[1]
+    for number, turns in late.items():
+        for turn, (before, tokens, logprobs, _) in enumerate(turns):
+            torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(often[number][turn][2]), rtol=0, atol=1e-5)
+            assert before == often[number][turn][0], tokens
 
 
 def test_whether_to_go_on_is_asked_as_often_where_turns_are_short(dense):

@@ -3,6 +3,7 @@
 kind          sizes, weights, work     training              decoding            what a running sample keeps
 attention     attention/plain.py       PackedAttention       AttentionDecoder    KVCache
 mla           mla/plain.py             LatentAttention       LatentDecoder       LatentCache
+gated_delta   gated_delta/plain.py     GatedDeltaNet         GatedDeltaDecoder   DeltaStates
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import torch
 from megarl.models.layers.attention.cache import KVCache
 from megarl.models.layers.attention.decoding import AttentionDecoder
 from megarl.models.layers.attention.plain import Attention
+from megarl.models.layers.gated_delta.decoding import DeltaStates, GatedDeltaDecoder
+from megarl.models.layers.gated_delta.plain import GatedDelta
+from megarl.models.layers.gated_delta.training import gated_delta_net
 from megarl.models.layers.mixer import Mixer
 from megarl.models.layers.mla.decoding import LatentCache, LatentDecoder
 from megarl.models.layers.mla.plain import MLA
@@ -42,6 +46,7 @@ class KindOfMixer:
 KINDS: dict[str, KindOfMixer] = {
     Attention.kind: KindOfMixer(AttentionDecoder, KVCache),
     MLA.kind: KindOfMixer(LatentDecoder, LatentCache, latent_attention),
+    GatedDelta.kind: KindOfMixer(GatedDeltaDecoder, DeltaStates, gated_delta_net),
 }
 
 

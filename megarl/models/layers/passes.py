@@ -121,11 +121,14 @@ class _Pass:
 class DecodeStep(_Pass):
     """One new token in each of the first n rows.
 
-    positions: int64 [n]. length: number of cached positions that are read, at most.
+    positions: int64 [n]. length: number of cached positions that are read, at most. live: bool [n], rows whose state
+    this token changes; None: all of them. A row that has ended is computed until the host looks, and a row that only
+    pads the batch always is.
     """
 
     positions: Tensor
     length: int
+    live: Tensor | None = None
 
 
 @dataclass
@@ -166,6 +169,9 @@ class Preparation(Protocol):
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Return the function x [n, in] -> x W^T + b [n, out]."""
+
+    def norm(self, weight: Tensor) -> Tensor:
+        """Return the factor of a norm of layers or heads, in the decoding dtype or wider."""
 
     def layer(self, linear: Any) -> Linear:
         """Return the function x -> y of one of the model's linear layers, LoRA adapter included."""

@@ -13,6 +13,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from megarl.architectures import ARCHITECTURES
 from megarl.architectures.adapters import MODULE, is_adapter
 from megarl.models.hf import vision_of
 from megarl.models.layers.rules import TensorRegion
@@ -124,8 +125,9 @@ def init_random(chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, seed
     """Initialise the parameters at random; a tensor depends only on `seed` and its Hugging Face name, not on the
     layout.
 
-    Norms and branch scales are 1, biases and value heads 0, the rest normal with `initializer_range`; projections
-    that write to the residual stream are divided by sqrt(2 * layers), as in GPT-2 (Radford et al. 2019).
+    Norms and branch scales are 1 (stored as 0 where 1 is added), biases and value heads 0, decays as in transformers,
+    the rest normal with `initializer_range`; projections that write to the residual stream are divided by
+    sqrt(2 * layers), as in GPT-2 (Radford et al. 2019).
     """
     shapes = chunks[0].weight_table.shapes()
     tensors: dict[str, Tensor] = {}
@@ -143,10 +145,16 @@ def draw_tensor(hf: PretrainedConfig, name: str, shape: tuple[int, ...], seed: i
     """Return tensor `name` of the random model with this `seed`, in fp32."""
     if name.endswith(("bias", "score.weight")):
         return torch.zeros(shape)
+    if name.endswith(".A_log"):
+        return torch.empty(shape).uniform_(0.01, 16, generator=generator_of(name, seed)).log_()
+    if name.endswith(".dt_bias"):
+        return torch.ones(shape)
+    if "norm" in name and "linear_attn" not in name and ARCHITECTURES[hf.model_type].zero_centered_norms:
+        return torch.zeros(shape)
     if "norm" in name or ".ln_q." in name or name.endswith(".scale_factor"):
         return torch.ones(shape)
     std = getattr(hf, "initializer_range", 0.02)
-    if name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight")):
+    if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")):
         std /= math.sqrt(2 * hf.num_hidden_layers)
     return torch.empty(shape).normal_(0.0, std, generator=generator_of(name, seed))
 

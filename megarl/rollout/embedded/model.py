@@ -32,6 +32,7 @@ from megarl.models.layers.kinds import KINDS, numbers_of_kinds
 from megarl.models.layers.mesh import Mesh
 from megarl.models.layers.passes import Linear, MixerDecoder, Pass, RopeTables
 from megarl.models.lora import LinearAdapter, adapter_of
+from megarl.models.norm import zero_centered
 from megarl.planning.memory import PACK_LIMIT_BYTES, PACK_STEPS
 
 if TYPE_CHECKING:
@@ -53,10 +54,15 @@ class Recipe:
 
     dtype: torch.dtype
     pack_rows: int = 0
+    zero_centered: bool = False  # norms store their factor minus 1
 
     def cast(self, weight: Tensor) -> Tensor:
         """Return the weight itself, or a copy in the decoding dtype."""
         return weight.detach().to(self.dtype)
+
+    def norm(self, weight: Tensor) -> Tensor:
+        """Return the factor of a norm in the decoding dtype, or in a wider one if norms are zero-centered."""
+        return zero_centered(weight.detach()) if self.zero_centered else self.cast(weight)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Return the function x [n, in] -> x W^T + b [n, out]."""
@@ -125,7 +131,7 @@ class Layer:
     def __init__(self, module: Any, mixer: MixerDecoder, config: Any, mesh: Mesh, recipe: Recipe, ops: Ops) -> None:
         self._mixer, self._mesh, self._eps, self._ops = mixer, mesh, config.layernorm_epsilon, ops
         mlp = module.mlp
-        self._attn_norm, self._mlp_norm = map(recipe.cast, layer_norms(module))
+        self._attn_norm, self._mlp_norm = map(recipe.norm, layer_norms(module))
         self._moe = MoE(mlp, mesh, recipe, ops.silu_mul) if hasattr(mlp, "router") else None
         if self._moe is None:
             self._up, self._down = recipe.layer(mlp.linear_fc1), recipe.layer(mlp.linear_fc2)
@@ -161,6 +167,8 @@ class DecoderStage:
     Attributes:
         mixers: the mixers of this process's layers.
         is_moe: whether the model has experts, here or on another stage.
+        keeps_state: whether some layer, here or on another stage, has a state: what the tokens so far have left, which
+            cannot be taken back to an earlier token.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel], mesh: Mesh, dtype: torch.dtype, *, rows: int, steps: int) -> None:
@@ -169,7 +177,8 @@ class DecoderStage:
         self.device = first.device
         size = sum(p.numel() for chunk in chunks for p in chunk.parameters()) * dtype.itemsize
         pack = self.device.type == "cpu" and can_pack(dtype) and steps >= PACK_STEPS
-        recipe = Recipe(dtype, rows if pack and size <= PACK_LIMIT_BYTES else 0)
+        rows = rows if pack and size <= PACK_LIMIT_BYTES else 0
+        recipe = Recipe(dtype, rows, self._config.layernorm_zero_centered_gamma)
         self.kernels = self._load_kernels()
         ops = Ops() if self.kernels is None else Ops(self.kernels.add_norm, self.kernels.silu_mul)
         modules = [module for chunk in chunks for module in chunk.decoder.layers]
@@ -187,6 +196,7 @@ class DecoderStage:
         )
         self._chunks = [[next(layers) for _ in chunk.decoder.layers] for chunk in chunks]
         self.is_moe = self._config.num_moe_experts is not None
+        self.keeps_state = any(mixer.state_bytes(1, 1) for mixer in self._config.mixers)
         self._first: Any = chunks[0]
         self._rope, self._add_norm = chunks[0].rope, ops.add_norm
         self._embedding = chunks[0].embedding.word_embeddings.weight.detach() if mesh.is_first_stage else None
@@ -194,7 +204,7 @@ class DecoderStage:
         self.vocab_size = last.hf_config.vocab_size
         self.shard = last.vocab_size // mesh.tp.size
         if mesh.is_last_stage:
-            self._final_norm = recipe.cast(last.decoder.final_layernorm.weight)
+            self._final_norm = recipe.norm(last.decoder.final_layernorm.weight)
             self._head = recipe.head(last.lm_head_weight)
 
     def _load_kernels(self) -> DecodeKernels | None:

@@ -45,10 +45,13 @@ class Scheduler:
 
     Args:
         max_prefill_tokens: maximum number of prompt tokens in one prefill pass, after padding to the longest prompt.
+        copies: whether a running row still has what its prompt left, so that later samples of the prompt can copy it.
     """
 
-    def __init__(self, requests: Sequence[Request], slots: int, max_prefill_tokens: int) -> None:
-        self._slots, self._budget = slots, max_prefill_tokens
+    def __init__(
+        self, requests: Sequence[Request], slots: int, max_prefill_tokens: int, *, copies: bool = True
+    ) -> None:
+        self._slots, self._budget, self._copies = slots, max_prefill_tokens, copies
         self.samples: list[QueuedSample] = []
         for number, request in enumerate(requests):
             for _ in request.seeds:
@@ -62,7 +65,7 @@ class Scheduler:
         if free <= 0:
             return None
         admission = Admission()
-        holder = {sample.request: row for row, sample in enumerate(self.running)}
+        holder = {sample.request: row for row, sample in enumerate(self.running)} if self._copies else {}
         fresh: dict[int, list[int]] = {}
         for _ in range(free):
             sample, row = self._queue.popleft(), len(self.running)

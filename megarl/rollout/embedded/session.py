@@ -86,7 +86,7 @@ class Session:
         seeds = [seed for request in requests for seed in request.seeds]
         prompt = max((len(r.prompt_ids) for r in requests), default=1)
         slots = self._allocate(stage, sampling, stop_ids, limits, seeds, prompt - 1 + sampling.max_new_tokens)
-        self._scheduler = Scheduler(requests, slots, limits.max_prefill_tokens)
+        self._scheduler = Scheduler(requests, slots, limits.max_prefill_tokens, copies=not stage.keeps_state)
         self._pending: deque[Prefill] = deque()
         self._room = _room(requests, sampling.max_new_tokens, stage.device)
         samples = (request for request in requests for _ in request.seeds)
@@ -269,10 +269,12 @@ class Session:
     def _step(self, rows: int, length: int, lockstep: int) -> None:
         """Decode one token in each of the first `rows` rows, with device operations only, as graphs need."""
         sample, token, position, count = self._state.numbers[:, :rows]
+        done = self._state.done[:rows]
+        # A state changes with every token, so rows that have ended, and padding, must read none.
+        live = ~done & (sample < len(self._tokens) - 1) if self._stage.keeps_state else None
         turned = position if self._shifts is None else position + self._shifts[sample]
-        logits = self._stage.forward(
-            token, turned, DecodeStep(self._caches, position, length), want_logits=True, lockstep=lockstep
-        )
+        step = DecodeStep(self._caches, position, length, live)
+        logits = self._stage.forward(token, turned, step, want_logits=True, lockstep=lockstep)
         if logits is not None:
             sampled, logprobs = self._sampler(logits, self._seeds[sample], count)
             self._logprobs[sample, count] = logprobs
@@ -281,9 +283,8 @@ class Session:
         sampled = self._mesh.from_last_stage(sampled)
         self._tokens[sample, count] = sampled
         token.copy_(sampled)
-        position += 1
-        count += 1
-        done = self._state.done[:rows]
+        position += 1 if live is None else live
+        count += 1 if live is None else live
         done |= count >= (self._sampling.max_new_tokens if self._room is None else self._room[sample])
         if len(self._stops):
             done |= (sampled[:, None] == self._stops).any(1)  # torch.isin may sort, and wait for the device

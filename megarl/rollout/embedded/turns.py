@@ -219,11 +219,17 @@ class TurnSession(Session):
         logprobs = self._mesh.from_last_stage(self._logprobs[place])
         turns = self._cut(sequences, self._tokens[place], logprobs, self._rooms[place].cpu())
         sampled = dict(zip(sequences, turns, strict=True))
+        counts = self._state.count[finished].tolist() if self._stage.keeps_state else None
         for sequence, (tokens, _, _) in sampled.items():
             # the last token was never an input
             self._cached[sequence] = len(self._contexts[sequence]) + len(tokens) - 1
         moves = self._rows.retire(finished)
         self._move(moves, self._rows.running)
+        if counts is not None:
+            # A turn that ends before the tokens that its row has read, such as at a stop string found later.
+            for sequence, count in zip(sequences, counts, strict=True):
+                if len(sampled[sequence][0]) < count:
+                    self.forget(sequence)
         return sampled
 
 

@@ -101,22 +101,28 @@ class AttentionDecoder:
         prepared: Preparation,
         kernels: DecodeKernels | None,
     ) -> None:
-        self._number, self._window, self._kernels = number, mixer.window, kernels
+        self._number, self._window, self._kernels, self._gated = number, mixer.window, kernels, mixer.gate
         self._heads, self._scale = (mixer.groups // mesh.tp.size, -1, mixer.width), mixer.width**-0.5
         self._qkv, self._proj = prepared.layer(module.linear_qkv), prepared.layer(module.linear_proj)
         weights = None
         if mixer.qk_norm:
-            weights = torch.stack([prepared.cast(n.weight) for n in (module.q_layernorm, module.k_layernorm)])
+            weights = torch.stack([prepared.norm(n.weight) for n in (module.q_layernorm, module.k_layernorm)])
         self._head_norm = HeadNorm(weights, module.config.layernorm_epsilon)
 
     def __call__(self, x: Tensor, step: Pass) -> Tensor:
         """Implement `MixerDecoder`."""
         # Megatron stores the query heads, key and value of a group side by side, as decoding needs them.
         qkv = self._qkv(x).view(len(x), *self._heads)
+        if self._gated:
+            per = (qkv.shape[2] - 2) // 2
+            gate, qkv = qkv[:, :, per : 2 * per], torch.cat([qkv[:, :, :per], qkv[:, :, 2 * per :]], 2)
         attend: Attend | None = step.memo.get(Attention.kind)
         if attend is None:
             attend = step.memo[Attention.kind] = self._attend(step)
-        return self._proj(attend(self._number, self._window, qkv, self._head_norm, step.rope))
+        context = attend(self._number, self._window, qkv, self._head_norm, step.rope)
+        if self._gated:
+            context = (context * torch.sigmoid(gate.reshape(context.shape).float())).to(context.dtype)
+        return self._proj(context)
 
     def _attend(self, step: Pass) -> Attend:
         """Return the attention of a pass, for all layers."""

@@ -30,9 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megarl.models.layers.gated_delta.plain import CHUNK
 from megarl.system.errors import ConfigError
 
-CHUNK = 64
 _NORM_EPS = 1e-6
 
 

@@ -1,0 +1,201 @@
+"""Sizes, weights, work and memory of the gated delta net of Qwen3-Next and Qwen3.5, without torch.
+
+    hidden --in_proj--> Q | K | V | z | b | a          Q, K: key heads x dk;  V, z: value heads x dv;  b, a: value heads
+    Q | K | V --causal convolution, silu--> q, k, v --gated delta rule (b, a)--> o --norm, silu(z), out_proj--> hidden
+
+Each key head serves `per` consecutive value heads. Parameters have the sections in this order, each cut by tensor
+parallelism, so that a rank has whole key heads with their value heads. Checkpoints of Qwen3.5 have the same sections;
+those of Qwen3-Next have the rows of Q, K, V and z, and those of b and a, by key head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megarl.models.layers.mixer import Mixer
+from megarl.models.layers.rules import (
+    COLUMNS,
+    COPY,
+    HF,
+    MCORE,
+    ROWS,
+    Cut,
+    Piece,
+    Sources,
+    Split,
+    WeightRule,
+    WeightSource,
+    whole,
+)
+
+CHUNK = 64
+"""Tokens of a chunk of the rule, see `megarl.models.layers.gated_delta.rule`."""
+_STATE_BYTES = 4  # the state is float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDelta(Mixer):
+    """The gated delta net of one layer.
+
+    key_heads, value_heads: their numbers. key, value: widths of a head. taps: width of the convolution.
+    """
+
+    kind: ClassVar[str] = "gated_delta"
+
+    key_heads: int
+    value_heads: int
+    key: int
+    value: int
+    taps: int
+
+    @property
+    def per(self) -> int:
+        """Value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+    def sections(self, tp: int) -> dict[str, int]:
+        """Return the rows of the sections of the input projection on a rank; the first three are convolved."""
+        keys, values = self.key_heads * self.key // tp, self.value_heads * self.value // tp
+        heads = self.value_heads // tp
+        return {"query": keys, "key": keys, "value": values, "z": values, "beta": heads, "alpha": heads}
+
+    def channels(self, tp: int) -> int:
+        """Return the channels of the convolution on a rank."""
+        return (2 * self.key_heads * self.key + self.value_heads * self.value) // tp
+
+    def dimensions(self) -> dict[str, int]:
+        """Implement `Mixer.dimensions`."""
+        values = self.value_heads * self.value
+        return {
+            "delta_key_heads": self.key_heads,
+            "delta_keys": self.key_heads * self.key,
+            "delta_channels": self.channels(1),
+            "delta_channels_and_z": self.channels(1) + values,
+            "delta_heads": self.value_heads,
+            "delta_beta_and_alpha": 2 * self.value_heads,
+            "delta_values": values,
+            "delta_value": self.value,
+            "delta_taps": self.taps,
+        }
+
+    def widths(self) -> dict[str, int]:
+        """Implement `Mixer.widths`."""
+        return {"key heads of the gated delta net": self.key_heads}
+
+    def kept_elements(self, tp: int) -> float:
+        """Implement `Mixer.kept_elements`: the input projection; the convolution's result; queries and keys of every
+        value head, and the chunks' triangular matrices; the rule's result before and after its norm."""
+        heads = self.value_heads / tp
+        projected = 2 * self.channels(1) / tp + heads * (self.value + 2)
+        return projected + heads * (2 * self.key + CHUNK + 2 * self.value)
+
+    @property
+    def token_flops(self) -> float:
+        """The rule by chunks: products of keys and queries within a chunk, its triangular system, and products with
+        the state."""
+        state = 6 * self.key * self.value
+        return float(self.value_heads * (state + CHUNK * (5 * self.key + 3 * self.value)))
+
+    def state_bytes(self, tp: int, element: int) -> float:
+        """Return the bytes of the float32 state and of the last inputs of the convolution."""
+        state = self.value_heads / tp * self.key * self.value * _STATE_BYTES
+        return state + (self.taps - 1) * self.channels(1) / tp * element
+
+    @property
+    def context_parallel_problem(self) -> str | None:
+        """A token needs the state that all tokens before it leave."""
+        return "a gated delta net reads the tokens of a sequence one after the other, so ranks cannot share a sequence"
+
+
+def gated_delta_of(values: Mapping[str, Any]) -> GatedDelta:
+    """Return the gated delta net of a config with Qwen's keys."""
+    return GatedDelta(
+        key_heads=values["linear_num_key_heads"],
+        value_heads=values["linear_num_value_heads"],
+        key=values["linear_key_head_dim"],
+        value=values["linear_value_head_dim"],
+        taps=values["linear_conv_kernel_dim"],
+    )
+
+
+def gated_delta_rules(*, by_key_head: bool) -> tuple[WeightRule, ...]:
+    """Return the rules for a layer's gated delta net; parameters are named as in Megatron's GatedDeltaNet.
+
+    Args:
+        by_key_head: checkpoints have the rows of the input projection by key head (Qwen3-Next), not by section.
+    """
+
+    def rule(param: str, split: Split, *sources: tuple[str, ...]) -> WeightRule:
+        tensors = tuple(WeightSource(f"{HF}linear_attn.{name}", tuple(shape)) for name, *shape in sources)
+        return WeightRule(f"{MCORE}self_attention.{param}", GatedDelta.kind, split, tensors)
+
+    if by_key_head:
+        projection = rule(
+            "in_proj.weight",
+            BY_KEY_HEAD,
+            ("in_proj_qkvz.weight", "delta_channels_and_z", "hidden"),
+            ("in_proj_ba.weight", "delta_beta_and_alpha", "hidden"),
+        )
+    else:
+        projection = rule(
+            "in_proj.weight",
+            SECTIONS,
+            ("in_proj_qkv.weight", "delta_channels", "hidden"),
+            ("in_proj_z.weight", "delta_values", "hidden"),
+            ("in_proj_b.weight", "delta_heads", "hidden"),
+            ("in_proj_a.weight", "delta_heads", "hidden"),
+        )
+    return (
+        projection,
+        rule("conv1d.weight", SECTIONS, ("conv1d.weight", "delta_channels", "one", "delta_taps")),
+        rule("A_log", ROWS, ("A_log", "delta_heads")),
+        rule("dt_bias", ROWS, ("dt_bias", "delta_heads")),
+        rule("out_norm.weight", COPY, ("norm.weight", "delta_value")),
+        rule("out_proj.weight", COLUMNS, ("out_proj.weight", "hidden", "delta_values")),
+    )
+
+
+def _cut_rows(sources: Sources, blocks: Iterator[tuple[int, int, int]]) -> Cut:
+    """Return the parameter whose rows are `blocks`: (number of the source, first row, rows)."""
+    tail = sources[0][1][1:]
+    pieces, offset = [], 0
+    for source, first, rows in blocks:
+        regions = (((start, start + rows), *whole(tail)) for start in (first, offset))
+        pieces.append(Piece(sources[source][0], *regions))
+        offset += rows
+    return (offset, *tail), tuple(pieces)
+
+
+def _sections(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> Cut:
+    def blocks() -> Iterator[tuple[int, int, int]]:
+        keys = size["delta_keys"]
+        for number, (_, shape) in enumerate(sources):
+            first = 0
+            for rows in (keys, keys, shape[0] - 2 * keys) if number == 0 else (shape[0],):
+                yield number, first + rank * (rows // ways), rows // ways
+                first += rows
+
+    return _cut_rows(sources, blocks())
+
+
+def _by_key_head(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> Cut:
+    heads = size["delta_key_heads"]
+    keys, values, per = (size[name] // heads for name in ("delta_keys", "delta_values", "delta_heads"))
+
+    def blocks() -> Iterator[tuple[int, int, int]]:
+        for number, parts in enumerate(((keys, keys, values, values), (per, per))):
+            first = 0
+            for rows in parts:
+                for head in range(rank * heads // ways, (rank + 1) * heads // ways):
+                    yield number, head * sum(parts) + first, rows
+                first += rows
+
+    return _cut_rows(sources, blocks())
+
+
+#: By rows: Q, K and V, which are sections of the first source, and each further source.
+SECTIONS = Split("sections", "rows", _sections)
+#: By rows: Q, K, V and z, which the first source has for each key head, and b and a of the second source.
+BY_KEY_HEAD = Split("by_key_head", "rows", _by_key_head)
