@@ -105,6 +105,9 @@ def _layout(work: Work) -> list[object]:
     flags = ["--tensor-model-parallel-size", parallel.tp, "--pipeline-model-parallel-size", parallel.pp]
     flags += ["--context-parallel-size", parallel.cp, "--expert-model-parallel-size", parallel.ep]
     flags += ["--expert-tensor-parallel-size", parallel.etp or (1 if parallel.ep > 1 else parallel.tp)]
+    ends = {"first": parallel.first_stage_layers, "last": parallel.last_stage_layers}
+    for end, layers in ends.items():
+        flags += [] if layers is None else [f"--decoder-{end}-pipeline-num-layers", layers]
     flags += ["--sequence-parallel"] if parallel.sp and parallel.tp > 1 else []
     flags += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", max(engine.micro_batch_tokens, work.longest)]
     flags += ["--balance-data"]

@@ -193,6 +193,8 @@ _KEYS = {
     "actor.parallel.tp": "tensor_model_parallel_size dtensor_cfg.tensor_parallel_size",
     "actor.parallel.pp": "pipeline_model_parallel_size",
     "actor.parallel.vpp": "virtual_pipeline_model_parallel_size",
+    "actor.parallel.first_stage_layers": "num_layers_in_first_pipeline_stage decoder_first_pipeline_num_layers",
+    "actor.parallel.last_stage_layers": "num_layers_in_last_pipeline_stage decoder_last_pipeline_num_layers",
     "actor.parallel.cp": "context_parallel_size ulysses_sequence_parallel_size ulysses_size",
     "actor.parallel.ep": "expert_model_parallel_size",
     "actor.parallel.etp": "expert_tensor_parallel_size",

@@ -1,6 +1,8 @@
 """The attention kernels against a loop in float64."""
 
+import importlib
 import sys
+import types
 from collections.abc import Sequence
 
 import pytest
@@ -219,6 +221,23 @@ def test_the_newest_flash_attention_that_fits_and_can_be_imported_is_activated(m
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
     assert attention._newest_flash.__wrapped__() == expected
     assert active == ([expected] if expected else [])
+
+
+def test_torch_gets_as_many_results_of_flash_attention_4_as_it_unpacks(monkeypatch):
+    """flash-attn-4 4.0.0b36 returns five and three or four results."""
+    interface = types.SimpleNamespace(_flash_attn_fwd=lambda q, **_: (q, 1, 2, 3, 4), _flash_attn_bwd=lambda *dq: dq)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", types.SimpleNamespace(interface=interface))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    monkeypatch.setattr(torch.nn.attention._fa4, "_fa4_register_kernels", lambda: None)
+    assert attention._newest_flash.__wrapped__() == "FA4"
+    kernels = importlib.import_module(torch.nn.attention._fa4._FA4_MODULE_PATH)
+    assert kernels._flash_attn_fwd(0, causal=True) == (0, 1)
+    assert kernels._flash_attn_bwd(1, 2, 3, 4) == (1, 2, 3)
+    monkeypatch.delitem(sys.modules, kernels.__name__)
+    monkeypatch.setattr(torch.nn.attention._fa4, "_FA4_MODULE_PATH", None)
+    torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
+    torch.nn.attention._fa4._fa4_import_module.cache_clear()
 
 
 def test_torch_has_the_names_of_the_newest_flash_attentions():

@@ -228,8 +228,11 @@ def _newest_flash() -> str | None:
     """Activate FlashAttention 3 (package flash_attn_interface) or 4 (flash-attn-4) in torch, for this process.
 
     Return its name; None if neither fits this GPU or can be imported."""
-    from torch.nn.attention import activate_flash_attention_impl
+    from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl
+    from torch.nn.attention._fa4 import register_flash_attention_fa4
 
+    kernels = functools.partial(register_flash_attention_fa4, module_path="megarl.system.compat.flash_attention_4")
+    register_flash_attention_impl("FA4", register_fn=kernels)
     for name in _NEWEST.get(torch.cuda.get_device_capability()[0], ()):
         try:
             activate_flash_attention_impl(name)
