@@ -58,6 +58,7 @@ NAMES = {
     "megarl/cli.py": "whose warnings are shown",
     "megarl/commands/init.py": "the written recipe names included data",
     "megarl/commands/job.py": "workers get an entry function",
+    "megarl/models/layers/attention/training.py": "torch imports the kernels of flash-attn-4 by name",
     "megarl/config/load.py": "the folder of the included recipes",
     "megarl/config/task.py": "the tasks that have a section of the recipe",
     "megarl/dag/ahead.py": "which stage a node has; it imports neither",

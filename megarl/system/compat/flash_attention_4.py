@@ -5,16 +5,20 @@ torch takes its kernels from this module (models/layers/attention/training.py), 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from flash_attn.cute import interface
 
 
-def _flash_attn_fwd(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """Return the output and the log-sum-exps."""
-    return tuple(interface._flash_attn_fwd(*args, **kwargs)[:2])
+def first(results: int, kernel: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    """Return `kernel` with only its first `results` results."""
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return tuple(kernel(*args, **kwargs)[:results])
+
+    return call
 
 
-def _flash_attn_bwd(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """Return the gradients of queries, keys and values."""
-    return tuple(interface._flash_attn_bwd(*args, **kwargs)[:3])
+# The output and the log-sum-exps; the gradients of queries, keys and values.
+_flash_attn_fwd, _flash_attn_bwd = first(2, interface._flash_attn_fwd), first(3, interface._flash_attn_bwd)
