@@ -24,7 +24,7 @@ def older_engine(layout: dict, distributed: bool):
     from tests.models.sequential import submodules
 
     class Older(SequentialMLP):
-        def __init__(self, experts, config, pg_collection):
+        def __init__(self, experts, config, pg_collection, name=None):  # the name: from megatron-core 0.19 on
             super().__init__(experts, config, submodules(experts), pg_collection)
 
     grouped, random = build.GroupedExperts, cases._random
