@@ -32,6 +32,7 @@ from megarl.checks.lora import check_lora
 from megarl.checks.machine import check_machine
 from megarl.checks.placement import check_placement, extra_models
 from megarl.checks.reward_model import check_reward_model
+from megarl.checks.routes import check_routes
 from megarl.checks.settings import (
     check_batches,
     check_job,
@@ -155,6 +156,7 @@ def _check_learning(
 def _check_parts(config: RunConfig, facts: ModelFacts | None, placement: Placement | None, checks: Checklist) -> None:
     """Check the model's parts other than the decoder, and the placement of the servers."""
     check_lora(config, facts, placement, checks)
+    check_routes(config, facts, checks)
     check_images(config, placement, facts, checks)
     check_places(config, checks)
 

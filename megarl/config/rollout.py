@@ -95,6 +95,10 @@ class RolloutConfig(Section):
     stale_steps: NonNegativeInt = Field(
         0, description="number of training steps by which the weights used for generation lag behind"
     )
+    replay_routes: bool = Field(
+        False,
+        description="mixtures of experts: log-probs and updates of the policy use the experts chosen in generation",
+    )
     cuda_graphs: bool = Field(True, description="capture decode steps as CUDA graphs (embedded)")
 
     @property

@@ -3,11 +3,11 @@
 Importing a stage of megarl that declares an unlisted field is an error, and so is a node that returns a listed field in
 another form. A user's stage may add fields under other names. `page` returns docs/fields.md.
 
-    dtype     of a tensor (int64, float32, bool, uint8; float32 or bfloat16 for the model's states), or type of the
-              values of a column, which is a list (str, int, dict)
-    shape     [B] one entry per sample; [B, prompt], [B, response], [B, mismatched], [B, turns], [B, calls], [B, runs]:
-              a Jagged, with as many entries as the sample has tokens of the prompt, its response or the mismatched one,
-              turns, policy calls, runs of versions
+    dtype     of a tensor (int64, float32, bool, uint8; float32 or bfloat16 for the model's states; uint8 or int16 for
+              routes), or type of the values of a column, which is a list (str, int, dict)
+    shape     [B] one entry per sample; [B, prompt], [B, response], [B, mismatched], [B, tokens], [B, turns],
+              [B, calls], [B, runs]: a Jagged, with as many entries as the sample has tokens of the prompt, its response
+              or the mismatched one, tokens of both but the last one, turns, policy calls, runs of versions
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ IMAGES = PATCHES, GRIDS, DIGESTS = "image_patches", "image_grids", "image_digest
 DATA_IMAGES = tuple(f"data_{name}" for name in IMAGES)
 
 _MODEL_DTYPE = "float32 or bfloat16"
-_TENSORS = ("int64", "float32", "bool", "uint8", _MODEL_DTYPE)
+_ROUTES_DTYPE = "uint8 or int16"
+_TENSORS = ("int64", "float32", "bool", "uint8", _MODEL_DTYPE, _ROUTES_DTYPE)
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,13 @@ FIELDS: dict[str, Field] = {
     ),
     "rollout_logp": Field(
         "float32", "[B, response]", "rollout", "the engine's log-prob of each token", "[-0.1, -0.7, 0.0]"
+    ),
+    "routes": Field(
+        _ROUTES_DTYPE,
+        "[B, tokens, layers * chosen]",
+        "rollout",
+        "experts that each layer with experts chose for the token; the number of experts: no choice is known",
+        "[[3, 0, 1, 2]]",
     ),
     "weight_versions": Field("int64", "[B, runs]", "rollout", "weights that generated each run of tokens", "[3, 4]"),
     "version_tokens": Field("int64", "[B, runs]", "rollout", "length of each of these runs", "[2, 1]"),

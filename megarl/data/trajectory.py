@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megarl.data.batch import Batch, Jagged
 from megarl.data.image_set import ImageSet, fields_of_sets
+from megarl.data.routes import FIELD, RouteForm, continued, from_text, to_text
 from megarl.data.versions import VersionRuns, append_runs, version_values
 
 PLAIN = "answer"
@@ -30,8 +31,8 @@ PLAIN = "answer"
 class Trajectory:
     """A sample: an episode of any number of turns, or a plain answer, which has one turn.
 
-    It is partial while `ended_by` is empty. All fields except `images` are JSON values. A turn is sampled in one
-    segment, or in several if generation is interrupted.
+    It is partial while `ended_by` is empty. All fields except `images` and `routes` are JSON values. A turn is sampled
+    in one segment, or in several if generation is interrupted.
 
     Attributes:
         token_ids, sampled, logprobs: one entry per token after the prompt: its id, whether the policy sampled it (False
@@ -62,14 +63,27 @@ class Trajectory:
     segments: int = 0  # segments of all turns that sampled at least one token
     spent_s: float = field(default=0.0, compare=False)  # seconds that an interrupted sample's group has been in flight
     images: ImageSet | None = field(default=None, compare=False)  # images of the prompt and of observations
+    # routes of the first tokens of prompt and response (`megarl.data.routes`); None: not recorded
+    routes: Tensor | None = field(default=None, compare=False)
 
-    def add_segment(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: VersionRuns) -> None:
-        """Append a segment of sampled tokens; the first one begins a turn. A segment without tokens is ignored."""
+    def add_segment(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        versions: VersionRuns,
+        routes: Tensor | None = None,
+    ) -> None:
+        """Append a segment of sampled tokens; the first one begins a turn. A segment without tokens is ignored.
+
+        `routes` are those of the whole sequence so far.
+        """
         if not token_ids:
             return
         if not self.in_turn:
             self.turn_starts.append(len(self.token_ids))
         self._append(token_ids, sampled=True, logprobs=logprobs, versions=versions)
+        if routes is not None:
+            self.routes = continued(self.routes, routes)
         self.segments += 1
 
     def end_turn(self, finish_reason: str) -> None:
@@ -160,6 +174,11 @@ class Trajectory:
         return len(self.turn_ends) > len(self.turn_rewards)
 
     @property
+    def last_sampled(self) -> int:
+        """Position in `token_ids` of the last token that the policy sampled; -1 if there is none."""
+        return max((place for place, sampled in enumerate(self.sampled) if sampled), default=-1)
+
+    @property
     def last_turn(self) -> list[int]:
         """Tokens of the policy's last finished turn; empty if there is none."""
         return self.turn(self.turns - 1) if self.turn_ends else []
@@ -186,7 +205,7 @@ class Trajectory:
         """Return the fields as JSON values; images are stored without their patches."""
         images = self.images
         layout = None if images is None else {n: getattr(images, n) for n in ("places", "sizes", "digests")}
-        return {**vars(self), "images": layout}
+        return {**vars(self), "images": layout, "routes": to_text(self.routes)}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], patches: Mapping[int, Tensor]) -> Trajectory:
@@ -196,7 +215,7 @@ class Trajectory:
             places = tuple((start, rows, columns) for start, rows, columns in layout["places"])
             whole = torch.cat([patches[digest] for digest in layout["digests"]])
             images = ImageSet(whole, places, tuple(layout["sizes"]), tuple(layout["digests"]))
-        values = {**fields, "images": images}
+        values = {**fields, "images": images, "routes": from_text(fields.get("routes"))}
         if "drawn" in values:  # its name in checkpoints of older versions
             values["sampled"] = values.pop("drawn")
         return cls(**values)
@@ -216,6 +235,7 @@ def trajectory_values(
     by_turn: bool = True,
     patch_values: int | None = None,
     bodies: bool = False,
+    routes: RouteForm | None = None,
 ) -> dict[str, Tensor | Jagged | list]:
     """Return the batch fields and columns of trajectories, one entry per sample.
 
@@ -224,6 +244,7 @@ def trajectory_values(
         by_turn: True for episodes, which also get fields per turn and their own prompts; False for plain answers.
         patch_values: numbers per image patch, for episodes with images; None: there are no images.
         bodies: whether episodes get the mask of the observations' own tokens.
+        routes: form of the routes that samples must have; None: the samples get none.
     """
 
     def jagged(rows: list[list[Any]]) -> Jagged:
@@ -240,6 +261,12 @@ def trajectory_values(
         **version_values([t.versions for t in trajectories]),
         "finish_reason": [t.finish_reason for t in trajectories],
     }
+    if routes is not None:
+        values[FIELD] = routes.field(
+            [t.routes for t in trajectories],
+            [len(t.prompt_ids) + len(t.token_ids) - 1 for t in trajectories],
+            [len(t.prompt_ids) + t.last_sampled if t.last_sampled >= 0 else 0 for t in trajectories],
+        )
     if not by_turn:
         return values
     ends = jagged([t.turn_ends for t in trajectories])

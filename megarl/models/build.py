@@ -22,6 +22,7 @@ from megarl.models.hf import encoder_of, moe_layers, vision_of
 from megarl.models.layer_forms import parts_of
 from megarl.models.layers.attention.training import PackedAttention
 from megarl.models.layers.experts.deepep import DeepEPDispatcher
+from megarl.models.layers.experts.replay import replay_routes
 from megarl.models.layers.experts.router import ExpertRouter
 from megarl.models.layers.experts.training import GroupedExperts, TokenDispatcher, expert_groups
 from megarl.models.layers.kinds import KINDS
@@ -56,6 +57,7 @@ def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head
         chunk = _build_chunk(hf_config, tconf, block_spec(hf_config, tconf, vp_stage), settings)
         _mark_split(chunk)
         _dispatch(chunk)
+        replay_routes(chunk, moe_layers(hf_config))
         # Megatron creates some parameters (gates of shared experts) on the host whatever the device.
         chunks.append(chunk.to(device()))
     if tconf.lora is not None:

@@ -28,6 +28,7 @@ from megarl.artifacts.model_files import no_model
 from megarl.artifacts.vla_folder import PREPROCESSOR, VLA_TYPE, read_preprocessor
 from megarl.config.base import raise_problems
 from megarl.config.model import ModelConfig, ParallelConfig
+from megarl.data.routes import RouteForm
 from megarl.models.layers.experts.plain import Mixture
 from megarl.models.layers.mixer import Mixer
 from megarl.system.compat import transformers
@@ -271,6 +272,14 @@ def mixers_of(hf: PretrainedConfig) -> tuple[Mixer, ...]:
 def dimensions(hf: PretrainedConfig) -> dict[str, int]:
     """Return the model's sizes by the names that the tables of tensors use."""
     return values.dimensions(_keys(hf))
+
+
+def route_form(hf: PretrainedConfig) -> RouteForm | None:
+    """Return the form of the model's routes (`megarl.data.routes`); None for a model without experts."""
+    mixture = mixture_of(hf)
+    if mixture is None:
+        return None
+    return RouteForm(tuple(moe_layers(hf)), mixture.router.chosen, mixture.router.experts)
 
 
 def value_bias(hf: PretrainedConfig) -> bool:

@@ -33,6 +33,9 @@ class PackedSequences(PackedSeqParams):
     open_from: tuple[int, ...] = ()
     # image inputs: a `megarl.robots.models.vla.vision.Seen`, a `megarl.models.vlm.model.Images`, or None
     seen: Any = None
+    # experts to replay, uint8 or int16 [t, layers * chosen]: those of this rank's tokens (`megarl.data.routes`); None:
+    # routers choose
+    routes: Tensor | None = None
     cp_size: int = 1
     cp_rank: int = 0
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)

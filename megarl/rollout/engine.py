@@ -10,6 +10,8 @@ from megarl.config.rollout import SamplingConfig
 from megarl.data.versions import VersionRuns
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megarl.data.image_set import ImageSet
 
 #: `stop`: an end token or a stop string; `length`: the token limit; `abort`: aborted with its partial tokens.
@@ -50,7 +52,8 @@ class Completion:
     (temperature 1 when greedy), before top-k, top-p and min-token masks, or after them where
     `SamplingConfig.logprobs` is `processed`. `versions` are the weight versions that sampled the tokens.
 
-    `cached`: input tokens that were in the prefix cache; None if the engine does not count them.
+    `cached`: input tokens that were in the prefix cache; None if the engine does not count them. `routes`: those of the
+    whole sequence, prompt included, if `rollout.replay_routes` is set (`megarl.data.routes`); None: not recorded.
     """
 
     token_ids: list[int]
@@ -58,6 +61,7 @@ class Completion:
     finish_reason: FinishReason
     versions: VersionRuns
     cached: int | None = None
+    routes: Tensor | None = None
 
 
 def ignore_progress(samples: int) -> None:

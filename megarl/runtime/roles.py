@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.config.task import TaskPlayer
     from megarl.config.training import OptimConfig
+    from megarl.data.routes import RouteForm
     from megarl.models.policy import PolicyModel
     from megarl.rewards.parts import Rewards
     from megarl.rollout.embedded.stale import StaleWeights
@@ -360,6 +361,7 @@ class RolloutRole:
     episodes: Episodes | None = None  # the recipe's environment; None: a sample is one prompt and one response
     player: TaskPlayer | None = None  # plays the episodes of a task other than text; None: the engine generates text
     stale: StaleWeights | None = None  # generates training samples with older weights (`rollout.stale_steps`)
+    routes: RouteForm | None = None  # form of the routes that samples have (`rollout.replay_routes`)
     link: WeightLink = field(default_factory=WeightLink)  # transfers new weights to the engine
 
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.rollout import SamplingConfig, env_section
 from megarl.data.batch import Batch
@@ -82,7 +82,8 @@ def samples_of(
     samples, by_turn = prompts.repeat(n), rollout.episodes is not None
     width = samples[PATCHES].values.shape[1] if by_turn and PATCHES in samples.names() else None
     bodies = rollout.episodes is not None and rollout.episodes.bodies
-    values = trajectory_values(trajectories, by_turn=by_turn, patch_values=width, bodies=bodies) | {
+    forms: dict[str, Any] = {"patch_values": width, "bodies": bodies, "routes": rollout.routes}
+    values = trajectory_values(trajectories, by_turn=by_turn, **forms) | {
         "sample_id": [f"{uid}#{i % n}" for i, uid in enumerate(samples["uid"])],
         "response_text": _turn_texts(rollout, sampling, [t.last_turn for t in trajectories]),
     }

@@ -26,7 +26,7 @@ from megarl.data.sources import check_loader_kwargs
 from megarl.data.teachers import check_teachers
 from megarl.data.tokenizer import load_tokenizer
 from megarl.models.config import load_hf_config
-from megarl.models.hf import check_trainable, encoder_of, image_settings, moe_layers, visual_tensors
+from megarl.models.hf import check_trainable, encoder_of, image_settings, moe_layers, route_form, visual_tensors
 from megarl.models.weights import init_random, load_weights
 from megarl.rewards.parts import Rewards
 from megarl.rewards.references import check_answers, reads_answers, uses_reward
@@ -48,7 +48,7 @@ from megarl.system.tracing import keep_beating, phase
 from megarl.training.engine import MegatronEngine, Weights
 from megarl.training.parallel import Layout, init_parallel
 from megarl.training.rng import seed_generators
-from megarl.training.sequence_layout import TEXT, SequenceLayout
+from megarl.training.sequence_layout import TEXT, SequenceLayout, TextLayout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -232,7 +232,7 @@ class _Source:
         """Return the roles `rollout` and `scorer`; the rollout decodes with model `chunks` (empty: with servers)."""
         config, episodes = c.config, self.episodes
         engine: RolloutEngine = UnopenedEngine()
-        stale = None
+        stale, routes = None, route_form(c.hf_config) if config.rollout.replay_routes else None
         if self.player is not None:
             return {
                 "rollout": RolloutRole(engine, tokenizer, self.eos_ids, player=self.player),
@@ -244,7 +244,7 @@ class _Source:
             stale = StaleWeights(chunks, embedded, lag) if lag else None
         by_environment = episodes is not None and episodes.scores
         return {
-            "rollout": RolloutRole(engine, tokenizer, self.eos_ids, episodes, stale=stale),
+            "rollout": RolloutRole(engine, tokenizer, self.eos_ids, episodes, stale=stale, routes=routes),
             "scorer": ScorerRole(self.reward, by_environment, prompt_column(config)),
         }
 
@@ -350,20 +350,21 @@ def build_engine(
         weights=weights,
         name=name,
         seed=config.trainer.seed,
-        sequences=sequence_layout_of(config, hf_config),
+        sequences=sequence_layout_of(config, hf_config, replays=name == ACTOR),
         lora=config.model.lora if name in (ACTOR, CRITIC) else None,
         value_head=name in (CRITIC, REWARD_MODEL) or (name == ACTOR and config.trains_reward_model),
         freeze=config.model.freeze if trainable else (),
     )
 
 
-def sequence_layout_of(config: RunConfig, hf_config: PretrainedConfig) -> SequenceLayout:
-    """Return how a run's samples are laid out as input sequences of its models."""
+def sequence_layout_of(config: RunConfig, hf_config: PretrainedConfig, *, replays: bool = False) -> SequenceLayout:
+    """Return how a run's samples are laid out as input sequences of its models; `replays`: with the routes of the
+    rollout, if the recipe replays them."""
     if (of_task := config.task.sequence_layout(config, hf_config)) is not None:
         return of_task
     encoder = encoder_of(hf_config)
     if encoder is None:
-        return TEXT
+        return TextLayout(routes=route_form(hf_config)) if replays and config.rollout.replay_routes else TEXT
     from megarl.training.vlm_sequences import ImageLayout
 
     return ImageLayout(encoder, config.data.image_key is not None)

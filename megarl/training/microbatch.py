@@ -116,6 +116,10 @@ def build(
     moved = stream.to(device)
     if packed.seen is not None:
         moved.params.seen = packed.seen.to(device)
+    if packed.routes is not None:
+        form, routes = packed.routes
+        whole = torch.cat([routes, form.empty(len(tokens) - len(routes))])
+        moved.params.routes = stream.take(whole, fill=form.none).to(device)
     return MicroBatch(
         samples=tuple(samples),
         input_ids=stream.input_ids(tokens).to(device),

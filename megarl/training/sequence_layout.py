@@ -6,13 +6,14 @@ a response token, and the model's other inputs."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from megarl.data.batch import Batch, Jagged
+from megarl.data.routes import FIELD, RouteError, RouteForm
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class PackedRows:
     seen: Any = None  # image inputs, with their places among the T columns
     # int64 [3, T], for models whose positions have three numbers; None: the index in the row
     positions: Tensor | None = None
+    # experts to replay: their form (`megarl.data.routes`), and uint8 or int16 [T, layers * chosen]; None: no replay
+    routes: tuple[RouteForm, Tensor] | None = None
 
 
 class SequenceLayout(Protocol):
@@ -59,13 +62,18 @@ class SequenceLayout(Protocol):
         """Return a row without effect that uses every parameter, for a rank without samples that must take part."""
 
 
+@dataclass(frozen=True)
 class TextLayout:
     """The layout of text: P prompt and R response tokens become P + R - 1 columns (the last token is not an input).
 
     Column P - 1 + j predicts response token j.
+
+    Attributes:
+        routes: form of the routes that the model replays; None: its routers choose.
     """
 
-    columns = None
+    routes: RouteForm | None = field(default=None, kw_only=True)
+    columns: ClassVar[None] = None
 
     def rows(self, samples: Batch) -> Batch:
         """Return the samples unchanged, because each sample is one sequence."""
@@ -93,12 +101,23 @@ class TextLayout:
 
     def pack(self, rows: Batch) -> PackedRows:
         """Implement `SequenceLayout.pack`."""
-        return self._pack(rows["prompt_ids"].to("cpu"), rows["response_ids"].to("cpu"))
+        packed = self._pack(rows["prompt_ids"].to("cpu"), rows["response_ids"].to("cpu"))
+        if self.routes is None or FIELD not in rows:  # examples of supervised training have none
+            return packed
+        routes, lengths = rows[FIELD].to("cpu"), packed.lengths
+        if routes.lengths.tolist() != lengths or routes.values.shape[1] != self.routes.width:
+            raise RouteError(
+                f"routes of {routes.lengths.tolist()[:8]} tokens, {routes.values.shape[1]} numbers each, do not belong "
+                f"to samples of {lengths[:8]} tokens of a model with {self.routes.width} numbers\n"
+                f"  where:   field {FIELD!r}\n  fix:     set rollout.replay_routes=false"
+            )
+        return replace(packed, routes=(self.routes, routes.values))
 
     def filler(self) -> PackedRows:
         """Return a prompt of one token with a response of one token."""
         token = Jagged.from_list([[0]], dtype=torch.int64)
-        return self._pack(token, token)
+        routes = None if self.routes is None else (self.routes, self.routes.empty(1))
+        return replace(self._pack(token, token), routes=routes)
 
     @staticmethod
     def _pack(prompts: Jagged, responses: Jagged) -> PackedRows:

@@ -52,8 +52,16 @@ def generate(model: str, layout: dict, sampling: str, hf: dict | None = None) ->
     chunks = build(model, hf=hf, **layout)
     rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     mine = list(enumerate(make_requests()))[rank::size]
-    results = engine(chunks, max_running=7).generate([r for _, r in mine], SAMPLINGS[sampling], STOP)
-    return [[i, tokens([group]), logprobs([group])] for (i, _), group in zip(mine, results, strict=True)]
+    made = engine(chunks, max_running=7, replay_routes=model == MOE)
+    results = made.generate([r for _, r in mine], SAMPLINGS[sampling], STOP)
+    return [
+        [i, tokens([group]) + routes_of(group), logprobs([group])] for (i, _), group in zip(mine, results, strict=True)
+    ]
+
+
+def routes_of(group: list) -> list:
+    """The experts of each token and layer, in ascending order, of samples that have some."""
+    return [done.routes.unflatten(1, (-1, 2)).sort(-1).values.tolist() for done in group if done.routes is not None]
 
 
 def turns(model: str, layout: dict) -> list:

@@ -52,8 +52,12 @@ def hf_config(name: str, **changes):
 
 
 def make_engine(model: str = "dense", parallel: ParallelConfig | None = None, **kwargs):
-    """Engine with seeded weights; `engine`, `optim`, `dtype`, `frozen`, `layout`, `layers` and `seed` can be given."""
+    """Engine with seeded weights; `engine`, `optim`, `dtype`, `frozen`, `layout`, `layers` and `seed` can be given.
+
+    A policy with experts replays the routes of samples that have some (`with_routes`)."""
+    from megarl.models.hf import route_form
     from megarl.training.engine import MegatronEngine
+    from megarl.training.sequence_layout import TextLayout
 
     parallel = parallel or ParallelConfig()
     layout = kwargs.pop("layout", None) or layout_for(parallel)
@@ -70,6 +74,7 @@ def make_engine(model: str = "dense", parallel: ParallelConfig | None = None, **
         total_steps=kwargs.pop("total_steps", 10),
         weights=lambda chunks: _random(chunks, hf, seed),
         value_head="critic" in model,
+        sequences=TextLayout(routes=route_form(hf) if model == "moe" else None),
         **kwargs,
     )
 
@@ -118,6 +123,20 @@ def make_batch(count: int = 9, seed: int = 0, longest: int = 40) -> Batch:
         {key: Jagged.from_list(rows) for key, rows in fields.items()},
         {"sample_id": [f"s{i}" for i in range(count)]},
     )
+
+
+def with_routes(batch: Batch, layers: int) -> Batch:
+    """Samples with random routes for a model "moe" of this depth; every third token has none."""
+    from megarl.models.hf import route_form
+
+    form = route_form(hf_config("moe", num_hidden_layers=layers))
+    assert form is not None
+    lengths = batch["prompt_ids"].lengths + batch["response_ids"].lengths - 1
+    total = int(lengths.sum())
+    shuffled = torch.rand(total, form.layers, form.experts, generator=torch.Generator().manual_seed(4)).argsort(-1)
+    routes = shuffled[..., : form.chosen].flatten(1).to(form.dtype)
+    routes[::3] = form.none
+    return batch.with_values({"routes": Jagged(routes, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))})
 
 
 def split_over(batch: Batch, dp_rank: int, dp_size: int) -> Batch:

@@ -28,7 +28,7 @@ TWO = [
     ("dense", {"pp": 2}, {"distributed_optimizer": False}),
     ("tied", {"pp": 2, "vpp": 2, "last_stage_layers": 1}, {"micro_batch_tokens": 100}),
     ("moe", {"pp": 2, "first_stage_layers": 1}, {}),
-    ("moe", {"pp": 2, "vpp": 2}, {}),
+    ("moe", {"pp": 2, "vpp": 2}, {"recompute": ["moe"]}),
     ("dense", {}, {"overlap_grad_reduce": True}),
     ("dense", {}, {"distributed_optimizer": False, "micro_batch_tokens": 1}),
     ("moe", {}, {}),
@@ -68,7 +68,9 @@ def _run(name: str, sizes: dict, layers: int, engine: EngineConfig) -> dict:
     parallel = ParallelConfig(**sizes)
     layout = fresh_layout(parallel)
     made = cases.make_engine(name, parallel, layout=layout, engine=engine, optim=OPTIM, layers=layers)
-    batch = cases.split_over(cases.make_batch(COUNT), layout.dp_rank, layout.dp_size)
+    whole = cases.make_batch(COUNT)
+    whole = cases.with_routes(whole, layers) if name == "moe" else whole
+    batch = cases.split_over(whole, layout.dp_rank, layout.dp_size)
     before = cases.outputs(made, batch, 0.8)
     steps = [cases.train(made, batch, 0.8).result() for _ in range(STEPS)]
     return {"engine": made, "layout": layout, "before": before, "steps": steps}

@@ -80,6 +80,10 @@ class Caches:
     def __init__(self, stores: Mapping[str, Store], room: Room) -> None:
         self._stores, self.slots, self.max_length, self.fixed = stores, room.slots, room.max_length, room.fixed
 
+    def add(self, name: str, store: Any) -> None:
+        """Add what is kept by row in addition to the layers' stores; it has their methods."""
+        self._stores = {**self._stores, name: store}
+
     def __getitem__(self, kind: str) -> Any:
         return self._stores[kind]
 
@@ -109,12 +113,14 @@ class _Pass:
     """The fields of all passes.
 
     caches: of the session. memo: values that the first layer computes for the others, by a name that the kind chooses.
-    rope: tables of the pass's tokens, set by the decoder.
+    rope: tables of the pass's tokens, set by the decoder. routes: gets the experts, int64 [n, k], that each layer with
+    experts chose; None: not recorded.
     """
 
     caches: Caches
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, kw_only=True)
     rope: RopeTables = field(init=False, repr=False)
+    routes: list[Tensor] | None = field(default=None, repr=False, kw_only=True)
 
 
 @dataclass

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megarl.config.rollout import RolloutConfig, SamplingConfig
+from megarl.data.routes import from_text, to_text
+from megarl.models.hf import route_form
 from megarl.models.layers.mesh import Mesh
 from megarl.rollout.batched import BatchedGeneration
 from megarl.rollout.embedded.model import DecoderStage
@@ -59,6 +61,7 @@ class EmbeddedEngine:
         model_dtype = chunks[0].config.params_dtype
         self._dtype = model_dtype if config.dtype == "model" else DTYPES[config.dtype]
         self.weight_version = 0
+        self._route_form = route_form(chunks[0].hf_config) if config.replay_routes else None
 
     def generate(
         self,
@@ -73,12 +76,14 @@ class EmbeddedEngine:
         stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
         parts = [self._run(share, sampling, stop_ids, advance)]
         if self._mesh.cp.group is not None:
-            parts = self._mesh.cp.group.all_gather_json(parts[0])
+            plain = [(sample, to_text(routes)) for sample, routes in parts[0]]
+            gathered = self._mesh.cp.group.all_gather_json(plain)
+            parts = [[(sample, from_text(routes)) for sample, routes in part] for part in gathered]
         samples = iter(in_order(parts, requests, shares))
         return [
             [
-                Completion(tokens, logprobs, reason, [[self.weight_version, len(tokens)]])
-                for tokens, logprobs, reason in itertools.islice(samples, len(request.seeds))
+                Completion(tokens, logprobs, reason, [[self.weight_version, len(tokens)]], routes=routes)
+                for (tokens, logprobs, reason), routes in itertools.islice(samples, len(request.seeds))
             ]
             for request in requests
         ]
@@ -105,20 +110,22 @@ class EmbeddedEngine:
     def _run(
         self, requests: list[Request], sampling: SamplingConfig, stop_ids: list[int], advance: Callable[[int], None]
     ) -> list[Any]:
-        """Return the samples of this process's requests, in order."""
+        """Return the samples of this process's requests, in order, each with its routes."""
         running = max(1, self._config.max_running // self._mesh.cp.size)
         lanes = self._lanes(requests, running)
         running = max(1, running // lanes)
         shares = share_out(requests, lanes)
         rows = min(running, max(sum(len(requests[i].seeds) for i in share) for share in shares))
         stage = DecoderStage(self.chunks, self._mesh, self._dtype, rows=rows, steps=sampling.max_new_tokens)
-        limits = SessionLimits(running, self._config.max_prefill_tokens, self._config.cuda_graphs, lanes)
+        limits = SessionLimits(
+            running, self._config.max_prefill_tokens, self._config.cuda_graphs, lanes, self._route_form
+        )
         strings = StopStrings.of(sampling, self._tokenizer)
         sessions = [
             (
                 lambda share=share: Session(
                     stage, [requests[i] for i in share], sampling, stop_ids, limits, advance, strings
-                ).run()
+                ).run_with_routes()
             )
             for share in shares
         ]

@@ -24,6 +24,7 @@ from megarl.kernels.cpu import CpuKernels, add_norm_reference, silu_mul_referenc
 from megarl.kernels.cpu import load as load_kernels
 from megarl.kernels.gpu import decode_kernels
 from megarl.models.head import head_logits
+from megarl.models.hf import moe_layers
 from megarl.models.layer_forms import bias_of, layer_norms
 from megarl.models.layers.attention.decoding import DecodeKernels
 from megarl.models.layers.experts.decoding import Grouped, MoE
@@ -89,8 +90,9 @@ class Recipe:
     def merged(self, linear: Any) -> Tensor:
         """Return the weight of a linear layer in the decoding dtype, with its LoRA adapter added."""
         adapter = adapter_of(linear)
-        enabled = adapter is not None and adapter.enabled
-        return self.cast(adapter.whole(linear.weight) if enabled else linear.weight)
+        if adapter is None or not adapter.enabled:
+            return self.cast(linear.weight)
+        return self.cast(adapter.whole(linear.weight))
 
     def grouped(self, linear: Any) -> Grouped:
         """Return the function of a `GroupedLinear` layer of experts; adapters are handled as in `layer`."""
@@ -152,7 +154,7 @@ class Layer:
         delta = self._mesh.tp.all_sum(self._mixer(x, step))
         x = self._ops.add_norm(hidden, delta, self._mlp_norm, self._eps)
         if self._moe is not None:
-            return self._moe(x, lockstep)
+            return self._moe(x, lockstep, step.routes)
         return self._mesh.tp.all_sum(self._down(self._ops.silu_mul(self._up(x))))
 
 
@@ -166,6 +168,7 @@ class DecoderStage:
 
     Attributes:
         mixers: the mixers of this process's layers.
+        expert_layers: places, among the model's layers with experts, of those of this process.
         is_moe: whether the model has experts, here or on another stage.
         keeps_state: whether some layer, here or on another stage, has a state: what the tokens so far have left, which
             cannot be taken back to an earlier token.
@@ -195,6 +198,9 @@ class DecoderStage:
             for module, mixer, number in zip(modules, self.mixers, numbers_of_kinds(self.mixers), strict=True)
         )
         self._chunks = [[next(layers) for _ in chunk.decoder.layers] for chunk in chunks]
+        sparse = [number for number, has_experts in enumerate(moe_layers(chunks[0].hf_config)) if has_experts]
+        numbers = [module.layer_number - 1 for module in modules]
+        self.expert_layers = [sparse.index(number) for number in numbers if number in sparse]
         self.is_moe = self._config.num_moe_experts is not None
         self.keeps_state = any(mixer.state_bytes(1, 1) for mixer in self._config.mixers)
         self._first: Any = chunks[0]

@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from megarl.config.rollout import SamplingConfig
+from megarl.data.routes import RouteForm
 from megarl.models.layers.kinds import allocate, bytes_per_row
 from megarl.models.layers.passes import DecodeStep, Prompts, Room
 from megarl.models.vlm.model import next_position, positions_of
 from megarl.rollout.embedded.graphs import DecodeGraphs, cache_length, length_bucket, row_bucket, slots_below
 from megarl.rollout.embedded.memory import free_bytes
 from megarl.rollout.embedded.model import DecoderStage
+from megarl.rollout.embedded.routes import RouteRecord
 from megarl.rollout.embedded.sampler import Sampler
 from megarl.rollout.embedded.scheduler import Prefill, Scheduler
 from megarl.rollout.embedded.texts import RunningTexts, Sampled
@@ -50,12 +52,14 @@ class SessionLimits:
         max_prefill_tokens: maximum number of prompt tokens in a prefill pass.
         graphs: whether to capture decode steps as CUDA graphs.
         sessions: number of sessions that share this process's memory.
+        routes: form of the routes to record (`rollout.replay_routes`); None: none are recorded.
     """
 
     max_running: int
     max_prefill_tokens: int
     graphs: bool
     sessions: int
+    routes: RouteForm | None = None
 
 
 class _State:
@@ -117,6 +121,10 @@ class Session:
         slots = self._slots(wanted, longest, limits.sessions)
         room = Room(slots, longest, self._mesh.tp.size, stage.dtype, device, fixed)
         self._caches = allocate(stage.mixers, room)
+        self._routes, self._routes_of = None, dict[int, Tensor]()
+        if limits.routes is not None:
+            self._routes = RouteRecord(limits.routes, stage.expert_layers, self._mesh.pp, room)
+            self._caches.add("routes", self._routes)
         # One extra sample, to which the padded rows of a captured graph write.
         self._state = _State(slots, idle=len(seeds), device=device)
         self._idle = torch.tensor([[len(seeds)], [0], [0], [0]], device=device)
@@ -171,6 +179,17 @@ class Session:
                 "actor.parallel.tp or pp"
             )
         return slots_below(fit) if fit < wanted and device.type == "cuda" else fit
+
+    def run_with_routes(self) -> list[tuple[Sampled, Tensor | None]]:
+        """Return the samples of `run` with their routes; None: routes are not recorded."""
+        samples = self.run()
+        if self._routes is None:
+            return [(sample, None) for sample in samples]
+        prompts = [len(request.prompt_ids) for request in self._requests for _ in request.seeds]
+        return [
+            (sample, self._routes_of[number][: prompt + len(sample[0]) - 1])
+            for number, (sample, prompt) in enumerate(zip(samples, prompts, strict=True))
+        ]
 
     @torch.inference_mode()
     def run(self) -> list[Sampled]:
@@ -236,14 +255,20 @@ class Session:
         images, positions = None, torch.cat([torch.arange(n) for n in lengths])
         if any(sets is not None for _, sets in prompts):
             images, positions = seen([(range(len(tokens)), sets) for tokens, sets in prompts], self._stage)
+        step = Prompts(self._caches, lengths, rows, routes=self._new_routes())
         self._stage.forward(
             tokens.to(device),
             positions.to(device),
-            Prompts(self._caches, lengths, rows),
+            step,
             want_logits=False,
             lockstep=lockstep,
             images=images,
         )
+        if self._routes is not None and step.routes:
+            self._routes.fill(lengths, rows, step.routes)
+
+    def _new_routes(self) -> list[Tensor] | None:
+        return None if self._routes is None else []
 
     def _padded(self, rows: int) -> int:
         """Return the number of rows that a decode step of `rows` samples computes, padding included."""
@@ -273,8 +298,10 @@ class Session:
         # A state changes with every token, so rows that have ended, and padding, must read none.
         live = ~done & (sample < len(self._tokens) - 1) if self._stage.keeps_state else None
         turned = position if self._shifts is None else position + self._shifts[sample]
-        step = DecodeStep(self._caches, position, length, live)
+        step = DecodeStep(self._caches, position, length, live, routes=self._new_routes())
         logits = self._stage.forward(token, turned, step, want_logits=True, lockstep=lockstep)
+        if self._routes is not None and step.routes:
+            self._routes.append(position, step.routes)
         if logits is not None:
             sampled, logprobs = self._sampler(logits, self._seeds[sample], count)
             self._logprobs[sample, count] = logprobs
@@ -296,6 +323,9 @@ class Session:
         if not finished:
             return
         self._advance(len(finished))
+        if self._routes is not None:
+            sample, _, position, _ = self._state.numbers[:, finished].tolist()
+            self._routes_of |= zip(sample, self._routes.read(finished, position), strict=True)
         self._move(self._scheduler.finish(finished), len(self._scheduler.running))
 
     def _move(self, moves: Sequence[tuple[int, int]], running: int | None = None) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
+from megarl.data.routes import RouteForm
 from megarl.rollout.engine import Completion, Generation, Request, ignore_progress
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet, LostServer
@@ -59,6 +60,7 @@ class SglangEngine:
             updated during generation.
         run: this run's name in the tag of weights (`version_tag`); answers with another run's weights are rejected.
         tokenizer: decodes responses to find stop strings; only needed if sampling has any.
+        routes: form of the routes that servers return with samples; None: none.
 
     Attributes:
         weight_version: weight version to generate with, set after each update of the servers. Requests go only to
@@ -73,9 +75,10 @@ class SglangEngine:
         catch_up: Callable[[], None] | None,
         run: str,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        routes: RouteForm | None = None,
     ) -> None:
         self.config, self._fleet, self.replica, self._catch_up = config, fleet, replica, catch_up
-        self._run_name, self._tokenizer = run, tokenizer
+        self._run_name, self._tokenizer, self.routes = run, tokenizer, routes
         self._failures: list[LostServer] = []
         self._drafts = 0, 0
         self.weight_version = 0

@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.config.sglang import SGLangConfig
 from megarl.rollout.sglang.fleet import Fleet, Server
+from megarl.rollout.sglang.routes import SWITCH
 from megarl.rollout.sglang.server import HEALTH_S
 from megarl.system.comm import WorkerGroup
 from megarl.system.compat.sglang import LOADER, PATCH_LOADER
@@ -144,6 +145,14 @@ def _differences(
             "found": dtype,
             "allowed": f"{actual}, which all servers in rollout.sglang.urls must have",
             "fix": f"start the server with --dtype {dtype}, or change rollout.dtype",
+        }
+    if SWITCH in config.extra_args and not info.get("enable_return_routed_experts"):
+        yield {
+            "what": f"{where} does not return the routes of its samples",
+            "where": "rollout.replay_routes",
+            "found": True,
+            "allowed": f"servers with {SWITCH}",
+            "fix": f"start the server with {SWITCH}, or set rollout.replay_routes=false",
         }
     limit = info.get("context_length")
     if limit is not None and limit < longest:

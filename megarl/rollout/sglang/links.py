@@ -16,7 +16,7 @@ from megarl.dag.messages import ServersFilled, ServersStarted, ServerStates, Wei
 from megarl.dag.stage import Role
 from megarl.data.batch import Batch, Jagged
 from megarl.data.image_set import image_fields
-from megarl.models.hf import image_settings
+from megarl.models.hf import image_settings, route_form
 from megarl.rollout.family import WeightLink, address_of_worker, record_update
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.engine import Replica, SglangEngine
@@ -182,7 +182,8 @@ def engine_of(host: EngineHost, fleet: Fleet, run: str, catch_up: Callable[[], N
     """Return the engine that generates with the servers of `fleet`; see `SglangEngine` for the arguments."""
     layout = host.layout
     replica = Replica(layout.dp_rank, layout.dp_size, layout.mp_group, layout.world)
-    return SglangEngine(host.config.rollout.sglang, fleet, replica, catch_up, run, host.tokenizer)
+    routes = route_form(host.hf_config) if host.config.rollout.replay_routes else None
+    return SglangEngine(host.config.rollout.sglang, fleet, replica, catch_up, run, host.tokenizer, routes)
 
 
 def send_weights_to(host: EngineHost, fleet: Fleet) -> WeightSync:

@@ -10,10 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from megarl.config.rollout import SamplingConfig
+from megarl.data.routes import RouteForm, continued
 from megarl.data.versions import runs_of
 from megarl.rollout.engine import Completion, FinishReason
 from megarl.rollout.sglang.images import ServedImages
+from megarl.rollout.sglang.routes import REQUEST, read_routes
 from megarl.rollout.stop_strings import StopStrings
 from megarl.sync.protocol import read_tag
 
@@ -42,6 +46,8 @@ class ServedSample:
         strings: the stop strings of sampling; None: no stop strings. Servers have no tokenizer and do not stop at
             these strings, so later tokens are dropped.
         begun: number of tokens at the end of the prompt that belong to the turn which the sample continues.
+        form: form of the routes to ask for; None: no routes.
+        routes: those of the first tokens of prompt and response, as far as they are known.
     """
 
     prompt: int
@@ -60,6 +66,8 @@ class ServedSample:
     drafts: tuple[int, int] = (0, 0)
     strings: StopStrings | None = None
     begun: int = 0
+    form: RouteForm | None = None
+    routes: Tensor | None = None
 
     def _most(self, sampling: SamplingConfig) -> int:
         """Return the token limit of this sample."""
@@ -80,7 +88,8 @@ class ServedSample:
         settings |= {"ignore_eos": True} if sampling.ignore_eos else {"stop_token_ids": list(stop_ids)}
         fields = self.prompt_fields()
         fields["input_ids"] += self.token_ids
-        return fields | {"sampling_params": settings, "return_logprob": True}
+        routes = {} if self.form is None else REQUEST
+        return fields | {"sampling_params": settings, "return_logprob": True, **routes}
 
     def prompt_fields(self) -> dict[str, Any]:
         """Return the fields of a request that hold the prompt."""
@@ -107,6 +116,8 @@ class ServedSample:
             logprobs = [float(entry[0]) for entry in scored]
             if [entry[1] for entry in scored] != ids:
                 raise ValueError(f"the {len(scored)} log-probs of the answer do not belong to its {len(ids)} tokens")
+            length = len(self.prompt_ids) + len(self.token_ids) + len(ids)
+            routes = None if self.form is None else read_routes(meta, self.form, length)
             if reason == "length" and not (self.token_ids or ids):
                 raise ValueError("the answer has no token, although its finish reason is the length limit")
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -119,6 +130,8 @@ class ServedSample:
         self.token_ids += ids
         self.logprobs += logprobs
         self.versions += versions
+        if routes is not None:
+            self.routes = continued(self.routes, routes)
         if self._end_at_string(before):
             return
         # The server also stops at end tokens of the model's config that are not end tokens here; such a sample goes on.
@@ -160,7 +173,9 @@ class ServedSample:
     def completion(self) -> Completion:
         """Return the finished sample."""
         assert self.finish_reason is not None
-        return Completion(self.token_ids, self.logprobs, self.finish_reason, runs_of(self.versions), self.cached)
+        routes = None if self.routes is None else self.routes[: len(self.prompt_ids) + len(self.token_ids) - 1]
+        versions = runs_of(self.versions)
+        return Completion(self.token_ids, self.logprobs, self.finish_reason, versions, self.cached, routes)
 
 
 def _per_token(meta: dict[str, Any], count: int, tag: str) -> list[int]:

@@ -11,6 +11,7 @@ from megarl.models.weights.metadata import write_metadata
 from megarl.rollout.sglang.block_fp8 import write_block_fp8
 from megarl.rollout.sglang.images import write_processor
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
+from megarl.rollout.sglang.routes import returning_routes
 from megarl.system.device import DTYPES, has_cuda
 from megarl.system.errors import ConfigError, ServerError
 from megarl.system.rendezvous import run_key
@@ -53,7 +54,7 @@ def start_servers(host: EngineHost, key: str | None = None, address: str | None 
     with on_shared_devices(host, "start_servers"), phase("start_servers"), keep_beating():
         try:
             return open_fleet(
-                servers,
+                returning_routes(servers) if config.rollout.replay_routes else servers,
                 WorkerPlace.from_environment(config.cluster),
                 host.run_dir,
                 _write_model_config(host),

@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
+from megarl.data.routes import from_text, to_text
 from megarl.rollout.engine import Completion, Request, ignore_progress
 from megarl.rollout.sglang.client import Dispatch, for_others
 from megarl.rollout.sglang.fleet import LostServer
@@ -228,13 +229,15 @@ class ServerTurns:
                 self._prompts[begin] = next(self._numbers)
         served = None if images is None else self._images.setdefault(key, ServedImages(images))
         prompt = self._prompts[self._begins[sequence]]
-        sample = ServedSample(prompt, list(tokens), seed, room=room, images=served, strings=self._strings, begun=begun)
+        fields: dict[str, Any] = {"room": room, "strings": self._strings, "begun": begun, "form": self._engine.routes}
+        sample = ServedSample(prompt, list(tokens), seed, images=served, **fields)
         self._samples[sequence] = self._to_send[sequence] = sample
 
     def submit_all(self, requests: Sequence[Request]) -> None:
         """Submit the samples of all requests as sequences 0, 1, ..., in the order of requests and of their seeds."""
         for prompt, request in enumerate(requests if self._replica.is_first else ()):
             fields: dict[str, Any] = {"room": request.room, "strings": self._strings, "begun": request.begun}
+            fields["form"] = self._engine.routes
             fields["images"] = None if request.images is None else ServedImages(request.images)
             for seed in request.seeds:
                 sample = ServedSample(prompt, request.prompt_ids, seed, **fields)
@@ -371,5 +374,12 @@ class ServerTurns:
         over = {sequence: s for sequence, s in self._samples.items() if s.finish_reason is not None}
         self._samples = {sequence: s for sequence, s in self._samples.items() if sequence not in over}
         self._engine.count_drafts(over.values())
-        plain = [[sequence, asdict(sample.completion())] for sequence, sample in over.items()]
-        return {sequence: Completion(**fields) for sequence, fields in self._replica.group.broadcast_json(plain)}
+        completions = {sequence: sample.completion() for sequence, sample in over.items()}
+        plain = [
+            [sequence, {**vars(completion), "routes": to_text(completion.routes)}]
+            for sequence, completion in completions.items()
+        ]
+        return {
+            sequence: Completion(**{**fields, "routes": from_text(fields["routes"])})
+            for sequence, fields in self._replica.group.broadcast_json(plain)
+        }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.divergences import chosen_divergence
 from megarl.algorithms.needs import component_fields
 from megarl.dag.stage import Kind, Role, stage
-from megarl.runtime.stages.needs import call_fields, teacher_fields
+from megarl.runtime.stages.needs import call_fields, policy_fields, teacher_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ SURPLUS_LOGP, SURPLUS_SUM = "surplus_logp", "surplus_sum_pi_squared"
 _scores = partial(stage, reads=["prompt_ids", "response_ids"], needs=call_fields, kind=Kind.MODEL_INFERENCE)
 
 
-@_scores(optional=[SURPLUS_LOGP], writes=["old_logp"], role=Role.ACTOR)
+@_scores(optional=[SURPLUS_LOGP], needs=policy_fields, writes=["old_logp"], role=Role.ACTOR)
 def old_logp(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     """Score the responses with the policy before the update; surplus samples keep their earlier log-probs."""
     samples.set("old_logp", _scored_once(samples, SURPLUS_LOGP, actor.log_probs))
@@ -35,7 +35,11 @@ def old_logp(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
 
 
 @_scores(
-    reads=["prompt_ids", "response_ids", "old_logp"], optional=[SURPLUS_SUM], writes=["sum_pi_squared"], role=Role.ACTOR
+    reads=["prompt_ids", "response_ids", "old_logp"],
+    optional=[SURPLUS_SUM],
+    needs=policy_fields,
+    writes=["sum_pi_squared"],
+    role=Role.ACTOR,
 )
 def sum_pi_squared(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     """Compute the sum over the vocabulary of pi(v)^2 at every response token, for the optimal token baselines.

@@ -16,6 +16,7 @@ from megarl.algorithms.needs import (
     reference_fields,
 )
 from megarl.data.fields import IMAGES
+from megarl.data.routes import FIELD as ROUTES
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -53,12 +54,17 @@ def update_fields(config: RunConfig) -> list[str]:
     }
     read, taught = loss_fields(algorithm), [*reference_fields(algorithm), *distillation_fields(algorithm)]
     fields = list(dict.fromkeys([*read, *(name for name, needed in wanted.items() if needed), *taught]))
-    return fields + call_fields(config) + echo_fields(config)
+    return fields + policy_fields(config) + echo_fields(config)
 
 
 def echo_fields(config: RunConfig) -> list[str]:
     """List the fields that the cross-entropy on the environment's tokens reads; none if its weight is 0."""
     return ["observation_mask"] if config.algorithm.loss.echo_coef else []
+
+
+def policy_fields(config: RunConfig) -> list[str]:
+    """List the fields that the policy reads in addition to tokens: those of `call_fields`, and the rollout's routes."""
+    return [*call_fields(config), *([ROUTES] if config.rollout.replay_routes else [])]
 
 
 def needs_old_logp(config: RunConfig) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.fields import DATA_IMAGES, GRIDS, IMAGES
+from megarl.data.routes import FIELD as ROUTES
 from megarl.data.versions import VERSION_FIELDS, token_versions
 from megarl.runtime.stages.needs import call_fields, echo_fields, needed_fields
 from megarl.system.errors import MegarlError
@@ -50,9 +51,11 @@ def _of_episodes(config: RunConfig) -> list[str]:
     """List the additional fields of samples that are episodes."""
     if not config.task.writes_text:
         return config.task.sample_fields(config)
+    routes = [ROUTES] if config.rollout.replay_routes else []
     if not config.has_turns:
-        return []
+        return routes
     return [
+        *routes,
         *TURN_FIELDS,
         *echo_fields(config),
         *_data_prompt(config),
@@ -80,7 +83,9 @@ def generated_fields(config: RunConfig) -> list[str]:
     """List the fields that generation writes for every sample."""
     if not config.task.writes_text:
         return [*SAMPLE_FIELDS, *_of_episodes(config)]
-    return [*SAMPLE_FIELDS, *((*TURN_FIELDS, *echo_fields(config)) if config.has_turns else []), *_data_prompt(config)]
+    routes = [ROUTES] if config.rollout.replay_routes else []
+    turns = (*TURN_FIELDS, *echo_fields(config)) if config.has_turns else ()
+    return [*SAMPLE_FIELDS, *routes, *turns, *_data_prompt(config)]
 
 
 class RolloutError(MegarlError):

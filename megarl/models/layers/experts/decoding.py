@@ -61,24 +61,30 @@ class MoE:
         if module.shared_experts is not None:
             self._shared = SharedExperts(module.shared_experts, mesh, prepared, silu_mul)
 
-    def __call__(self, x: Tensor, lockstep: int) -> Tensor:
+    def __call__(self, x: Tensor, lockstep: int, routes: list[Tensor] | None = None) -> Tensor:
         """Return the weighted sum over the chosen experts plus the shared MLP's output, [n, h].
 
         Args:
             x: [n, h], this rank's tokens; the same on all ranks of a tensor-parallel group.
             lockstep: largest n of the ranks that share experts with this one.
+            routes: gets the experts of each token, int64 [n, k].
         """
-        routed = self._routed(x, lockstep)
+        routed = self._routed(x, lockstep, routes)
         return routed if self._shared is None or not len(x) else routed + self._shared(x)
 
-    def _routed(self, x: Tensor, lockstep: int) -> Tensor:
+    def _routed(self, x: Tensor, lockstep: int, routes: list[Tensor] | None) -> Tensor:
         """Return the weighted sum over the chosen experts, [n, h]."""
         if self._mesh.ep.size == 1:
+            weights, experts = self._route(x)
+            if routes is not None:
+                routes.append(experts)
             # Expert-tensor ranks hold the same tokens and a slice of every expert.
-            return self._mesh.etp.all_sum(self._run(x, *self._route(x)))
+            return self._mesh.etp.all_sum(self._run(x, weights, experts))
         axis, n = self._mesh.expert, len(x)
         everyone = axis.gather(F.pad(x, (0, 0, 0, lockstep - n))).flatten(0, 1)
         weights, experts = self._route(everyone)
+        if routes is not None:
+            routes.append(experts[axis.rank * lockstep :][:n])
         experts = experts.masked_fill(~everyone.any(dim=1, keepdim=True), -1)  # padding: a real row is never all zero
         # Ranks of a tensor-parallel group send the same tokens; each reads back the results of its own copy.
         total = axis.all_sum(self._run(everyone, weights, experts))

@@ -72,6 +72,7 @@ class ExpertRouter(MegatronModule):
     Attributes:
         weight: [E, h]; bias: [E] or None.
         expert_bias: the correction bias, a float32 buffer [E], or None.
+        routes: see `route`; set before each forward pass of the layer (`megarl.models.layers.experts.replay`).
         counts: tokens that chose each expert since the last update of the bias, int64 [E]; None: not counted.
     """
 
@@ -80,6 +81,7 @@ class ExpertRouter(MegatronModule):
         assert config.mixture is not None, "a model with routers has a mixture"
         self.rules = config.mixture.router
         self.layer_number: int | None = None
+        self.routes: Tensor | None = None
         where: dict[str, Any] = {"dtype": config.params_dtype, "device": device()}
         experts = self.rules.experts
         self.weight = torch.nn.Parameter(torch.empty(experts, config.hidden_size, **where))
@@ -107,6 +109,7 @@ class ExpertRouter(MegatronModule):
         x = hidden.view(-1, hidden.shape[-1])
         dtype = torch.promote_types(x.dtype, torch.float32) if self.rules.wide else x.dtype
         logits = router_gating_linear(x, self.weight, self.bias, dtype)
+        routes = self.routes if routes is None else routes
         weights, experts = route(logits, self.expert_bias, self.rules, routes)
         weights_of_all = weights.new_zeros(logits.shape).scatter(1, experts, weights)
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)

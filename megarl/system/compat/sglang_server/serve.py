@@ -223,6 +223,11 @@ def sample_by_token() -> None:
     hook(target, sample)
 
 
+def skip_pinning() -> None:
+    """Leave host memory as it is, because registering it for copies to a GPU needs CUDA; the record of routes does."""
+    hook("sglang.srt.mem_cache.pool_host.common._cuda_host_register", lambda call, *args, **kwargs: None)
+
+
 def fork_processes() -> None:
     """Fork the server's processes from this one, because new processes would import for ten seconds each. Forking is
     safe without CUDA while OpenMP has not started threads.
@@ -261,6 +266,7 @@ if INSTANCE:
     name_shared_memory()
 if ON_CPU:
     honour_seeds()
+    skip_pinning()
     fork_processes()
     sleep_while_paused()
 require_hooks()

@@ -1,0 +1,34 @@
+"""Checks of routing replay."""
+
+from __future__ import annotations
+
+from megarl.artifacts.facts import ModelFacts
+from megarl.checks.checklist import Checklist
+from megarl.config.run import RunConfig
+
+_KEY = "rollout.replay_routes"
+
+
+def check_routes(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
+    """Check that the model has routes, and that its samples carry them."""
+    if not config.rollout.replay_routes:
+        return
+    obstacle: tuple[str, object, str] | None = None
+    if facts is not None and not facts.is_moe:
+        obstacle = "this model has no experts, so there are no routes", facts.model_type, "a mixture of experts"
+    elif not config.task.writes_text:
+        obstacle = "the policy of this task has no routes", "true", "a text model"
+    elif facts is not None and facts.encoder is not None:
+        obstacle = "routes of models with images are not supported", facts.encoder.model_type, "a text model"
+    engine = config.actor.engine
+    if engine.fp8 != "none" and "moe" in engine.recomputed:
+        obstacle = "FP8 mixtures that recompute themselves cannot replay routes", "actor.engine.recompute: moe", "full"
+    servers = config.rollout.servers
+    if servers is not None and servers.speculative is not None:
+        obstacle = "routes of speculative decoding are not supported", servers.speculative.algorithm, "no draft model"
+    if servers is not None and "--chunked-prefill-size=-1" in "=".join(servers.extra_args):
+        reason = "SGLang's record of routes is too small for prompts that are not read in chunks"
+        obstacle = reason, "--chunked-prefill-size=-1", "--chunked-prefill-size above 0"
+    if obstacle is not None:
+        problem, found, allowed = obstacle
+        checks.fail(_KEY, problem, found=found, allowed=allowed, fix=f"set {_KEY}=false")

@@ -1,0 +1,113 @@
+"""Routes: the experts that a mixture chose for each token while it was generated, which training replays.
+
+The routes of a sequence are one row per token but the last, which is never an input: `layers * chosen` expert numbers,
+layer by layer. A token without routes, such as an observation that no model has read, has the number of experts in
+their place; the router then makes its own choice.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.data.jagged import Jagged
+from megarl.system.errors import MegarlError
+
+FIELD = "routes"
+"""Name of the field of a batch."""
+
+
+class RouteError(MegarlError):
+    """The generation engine returned no routes, or routes that do not belong to the tokens."""
+
+    repeats = True
+
+
+@dataclass(frozen=True)
+class RouteForm:
+    """The form of a model's routes."""
+
+    sparse: tuple[bool, ...]  # whether each layer of the model has experts
+    chosen: int  # experts per token
+    experts: int  # experts per layer
+
+    @property
+    def layers(self) -> int:
+        """Number of layers with experts."""
+        return sum(self.sparse)
+
+    @property
+    def width(self) -> int:
+        """Numbers per token."""
+        return self.layers * self.chosen
+
+    @property
+    def none(self) -> int:
+        """The number in place of an expert where a token has no routes."""
+        return self.experts
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest type for expert numbers and `none`."""
+        return torch.uint8 if self.experts < 256 else torch.int16
+
+    def empty(self, tokens: int) -> Tensor:
+        """Return rows [tokens, width] without routes."""
+        return torch.full((tokens, self.width), self.none, dtype=self.dtype)
+
+    def field(self, known: Sequence[Tensor | None], lengths: Sequence[int], read: Sequence[int]) -> Jagged:
+        """Return the field of a batch.
+
+        Args:
+            known: routes of each sample's first tokens, as its engine returned them.
+            lengths: tokens of each sample but the last.
+            read: number of each sample's first tokens that generation has certainly read: up to the one before the
+                last sampled token.
+
+        Raises:
+            RouteError: a sample has fewer routes than `read`, or routes of another model.
+        """
+        rows = []
+        for number, (routes, length, least) in enumerate(zip(known, lengths, read, strict=True)):
+            have = 0 if routes is None else len(routes)
+            if have < least or (routes is not None and (routes.shape[1] != self.width or routes.dtype != self.dtype)):
+                raise RouteError(
+                    f"the generation engine returned routes of {have} tokens of sample {number}, "
+                    f"{0 if routes is None else routes.shape[1]} numbers each, instead of at least {least} tokens and "
+                    f"{self.width} numbers\n  where:   rollout.replay_routes\n"
+                    "  fix:     set rollout.replay_routes=false, or use an engine that returns the routes of this model"
+                )
+            rows.append(self.empty(length))
+            if routes is not None:
+                rows[-1][: min(length, have)] = routes[:length]
+        values = torch.cat([self.empty(0), *rows])
+        return Jagged(values, torch.tensor([0, *lengths]).cumsum(0))
+
+
+def continued(known: Tensor | None, routes: Tensor) -> Tensor:
+    """Return the routes of a sequence's first tokens: those of `known`, then those that `routes` has in addition.
+
+    Tokens with known routes keep them, because the tokens after them were sampled after these choices.
+    """
+    return routes if known is None else torch.cat([known, routes[len(known) :]])
+
+
+def to_text(routes: Tensor | None) -> list[str | int] | None:
+    """Return routes as JSON values: dtype, numbers per token and base64 of the bytes."""
+    if routes is None:
+        return None
+    name = str(routes.dtype).removeprefix("torch.")
+    return [name, routes.shape[1], base64.b64encode(routes.contiguous().numpy().tobytes()).decode()]
+
+
+def from_text(values: Sequence[str | int] | None) -> Tensor | None:
+    """Return the routes in the result of `to_text`."""
+    if values is None:
+        return None
+    name, width, data = values
+    whole = torch.frombuffer(bytearray(base64.b64decode(str(data))), dtype=getattr(torch, str(name)))
+    return whole.view(-1, int(width))

@@ -1,0 +1,68 @@
+"""Records which experts the tokens of a session choose (`megarl.data.routes`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.data.routes import RouteForm
+from megarl.models.layers.mesh import Axis
+from megarl.models.layers.passes import Room
+
+
+class RouteRecord:
+    """The routes of each cache row, which are copied with the row (a `Store` without positions of its own).
+
+    Args:
+        form: of the whole model's routes.
+        layers: places, among the model's layers with experts, of those of this process.
+        stages: pipeline stages, which have the other layers.
+    """
+
+    length = 0
+
+    def __init__(self, form: RouteForm, layers: Sequence[int], stages: Axis, room: Room) -> None:
+        self._form, self._stages, self._device = form, stages, room.device
+        self._rows = form.empty(room.slots * room.max_length).to(room.device)[:, : len(layers) * form.chosen]
+        self._rows = self._rows.reshape(room.slots, room.max_length, -1).contiguous()
+        most = stages.all_max(len(layers), room.device)
+        places = torch.full((most,), -1, device=room.device)
+        places[: len(layers)] = torch.tensor(layers, dtype=torch.int64)
+        self._places = stages.gather(places)
+
+    def reserve(self, rows: int, needed: int) -> None:
+        """Implement `Store.reserve`: all positions are allocated."""
+
+    def clear(self, rows: Tensor) -> None:
+        """Implement `Store.clear`."""
+        self._rows[rows] = self._form.none
+
+    def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
+        """Implement `Store.copy_rows`."""
+        self._rows[targets] = self._rows[sources]
+
+    def append(self, positions: Tensor, routes: Sequence[Tensor]) -> None:
+        """Record one token of each of the first n rows, at `positions` [n]; `routes`: int64 [n, k] of each layer."""
+        rows = torch.arange(len(positions), device=positions.device)
+        self._rows[rows, positions] = torch.cat(list(routes), 1).to(self._form.dtype)
+
+    def fill(self, lengths: Sequence[int], rows: Sequence[Sequence[int]], routes: Sequence[Tensor]) -> None:
+        """Record packed prompts of `lengths` tokens, each in all its `rows`; `routes`: int64 [t, k] of each layer."""
+        prompts = torch.cat(list(routes), 1).to(self._form.dtype).split(list(lengths))
+        for prompt, own_rows in zip(prompts, rows, strict=True):
+            self._rows[list(own_rows), : len(prompt)] = prompt
+
+    def read(self, rows: Sequence[int], tokens: Sequence[int]) -> list[Tensor]:
+        """Return the whole model's routes of the first `tokens` tokens of `rows`, on the host; collective over the
+        pipeline stages."""
+        chosen, longest = self._form.chosen, max(tokens)
+        local = self._rows[list(rows), :longest]
+        wide = self._places.shape[1] * chosen
+        padded = torch.nn.functional.pad(local, (0, wide - local.shape[2]))
+        whole = self._form.empty(len(rows) * longest).view(len(rows), longest, self._form.layers, chosen)
+        for places, part in zip(self._places.cpu(), self._stages.gather(padded).cpu(), strict=True):
+            layers = part.view(len(rows), longest, -1, chosen)
+            whole[:, :, places[places >= 0]] = layers[:, :, places >= 0]
+        return [routes[:count].flatten(1).clone() for routes, count in zip(whole, tokens, strict=True)]
