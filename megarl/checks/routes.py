@@ -30,5 +30,5 @@ def check_routes(config: RunConfig, facts: ModelFacts | None, checks: Checklist)
         reason = "SGLang's record of routes is too small for prompts that are not read in chunks"
         obstacle = reason, "--chunked-prefill-size=-1", "--chunked-prefill-size above 0"
     if obstacle is not None:
-        problem, found, allowed = obstacle
-        checks.fail(_KEY, problem, found=found, allowed=allowed, fix=f"set {_KEY}=false")
+        problem, value, allowed = obstacle
+        checks.fail(_KEY, problem, found=value, allowed=allowed, fix=f"set {_KEY}=false")
