@@ -130,7 +130,9 @@ class Executor:
         from megarl.dag.guard import GuardedBatch
 
         if more is None:
-            raise NodeError(f"node {node.id!r} requests more prompts, but this run of the graph has none")
+            raise NodeError(
+                f"node {node.id!r} asks for more prompts than this step has: only the rollout's own loop can load more"
+            )
         batch = next(more).copy()
         for id in self.graph.upstream(node.id):
             batch = self._call(self.graph[id], context, batch, more)

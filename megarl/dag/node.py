@@ -59,7 +59,7 @@ class Node:
 
     @property
     def declared(self) -> Contract:
-        """The contract of a resolved node."""
+        """The node's contract: which fields and roles it reads and writes. A node has it once its graph is built."""
         assert self.contract is not None, "nodes of a graph are resolved"
         return self.contract
 

@@ -9,7 +9,7 @@ from typing import IO
 
 from megarl.system.errors import printable
 
-LIMIT = 1 << 16  # bytes per process until `renew`
+LIMIT = 1 << 16  # bytes of output that are printed for a process; `renew` starts a new count
 _CHUNK = 1 << 16
 _END_S = 1.0  # seconds to wait for the last lines; a process that left its group may hold the pipe open for longer
 

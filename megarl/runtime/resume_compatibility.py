@@ -410,5 +410,8 @@ def _resume_fix(step: int, held: int, before: str) -> str:
 
 
 def left_out(folder: Path, parts: int) -> int:
-    """Return how many prompts to generate again a checkpoint without samples lists; `parts` replicas wrote it."""
+    """Return how many prompts have to be generated again after a checkpoint that was saved without their samples.
+
+    `parts` is the number of replicas that wrote the checkpoint.
+    """
     return sum(len(json.loads((folder / f"flow_{part}.json").read_text())["again"]) for part in range(parts))

@@ -93,17 +93,17 @@ class Caches:
         return max(store.length for store in self._stores.values())
 
     def reserve(self, rows: int, needed: int) -> None:
-        """Call `Store.reserve` of all kinds."""
+        """Make room for `needed` positions in the first `rows` rows, in the stores of all kinds of layers."""
         for store in self._stores.values():
             store.reserve(rows, needed)
 
     def clear(self, rows: Tensor) -> None:
-        """Call `Store.clear` of all kinds."""
+        """Empty `rows` in the stores of all kinds of layers."""
         for store in self._stores.values():
             store.clear(rows)
 
     def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
-        """Call `Store.copy_rows` of all kinds."""
+        """Copy rows `sources` to `targets` in the stores of all kinds of layers."""
         for store in self._stores.values():
             store.copy_rows(sources, targets)
 

@@ -199,7 +199,8 @@ def _agree(reference: Node, answer: Node, names: list[str], base: float | None) 
 
 
 def _values(reference: Node, answer: Node, names: list[str], base: float | None) -> Iterator[tuple[Any, Any, int]]:
-    """Yield both values and their digits at real, else integer, else complex points where both are defined."""
+    """Yield the values of both expressions, with the number of reliable digits, at points where both are defined: real
+    points, or if there are too few of these, integers, or else complex points."""
     complex_ = is_complex(reference, answer)
     attempts = [(points(names, has_steps(reference, answer)), not complex_)]
     if not complex_:
