@@ -131,7 +131,7 @@ class Executor:
 
         if more is None:
             raise NodeError(
-                f"node {node.id!r} asks for more prompts than this step has: only the rollout's own loop can load more"
+                f"node {node.id!r} requests more prompts, but only a training step can load more"
             )
         batch = next(more).copy()
         for id in self.graph.upstream(node.id):

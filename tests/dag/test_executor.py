@@ -97,7 +97,7 @@ def test_a_refill_is_the_next_prompts_after_all_nodes_before():
     out, _ = run(p, more=(prompts(n) for n in (1, 2, 9)))
     assert out["uid"] == ["p0", "p1", "p2", "p0", "p0", "p1"]
     assert out["x"].tolist() == [3.0] * 6
-    with pytest.raises(NodeError, match="requests more prompts, but this run of the graph has none"):
+    with pytest.raises(NodeError, match="requests more prompts, but only a training step can load more"):
         run(p)
 
 
