@@ -130,9 +130,7 @@ class Executor:
         from megarl.dag.guard import GuardedBatch
 
         if more is None:
-            raise NodeError(
-                f"node {node.id!r} requests more prompts, but only a training step can load more"
-            )
+            raise NodeError(f"node {node.id!r} requests more prompts, but only a training step can load more")
         batch = next(more).copy()
         for id in self.graph.upstream(node.id):
             batch = self._call(self.graph[id], context, batch, more)
