@@ -7,14 +7,25 @@ list it below. Source: the configuration and modelling files of these models in 
 
 from __future__ import annotations
 
-from megarl.architectures import glm4_moe, llama, mistral, mixtral, qwen2, qwen3, qwen3_5, qwen3_moe
+from megarl.architectures import (
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+)
 from megarl.architectures.base import Architecture
 from megarl.architectures.vision_language import DECODERS
 from megarl.system.errors import ConfigError
 
 ARCHITECTURES: dict[str, Architecture] = {
     module.ARCHITECTURE.model_type: module.ARCHITECTURE
-    for module in (glm4_moe, llama, mistral, mixtral, qwen2, qwen3, qwen3_5, qwen3_moe)
+    for module in (deepseek_v3, glm4_moe, glm4_moe_lite, llama, mistral, mixtral, qwen2, qwen3, qwen3_5, qwen3_moe)
 }
 
 

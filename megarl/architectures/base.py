@@ -35,11 +35,13 @@ class Architecture:
     experts_keys: tuple[str, str] | None = None
     # the mixer of each layer, from the values of `keys`; None: softmax attention in all layers
     mixers: Callable[[Mapping[str, Any]], tuple[Mixer, ...]] | None = None
-    # the mixtures of experts, from the values of `keys`; None: the class has none
-    mixture: Callable[[Mapping[str, Any]], Mixture] | None = None
     head_key: str = "head_dim"  # the key with the width of the part of a head that RoPE rotates
     # checkpoints may have further layers, which predict more than one token ahead; they are not read
     predicts_ahead: bool = False
+    # keys of an exported config.json that transformers does not write and others read, from the values of `keys`
+    written: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    # the mixtures of experts, from the values of `keys`; None: the class has none
+    mixture: Callable[[Mapping[str, Any]], Mixture] | None = None
     qkv_bias: bool | str = False  # the projections to query, key and value have a bias; or the key that says so
     qk_norm: bool | str = False  # queries and keys are normalised per head; or the key that says so
     # RoPE rotates the first `partial_rotary_factor` of a head; other classes ignore the key

@@ -15,6 +15,7 @@ from megarl.architectures.values import (
     read_keys,
     rope_scaling,
     rotated_width,
+    sparse_layers,
 )
 from megarl.system.errors import ConfigError
 
@@ -132,15 +133,24 @@ def _check_heads(values: dict[str, Any], found: Architecture, refuse: Refuse) ->
 def _check_experts(values: dict[str, Any], found: Architecture, refuse: Refuse) -> None:
     if "num_experts" not in values:
         return
+    dense, first = values.get("mlp_only_layers"), values.get("first_k_dense_replace", 0)
+    if dense is not None and not (isinstance(dense, (list, tuple)) and all(_whole(layer) for layer in dense)):
+        refuse("mlp_only_layers", dense, "a list of layer numbers")
+    if not _whole(first) or first < 0:
+        refuse("first_k_dense_replace", first, "integer >= 0")
+    types, layers = values.get("mlp_layer_types"), values["num_hidden_layers"]
+    if types is not None and not (isinstance(types, (list, tuple)) and set(types) <= {"dense", "sparse"}):
+        refuse("mlp_layer_types", types, "a list of dense and sparse, or null")
+    if types is not None and len(types) != layers:
+        refuse("mlp_layer_types", len(types), f"one for each of the {layers} layers")
+    if not any(sparse_layers({**values, "num_experts": 1})):
+        return  # all layers are dense, whatever the numbers of experts are
     experts, chosen = values["num_experts"], values["num_experts_per_tok"]
     least = 0 if found.experts_optional else 1
     if not _whole(experts) or experts < least:
         refuse("num_experts", experts, f"integer >= {least}")
     if experts and chosen > experts:
         refuse("num_experts_per_tok", chosen, f"at most the {experts} experts")
-    dense = values.get("mlp_only_layers")
-    if dense is not None and not (isinstance(dense, (list, tuple)) and all(_whole(layer) for layer in dense)):
-        refuse("mlp_only_layers", dense, "a list of layer numbers")
 
 
 def _check_windows(raw: Mapping[str, Any], values: dict[str, Any], known: Architecture, refuse: Refuse) -> None:

@@ -17,11 +17,14 @@ OLDER = frozenset({"model_type", "output_attentions", "rope_scaling", "rope_thet
 """Keys that every class accepts in addition to its fields: names that older versions wrote."""
 
 # Keys that no class reads, but that config.json files of supported models have: Qwen's distillations of R1 (use_mrope),
-# quantised models, models with their own code, and keys of older versions and other trainers.
+# DeepSeek's own code (scoring_func and others), quantised models, models with their own code, older versions and other
+# trainers.
 _PUBLISHED = frozenset(
     {
         *("use_mrope", "quantization_config", "compression_config", "auto_map", "tokenizer_class"),
         *("model_max_length", "unsloth_fixed", "unsloth_version"),
+        *("scoring_func", "topk_method", "moe_layer_freq", "ep_size", "seq_aux", "aux_loss_alpha"),
+        "qk_head_dim",  # written by classes with latent attention, which compute it
     }
 )
 

@@ -37,9 +37,13 @@ def sigmoid_router(values: Mapping[str, Any]) -> RouterRules:
 
 def check_routing(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
     """Refuse groups that do not divide the experts or hold too few, and values that mean another model."""
+    from megarl.architectures.values import sparse_layers  # which imports all architectures
+
     for key, value in _FIXED.items():
         if raw.get(key, value) != value:
             refuse(key, raw[key], value, "this variant is not supported")
+    if not any(sparse_layers(values)):
+        return
     experts, groups, chosen = values["num_experts"], values["n_group"], values["topk_group"]
     if experts % groups or experts // groups < 2:
         refuse("n_group", groups, f"a divisor of the {experts} experts that leaves two or more in a group")
@@ -47,8 +51,6 @@ def check_routing(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Ref
         refuse("topk_group", chosen, f"at most the {groups} groups")
     if values["num_experts_per_tok"] > experts // groups * chosen:
         refuse("num_experts_per_tok", values["num_experts_per_tok"], f"at most the experts of {chosen} groups")
-    scale, first = values["routed_scaling_factor"], values.get("first_k_dense_replace", 0)
+    scale = values["routed_scaling_factor"]
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or scale <= 0:
         refuse("routed_scaling_factor", scale, "number > 0")
-    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-        refuse("first_k_dense_replace", first, "integer >= 0")

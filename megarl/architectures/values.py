@@ -50,7 +50,7 @@ def sparse_layers(values: Mapping[str, Any]) -> list[bool]:
     count, experts = values["num_hidden_layers"], values.get("num_experts", 0)
     if (types := values.get("mlp_layer_types")) is not None:
         return [kind == "sparse" for kind in types]
-    first = values.get("first_k_dense_replace", 0)
+    first = values.get("first_k_dense_replace", int("mlp_layer_types" in values))
     dense, step = set(values.get("mlp_only_layers") or ()), values.get("decoder_sparse_step", 1)
     return [experts > 0 and layer >= first and layer not in dense and (layer + 1) % step == 0 for layer in range(count)]
 

@@ -6,6 +6,7 @@ Needs neither torch nor transformers.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ _NAMED = 5  # most tensors that a message lists
 #: RoPE's frequencies, which older versions of transformers saved; they follow from config.json.
 _COMPUTED = ".rotary_emb.inv_freq"
 _SCALES = "_scale_inv"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -119,7 +121,9 @@ def quantized_block(raw: Mapping[str, Any], source: str) -> tuple[int, int] | No
     return int(block[0]), int(block[1])
 
 
-def refuse_unread(names: Iterable[str], read: Collection[str], sight: VisionShape | None, where: str) -> None:
+def refuse_unread(
+    names: Iterable[str], read: Collection[str], sight: VisionShape | None, where: str, *, layers: int | None = None
+) -> None:
     """Raise an error if a checkpoint has tensors that the model does not use.
 
     A vocabulary head may exist twice (tied), and a critic built on a policy may omit it: other checks cover it.
@@ -129,6 +133,8 @@ def refuse_unread(names: Iterable[str], read: Collection[str], sight: VisionShap
         read: names of the tensors that the model uses.
         sight: vision part of a VLA policy, whose towers have unused parts.
         where: the checkpoint's folder.
+        layers: number of layers, after which the checkpoint may have layers that predict more than one token ahead;
+            None: it may not.
     """
     unread = [
         name
@@ -136,6 +142,7 @@ def refuse_unread(names: Iterable[str], read: Collection[str], sight: VisionShap
         if not name.endswith((_COMPUTED, HEAD))
         and name.removesuffix(_SCALES) not in read
         and not (sight is not None and sight.is_unused_in_tower(name))
+        and not (layers is not None and (layer := _LAYER.match(name)) and int(layer[1]) >= layers)
     ]
     if not unread:
         return

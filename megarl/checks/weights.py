@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.architectures import ARCHITECTURES
 from megarl.architectures.tensors import HEAD, VALUE_BIAS, VALUE_HEAD, WeightRule
 from megarl.architectures.vision import LANGUAGE_MODEL, VisionShape
 from megarl.architectures.vision_language import canonical_name
@@ -75,7 +76,8 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
             tensors = dict(eyes.tensors.values())
             _check_tensors(folder, [tensors], place, block)
             read |= tensors.keys()
-    refuse_unread(place, read, sight, str(folder))
+    ahead = ARCHITECTURES[facts.model_type].predicts_ahead
+    refuse_unread(place, read, sight, str(folder), layers=facts.layers if ahead else None)
     return f"{len(place)} tensors in {file_names(files)}"
 
 

@@ -14,7 +14,7 @@ from megarl.artifacts.action_statistics import FILE as STATISTICS
 from megarl.artifacts.adapter_settings import CONFIG as ADAPTER_CONFIG
 from megarl.artifacts.conversion import check_target
 from megarl.config.model import ModelConfig
-from megarl.models.hf import load_hf_config, stacks_experts, vision_of
+from megarl.models.hf import last_read_layer, load_hf_config, stacks_experts, vision_of
 from megarl.models.weight_table import WeightTable
 from megarl.models.weights.files import CheckpointReader, FolderWriter, resolve_folder
 from megarl.models.weights.metadata import copy_tokenizer, write_metadata
@@ -47,7 +47,7 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
     value_head = "score.weight" in reader
     table = WeightTable.of(hf, value_head=value_head)
     shapes = table.shapes()
-    reader.check(shapes, vision_of(hf))
+    reader.check(shapes, vision_of(hf), layers=last_read_layer(hf))
     if dtype is not None:
         dtypes = dict.fromkeys(shapes, DTYPES[dtype]) | dict.fromkeys(table.float32(), torch.float32)
     else:

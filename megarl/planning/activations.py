@@ -84,7 +84,7 @@ class Activations:
         facts, t, tp = self.facts, self.passes.tokens, self.parallel.tp
         stored = 0.0
         for mixer, count in facts.mixer_counts.items():
-            scores = self._scores(facts.heads / tp, facts.kv_heads / tp * facts.head_dim) if mixer.pair_flops else 0.0
+            scores = self._scores(facts.heads / tp, *mixer.attended_elements(tp)) if mixer.pair_flops else 0.0
             stored += count / facts.layers * (self.element * t * mixer.kept_elements(tp) + scores)
         return self._norm + stored
 
@@ -93,25 +93,29 @@ class Activations:
         """Bytes of a norm's input and, unless it is recomputed, its output."""
         return self.element * (1 if "norm" in self.engine.recomputed else 2) * self.held * self.facts.hidden
 
-    def _scores(self, heads: float, k: float) -> float:
-        """Return the bytes that attention keeps for the backward pass in addition to its inputs and its result."""
-        t, longest, q = self.passes.tokens, self.passes.longest, heads * self.facts.head_dim
+    def _scores(self, heads: float, q: float, kv: float) -> float:
+        """Return the bytes that attention keeps for the backward pass in addition to its inputs and its result.
+
+        Args:
+            q, kv: elements per token of queries, and of keys and values.
+        """
+        t, longest = self.passes.tokens, self.passes.longest
         sums = FULL * t * heads
         if self.parallel.cp > 1 and self.gpu and self.element < FULL:
             # Copies of queries and outputs, for both chunks of this rank; copies of the keys and values up to the end
             # of each chunk, which together are those of all ranks plus one chunk.
-            return sums + self.element * t * (q + 2 * self.parallel.cp * k)
+            return sums + self.element * t * (q + self.parallel.cp * kv)
         if self.parallel.cp > 1:
             # Copies of queries and outputs in buckets, the keys and values of all ranks, and a mask that each layer
             # expands.
-            keys = 2 * self.parallel.cp * k - k
+            keys = self.parallel.cp * kv - kv / 2
             return sums + self.element * t * (q + keys + longest)
         if self.gpu or longest > PROBABILITIES:
             return 0.0 if "attention" in self.engine.recomputed else sums
         if "attention" in self.engine.recomputed:
             return 0.0
         if longest <= WHOLE_PASS:
-            return sums + self.element * t * k  # a copy of the values in the projection
+            return sums + self.element * t * kv / 2  # a copy of the values in the projection
         blocks = max(1, round(longest / _QUERY_BLOCK))
         return self.element * t * heads * longest / 2 * (1 + 1 / blocks)
 

@@ -254,7 +254,12 @@ class ModelPass:
     def _elementwise(self, share: Share, passes: float) -> float:
         facts, parallel = self.facts, self.parallel
         width = facts.ffn * (facts.experts_per_token if facts.is_moe else 1)
-        split = 2 * (facts.heads + facts.kv_heads) * facts.head_dim + 3 * width
+        attended = (
+            count / facts.layers * (2 * q + kv)
+            for mixer, count in facts.mixer_counts.items()
+            for q, kv in (mixer.attended_elements(1),)
+        )
+        split = sum(attended) + 3 * width
         elements = share.tokens / parallel.cp * (4 * facts.hidden / self._split_residual + split / parallel.tp)
         if not self.hardware.gpu:  # CPU attention writes its probabilities
             square = share.length**2 + share.variance

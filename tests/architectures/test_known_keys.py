@@ -104,6 +104,7 @@ _HARMLESS = {
         "sliding_window",
     ),
     *("classifier_dropout", "hidden_dropout", "token_classification_bias"),
+    "qk_head_dim",
     *("vision_aspect_ratio", "vision_feature_layer", "vision_feature_select_strategy"),
 }
 

@@ -31,6 +31,12 @@ PUBLISHED = {
     "Qwen/Qwen2.5-VL-7B-Instruct": 8_292_166_656,
     "Qwen/Qwen3-VL-8B-Instruct": 8_767_123_696,
     "Qwen/Qwen3-VL-30B-A3B-Instruct": 31_070_754_032,
+    # Without correction biases, which are no parameters, and without layers that predict more than one token ahead.
+    "deepseek-ai/DeepSeek-V3": 671_026_404_352,
+    "deepseek-ai/DeepSeek-R1": 671_026_404_352,
+    "moonshotai/Moonlight-16B-A3B": 15_960_108_544,
+    "moonshotai/Moonlight-16B-A3B-Instruct": 15_960_108_544,
+    "zai-org/GLM-4.7-Flash": 29_943_390_976,
     # With 64 rows that pad the vocabulary, and without the blocks and the pooling that are never run: 43,080,480 fewer.
     "openvla/openvla-7b": 7_498_156_704,
     "Haozhan72/Openvla-oft-SFT-libero10-traj1": 7_498_156_704,

@@ -140,7 +140,8 @@ def assert_exports_equal(sources: list[Path], out: Path, layouts: dict) -> None:
 def dense(tmp_path) -> list[Path]:
     save_tiny(tmp_path / "untied", "qwen2")
     save_tiny(tmp_path / "tied", "qwen3", tie_word_embeddings=True)
-    return [tmp_path / "untied", tmp_path / "tied"]
+    save_tiny(tmp_path / "latent", "deepseek_v3")
+    return [tmp_path / "untied", tmp_path / "tied", tmp_path / "latent"]
 
 
 @pytest.fixture
@@ -180,7 +181,8 @@ def _four(dense_folders: list[str], moe_folders: list[str], out: str) -> None:
 @pytest.mark.procs
 def test_logits_and_gradients_do_not_depend_on_the_layout(dense, moe, tmp_path):
     save_tiny(tmp_path / "window", "mistral")
-    folders = {"dense": dense[0], "tied": dense[1], "window": tmp_path / "window", "moe": moe[0], "shared": moe[2]}
+    folders = {"dense": dense[0], "tied": dense[1], "latent": dense[2], "window": tmp_path / "window", "moe": moe[0]}
+    folders["shared"] = moe[2]
     layouts = {**FORWARD_2, KERNEL: {"cp": 2}}
     results = run_distributed(forward_cases, 2, 240, [str(f) for f in folders.values()], {**layouts, "one": {}})
     for number in range(len(folders)):

@@ -84,7 +84,7 @@ def test_mixture_variants_equal_transformers(changes, tmp_path):
         torch.testing.assert_close(logits(model, [seq])[0], reference(input_ids=seq[None]).logits[0], atol=5e-6, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe"])
 def test_packing_changes_no_gradient(name, tmp_path):
     save_tiny(tmp_path, name)
     (packed,), (alone,) = build_tiny(tmp_path), build_tiny(tmp_path)

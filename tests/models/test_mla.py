@@ -9,7 +9,7 @@ import torch
 
 from megarl.models.layers.mla.training import rotate_end
 from tests.dist import fresh_parallel, run_distributed, single_process
-from tests.models.mla import YARN, hf_name, mixer_of, ours, stream_of, theirs
+from tests.models.mla import SIZES, YARN, hf_name, latent_module, mixer_of, ours, stream_of, theirs
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "interleaved": {},
@@ -131,6 +131,25 @@ def test_recomputed_attention_gives_the_same_gradients():
         found.append([hidden.grad, *(parameter.grad for parameter in latent.parameters())])
     for plain, again in zip(*found, strict=True):
         assert torch.equal(plain, again)
+
+
+@pytest.mark.parametrize("changes", [{}, {"v_head_dim": 20}, {"v_head_dim": 24, "q_lora_rank": None}])
+def test_the_planner_counts_what_is_kept_for_the_backward_pass(changes):
+    latent, rotary = latent_module("deepseek_v3", changes)
+    tokens, kept = 1100, {}  # longer sequences than those whose probabilities are kept
+    stream, hidden = stream_of(rotary, [tokens], torch.float32), torch.randn(tokens, 1, SIZES["hidden_size"])
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = latent(hidden.requires_grad_(), packed_seq_params=stream.params)[0]
+    assert out.requires_grad
+    for tensor in (*latent.parameters(), *stream.params.cache["rope"], hidden):
+        kept.pop(tensor.untyped_storage().data_ptr(), None)
+    row_sums = latent.mixer.heads
+    assert sum(kept.values()) / 4 / tokens - row_sums == latent.mixer.kept_elements(1)
 
 
 LAYOUTS = {

@@ -128,6 +128,13 @@ KEYS: dict[str, st.SearchStrategy[Any]] = {
     "linear_key_head_dim": st.sampled_from([4, 8]),
     "linear_value_head_dim": st.sampled_from([4, 6]),
     "linear_conv_kernel_dim": st.sampled_from([2, 4]),
+    "q_lora_rank": st.sampled_from([12, None, 0]),
+    "kv_lora_rank": st.sampled_from([8, 20]),
+    "qk_nope_head_dim": st.sampled_from([4, 12]),
+    "qk_rope_head_dim": st.sampled_from([2, 8, 5]),
+    "v_head_dim": st.sampled_from([4, 30]),
+    "rope_interleave": st.booleans(),
+    "mlp_layer_types": st.one_of(st.none(), st.lists(st.sampled_from(["dense", "sparse"]), min_size=1, max_size=3)),
 }
 SMALL = {
     "hidden_size": 32,
@@ -137,6 +144,16 @@ SMALL = {
     "intermediate_size": 24,
     "vocab_size": 64,
     "max_position_embeddings": 64,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_group": 1,
+    "topk_group": 1,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
@@ -150,8 +167,9 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     read = [key for key in KEYS if key in ARCHITECTURES[model_type].keys]
     for key in draw(st.lists(st.sampled_from([*KEYS, *read]), min_size=2, max_size=10, unique=True)):
         raw[key] = draw(KEYS[key])
-    if raw.get("layer_types"):  # mostly of the length that fits
-        raw["layer_types"] = (raw["layer_types"] * 3)[: raw["num_hidden_layers"]]
+    for key in ("layer_types", "mlp_layer_types"):
+        if raw.get(key):  # mostly of the length that fits
+            raw[key] = (raw[key] * 3)[: raw["num_hidden_layers"]]
     return raw
 
 
@@ -169,6 +187,9 @@ def reference(raw: dict[str, Any], folder: Path, *, critic: bool) -> tuple[torch
         config._attn_implementation = config._experts_implementation = "eager"
         torch.manual_seed(1)
         model = kind.from_config(config).float().eval()
+        for name, module in model.named_modules():
+            if name.endswith("_a_layernorm"):  # of latents, whose epsilon is 1e-6 there whatever the config says
+                module.variance_epsilon = config.rms_norm_eps
         with torch.no_grad():
             for name, param in model.named_parameters():
                 # Large enough that every part shows in the outputs.
@@ -250,6 +271,7 @@ NOT_SUPPORTED = (
     "transformers treats a mistral with layer_types as a ministral",
     "the config has layers with a sliding window, but no window size",
     "sliding_window has no legal value",
+    r"a divisor of the \d+ attention heads|one for each attention head",  # some numbers do nothing in latent attention
 )
 LEAST_EQUAL = 40
 
@@ -298,6 +320,12 @@ EQUAL = [
     ("qwen3_moe", {"mlp_only_layers": [1], "tie_word_embeddings": True}),
     ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "n_group": 2, "topk_group": 1}),
     ("glm4_moe", {"first_k_dense_replace": 2}),
+    ("deepseek_v3", {"first_k_dense_replace": 1, "rope_interleave": False, "q_lora_rank": None}),
+    ("deepseek_v3", {"first_k_dense_replace": 0, "num_local_experts": 6, "n_group": 3, "topk_group": 2}),
+    ("deepseek_v3", {"rope_scaling": {**LINEAR, "mscale_all_dim": 0.8}, "head_dim": 8, "v_head_dim": 30}),
+    ("deepseek_v3", {"partial_rotary_factor": 0.5, "num_key_value_heads": None}),
+    ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"], "rms_norm_eps": 0.1}),
+    ("glm4_moe_lite", {"first_k_dense_replace": 1, "rope_interleave": False}),
     (
         "glm4_moe",
         {"num_local_experts": 6, "norm_topk_prob": False, "rope_parameters": {**LINEAR, "partial_rotary_factor": 0.25}},
@@ -326,6 +354,11 @@ REFUSED = [
     ("qwen3", {"layer_types": ["sliding_attention", "full_attention"]}),
     ("qwen3_moe", {"decoder_sparse_step": 0}),
     ("qwen3_moe", {"num_key_value_heads": None}),
+    ("deepseek_v3", {"num_key_value_heads": 2}),
+    ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": None, "mscale_all_dim": 1.0}}),
+    ("deepseek_v3", {"moe_layer_freq": 2}),
+    ("glm4_moe_lite", {"partial_rotary_factor": 0.5}),
+    ("glm4_moe_lite", {"num_key_value_heads": None}),
     ("glm4_moe", {"n_group": 3}),
     ("glm4_moe", {"scoring_func": "softmax"}),
     ("glm4_moe", {"partial_rotary_factor": 0.1}),
@@ -336,7 +369,8 @@ def odd(model_type: str, changes: dict[str, Any]) -> dict[str, Any]:
     names = ARCHITECTURES[model_type].experts_keys
     experts = {} if names is None else EXPERTS if "num_experts" in names else {**EXPERTS, names[0]: 4}
     small_head = {"head_dim": 16} if model_type == "qwen3" else {}
-    return {"model_type": model_type, **SMALL, **experts, **small_head, **changes}
+    latent = LATENT if "kv_lora_rank" in ARCHITECTURES[model_type].keys else {}
+    return {"model_type": model_type, **SMALL, **experts, **small_head, **latent, **changes}
 
 
 @pytest.mark.parametrize(("model_type", "changes"), EQUAL)

@@ -19,6 +19,7 @@ ALL = LORA.model_copy(update={"targets": ["attention", "mlp", "experts"]})
 MODELS = {  # biases; norms of heads; experts; dense layers of a mixture, without and with adapters on its experts
     "qwen2": ("qwen2", LORA, {}),
     "qwen3": ("qwen3", LORA, {}),
+    "latent": ("deepseek_v3", LORA, {"q_lora_rank": None}),
     "mixtral": ("mixtral", EXPERTS, {}),
     "qwen3_moe": ("qwen3_moe", EXPERTS, {}),
     "dense": ("qwen3_moe", LORA, DENSE),

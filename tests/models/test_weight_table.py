@@ -87,7 +87,11 @@ def _in_bridge_form(param: str, hf) -> list[str]:
     return [f"{param}{expert}" for expert in range(num_experts(hf))] if ".experts." in param else [param]
 
 
-@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - {"mistral", "qwen3_5_text"}))  # mbridge lacks these two
+# mbridge lacks the first two, and has only fused norms of the last ones
+UNBRIDGED = {"mistral", "qwen3_5_text", "deepseek_v3", "glm4_moe_lite"}
+
+
+@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - UNBRIDGED))
 def test_mbridge_makes_the_same_parameters(name):
     import mbridge  # noqa: F401 (registers its models)
     from mbridge.core.bridge import _MODEL_REGISTRY

@@ -73,7 +73,7 @@ def test_cpu_threads_share_samples_without_changing_them(dense):
     assert tokens(shared) == tokens(alone)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text", "qwen3_moe", "mistral"])
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text", "qwen3_moe", "mistral", "deepseek_v3"])
 def test_greedy_tokens_equal_transformers_generate(model_type, tmp_path, requests):
     oracle = save_tiny(tmp_path, model_type)
     results = engine(build_tiny(tmp_path)).generate(requests, sampled(temperature=0.0), [])

@@ -8,7 +8,7 @@ import torch
 from tests.dist import fresh_parallel, run_distributed, single_process
 from tests.rollout.cases import PROMPTS, STOP, build, engine, logprobs, make_requests, play_turns, sampled, tokens
 
-DENSE, MOE = "qwen3", "qwen3_moe"
+DENSE, MOE, LATENT = "qwen3", "qwen3_moe", "deepseek_v3"
 SAMPLINGS = {
     "sampled": sampled(temperature=0.8, max_new_tokens=12),
     "filtered": sampled(top_k=20, top_p=0.9, min_p=0.02, min_new_tokens=3, max_new_tokens=5, logprobs="processed"),
@@ -22,6 +22,8 @@ TWO = {
     "pp2-vpp2": (DENSE, {"pp": 2, "vpp": 2}),
     "cp2": (DENSE, {"cp": 2}),
     "dp2": (DENSE, {}),
+    "latent-tp2": (LATENT, {"tp": 2}),
+    "latent-pp2": (LATENT, {"pp": 2}),
     "moe-ep2": (MOE, {"ep": 2}),
     "moe-tp2": (MOE, {"tp": 2}),
     "moe-tp2-ep2-sp": (MOE, {"tp": 2, "ep": 2, "sp": True}),
@@ -84,7 +86,7 @@ def every_layout(layouts: dict) -> dict:
         results[name] = {s: generate(model, layout, s) for s in SAMPLINGS if s == "sampled" or name in THOROUGH}
         if name in ("tp2", "pp2", "pp2-vpp2"):
             results[name]["tied"] = generate(model, layout, "sampled", TIED)
-        if name in ("tp2", "pp2", "cp2", "moe-ep2"):
+        if name in ("tp2", "pp2", "cp2", "moe-ep2", "latent-tp2"):
             results[name]["turns"] = turns(model, layout)
     return results
 
@@ -93,8 +95,8 @@ def every_layout(layouts: dict) -> dict:
 def expected() -> dict:
     """What one process generates."""
     single_process()
-    made = {(model, s): generate(model, {}, s) for model in (DENSE, MOE) for s in SAMPLINGS}
-    made |= {(model, "turns"): turns(model, {}) for model in (DENSE, MOE)}
+    made = {(model, s): generate(model, {}, s) for model in (DENSE, MOE, LATENT) for s in SAMPLINGS}
+    made |= {(model, "turns"): turns(model, {}) for model in (DENSE, MOE, LATENT)}
     return made | {(DENSE, "tied"): generate(DENSE, {}, "sampled", TIED)}
 
 

@@ -56,7 +56,7 @@ def dense(single_process, request):
     return build(request.param)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "mistral", "qwen3_5_text"])
+@pytest.mark.parametrize("model_type", ["qwen3", "mistral", "qwen3_5_text", "deepseek_v3"])
 @pytest.mark.parametrize(("running", "stop"), [(256, []), (3, [*"!#+7Jl"]), (1, [])])
 def test_every_turn_is_what_a_generation_from_the_start_gives(single_process, model_type, running, stop):
     """Also where stop strings end turns, of which a kept row has nothing more."""

@@ -34,11 +34,22 @@ _EXPERTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+_LATENT = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 4,
+}
 _TIED = {**_DENSE, "tie_word_embeddings": True}
 MODELS = {
     "dense": _DENSE,
     "tied": _TIED,
     "moe": {**_DENSE, **_EXPERTS},
+    "latent": {**{key: value for key, value in _DENSE.items() if key != "head_dim"}, **_LATENT},
     "critic": _TIED,  # with a value head
     "moe critic": {**_DENSE, **_EXPERTS},
 }

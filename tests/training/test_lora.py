@@ -107,7 +107,8 @@ def oracle(engine, batch, temperature: float) -> tuple[torch.Tensor, dict[str, t
 
 
 @pytest.mark.parametrize(
-    ("model", "recompute"), [("dense", "none"), ("dense", "full"), ("tied", "full"), ("moe", "none"), ("moe", "full")]
+    ("model", "recompute"),
+    [("dense", "none"), ("dense", "full"), ("tied", "full"), ("moe", "none"), ("moe", "full"), ("latent", "none")],
 )
 def test_log_probs_and_gradients_are_those_of_the_formula(alone, model, recompute):
     """float32 against float64: sums of at most 96 products of values of size 1, some 1e-6 relative."""
@@ -182,6 +183,9 @@ LAYOUTS = [
     ("tied", {"tp": 2, "sp": True}, {"micro_batch_tokens": 50, "recompute": "full"}),
     ("tied", {"pp": 2}, {"distributed_optimizer": False}),
     ("dense", {"cp": 2}, {}),
+    ("latent", {"tp": 2}, {}),
+    ("latent", {"tp": 2, "sp": True}, {}),
+    ("latent", {"cp": 2}, {}),
     ("moe", {"ep": 2}, {}),
     ("moe", {"tp": 2, "sp": True}, {"recompute": "full"}),
     ("moe", {"pp": 2}, {"distributed_optimizer": False}),

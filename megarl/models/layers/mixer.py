@@ -35,6 +35,11 @@ class Mixer(ABC):
         """Return the elements per token that one layer keeps for the backward pass on a rank, without the residual
         stream and without attention's row statistics."""
 
+    def attended_elements(self, tp: int) -> tuple[float, float]:
+        """Return the elements per token of the queries, and of the keys and values together, that training's attention
+        reads on a rank."""
+        return 0.0, 0.0
+
     @property
     def pair_flops(self) -> float:
         """Forward FLOPs of one (query, key) pair in training and prefill; 0: the kind has no keys."""

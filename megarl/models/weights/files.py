@@ -170,15 +170,18 @@ class CheckpointReader:
         """Return the dtype of tensor `name`; None if it is quantised."""
         return _DTYPES.get(self.dtype(name))
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], sight: VisionShape | None) -> None:
+    def check(
+        self, shapes: Mapping[str, tuple[int, ...]], sight: VisionShape | None, *, layers: int | None = None
+    ) -> None:
         """Check that the folder's tensors are those of the model.
 
         Args:
             shapes: shapes of the model's tensors, by name. Tensors of a value head may be missing: it then starts at
                 zero.
             sight: vision part of a VLA policy, whose towers have unused parts.
+            layers: see `refuse_unread`.
         """
-        refuse_unread(self.names(), shapes, sight, str(self.folder))
+        refuse_unread(self.names(), shapes, sight, str(self.folder), layers=layers)
         for name, shape in shapes.items():
             if name.startswith("score.") and name not in self:
                 continue

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.adapters import MODULE, is_adapter
-from megarl.models.hf import vision_of
+from megarl.models.hf import last_read_layer, vision_of
 from megarl.models.layers.rules import TensorRegion
 from megarl.models.policy import PolicyModel
 from megarl.models.weight_table import Coordinate, Shard, as_index, region_numel, region_shape
@@ -108,10 +108,10 @@ def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
     reader = CheckpointReader(source_dir)
     if is_first_process():
         print(f"weights: {reader.describe()}", flush=True)
-    wanted = chunks[0].weight_table.shapes()
+    wanted, hf = chunks[0].weight_table.shapes(), chunks[0].hf_config
     if chunks[0].has_value_head and "score.bias" in reader and "score.bias" not in wanted:
         raise ValueError(f"{reader.folder} has score.bias, but the critic was built without one")
-    reader.check(wanted, vision_of(chunks[0].hf_config))
+    reader.check(wanted, vision_of(hf), layers=last_read_layer(hf))
 
     def read(name: str, region: TensorRegion) -> Tensor:
         if name.startswith("score.") and name not in reader:

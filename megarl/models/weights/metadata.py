@@ -121,6 +121,8 @@ def _write_config(folder: Path, hf_config: PretrainedConfig, dtype: str, *, valu
         name = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, classifier)
     config.architectures = [name]
     config.dtype = dtype
+    if ARCHITECTURES[config.model_type].predicts_ahead:
+        config.num_nextn_predict_layers = 0  # these layers were not read
     if value_head:
         config.num_labels = 1
         config.token_classification_bias = value_bias(config)  # otherwise transformers adds a bias
@@ -128,6 +130,8 @@ def _write_config(folder: Path, hf_config: PretrainedConfig, dtype: str, *, valu
     file = folder / "config.json"
     written = json.loads(file.read_text(encoding="utf-8"))
     values = read_keys(written)
+    if (further := ARCHITECTURES[config.model_type].written) is not None:
+        written |= further(values)
     written |= _older_keys(written, config.model_type, values.get("num_experts"))
     written["torch_dtype"] = dtype
     file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -16,6 +16,7 @@ from megarl.config.rollout import HeldOutSamplingConfig, SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.config.sglang import SGLangConfig, url_problem
 from megarl.dag.placement import Placement
+from megarl.rollout.sglang.layout import SERVED
 from megarl.rollout.sglang.server_places import NAME as _NAME
 from megarl.rollout.sglang.server_places import check_colocated, check_gpus
 from megarl.system.compat.cuda import check_same_nccl, driver_problem, toolkit_problem, version_in
@@ -286,6 +287,15 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
     servers = config.rollout.sglang
     heads = f"the ranks of a server cannot evenly share the model's {facts.heads} attention heads"
     _check_divides("tp_size", servers.tp_size, facts.heads, heads, checks)
+    if others := sorted({mixer.kind for mixer in facts.mixers} - SERVED):
+        checks.fail(
+            "rollout.engine",
+            f"weights of these layers cannot be sent to SGLang servers: {', '.join(others)}",
+            found=f"sglang with a {facts.model_type}",
+            allowed="embedded",
+            fix="set rollout.engine=embedded",
+        )
+        return
     experts = f"expert-parallel ranks cannot evenly share the model's {facts.experts} experts"
     _check_divides("ep_size", servers.ep_size, facts.experts or 1, experts, checks)
     if facts.is_moe and facts.dense_layers:  # SGLang 0.5.23 reads neither key

@@ -18,6 +18,8 @@ from megarl.sync.checksum import Checksum, make_checksum
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+#: Kinds of layers (`megarl.models.layers.mixer`) whose tensors `ServerLayout` knows.
+SERVED = {"attention"}
 _VOCAB_MULTIPLE = 64  # the server pads the rows of embedding and head with zeros to a multiple of it
 _ANY_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")

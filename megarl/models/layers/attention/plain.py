@@ -57,6 +57,10 @@ class Attention(Mixer):
         q, k = self.heads / tp * self.width, self.groups / tp * self.width
         return q + 2 * k + (q if self.qk_norm and self.groups / tp > 1 else 0) + q + k + q + (4 * q if self.gate else 0)
 
+    def attended_elements(self, tp: int) -> tuple[float, float]:
+        """Implement `Mixer.attended_elements`."""
+        return self.heads / tp * self.width, 2 * self.groups / tp * self.width
+
     @property
     def pair_flops(self) -> float:
         """2 FLOPs per element of all heads for the score, and 2 to add the weighted value."""

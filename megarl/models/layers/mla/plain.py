@@ -64,10 +64,16 @@ class MLA(Mixer):
         return {"attention heads": self.heads}
 
     def kept_elements(self, tp: int) -> float:
-        """Implement `Mixer.kept_elements`: latents before and after their norms; queries before and after RoPE; the
-        projection to keys and values, and the keys with their rope part; the result of attention."""
+        """Implement `Mixer.kept_elements`: latents before and after their norms; queries and keys after RoPE; values
+        and context, which kernels need in the width of the keys; the context in its own width."""
         latents = 2 * (self.q_rank or 0) + 2 * self.kv_rank + self.rope
-        return latents + self.heads / tp * (3 * self.key + self.nope + 2 * self.value)
+        context = self.nope + 2 * self.value if self.value >= self.key else 2 * self.key + self.value
+        return latents + self.heads / tp * (2 * max(self.key, self.value) + context)
+
+    def attended_elements(self, tp: int) -> tuple[float, float]:
+        """Implement `Mixer.attended_elements`."""
+        width = max(self.key, self.value)
+        return self.heads / tp * width, 2 * self.heads / tp * width
 
     @property
     def pair_flops(self) -> float:

@@ -1,0 +1,75 @@
+"""GLM-4.7-Flash: DeepSeek-V3's layers; a list says which have a mixture of experts. Not supported: biases in attention,
+and RoPE on a part of the rope dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.architectures.base import COMMON_NULL, Architecture, Refuse
+from megarl.architectures.deepseek_v3 import (
+    LATENT,
+    LATENT_TENSORS,
+    check_latent,
+    latent_layers,
+    serving_keys,
+    shared_mixture,
+)
+from megarl.architectures.sigmoid_routing import check_routing
+
+
+def _check_lite(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
+    """Refuse another number of dense layers, which only other programs read, and RoPE on fewer dimensions."""
+    dense = _dense_layers(values)
+    if raw.get("first_k_dense_replace", dense) != dense:
+        allowed = f"{dense}, the dense layers of mlp_layer_types, or no such key"
+        refuse("first_k_dense_replace", raw["first_k_dense_replace"], allowed)
+    factor = (values["rope_scaling"] or values["rope_parameters"] or {}).get("partial_rotary_factor")
+    if any(value not in (None, 1) for value in (factor, values["partial_rotary_factor"])):
+        refuse("partial_rotary_factor", factor or values["partial_rotary_factor"], "1", "this variant is not supported")
+
+
+def _dense_layers(values: Mapping[str, Any]) -> int:
+    """Return the number of dense layers before the first mixture; without a list it is 1."""
+    types = list(values["mlp_layer_types"] or ["dense"])
+    return types.index("sparse") if "sparse" in types else len(types)
+
+
+def _written(values: Mapping[str, Any]) -> dict[str, Any]:
+    return serving_keys(values) | {"first_k_dense_replace": _dense_layers(values)}
+
+
+ARCHITECTURE = Architecture(
+    model_type="glm4_moe_lite",
+    keys={
+        **LATENT,
+        "hidden_size": 2048,
+        "num_hidden_layers": 47,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 20,
+        "intermediate_size": 10240,
+        "vocab_size": 154880,
+        "max_position_embeddings": 202752,
+        "rms_norm_eps": 1e-5,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "moe_intermediate_size": 1536,
+        "num_experts": 64,
+        "num_experts_per_tok": 4,
+        "routed_scaling_factor": 1.8,
+        "mlp_layer_types": None,
+    },
+    null=(*COMMON_NULL, "head_dim", "q_lora_rank", "mlp_layer_types"),
+    windows="none",
+    tensors=LATENT_TENSORS,
+    fields=("output_router_logits", "pretraining_tp"),
+    experts_keys=("n_routed_experts", "num_local_experts"),
+    mixers=latent_layers,
+    mixture=shared_mixture,
+    head_key="qk_rope_head_dim",
+    predicts_ahead=True,
+    written=_written,
+    refusals=(check_latent, check_routing, _check_lite),
+)
