@@ -53,7 +53,6 @@ ARCHITECTURE = Architecture(
     + expert_rules("mlp", "gate_proj", "up_proj", "down_proj", shared="shared_experts", correction=CORRECTION),
     fields=("num_mtp_layers", "num_nextn_predict_layers"),
     predicts_ahead=True,
-    predicts_ahead=True,
     experts_keys=("n_routed_experts", "num_local_experts"),
     mixture=mixture,
     qkv_bias="attention_bias",
