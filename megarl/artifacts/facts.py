@@ -33,7 +33,10 @@ from megarl.models.layers.attention.plain import Attention
 from megarl.models.layers.experts.plain import Mixture
 from megarl.models.layers.mixer import Mixer
 from megarl.models.layers.rules import WeightRule, existing
-from megarl.system.errors import ConfigError, close_matches
+from megarl.system.errors import ConfigError, close_matches, relative_path_fix
+
+#: Where `make smollm2` writes its model.
+SMALL_MODEL = "~/.cache/megarl/smollm2-135m-instruct"
 
 
 @dataclass(frozen=True)
@@ -347,7 +350,11 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def near_folder(folder: Path) -> str:
-    """Return advice for a missing folder: a folder next to it with a similar name, if any."""
+    """Return advice for a missing folder: how to make it, or a folder next to it with a similar name, if any."""
+    if folder == Path(SMALL_MODEL).expanduser():
+        return "run `make smollm2` in the folder of megarl's repository, which downloads this model"
     siblings = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
     close = close_matches(folder.name, siblings)
-    return f"did you mean {folder.parent / close[0]}?" if close else "check the path; it is relative to this folder"
+    if close:
+        return f"did you mean {folder.parent / close[0]}?"
+    return "check the path" if folder.is_absolute() else relative_path_fix()

@@ -37,7 +37,7 @@ def check_async(config: RunConfig, placement: Placement, facts: ModelFacts | Non
             allowed="fail",
             fix=f"set algorithm.dynamic_sampling.short=fail, or {ORDER}=in_order {KEY}=0",
         )
-    if lag >= steps:
+    if lag >= steps and "trainer" not in config.uncounted:
         checks.warn(
             KEY,
             f"no sample of a run of {count(steps, 'step')} can be more than {count(steps - 1, 'step')} off-policy",

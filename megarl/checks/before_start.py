@@ -2,39 +2,77 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from megarl.checks.hub import check_hub, sources
+from megarl.checks.rows import is_readable_here
 from megarl.config.run import RunConfig, steps_of_epochs
-from megarl.system.errors import ConfigError, count
+from megarl.data import hub
+from megarl.data.tokenizer import CHARS, WORDS
+from megarl.system.errors import ConfigError, UserError, count
 
 
-def with_steps(config: RunConfig, job: str = "train") -> RunConfig:
+def with_steps(config: RunConfig, job: str = "train", *, dry: bool = False) -> RunConfig:
     """Return the recipe with the steps of `job` computed from epochs (and printed); unchanged without epochs. Prompts
     are read, rendered and tokenised as the workers do it, since `data.overlong` may drop some.
-    """
-    supervised = config.sft.epochs if job in ("train", "sft") else None
-    epochs = config.trainer.epochs if job == "train" else None
-    if supervised is not None or epochs is not None:
-        from megarl.checks.hub import check_hub
 
-        check_hub(config, job, ask=True)  # the packages that read from the hub would retry for minutes
-    if supervised is not None:
-        config = _with_sft_steps(config, supervised)
-    if epochs is None:
+    Args:
+        dry: use no network. If the model or the rows are not on this machine, the result is `uncounted`.
+    """
+    supervised = config.sft.epochs is not None and job in ("train", "sft")
+    trained = config.trainer.epochs is not None and job == "train"
+    if not (supervised or trained):
         return config
-    reason = _why_not(config)
-    if reason is not None:
+    if trained and (reason := _why_not(config)) is not None:
         raise ConfigError(
             f"the number of steps cannot be computed from epochs: {reason}",
             where="trainer.epochs",
-            found=epochs,
+            found=config.trainer.epochs,
             allowed="null",
             fix="set trainer.steps, and trainer.epochs=null",
         )
+    if supervised and not config.task.writes_text:
+        raise ConfigError(
+            "the number of steps cannot be computed from epochs: demonstrations are read when the run starts",
+            where="sft.epochs",
+            found=config.sft.epochs,
+            allowed="null",
+            fix="set sft.steps, and sft.epochs=null",
+        )
+    if not dry:
+        check_hub(config, job, ask=True)  # the packages that read from the hub would retry for minutes
+        return _counted(config, supervised=supervised, trained=trained)
+    read = ("model.path", "model.tokenizer", "data.train_files", "sft.train_files")
+    if all(source.cached for source in sources(config, job) if source.key in read):
+        try:
+            with hub.without_network():
+                return _counted(config, supervised=supervised, trained=trained)
+        except UserError:
+            if _is_here(config):
+                raise
+    return config.with_uncounted([*["sft"] * supervised, *["trainer"] * trained])
+
+
+def _is_here(config: RunConfig) -> bool:
+    """Return whether the model is in a folder of this machine, and all training rows in files that are read here."""
+    model = config.model.tokenizer or config.model.path
+    files = [*config.data.train_files, *(config.sft.train_files or [])]
+    known = model is not None and (model.startswith((CHARS, WORDS)) or Path(model).expanduser().is_dir())
+    return known and all(map(is_readable_here, files))
+
+
+def _counted(config: RunConfig, *, supervised: bool, trained: bool) -> RunConfig:
+    """Return the recipe with `sft.steps` and `trainer.steps` computed from epochs, and print them."""
+    if supervised:
+        config = _with_sft_steps(config)
+    if not trained:
+        return config
     prompts, unit = _prompts(config) if config.preference is None else _pairs(config), config.data_unit
     trainer = config.trainer
     steps = trainer.steps_of(prompts, config.data.batch_size)
     named = trainer.steps not in (steps, type(trainer).model_fields["steps"].default)
     print(
-        f"trainer.epochs={epochs:g} of {count(prompts, unit)} in batches of {config.data.batch_size}: "
+        f"trainer.epochs={trainer.epochs:g} of {count(prompts, unit)} in batches of {config.data.batch_size}: "
         f"trainer.steps={steps}{f' (not {trainer.steps}, which trainer.epochs=null would use)' if named else ''}",
         file=config.tracking.messages,
         flush=True,
@@ -42,20 +80,13 @@ def with_steps(config: RunConfig, job: str = "train") -> RunConfig:
     return config.model_copy(update={"trainer": trainer.model_copy(update={"steps": steps})})
 
 
-def _with_sft_steps(config: RunConfig, epochs: float) -> RunConfig:
+def _with_sft_steps(config: RunConfig) -> RunConfig:
     """Return the recipe with `sft.steps` computed from `sft.epochs`."""
-    if not config.task.writes_text:
-        raise ConfigError(
-            "the number of steps cannot be computed from epochs: demonstrations are read when the run starts",
-            where="sft.epochs",
-            found=epochs,
-            allowed="null",
-            fix="set sft.steps, and sft.epochs=null",
-        )
+    assert config.sft.epochs is not None, "the recipe must set sft.epochs"
     examples, sft = _examples(config), config.sft
-    steps = steps_of_epochs(epochs, examples, sft.batch_size)
+    steps = steps_of_epochs(config.sft.epochs, examples, sft.batch_size)
     print(
-        f"sft.epochs={epochs:g} of {count(examples, 'example')} in batches of {sft.batch_size}: sft.steps={steps}",
+        f"sft.epochs={sft.epochs:g} of {count(examples, 'example')} in batches of {sft.batch_size}: sft.steps={steps}",
         file=config.tracking.messages,
         flush=True,
     )

@@ -81,6 +81,10 @@ def _steps_text(config: RunConfig) -> str:
     """Describe the length of the run in steps, and in passes over the rows if the files can be read here."""
     steps, size = config.trainer.steps, config.data.batch_size
     unit = config.data_unit
+    if "trainer" in config.uncounted:
+        return (
+            f"{config.trainer.epochs:g} epochs in batches of {count(size, unit)}; steps are known when the run starts"
+        )
     data = config.data
     whole = config.task.writes_text and data.train_files and data.val_split is None
     if whole and all(map(is_readable_here, data.train_files)):
@@ -114,7 +118,10 @@ def _job_lines(config: RunConfig, job: str) -> list[str]:
         files = ", ".join(sft.train_files or data.train_files)
         passes = "" if sft.epochs is None else f" ({sft.epochs:g} epochs)"
         goal = "" if sft.stop_at_accuracy is None else f", or until the accuracy is {sft.stop_at_accuracy:g}"
-        lines = [f"fine-tunes {start} on {files}", f"{sft.steps} steps of {sft.batch_size} examples{passes}{goal}"]
+        length = f"{count(sft.steps, 'step')} of {count(sft.batch_size, 'example')}{passes}"
+        if "sft" in config.uncounted:
+            length = f"{sft.epochs:g} epochs in batches of {count(sft.batch_size, 'example')}"
+        lines = [f"fine-tunes {start} on {files}", f"{length}{goal}"]
         return [*lines, "writes metrics, checkpoints/" + (" and hf/" if config.trainer.export_hf else "")]
     sampling = config.validation_sampling
     greedy = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"

@@ -171,6 +171,9 @@ def _check_placed(config: RunConfig, placement: Placement, sizes: Sizes, job: st
 def _check_steps(config: RunConfig, placement: Placement | None, roles: Roles, job: str, checks: Checklist) -> None:
     """Check the sizes of training steps, their learning rates, and the watched metrics."""
     check_batches(config, placement, checks)
+    for section in sorted(config.uncounted):
+        epochs = getattr(config, section).epochs
+        checks.of("steps").skip(f"{section}.epochs={epochs:g}: steps are known when the run starts")
     check_schedules(config, roles, checks)
     check_watched_metrics(config, job, checks)
 

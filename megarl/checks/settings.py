@@ -384,7 +384,7 @@ def check_schedules(config: RunConfig, roles: Roles, checks: Checklist) -> None:
     _check_optim("actor.optim", config.actor.optim, config.updates(config.actor, rests), config, checks)
     if has_critic:
         _check_optim("critic.optim", config.critic.optim, config.updates(config.critic), config, checks)
-    if rests >= config.trainer.steps:
+    if rests >= config.trainer.steps and "trainer" not in config.uncounted:
         checks.of("critic warm-up").warn(
             "critic.warmup_steps",
             f"the run ends after {config.trainer.steps} steps, before the actor begins to train",
@@ -492,7 +492,7 @@ def _check_optim(key: str, optim: OptimConfig, steps: int, config: RunConfig, ch
             allowed=f"integer from 0 to {end - 1}",
             fix=f"set {key}.warmup_steps={end // 10}",
         )
-    elif warmup >= steps >= _TRIAL:
+    elif warmup >= steps >= _TRIAL and ("sft" if key == "sft.optim" else "trainer") not in config.uncounted:
         cut = f"; it is cut to {steps - 1}" if optim.schedule != "constant" and optim.decay_steps is None else ""
         checks.warn(
             f"{key}.warmup_steps",

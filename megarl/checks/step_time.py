@@ -54,13 +54,14 @@ def check_time(
         checks.skip(f"no plan: {error.what}")
         return None
     steps, sft = config.trainer.steps, config.sft.steps * total(plan.sft)
-    run = f"{duration(steps * plan.step_s + sft)} for {'the cold start and ' if sft else ''}{steps:,} steps"
+    run = f", {duration(steps * plan.step_s + sft)} for {'the cold start and ' if sft else ''}{_steps(steps)}"
+    run = "" if config.uncounted else run
     where, parts = plan.hardware.describe(), "by formulas; megarl plan shows the parts"
     if not hardware.gpu:
         where, parts = "this CPU", "by formulas and typical rates; megarl plan measures the rates and shows the parts"
     fix = "use fewer or shorter samples, more devices, or a smaller model"
     fix += "; megarl plan --search ranks layouts" if hardware.gpu else _SMALLER
-    _record(config, plan.step_s, f"about {_step(plan.step_s)} a step, {run} on {where}, {parts}", fix, checks)
+    _record(config, plan.step_s, f"about {_step(plan.step_s)} a step{run} on {where}, {parts}", fix, checks)
     return plan.step_s
 
 
@@ -82,9 +83,11 @@ def _check_supervised(
         checks.skip(f"no plan: {error.what}")
         return None
     where = hardware.describe() if hardware.gpu else "this CPU"
+    steps = config.sft.steps
+    run = "" if config.uncounted else f", {duration(steps * step_s)} for {_steps(steps)}"
     text = (
-        f"about {_step(step_s)} a step, {duration(config.sft.steps * step_s)} for {config.sft.steps:,} steps on "
-        f"{where}, by formulas, of examples as long as data.max_prompt_tokens and rollout.sampling let samples be"
+        f"about {_step(step_s)} a step{run} on {where}, by formulas, of examples as long as data.max_prompt_tokens and "
+        "rollout.sampling let samples be"
     )
     fix = f"set a smaller sft.batch_size, more devices, or a smaller model{'' if hardware.gpu else _SMALLER}"
     _record(config, step_s, text, fix, checks)
@@ -96,6 +99,10 @@ def _record(config: RunConfig, step_s: float, text: str, fix: str, checks: Check
         checks.ok(text)
     else:
         checks.warn("model", f"a step takes long: {text}", found=config.model.path, fix=fix)
+
+
+def _steps(number: int) -> str:
+    return "1 step" if number == 1 else f"{number:,} steps"
 
 
 def _step(seconds: float) -> str:

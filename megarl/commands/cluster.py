@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -143,6 +144,7 @@ def _check(
     estimate and all checks as text. Checks of this machine are left out, and with an `image` also those of the servers'
     interpreter.
     """
+    from megarl.checks.before_start import with_steps
     from megarl.checks.checklist import problems_of
     from megarl.checks.dry_run import memory_and_checks
     from megarl.checks.host import host_memory
@@ -150,6 +152,8 @@ def _check(
     from megarl.config.base import raise_problems
     from megarl.dag.stage import Role
 
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is meant to be piped
+        config = with_steps(config, job, dry=True)
     checked = check_config(config, launcher=launcher, job=job, here=False)
     checks = [check for check in checked.items if not (image and check.key == "rollout.sglang.python")]
     shown = memory_and_checks(config, checked, checks, job) if show else ""

@@ -24,7 +24,6 @@ _MODEL = "Qwen/Qwen3-0.6B"
 _NODE = 8  # GPUs per machine
 _GPU_GB = 80.0
 _SLOW_S = 120.0  # slower steps than this are reported, because a first try would take hours
-_SMALL_MODEL = "~/.cache/megarl/smollm2-135m-instruct"
 _PROMPTS = ("messages", "prompt", "question", "problem", "instruction", "query", "input")
 _ANSWERS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "target", "label", "output", "response")
 #: Columns of rows that algorithms without a reward learn from.
@@ -277,12 +276,14 @@ def _write_first_fit(
 
 def _print_time(checked: Checked, gpus: int) -> None:
     """Print the estimated time of a step and of the run; suggest a smaller model for slow steps on the CPU."""
+    from megarl.artifacts.facts import SMALL_MODEL
+
     for check in checked.items:
         if check.name == "time" and check.status in ("ok", "warn"):
             print(f"  {'WARNING: ' if check.status == 'warn' else ''}{check.message}")
     if not gpus and checked.step_s is not None and checked.step_s > _SLOW_S:
         text = "a model for CPUs: make smollm2 (135 million parameters), then the same command with --model"
-        print(f"{text} {_SMALL_MODEL}")
+        print(f"{text} {SMALL_MODEL}")
 
 
 def _uneven(gpus: int) -> UserError:

@@ -38,7 +38,8 @@ def settings_from(
         "data.answer_key": arguments.answer_key,
         "reward.name": arguments.reward,
     }
-    made.settings |= {key: value for key, value in given.items() if value is not None}
+    given = {key: value for key, value in given.items() if value is not None}
+    made.settings |= given
     for key, option in (("model.path", "--model"), ("data.train_files", "--data")):
         if key not in made.settings:
             raise UserError(f"the settings lack {key}, which a recipe needs", where=key, fix=f"add {option}")
@@ -47,7 +48,7 @@ def settings_from(
     if arguments.gpus is None and devices == 1 and not machine.has_gpu:
         devices = 0
     _place(made, devices, arguments.engine, machine)
-    _complete(made, prompts, answers)
+    _complete(made, prompts, answers, given)
     return made
 
 
@@ -82,8 +83,8 @@ def _place(made: Translation, gpus: int, engine: str, machine: Machine) -> None:
         made.notes[f"{key}: {settings.pop(key)}"] = "used for SGLang servers, with --engine sglang"
 
 
-def _complete(made: Translation, prompts: Sequence[str], answers: Sequence[str]) -> None:
-    """Set the task graph and, when the rows can be read here, the columns and the reward."""
+def _complete(made: Translation, prompts: Sequence[str], answers: Sequence[str], given: Mapping[str, object]) -> None:
+    """Set the task graph and, when the rows can be read here, the columns that are not `given`, and the reward."""
     from megarl.checks.rows import is_readable_here
     from megarl.commands.init import ALGORITHMS, answers_of, reward_for
     from megarl.data.sources import load_rows
@@ -93,11 +94,16 @@ def _complete(made: Translation, prompts: Sequence[str], answers: Sequence[str])
         settings["algorithm.pipeline"] = ALGORITHMS[made.algorithm]["algorithm.pipeline"]
     source = settings["data.train_files"][0]
     rows = load_rows(source) if is_readable_here(source) else []
-    if rows and "data.prompt_key" not in settings:
-        settings["data.prompt_key"] = next((name for name in prompts if rows[0].has(name)), "prompt")
-    if rows and "data.answer_key" not in settings:
-        answer = next((name for name in answers if rows[0].has(name)), None)
-        settings |= {} if answer is None else {"data.answer_key": answer}
+    for key, names in (("data.prompt_key", prompts), ("data.answer_key", answers)) if rows else ():
+        column = next((name for name in names if rows[0].has(name)), None)
+        translated = settings.get(key)
+        if column is None or key in given or (translated is not None and rows[0].has(translated)):
+            continue
+        settings[key] = column
+        if translated is not None:
+            made.notes[f"{key}: {translated}"] = f"the rows do not have this column; they have {column!r}"
+    if rows:
+        settings.setdefault("data.prompt_key", "prompt")
     if settings.get("algorithm.loss.aggregation") == "seq-mean-token-sum-norm":
         settings.setdefault("algorithm.loss.sum_norm", settings.get("rollout.sampling.max_new_tokens", 256))
     for key in [key for key in settings if key.startswith("critic.") and made.algorithm != "ppo"]:
@@ -150,7 +156,8 @@ def write_fitting(
         unfit = {key: error for key, error in problems if key in made.settings and key not in _KEPT}
         if not unfit:
             failed = {check.name for check in checks.items if check.status == "fail"} if config is not None else set()
-            if failed == {"memory"} and _split_further(made):
+            # A data file that is missing here is reported at the end, and does not keep the layout from fitting.
+            if "memory" in failed and _split_further(made):
                 continue
             if config is None:
                 raise problems[0][1]

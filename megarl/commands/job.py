@@ -17,7 +17,6 @@ from megarl.artifacts.pipes import refuse_pipes
 from megarl.artifacts.records import read_run
 from megarl.artifacts.run_folder import refuse_other_files
 from megarl.artifacts.trained import steps_in
-from megarl.checks import before_start
 from megarl.rollout.families import family_of
 from megarl.system.credentials import mask
 from megarl.system.errors import ConfigError, UserError
@@ -146,8 +145,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.run_dir is not None:
         refuse_pipes(arguments.run_dir)
         refuse_other_files(arguments.run_dir)
-    config = read_recipe(arguments)
-    config = before_start.with_steps(config, arguments.command)
+    from megarl.checks.before_start import with_steps
+
+    config = with_steps(read_recipe(arguments), arguments.command, dry=arguments.dry_run)
     if arguments.dry_run:
         return _dry_run(config, arguments)
     from megarl.checks.hub import check_hub

@@ -245,6 +245,7 @@ class RunConfig(Section):
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="where metrics are written")
     _written: Written = PrivateAttr(default_factory=Written)
     _given: Written = PrivateAttr(default_factory=Written)
+    _uncounted: Written = PrivateAttr(default_factory=Written)
 
     @property
     def written(self) -> Written:
@@ -260,6 +261,17 @@ class RunConfig(Section):
         """Return a copy with `keys` as the keys that the user wrote and `given` as the keys that any layer sets."""
         copy = self.model_copy()
         copy._written, copy._given = Written(keys), Written(given)
+        return copy
+
+    @property
+    def uncounted(self) -> Written:
+        """The sections (`trainer`, `sft`) whose `steps` are unknown, since their epochs are counted at the start."""
+        return self._uncounted
+
+    def with_uncounted(self, sections: Iterable[str]) -> RunConfig:
+        """Return a copy whose `steps` of `sections` are unknown."""
+        copy = self.model_copy()
+        copy._uncounted = Written(sections)
         return copy
 
     def longest_sequence(self) -> int:
@@ -359,8 +371,15 @@ def steps_text(steps: int, size: int, samples: int, unit: str) -> str:
 
     >>> steps_text(200, 32, 1882, "prompt")
     '200 steps of 32 = 3.4 epochs of 1,882 prompts'
+    >>> steps_text(1, 64, 4, "pair")
+    '1 step of 64 = 16 epochs of 4 pairs'
+    >>> steps_text(200, 64, 4, "prompt")
+    '200 steps of 64 = 3,200 epochs of 4 prompts'
     """
-    return f"{steps:,} steps of {size:,} = {steps * size / samples:.3g} epochs of {samples:,} {unit}s"
+    epochs = steps * size / samples
+    passes = f"{epochs:.3g}" if epochs < 999.5 else f"{epochs:,.0f}"
+    length = f"{steps:,} step{'s' * (steps != 1)} of {size:,}"
+    return f"{length} = {passes} epoch{'s' * (passes != '1')} of {samples:,} {unit}{'s' * (samples != 1)}"
 
 
 def repeated_problem(key: str, size: int, samples: int) -> ConfigError | None:

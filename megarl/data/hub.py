@@ -5,11 +5,13 @@ The hub's own packages try for a minute in every worker and then advise to check
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -49,6 +51,20 @@ class HubSource:
 def offline() -> str | None:
     """Return the environment variable that forbids requests to the hub; None if no variable does."""
     return next((name for name in _SWITCHES if os.environ.get(name, "").upper() in _TRUE), None)
+
+
+@contextlib.contextmanager
+def without_network() -> Iterator[None]:
+    """Within the block forbid requests to the hub, also for its packages if the block imports them first."""
+    before = os.environ.get(_SWITCHES[0])
+    os.environ[_SWITCHES[0]] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SWITCHES[0]]
+        else:
+            os.environ[_SWITCHES[0]] = before
 
 
 def hub_dataset(source: str) -> str | None:

@@ -155,3 +155,19 @@ def test_rope_scaling_comes_before_rope_parameters_as_in_transformers():
     raw = {**MOE, "num_experts": 4, "rope_parameters": {"rope_type": "default"}}
     with pytest.raises(ConfigError, match="here: rope_scaling"):
         facts.facts_from_config({**raw, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "here")
+
+
+@pytest.mark.parametrize(
+    ("path", "fix"),
+    [
+        (facts.SMALL_MODEL, "run `make smollm2` in"),
+        ("/nowhere/x/model", "check the path"),
+        ("./nowhere/x/model", "check the path; relative paths start at"),
+    ],
+)
+def test_advice_for_a_missing_folder_fits_its_path(path, fix, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="model folder does not exist") as caught:
+        model_facts(ModelConfig(path=path))
+    assert caught.value.fix.startswith(fix)
+    assert ("relative" in caught.value.fix) == ("relative" in fix)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import importlib.util
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from megarl import cli
 from megarl.artifacts.facts import hub_cache_folder, hub_paths
 from megarl.checks.before_start import with_steps
 from megarl.checks.hub import check_hub, sources
@@ -200,3 +202,30 @@ def test_a_model_in_the_cache_of_xdg_is_found_without_a_network(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     assert hub_cache_folder("org/model") == snapshot
     assert HubSource("model.path", "models", "org/model").cached
+
+
+def test_a_dry_run_of_epochs_asks_no_hub_and_gives_no_number_of_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hub, "ask", lambda asked: pytest.fail("asked the hub"))
+    model = ["model.path=Qwen/Qwen3-0.6B", "model.hf_config=null", "model.tokenizer=null"]
+    epochs = ["trainer.epochs=2", "sft.epochs=3", "actor.optim.warmup_steps=5000"]
+    assert cli.main(["train", "grpo_quickstart", *model, *epochs, "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "[skip] steps: trainer.epochs=2: steps are known when the run starts" in text
+    assert "[skip] steps: sft.epochs=3: " in text
+    assert "== Steps ==\n2 epochs in batches of" in text
+    assert re.search(r"] time: .*\n", text)
+    assert not re.search(r"\d steps", text.partition("== Steps")[2])
+    gpus = ["cluster.device_memory_gb=80", "cluster.nproc=1"]
+    assert cli.main(["launch", "grpo_quickstart", *model, *epochs, *gpus, "--slurm", "--dry-run"]) == 0
+    text = capsys.readouterr().err
+    assert "[skip] steps: trainer.epochs=2: steps are known when the run starts" in text
+    assert not re.search(r"\d steps", text)
+
+
+def test_a_dry_run_counts_epochs_of_a_model_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config("grpo_quickstart", ["trainer.epochs=2", "sft.steps=0"])
+    assert with_steps(config, dry=True) == with_steps(config)
+    assert capsys.readouterr().out.count("trainer.steps=") == 2
+    assert os.environ["HF_HUB_OFFLINE"] == "0"

@@ -282,6 +282,16 @@ def test_options_go_before_the_settings(write, capsys):
     assert config.cluster.device_memory_gb is None
 
 
+def test_answers_come_from_the_column_that_the_rows_have(write, tmp_path, capsys):
+    assert (
+        main(["init", "mine", "--from", str(write("verl.sh", VERL)), "--data", "rows.jsonl", "--val", "rows.jsonl"])
+        == 0
+    )
+    assert load_config("mine.yaml", components=COMPONENTS).data.answer_key == "answer"
+    notes = (tmp_path / "mine.yaml").read_text().partition("# Settings of")[2]
+    assert "data.answer_key: reward_model.ground_truth" in notes
+
+
 def test_an_algorithm_beside_the_settings_is_refused(write, capsys):
     assert main(["init", "mine", "--from", str(write("a.sh", TRL_GRPO)), "--algorithm", "ppo"]) == 2
     assert "--from takes the algorithm from the settings that it translates" in capsys.readouterr().err
@@ -300,10 +310,18 @@ def test_staleness_that_the_placement_does_not_allow_is_left_out_with_the_reason
 
 
 def test_the_recipe_stays_where_the_data_are_on_another_machine(write, tmp_path, capsys):
-    file = write("verl.sh", VERL.replace("verl.jsonl", "/data/elsewhere.parquet"))
+    big = VERL.replace("Qwen3-0.6B", "Qwen3-8B")
+    assert main(["init", "here", "--from", str(write("here.sh", big))]) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    file = write("verl.sh", big.replace("verl.jsonl", "/data/elsewhere.parquet"))
     assert main(["init", "mine", "--from", str(file)]) == 2
-    assert "file or folder not found" in capsys.readouterr().err
+    problems = capsys.readouterr().err
+    assert "file or folder not found" in problems
+    assert "GB" not in problems
     assert "/data/elsewhere.parquet" in (tmp_path / "mine.yaml").read_text()
+    here, mine = (load_config(f"{name}.yaml", components=COMPONENTS) for name in ("here", "mine"))
+    assert mine.actor.parallel == here.actor.parallel
+    assert mine.actor.parallel.tp > 1
 
 
 @pytest.mark.parametrize(
