@@ -91,7 +91,7 @@ def _until_the_end(workers: Workers, job: Job, watch: Watch, restarts: Restarts)
             time.sleep(STACKS_S)
             if restarts.after_hang(watch.stuck, trouble):
                 continue
-            lines = [*restarts.spent(*watch.stuck[:1]), *_others(workers, job, ended, skip=None)]
+            lines = [*restarts.spent(*watch.stuck[:1]), *_others(workers, job, ended)]
             log = f"  log:     {job.run_dir / 'log.txt'} (with the stack of every rank)"
             job.log.say("\n".join([f"megarl: {trouble}", *lines, log]))
             return End(1, trouble)
@@ -191,21 +191,23 @@ def _report(failure: RankFailure, workers: Workers, job: Job, ended: dict[int, i
         lines.append(f"  fix:     {OUT_OF_MEMORY_FIX}")
     if not failure.user_error:
         lines += more
-        lines += _others(workers, job, ended, skip=failure.rank)
+        lines += _others(workers, job, ended, failure)
     lines.append(f"  log:     {job.run_dir / 'log.txt'}")
     job.log.say("\n".join(lines))
 
 
-def _others(workers: Workers, job: Job, ended: dict[int, int], skip: int | None) -> list[str]:
-    """Return one line per other rank with its phase and step; of many ranks the first sixteen."""
+def _others(workers: Workers, job: Job, ended: dict[int, int], failure: RankFailure | None = None) -> list[str]:
+    """Return one line per rank, without that of `failure`, with its phase and step; of many ranks the first sixteen."""
     now, lines, errors = time.time(), [], job.errors()
-    ranks = [rank for rank in workers.ranks() if rank != skip]
+    ranks = [rank for rank in workers.ranks() if failure is None or rank != failure.rank]
     for rank in ranks[:16]:
         beat = read_beat(job.run_dir, rank)
         text = where_text(beat)
         if rank in errors:
             error = errors[rank]
-            text = f"in phase {error.phase} at step {error.step}: {error.type}: {_one_line(error.message)}"
+            same = failure is not None and (error.type, error.message) == (failure.type, failure.message)
+            reason = "the same error" if same else f"{error.type}: {_one_line(error.message)}"
+            text = f"in phase {error.phase} at step {error.step}: {reason}"
         elif rank in ended:
             text += f", {_ended(ended[rank])}"
         elif beat is not None:

@@ -316,7 +316,8 @@ def _check_function(config: RunConfig, label: str, reward: RewardConfig, checks:
                         signature = signature_of(tree, name)
                         if signature is not None and not gives_images(config):
                             refuse_images(name, signature, reward.kwargs)
-            checks.ok(f"{key}: {name}" if label or not included else name)
+            use = "" if uses_reward(config) else ", which scores only if the environment sets scores = False"
+            checks.ok((f"{key}: {name}" if label or not included else name) + use)
             if not label and "reward_parts" in estimator_fields(config.algorithm):
                 _check_parts(config, strings(tree) if tree is not None else None, checks.of("reward parts"))
     else:

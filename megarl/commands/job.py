@@ -122,16 +122,22 @@ def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
     from megarl.checks.checklist import Checklist
     from megarl.checks.dry_run import make_plan
     from megarl.checks.hub import check_hub
+    from megarl.checks.recipe import ConfigWarning
     from megarl.config.base import raise_problems
 
     rows = Checklist(name="rows")
-    try:
-        if _check_inputs(config, arguments.command, rows):
-            rows.ok("columns and texts, where they can be read here")
-        else:
-            rows.skip("these sources are read when the run starts")
-    except UserError as error:
-        rows.from_error(error)
+    with warnings.catch_warnings(record=True) as doubts:
+        warnings.simplefilter("always", ConfigWarning)
+        try:
+            if _check_inputs(config, arguments.command, rows):
+                rows.ok("columns and texts, where they can be read here")
+            else:
+                rows.skip("these sources are read when the run starts")
+        except UserError as error:
+            rows.from_error(error)
+    for doubt in doubts:
+        if issubclass(doubt.category, ConfigWarning):
+            rows.of("inputs").warn_of(ConfigError(str(doubt.message)))
     launcher = arguments.launcher or config.launch.launcher
     plan = make_plan(config, launcher, arguments.command, rows.items, full=arguments.full)
     print(plan.text, flush=True)

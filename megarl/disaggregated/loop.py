@@ -40,6 +40,7 @@ from megarl.runtime.frozen_models import drop_refused_start
 from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.rank_state import RankState, TeamContext
 from megarl.runtime.recorder import Recorder
+from megarl.runtime.samples import refuse_failed_step
 from megarl.runtime.stages.reward import PENDING
 from megarl.runtime.start import (
     build_team,
@@ -201,6 +202,8 @@ def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: Chec
             if validates(config, step, early=early):
                 accuracy = evaluate_step(c, recorder, step)
         numbers = recorder.end_step(step)
+        if c.team.leads and config.has_turns:
+            refuse_failed_step(step, numbers)
         channel.done(step)
         checkpoints.after_step(step, numbers, accuracy, last=step == config.trainer.steps)
         if checkpoints.must_stop or checkpoints.stopped_early:

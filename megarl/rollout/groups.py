@@ -33,7 +33,7 @@ from megarl.data.trajectory import PLAIN, Trajectory
 from megarl.rollout.answers import Answer, Answers, EpisodeRules, apply_answer
 from megarl.rollout.engine import Completion, Generation, Request, RolloutEngine, ignore_progress
 from megarl.rollout.stop_strings import StopStrings
-from megarl.system.errors import MegarlError
+from megarl.system.errors import MegarlError, UserError
 
 if TYPE_CHECKING:
     from megarl.data.image_set import ImageSet
@@ -44,15 +44,11 @@ _QUICK_S = 0.01
 
 
 class EpisodeError(MegarlError):
-    """An environment failed, and `env.on_error` is `fail`; the message names episode and turn.
+    """An environment failed, and `env.on_error` is `fail`; the message names episode and turn."""
 
-    Args:
-        repeats: whether the environment would fail in the same way if the run were started again.
-    """
 
-    def __init__(self, message: str, *, repeats: bool = False) -> None:
-        super().__init__(message)
-        self.repeats = repeats
+class EnvironmentDefect(UserError, EpisodeError):
+    """An environment's own code failed, and would fail in the same way if the run were started again."""
 
 
 @dataclass(frozen=True)
@@ -565,11 +561,13 @@ class GroupGenerator:
         trajectory, error = sample.trajectory, answer.reply.error
         if rules.on_error == "fail":
             when = f"turn {trajectory.turns - 1}" if trajectory.turns else "reset"
-            raise EpisodeError(
-                f"the environment of sample {sample.in_flight.group.uid}#{sample.place} failed at {when}: {error}\n"
-                "  fix:     correct the environment, or set env.on_error=mark to leave such episodes out",
-                repeats=answer.reply.repeats,
-            )
+            problem = f"the environment of sample {sample.in_flight.group.uid}#{sample.place} failed at {when}: {error}"
+            leave_out = "set env.on_error=mark to leave such episodes out"
+            if "\n  fix: " in error:  # the last line of an error that the environment's answer caused
+                problem += f"; or {leave_out}"
+            else:
+                problem += f"\n  fix:     correct the environment, or {leave_out}"
+            raise EnvironmentDefect(problem) if answer.reply.repeats else EpisodeError(problem)
         trajectory.mark_failed(error, self._eos_ids[0], self._engine.weight_version)
 
     # -- time --------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from megarl.artifacts.lock import refuse_if_taken
@@ -28,7 +29,7 @@ from megarl.system.machine import find_malloc_trim, resident_bytes
 from megarl.system.metrics import Metrics
 from megarl.system.offload_schedule import MEETING, MOVES
 from megarl.system.processes import own_worker_name, worker_number
-from megarl.tracking.perf import peak_flops, perf_metrics
+from megarl.tracking.perf import peak_flops, perf_metrics, remeasured_peak
 from megarl.tracking.trace import TraceWriter
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class Recorder:
         team = c.team.plan.name if c.team.others else ""
         self._trace = TraceWriter(c.run_dir, worker_number(), own_worker_name(), team)
         self._peak: float | None = None
+        self._remeasured = False
         self._alarms = Alarms()
         self._start = (time.perf_counter(), time.process_time())
 
@@ -215,17 +217,22 @@ class Recorder:
             self._tracker.groups(step, group_rows(self._c, samples))
 
     def _perf(self, numbers: dict[str, float]) -> dict[str, float]:
+        dtype, stated = self._c.config.model.dtype, self._c.config.tracking.peak_tflops
         if self._peak is None:
-            self._peak = peak_flops(self._c.config.model.dtype, self._c.config.tracking.peak_tflops)
+            self._peak = peak_flops(dtype, stated)
         memory = numbers["perf/max_memory_gb"]  # peak of the rank with the highest peak, not of this rank
         validation = VALIDATE if self._c.team.holds(Role.ROLLOUT) else "await_validation"
-        metrics = perf_metrics(
+        measure = partial(
+            perf_metrics,
             tokens=numbers["perf/total_tokens"],
             seconds=numbers["timing_s/step"] - numbers.get(f"timing_s/{validation}", 0.0),
             devices=sum(team.devices for team in self._c.team.placement.teams),
             flops=numbers.get("perf/flops"),
-            peak=self._peak,
         )
+        metrics = measure(peak=self._peak)
+        if metrics.get("perf/mfu", 0) > 1 and not self._remeasured:
+            self._remeasured, self._peak = True, remeasured_peak(self._peak, dtype, stated)
+            metrics = measure(peak=self._peak)
         return metrics | {"perf/max_memory_gb": memory}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from megarl.data.trajectory import Trajectory, trajectory_values
 from megarl.rollout.answers import EpisodeLimits, EpisodeRules
 from megarl.rollout.groups import Group, GroupGenerator
 from megarl.rollout.stop_strings import StopStrings
-from megarl.system.errors import shortened
+from megarl.system.errors import MegarlError, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,6 +118,19 @@ def all_failed(step: int, errors: Sequence[str]) -> str:
     """
     episodes = "the only episode, which is" if len(errors) == 1 else f"all {len(errors)} episodes, which are"
     return f"WARNING: step {step}: the environment failed in {episodes} left out: {shortened(errors[0])}"
+
+
+def refuse_failed_step(step: int, numbers: Mapping[str, float]) -> None:
+    """Raise MegarlError if the environment failed in all episodes of a step, given the metrics of all ranks.
+
+    >>> refuse_failed_step(1, {"env/errors": 3.0, "env/turns/mean": 1.5})
+    """
+    errors = numbers.get("env/errors", 0)
+    if errors and "env/turns/mean" not in numbers:
+        raise MegarlError(
+            f"the environment failed in all {errors:.0f} episodes of step {step}, so nothing can be learnt from them\n"
+            "  fix:     correct the environment; the warning of this step above, and in log.txt, names the error"
+        )
 
 
 def record_episodes(c: StepContext, samples: Batch) -> None:

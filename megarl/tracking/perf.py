@@ -71,7 +71,16 @@ def peak_flops(dtype: str, stated_tflops: float | None = None) -> float:
     return _remembered_peak(dtype)
 
 
-def _remembered_peak(dtype: str) -> float:
+def remeasured_peak(peak: float, dtype: str, stated_tflops: float | None = None) -> float:
+    """Return a CPU's peak measured again, and remember the larger one; for a step that has exceeded `peak`, which was
+    measured while the machine was busy. Other peaks stay.
+    """
+    if stated_tflops is not None or device.has_cuda():
+        return peak
+    return max(peak, _remembered_peak(dtype, again=True))
+
+
+def _remembered_peak(dtype: str, *, again: bool = False) -> float:
     import torch
 
     from megarl.system.machine import processor_name
@@ -82,8 +91,8 @@ def _remembered_peak(dtype: str) -> float:
         known = json.loads(path.read_text())
     except (OSError, ValueError):
         known = {}
-    if key not in known:
-        known[key] = measure_peak(dtype)
+    if key not in known or again:
+        known[key] = max(measure_peak(dtype), float(known.get(key, 0)))
         with contextlib.suppress(OSError):  # if the home folder is read-only, the peak is measured again next time
             write_atomically(path, json.dumps(known, indent=1))
     return float(known[key])

@@ -201,6 +201,8 @@ def test_a_failing_environment_ends_the_run_for_good_and_is_named(player, kind, 
     ) as caught:
         player(Scripted("1"), Faulty)([begin], SAMPLING, [EOS])
     assert caught.value.repeats
+    assert caught.value.exit_code == 2, "a mistake of the user, like that of a reward"
+    assert str(caught.value).count("  fix: ") == 1
 
 
 def test_or_it_marks_its_episode_and_nothing_of_that_is_trained_on(player):

@@ -1,7 +1,7 @@
 import pytest
 
 from megarl.planning.hardware import measure_peak
-from megarl.tracking.perf import known_peak, peak_flops, perf_metrics
+from megarl.tracking.perf import known_peak, peak_flops, perf_metrics, remeasured_peak
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,18 @@ def test_cpu_peak_is_measured_once_and_remembered(tmp_path, monkeypatch):
     assert peak_flops("fp32") == first
     assert peak_flops("bf16") == 1.0
     assert peak_flops("bf16", stated_tflops=2.5) == 2.5e12
+
+
+def test_a_peak_that_a_step_exceeds_is_measured_again_and_the_largest_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("megarl.system.device.has_cuda", lambda: False)
+    rates = iter([2.0, 5.0, 1.0])
+    monkeypatch.setattr("megarl.tracking.perf.measure_peak", lambda dtype: next(rates))
+    assert peak_flops("fp32") == 2.0, "on a busy machine"
+    assert remeasured_peak(2.0, "fp32", stated_tflops=1.0) == 2.0
+    assert remeasured_peak(2.0, "fp32") == 5.0
+    assert remeasured_peak(5.0, "fp32") == 5.0, "busy again"
+    assert peak_flops("fp32") == 5.0
 
 
 def test_measure_refuses_unknown_dtypes():
