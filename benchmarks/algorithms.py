@@ -1,6 +1,8 @@
 """`megarl bench algorithms`: CPU-seconds and memory of the pure functions, one thread, against their targets.
 
-    megarl bench algorithms megarl bench algorithms --json algorithms.json megarl bench algorithms --only gae grpo
+    megarl bench algorithms
+    megarl bench algorithms --json algorithms.json
+    megarl bench algorithms --only gae grpo
 
 Batches have 4096 responses of 4096 tokens, float32, padded form. Seconds are CPU-seconds, the least of several calls in
 a process of its own with the environment of a worker; memory is how far the first call raised the process's peak

@@ -1,6 +1,7 @@
 """`megarl bench checkpoint`: bytes, seconds and memory of writing and reading a checkpoint.
 
-    megarl bench checkpoint megarl bench checkpoint --json checkpoint.json
+    megarl bench checkpoint
+    megarl bench checkpoint --json checkpoint.json
 
 A Qwen3 of 241M parameters in bf16 with AdamW, 14 bytes per parameter on disk, by 1, 2 and 4 data-parallel processes of
 one thread. `blocked` is how long training stands still (the copy to host memory), `writing` how long the threads then

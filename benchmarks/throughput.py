@@ -1,8 +1,9 @@
 """`megarl bench`: seconds of a training step on fixed cases, by phase, against the floor of this machine.
 
     megarl bench                                       # cases S and M in the default dtype
-    megarl bench --case M --dtype fp32 --steps 5 megarl bench --case S --nproc 1 --threads 2 --json s.json megarl bench
-    --case M actor.engine.micro_batch_tokens=4096
+    megarl bench --case M --dtype fp32 --steps 5
+    megarl bench --case S --nproc 1 --threads 2 --json s.json
+    megarl bench --case M actor.engine.micro_batch_tokens=4096
 
 Case S: 2.4M parameters, 32 prompts x 8 samples, at most 16 new tokens. Case M: 19M parameters, 16 prompts x 8 samples,
 exactly 256 new tokens, one update. Each is a real run of `megarl train` in processes of its own; the first step is not

@@ -71,7 +71,7 @@ def build_parser() -> Parser:
     init.add_arguments(start)
     keys = commands.add_parser("keys", help="find keys of recipes: defaults, allowed values, meaning")
     text = "a key, a section, a part of a name or of a description, or a name in TRL or verl: actor.optim, clip"
-    keys.add_argument("pattern", metavar="PATTERN", nargs="?", help=f"{text} (default: the sections)")
+    keys.add_argument("pattern", metavar="PATTERN", nargs="*", help=f"{text} (default: the sections)")
     keys.set_defaults(run=_keys)
     text = "print a script for bash or zsh that completes commands, recipes and keys"
     completion = commands.add_parser("completion", help=text, description=COMPLETION, formatter_class=form)
@@ -134,10 +134,14 @@ def _add_report(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def _add_doctor(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add `megarl doctor`, which describes an installation, with its checks."""
-    doctor = commands.add_parser("doctor", help="show versions, devices, and what optional packages would enable")
+    doctor = commands.add_parser(
+        "doctor",
+        help="show versions, devices, and what optional packages would enable",
+        usage="megarl doctor [-h] [--clean] [CHECK ...]",
+    )
     doctor.add_argument("--clean", action="store_true", help="remove what killed processes left in /tmp and /dev/shm")
     doctor.set_defaults(run=_doctor)
-    checks = doctor.add_subparsers(dest="check", metavar="CHECK")
+    checks = doctor.add_subparsers(dest="check", metavar="CHECK", prog="megarl doctor")
     _add_parity(checks)
     text = "certify this machine: what works on its GPUs, and how fast"
     _add_module(checks, "gpu", text, certificate, certificate.run)
@@ -193,7 +197,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _keys(arguments: argparse.Namespace) -> int:
     from megarl.commands.keys import show_keys
 
-    print(show_keys(arguments.pattern))
+    print(show_keys(" ".join(arguments.pattern) or None))
     return 0
 
 

@@ -1,6 +1,7 @@
 """`megarl bench sync`: 400 MB of bf16 weights to a receiver process by every transport, beside the machine's limits.
 
-    megarl bench sync megarl bench sync --json sync.json
+    megarl bench sync
+    megarl bench sync --json sync.json
     megarl bench sync --link-gbit 1             # over a loopback interface of 1 Gbit/s, as between distant hosts
 
 One process holds 200 random tensors of a million elements, as a trainer of one rank would; another takes updates the

@@ -91,7 +91,7 @@ def _steps_text(config: RunConfig) -> str:
         with contextlib.suppress(UserError):  # the check of the rows reports the error
             rows = sum(len(load_rows(source)) for source in data.train_files)
             return steps_text(steps, size, rows, unit)
-    return f"{steps:,} steps of {count(size, unit)}; the data is counted when the run starts"
+    return f"{steps:,} step{'s' * (steps != 1)} of {count(size, unit)}; the data is counted when the run starts"
 
 
 def memory_and_checks(

@@ -50,7 +50,7 @@ def add_arguments(commands: Any, read_recipe: Callable[[argparse.Namespace], Run
     )
     for name, run, text in (
         ("status", _status, "show the state of a submitted run"),
-        ("logs", _logs, "show the output of a run"),
+        ("logs", _logs, "show the output of a submitted run"),
         ("cancel", _cancel, "end the job of a submitted run; the run can be continued later"),
     ):
         parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")

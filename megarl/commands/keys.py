@@ -135,7 +135,8 @@ def find_entries(pattern: str, entries: Sequence[KeyEntry]) -> tuple[list[KeyEnt
 
     The first search with a result counts: a key or section with this name and all keys below it; keys whose name ends
     with or contains the pattern; keys that have this name in another project; keys that accept it as a value; keys
-    whose description contains it. Raise UserError if nothing matches.
+    whose description contains it, or whose name and description contain all of its words. Raise UserError if nothing
+    matches.
     """
     wanted = pattern.lower().strip(".")
     keys = [entry for entry in entries if not entry.is_section]
@@ -150,6 +151,8 @@ def find_entries(pattern: str, entries: Sequence[KeyEntry]) -> tuple[list[KeyEnt
         meant = [entry for entry in entries if any(f"{entry.path}.".startswith(f"{word}.") for word in words)]
         return meant, f"{wanted}: {elsewhere}"
     described = [key for key in keys if wanted in key.meaning.lower()]
+    words = wanted.split()
+    described = described or [key for key in keys if all(word in f"{key.path} {key.meaning}".lower() for word in words)]
     valued = [entry for entry in entries if wanted in entry.choices]
     note = METHODS.get(wanted) or values_elsewhere(wanted)
     if valued or note:

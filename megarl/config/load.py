@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -321,8 +322,9 @@ def find_recipe(
         return folder / f"{recipe.stem}.yaml"
     neighbours = [file.name for file in sorted(base.parent.glob("*.y*ml"))] if base.parent.is_dir() else []
     close = close_files(recipe.name, [*neighbours, *recipe_names()])
+    problem = "recipe or run folder not found" if takes_runs else "recipe not found"
     raise ConfigError(
-        "recipe not found" if not base.is_dir() else "this is a folder, not a recipe file",
+        problem if not base.is_dir() else "this is a folder, not a recipe file",
         where=said_in or str(path),
         found=str(path),
         allowed=allowed_recipes(takes_runs=takes_runs),
@@ -333,7 +335,8 @@ def find_recipe(
 def allowed_recipes(*, takes_runs: bool) -> str:
     """Describe what a recipe argument may be; with `takes_runs` it may also be a run folder."""
     forms = "a YAML file, the folder of a run" if takes_runs else "a YAML file"
-    return f"{forms}, or a shipped recipe: {', '.join(recipe_names()) or 'none installed'}"
+    text = f"{forms}, or a shipped recipe: {', '.join(recipe_names()) or 'none installed'}"
+    return textwrap.fill(text, 110, subsequent_indent=" " * 11)
 
 
 def _recipe_fix(path: Path, close: list[str]) -> str:

@@ -74,8 +74,9 @@ def correctness(result: dict[str, Any]) -> float:
 def validation_metrics(samples: Iterable[Scored]) -> Metrics:
     """Return the metrics of all samples of some prompts. Merging the metrics of several ranks is exact.
 
-    Names: `val/acc`, `val/prompts`, `val/samples`; with n > 1 samples per prompt also `val/best@k`, `val/worst@k`,
-    `val/pass@k` and, if samples are ranked, `val/selected@k` for k = n and the powers of two below, and `val/maj@n`.
+    Names: `val/acc`, `val/prompts`, `val/samples`; `val/graded`, the number of prompts with scores other than 0 and 1,
+    if there are any; with n > 1 samples per prompt also `val/best@k`, `val/worst@k`, `val/pass@k` and, if samples are
+    ranked, `val/selected@k` for k = n and the powers of two below, and `val/maj@n`.
     With several data sources the same names again as `val/<data_source>/...`, and if these belong to several sets, as
     `val/<part>/...`. All prompts have equal weight, whatever their number of samples; if n differs, a metric of k is a
     mean over the prompts that have it. All samples of a prompt must be in the same call.
@@ -95,6 +96,8 @@ def _add_group(metrics: Metrics, where: str, group: Sequence[Scored]) -> None:
     values = [sample.value for sample in group]
     correct = sum(value > CORRECT_ABOVE for value in values)
     metrics.mean(f"{where}/acc", sum(values) / n, 1)
+    if where == "val" and not {0, 1}.issuperset(values):
+        metrics.sum("val/graded", 1)
     metrics.sum(f"{where}/prompts", 1)
     metrics.sum(f"{where}/samples", n)
     if n == 1:

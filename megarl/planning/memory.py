@@ -235,8 +235,8 @@ def response_terms(config: RunConfig, dp: int, job: str) -> list[Term]:
     certain = _TOKEN_CERTAIN if config.rollout.holds_model else 0.0
     return [
         Term(
-            f"responses of {samples} samples of {sampling.max_new_tokens} tokens",
-            samples * sampling.max_new_tokens * (_TOKEN_BUFFERS + _TOKEN),
+            f"responses of {samples} samples of {config.response_tokens(sampling)} tokens",
+            samples * config.response_tokens(sampling) * (_TOKEN_BUFFERS + _TOKEN),
             f"{'rollout' if rows == 'data.batch_size' else 'validation'}.sampling.max_new_tokens, {rows}",
             least * sampling.max_new_tokens * certain,
             shrinks=True,

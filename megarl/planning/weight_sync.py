@@ -16,6 +16,7 @@ from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
 from megarl.planning.shards import BYTES
 from megarl.planning.terms import Term, term
+from megarl.system.errors import count
 
 CONTEXT_BYTES = 0.5e9
 """A process's CUDA context on one GPU, with its kernels."""
@@ -65,14 +66,16 @@ class WeightSyncMemory:
             terms.append(term("buffers of new weights for servers", size, "sync.bucket_mb, the model's size"))
         pairs = self.team.parallel.tp - 1 + self._replica - self._here
         if pairs:
-            terms.append(Term(f"NCCL connections to {pairs} ranks", pairs * PAIR_BYTES, "actor.parallel.tp", 0.0))
+            terms.append(
+                Term(f"NCCL connections to {count(pairs, 'rank')}", pairs * PAIR_BYTES, "actor.parallel.tp", 0.0)
+            )
         servers = self.config.rollout.sglang
         if self.config.rollout.colocated:
             terms.append(Term("a server's context and graphs", SERVER_BYTES, "rollout.sglang.colocated", 0.0))
             # Every rank of a server maps the buffers of all senders that send to it.
             others = max(self._here, servers.ranks) - 1
             if others and self.config.sync.transport in ("auto", "tensor"):
-                contexts = f"contexts of {others} server ranks on other GPUs"
+                contexts = f"contexts of {count(others, 'server rank')} on other GPUs"
                 keys = "actor.parallel.tp, rollout.sglang.tp_size"
                 terms.append(Term(contexts, others * CONTEXT_BYTES, keys, 0.0))
         return terms

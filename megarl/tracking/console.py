@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from rich.console import Console
@@ -29,6 +30,7 @@ _ONLY = ["value"]  # column titles when all records belong to one step
 _WIDTH = 80  # columns of a line
 _END_WIDTH = 20  # columns for a step's seconds and the time left
 _SECONDS, _ACCURACY = "timing_s/step", "val/acc"
+_GRADED = "val/graded"  # present if scores other than 0 and 1 were averaged, so that the mean is no accuracy
 _LOG_EVERY_S = 15.0  # seconds between progress lines where no bar can be shown
 
 
@@ -131,7 +133,9 @@ class ConsoleView:
         if _ACCURACY not in metrics:
             return []
         value = metrics[_ACCURACY]
-        text = f"validation: accuracy {_share(value)}"
+        graded = bool(metrics.get(_GRADED))
+        shown = number if graded else _share
+        text = f"validation: {'mean score' if graded else 'accuracy'} {shown(value)}"
         many = [name for name in metrics if name.startswith(("val/pass@", "val/maj@"))]
         text += "".join(f", {name.removeprefix('val/')} {_share(metrics[name])}" for name in many)
         if "val/loss" in metrics:
@@ -141,7 +145,7 @@ class ConsoleView:
         if "val/samples" in metrics and metrics["val/samples"] != metrics.get("val/prompts"):
             text += f" ({metrics['val/samples']:,.0f} samples)"
         if self._best is not None and self._best[1] > value:
-            text += f"; best {_share(self._best[1])} at step {self._best[0]}"
+            text += f"; best {shown(self._best[1])} at step {self._best[0]}"
         elif self._best is not None and value > self._best[1]:
             text += "; the best so far"
         self.recall(step, metrics)
@@ -236,6 +240,8 @@ def summary(records: list[dict[str, Any]]) -> list[tuple[Shown, dict[str, Any]]]
         points = [(r["step"], r[shown.name]) for r in records if isinstance(r.get(shown.name), (int, float))]
         if not points:
             continue
+        if shown.name == _ACCURACY and any(record.get(_GRADED) for record in records):
+            shown = replace(shown, short="validation score")
         row: dict[str, Any] = {}
         after = points
         if trained and points[0][0] == 0:

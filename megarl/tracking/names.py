@@ -56,7 +56,7 @@ FINAL_TABLE = (
     Shown("perf/throughput", "throughput", "tokens/s/device"),
     Shown("perf/mfu", "MFU", "%", scale=100.0),
     Shown("perf/max_memory_gb", "peak memory", "GB"),
-    Shown("timing_s/step", "step", "s"),
+    Shown("timing_s/step", "one step", "s"),
 )
 
 

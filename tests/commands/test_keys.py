@@ -23,6 +23,12 @@ def paths(pattern):
     return [one.path for one in find_entries(pattern, ENTRIES)[0]]
 
 
+def test_several_words_are_searched_together(capsys):
+    assert main(["keys", "learning", "rate"]) == 0
+    assert "actor.optim.lr = " in capsys.readouterr().out
+    assert paths("clip gradient norm") == paths("gradient norm clip") != []
+
+
 def test_every_key_is_there():
     assert {key.path for key in iter_keys()} <= {one.path for one in ENTRIES}
     own = {one.path: one.readers for one in ENTRIES if one.readers}

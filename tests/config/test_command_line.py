@@ -137,7 +137,7 @@ def test_no_recipe(arguments, capsys):
     assert caught.value.code == 2
     err = capsys.readouterr().err
     assert f"megarl {arguments[0]}: the recipe is missing" in err
-    assert "grpo_quickstart, " in err
+    assert "grpo_quickstart," in err
     assert "usage" not in err
 
 
@@ -145,7 +145,7 @@ def test_an_override_in_the_place_of_the_recipe(capsys):
     assert main(["train", "trainer.steps=3"]) == 2
     err = capsys.readouterr().err
     assert "name the recipe first" in err
-    assert "grpo_quickstart, " in err
+    assert "grpo_quickstart," in err
 
 
 def test_unsound_user_pipeline(megarl, write, monkeypatch, tmp_path):

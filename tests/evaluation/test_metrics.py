@@ -153,3 +153,9 @@ def test_a_part_of_the_reward_may_select_among_the_samples_of_a_prompt():
     assert {name.rpartition("/")[2] for name in found} == {*metric_names(4, ranked=True)}
     with pytest.raises(ConfigError, match=r"validation\.select_by(?s:.*)allowed: liked, overall"):
         from_reward("p", results[0], "x", select_by="like")
+
+
+@pytest.mark.parametrize(("values", "graded"), [([0.0, 1.0], None), ([0.5, 1.0], 1), ([-1.0], 1)])
+def test_prompts_with_scores_that_are_no_share_of_right_answers_are_counted(values, graded):
+    samples = [Scored("p", value, None) for value in values]
+    assert validation_metrics(samples).result().get("val/graded") == graded

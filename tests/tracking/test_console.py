@@ -6,7 +6,7 @@ import math
 import pytest
 from rich.console import Console
 
-from megarl.tracking.console import ConsoleView
+from megarl.tracking.console import ConsoleView, summary
 from megarl.tracking.names import STEP_LINE
 
 EVERYTHING = {shown.name: -1.23e-5 for shown in STEP_LINE} | {"timing_s/step": 12.34}
@@ -70,6 +70,14 @@ def test_a_validation_says_counts_and_the_best_so_far(view):
     counts = "75.0%, loss 0.5 of 8 prompts (16 samples)"
     assert f"validation: accuracy 12.5%, pass@2 {counts}; best 25.0% at step 10" in said
     assert f"validation: accuracy 50.0%, pass@2 {counts}; the best so far" in said
+
+
+def test_the_mean_of_scores_other_than_0_and_1_is_called_no_accuracy(view):
+    shown = view(100)
+    shown.step(10, {"val/acc": 0.1, "val/graded": 2.0, "val/prompts": 8.0})
+    assert "validation: mean score 0.1 of 8 prompts\n" in shown.console.file.getvalue()
+    rows = summary([{"step": 10, "val/acc": 0.1, "val/graded": 2.0}])
+    assert [row.short for row, _ in rows] == ["validation score"]
 
 
 def test_a_validation_as_good_as_the_best_is_not_called_the_best_so_far(view):
