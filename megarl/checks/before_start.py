@@ -63,8 +63,8 @@ def _is_here(config: RunConfig) -> bool:
 
 def _counted(config: RunConfig, *, supervised: bool, trained: bool) -> RunConfig:
     """Return the recipe with `sft.steps` and `trainer.steps` computed from epochs, and print them."""
-    if supervised:
-        config = _with_sft_steps(config)
+    if supervised and config.sft.epochs is not None:
+        config = _with_sft_steps(config, config.sft.epochs)
     if not trained:
         return config
     prompts, unit = _prompts(config) if config.preference is None else _pairs(config), config.data_unit
@@ -80,11 +80,10 @@ def _counted(config: RunConfig, *, supervised: bool, trained: bool) -> RunConfig
     return config.model_copy(update={"trainer": trainer.model_copy(update={"steps": steps})})
 
 
-def _with_sft_steps(config: RunConfig) -> RunConfig:
+def _with_sft_steps(config: RunConfig, epochs: float) -> RunConfig:
     """Return the recipe with `sft.steps` computed from `sft.epochs`."""
-    assert config.sft.epochs is not None, "the recipe must set sft.epochs"
     examples, sft = _examples(config), config.sft
-    steps = steps_of_epochs(config.sft.epochs, examples, sft.batch_size)
+    steps = steps_of_epochs(epochs, examples, sft.batch_size)
     print(
         f"sft.epochs={sft.epochs:g} of {count(examples, 'example')} in batches of {sft.batch_size}: sft.steps={steps}",
         file=config.tracking.messages,
