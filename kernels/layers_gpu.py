@@ -27,7 +27,7 @@ _MOST_WARPS = 16
 
 
 def swiglu(x: Tensor, scale: Tensor | None = None, launch: tuple[int, int] = SWIGLU) -> Tensor:
-    """Return silu(gate) * up [n, f] of `x` [n, 2f], contiguous, gate and up side by side.
+    """Return silu(gate) * up [n, f]; the contiguous `x` [n, 2f] holds the gate in its first f columns, then up.
 
     With `scale` [n], each row is multiplied by its scale before rounding."""
     rows, width = len(x), x.shape[1] // 2

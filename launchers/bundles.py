@@ -101,8 +101,8 @@ def reserve(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mappin
             "servers with their own GPUs cannot be combined with teams that have their own nodes",
             where="launch.slurm.teams",
             found=f"{extra} GPUs per node for SGLang servers",
-            fix="use a team with only the rollout, whose workers lend their GPUs to equally many servers; or set "
-            f"{config.rollout.servers_key}.gpus",
+            fix="use a rollout-only team with as many workers as the servers have GPUs, which lends them its GPUs; or "
+            f"choose the servers' GPUs with {config.rollout.servers_key}.gpus",
         )
     machine = {"CPU": round(workers * worker["CPU"], 2), "GPU": float(here)}
     places = [number // workers for number in range(cluster.nproc)]

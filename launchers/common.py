@@ -234,7 +234,12 @@ def make_run_dir(
         with contextlib.suppress(FileExistsError):
             candidate.mkdir()
             return candidate.resolve()
-    raise ConfigError("cannot create a new run folder", where="tracking.dir", found=str(parent))
+    raise ConfigError(
+        f"there are too many run folders of this second: {stamp} to {stamp}-999",
+        where="tracking.dir",
+        found=str(parent),
+        fix="name another folder, or start fewer runs at the same time",
+    )
 
 
 def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, placement: Placement | None = None) -> int:
@@ -335,7 +340,7 @@ def prepare(job: Job) -> Job:
 
 
 def clear(run_dir: Path) -> None:
-    """Remove the files of a start whose workers have ended; keep the files of a run that has begun."""
+    """Clean up the run folder after an attempt whose workers have ended; keep the files of a run that has begun."""
     forget_token(run_dir)
     (run_dir / SAVE_REQUEST).unlink(missing_ok=True)
     discard_config(run_dir)

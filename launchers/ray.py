@@ -213,8 +213,8 @@ class RayWorkers:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
 
     def _number(self) -> None:
-        """Assign the actors to the teams' workers (`megarl.launchers.seats`), and find the GPUs left to servers. A
-        bundle belongs to this run only, so a short task in it can find out which of its GPUs the actors do not use.
+        """Assign the actors to the teams' workers (`megarl.launchers.seats`), and find the GPUs left to servers:
+        a short Ray task in each bundle returns which of the bundle's GPUs no actor uses.
         """
         import ray
 

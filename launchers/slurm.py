@@ -86,7 +86,7 @@ class Submission:
         run_dir: the run folder, which all nodes see.
         command: train, sft or eval.
         launcher: torchrun, ray, or local on one node.
-        workdir: folder at which the recipe's relative paths start.
+        workdir: folder to which the recipe's relative paths refer.
     """
 
     config: RunConfig

@@ -135,7 +135,7 @@ def _check_image(image: str, is_file: bool, *, apptainer: bool) -> None:
         wrong = scheme not in ("", "docker", "dockerd") or (of_registry and "#" not in name and not is_file)
     if wrong:
         raise ConfigError(
-            f"{'apptainer' if apptainer else 'pyxis'} does not accept this name of an image",
+            f"{'apptainer' if apptainer else 'pyxis'} does not accept this image name",
             where="launch.slurm.image",
             found=image,
             allowed="docker://REGISTRY/NAME:TAG, or a .sif"

@@ -142,7 +142,7 @@ class Folder:
             self._told_alive = time.monotonic()
             try:
                 (self.path / "alive").write_text(repr(time.time()))
-            except OSError:  # on a full disk the file's time is enough for the guard
+            except OSError:  # the disk is full; the guard accepts a new modification time, too
                 with contextlib.suppress(OSError):
                     os.utime(self.path / "alive")
 

@@ -247,7 +247,7 @@ class Nodes:
 
 
 def failed_checks(result: dict[str, Any]) -> str:
-    """Return the checks that a node failed as text; empty when it may be used."""
+    """Return as text which checks the node failed and why; empty: the run may use the node."""
     return "; ".join(f"{name}: {check['reason']}" for name, check in result["checks"].items() if not check["ok"])
 
 

@@ -40,7 +40,7 @@ class Counts:
 
 
 def baseline(total: float, examples: float) -> float:
-    """Return the baseline z from the sum over all ranks of the mismatched responses' log-ratios, and their number."""
+    """Return the baseline z from the sum `total` and the number `examples` of all ranks' mismatched log-ratios."""
     return max(0.0, total / examples)
 
 

@@ -63,7 +63,7 @@ class TokenInputs:
     teacher_topk: Tensor | None = None
     is_weights: Tensor | None = None  # importance weights of rollout correction
     observation_mask: Tensor | None = None  # bool, the environment's own tokens, for ECHO
-    echo_weights: Tensor | None = None  # float32, share of each of these tokens in ECHO, from `Objective.echo_weights`
+    echo_weights: Tensor | None = None  # float32, weights of observation tokens in ECHO's loss
     copies: Tensor | None = None  # int64 [B], how often each sample counts; None: each counts once
     # further inputs of the policy loss by name: fields that it reads, and the results of its `prepare`
     own: Mapping[str, Any] = field(default_factory=dict)

@@ -69,7 +69,7 @@ _FLOATS = ("rms_norm_eps", "router_aux_loss_coef", "router_jitter_noise")
 
 
 def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Check every value of `read_keys` and return them."""
+    """Return the values of `read_keys`. Raise ConfigError if one is invalid."""
     known = architecture(raw.get("model_type"), source)
     values = read_keys(raw)
 

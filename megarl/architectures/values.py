@@ -11,7 +11,8 @@ from megarl.models.layers.experts.plain import Mixture
 from megarl.models.layers.mixer import Mixer
 from megarl.system.errors import ConfigError
 
-_BY_POSITION = ("full_attention", "sliding_attention")  # layers below and from `max_window_layers` on
+# the first `max_window_layers` layers have full attention, the others a sliding window
+_BY_POSITION = ("full_attention", "sliding_attention")
 
 
 def read_keys(raw: Mapping[str, Any]) -> dict[str, Any]:

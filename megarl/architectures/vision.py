@@ -165,7 +165,7 @@ def state_size(config: Mapping[str, Any], where: str) -> int:
             )
     if used not in (None, True, False):
         raise ConfigError(
-            "use_proprio must be true or false", where=f"{where}.use_proprio", found=used, allowed=[True, False]
+            "use_proprio must be true or false", where=f"{where}.use_proprio", found=used, allowed="true or false"
         )
     if used and not size and not state:
         raise ConfigError(

@@ -238,12 +238,12 @@ def parse_statistics(content: Any, where: str, bounds: Bounds = "q99") -> dict[s
 
 
 def statistics_text(statistics: Mapping[str, DatasetStatistics]) -> str:
-    """Return the content of the file that `read_statistics`, and OpenVLA, read."""
+    """Return the statistics in the JSON format of OpenVLA, which `read_statistics` reads too."""
     return json.dumps({name: entry.to_json() for name, entry in statistics.items()}, indent=2) + "\n"
 
 
 def write_statistics(path: Path, statistics: Mapping[str, DatasetStatistics]) -> None:
-    """Write the file that `read_statistics`, and OpenVLA, read."""
+    """Write the statistics in the JSON format of OpenVLA, which `read_statistics` reads too."""
     path.write_text(statistics_text(statistics), encoding="utf-8")
 
 

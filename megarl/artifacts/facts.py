@@ -255,7 +255,8 @@ def model_facts(model: ModelConfig) -> ModelFacts | None:
 
 
 def raw_config(model: ModelConfig) -> tuple[dict[str, Any], str] | None:
-    """Return a model's config and its source; None and ConfigError as in `model_facts`."""
+    """Return a model's config and where it comes from. Like `model_facts`, return None if `path` is a hub name without
+    local description, and raise ConfigError if the model is missing."""
     if model.path is None:
         if model.hf_config is None:
             raise ConfigError(

@@ -42,7 +42,7 @@ def complete_config(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     # `proprio_dim` proves nothing: SimpleVLA-RL also writes it for policies without a state.
     if declared.keys() - {"proprio_dim"} and declared != {"use_proprio": True} and state_size(raw, where) != size:
         raise ConfigError(
-            "config.json contradicts the projector of the policy's state in a file of its own",
+            f"config.json contradicts {file.name}, which holds the projector of the policy's state",
             where=where,
             found=declared,
             allowed=f"a state of {size} numbers, as in {file.name}",

@@ -13,7 +13,7 @@ from megarl.system.errors import count
 
 
 def check_async(config: RunConfig, placement: Placement, facts: ModelFacts | None, checks: Checklist) -> None:
-    """Check the settings that `megarl.dag.ahead`, which checks graphs and teams, does not check."""
+    """Check further settings of `async`; `megarl.dag.ahead` checks those that depend on the graph and its teams."""
     checks = checks.of("async")
     lag, steps = config.async_.max_staleness, config.trainer.steps
     if lag == 0:

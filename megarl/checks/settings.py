@@ -563,7 +563,7 @@ def _check_metric(
 
 
 def _check_step_metric(config: RunConfig, checks: Checklist, key: str, name: str, end: str) -> None:
-    """Warn of a metric that no training step is known to write; a user's losses and advantages may write more."""
+    """Warn if no training step is known to write this metric; a user's own losses and advantages may write others."""
     algorithm = config.algorithm
     if is_known(name) or ":" in f"{algorithm.loss.name}{algorithm.advantage.name}":
         return

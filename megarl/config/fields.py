@@ -111,7 +111,7 @@ def find_key(path: tuple[str, ...]) -> Key | None:
     Keys below a plain value, and the own keys of a component, are not in the models.
     """
     model: type[Section] = RunConfig
-    # if the previous name in the path is a mapping of sections, the section of its entries
+    # the section type of the entries, if the previous name in the path is a mapping of sections
     entries: type[Section] | None = None
     above: Key | None = None
     for depth, name in enumerate(path):

@@ -174,10 +174,11 @@ def _refuse_nodes(config: RunConfig, team: TeamPlan, graph: TaskGraph) -> None:
             raise _model_error(node, team)
         if node.declared.resamples:
             raise _refused(
-                f"node {node.id!r} in the team {team.name} replaces samples, but in this team only {first.id!r} "
-                "may: async.order=as_ready counts one group of samples for each prompt",
+                f"node {node.id!r} in the team {team.name} replaces samples, which only {first.id!r} may do: "
+                "async.order=as_ready expects exactly one group of samples per prompt",
                 f"node {node.id!r}",
-                f"no node after {first.id!r} that resamples in the team {team.name}",
+                f"no node after {first.id!r} with resamples=True in the team {team.name}",
+                f"remove {node.id!r} from the pipeline, or set {ORDER}=in_order {KEY}=1",
             )
 
 

@@ -165,7 +165,7 @@ def settle(node: Node, batch: Batch, output: Any, before: Mapping[str, int]) -> 
 
 
 def _check_forms(name: str, written: Mapping[str, Tensor | Jagged | list]) -> None:
-    """Raise an error if a written field of megarl does not have the form that `megarl.data.fields` lists."""
+    """Raise an error if a built-in field was written with another dtype or shape than `megarl.data.fields` lists."""
     for field, value in written.items():
         expected = known(field)
         if expected is not None and (form := expected.misfit(value)):

@@ -121,7 +121,7 @@ def _settle(layer: list, wish: dict, height: dict, centre: dict) -> None:
 
 
 def _columns(layers: list[list[str | _Lane]], plan: Drawing) -> list[Point]:
-    """Return the left and right edges of every layer."""
+    """Return the x coordinates of the left and right edges of every column of nodes in the drawing, in order."""
     spans: list[Point] = []
     x = _LEFT
     for layer in layers:

@@ -45,7 +45,7 @@ class PolicyError(MegarlError):
 class StalenessSettings(NamedTuple):
     """The values from which every process creates its staleness policy."""
 
-    order: str  # `async.order`; a file has its absolute path
+    order: str  # `async.order`; if it names a file, with the absolute path
     max_staleness: int  # k, `async.max_staleness`
     groups: int  # groups per step, B
     steps: int  # steps of the run

@@ -251,7 +251,7 @@ def _kind(value: Tensor | Jagged | list) -> str:
 
 
 def _cut(fields: Mapping[str, Tensor | Jagged], columns: Mapping[str, list], start: int, stop: int) -> Parts:
-    """Return views of the samples from `start` to before `stop`; fields that share offsets still share them."""
+    """Return views of the samples `start` to `stop` (exclusive); fields that share offsets still share them."""
     shared: dict[int, Jagged] = {}
     cut: dict[str, Tensor | Jagged] = {}
     for name, value in fields.items():

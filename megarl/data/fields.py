@@ -166,7 +166,7 @@ FIELDS: dict[str, Field] = {
     ),
     "data_image_grids": Field("int64", "[B, images]", "rollout", "as image_grids", "[[1, 2, 3]]"),
     "data_image_digests": Field("int64", "[B, images]", "rollout", "as image_digests", "[-8132]"),
-    # -- what episodes of robots have
+    # -- fields that only robot episodes have
     "task": Field("str", "[B]", "rollout", "task of the simulator", '"reach"'),
     "trial": Field("int64", "[B]", "rollout", "number of the task's start state", "4"),
     "success": Field("bool", "[B]", "rollout", "the task was done", "1"),

@@ -34,7 +34,7 @@ class ImagePrompts:
     prompt_key: str  # `data.prompt_key`; the messages in that column may contain images, too
     folder: Path | None  # `data.image_dir`
     limit: int | None  # `data.limit_images`
-    settings: ImageSettings  # sizes of patches and pixels
+    settings: ImageSettings  # patch size and limits on the number of pixels
     token: int  # id of the image token, which stands for one feature
     token_text: str
     text: str  # text of one image in a prompt, with one image token

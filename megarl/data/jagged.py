@@ -56,7 +56,7 @@ class Jagged:
             ends = (int(offsets[0]), int(offsets[-1]))
             if ends != (0, len(values)) or bool((offsets[1:] < offsets[:-1]).any()):
                 raise ValueError(
-                    f"offsets must not decrease, and lead from 0 to {len(values)}, got {offsets.tolist()[:16]}"
+                    f"offsets must start with 0, not decrease, and end with {len(values)}, got {offsets.tolist()[:16]}"
                 )
 
     @classmethod

@@ -114,7 +114,7 @@ def _divide(parts: list[list[int]], count: int) -> list[list[int]]:
 def _best_fit(sizes: np.ndarray, budget: int) -> list[list[int]]:
     """Pack sequences, the longest first, each into the fullest micro-batch that still has room for it."""
     parts: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # sorted (tokens that are free, micro-batch)
+    room: list[tuple[int, int]] = []  # (free tokens, micro-batch), in ascending order
     order = np.argsort(-sizes, kind="stable")
     for item, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
         place = bisect.bisect_left(room, (size, -1))

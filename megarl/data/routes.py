@@ -29,7 +29,7 @@ class RouteError(MegarlError):
 
 @dataclass(frozen=True)
 class RouteForm:
-    """The form of a model's routes."""
+    """Which layers of a model route tokens to experts, and to how many; this determines the shape of its routes."""
 
     sparse: tuple[bool, ...]  # whether each layer of the model has experts
     chosen: int  # experts per token

@@ -46,7 +46,7 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _SCALARS = (str, int, float, bool, type(None))
 _ALONE = 32 << 10  # a tensor of at least so many bytes is a separate part; copying a smaller one is faster
 _WHOLE = 1 << 20  # most bytes of a part: Ray copies larger ones with six threads, which start slowly
-_BLOCK_BYTES = 256 << 20  # a block of so many bytes is full; more, smaller blocks cost Ray a millisecond each
+_BLOCK_BYTES = 256 << 20  # size from which a block is full; smaller blocks cost more, as Ray needs 1 ms per block
 _ZERO = np.zeros(1, np.int64)
 
 

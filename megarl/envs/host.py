@@ -301,7 +301,7 @@ def _reply_of(value: Any) -> Reply:
     numbers = {str(name): float(number) for name, number in dict(info).items()}
     if reserved := sorted(set(numbers) & set(_TAKEN)):
         names = ", ".join(_TAKEN)
-        raise _Refused(f"the environment returned the info {reserved[0]!r}; allowed: names other than {names}")
+        raise _Refused(f"the environment returned the info key {reserved[0]!r}; allowed: keys other than {names}")
     if not all(map(math.isfinite, numbers.values())):
         raise _Refused(f"the environment returned the info {numbers}; allowed: finite numbers")
     observation = None if done else _plain_observation(observation)

@@ -30,8 +30,8 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
         source: folder or hub name of a Hugging Face model of a supported architecture, or the folder of a PEFT adapter,
             which is merged into its base model.
         target: new folder, which appears when it is complete.
-        dtype: `fp32` or `bf16`; tensors that are float32 in every model stay so. None keeps the dtype of each tensor;
-            quantised tensors get the dtype of most of the other numbers.
+        dtype: `fp32` or `bf16`; tensors that this architecture always stores as float32 remain float32. None keeps the
+            dtype of each tensor; quantised tensors get the most frequent dtype of the others.
         max_shard_gb: largest size of a file (10**9 bytes).
     """
     target = Path(target)

@@ -121,8 +121,8 @@ class Activations:
 
     @property
     def feed_forward(self) -> float:
-        """Bytes that a layer's MLP or experts keep for the backward pass, with the norm; the mean over layers if they
-        differ."""
+        """Bytes that a layer's MLP or experts keep for the backward pass, including the norm's; the mean over layers if
+        they differ."""
         facts, element, s, again = self.facts, self.element, self.held, self.engine.recomputed
         ends = self._norm
         dense_width = facts.dense_ffn if facts.is_moe else facts.ffn

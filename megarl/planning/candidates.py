@@ -253,7 +253,7 @@ class Space:
     # -- layouts -------------------------------------------------------------------------------------------------
 
     def layouts(self, spread: Spread) -> list[ParallelConfig]:
-        """Return the actor's layouts that divide the model, the workers and the batches."""
+        """Return the layouts in which model, workers and batches of the actor divide evenly."""
         facts, devices = self.facts, spread.trainers()
         longest = self.config.data.max_prompt_tokens + self.config.response_tokens(self.config.rollout.sampling)
         contexts = [cp for cp in _powers(devices) if cp == 1 or longest // cp >= _CONTEXT]
@@ -289,7 +289,7 @@ class Space:
         return all(size % replicas == 0 for size in batch_sizes(self.config, [Role(role) for role in roles]).values())
 
     def _fits_others(self, parallel: ParallelConfig, spread: Spread) -> bool:
-        """Return whether other teams with the actor's layout are whole replicas and can share their batches."""
+        """Return whether the other teams hold whole replicas of their layouts that divide their batches."""
         for _, roles, devices in spread.teams:
             if Role.ACTOR.value in roles:
                 continue
@@ -310,8 +310,8 @@ class Space:
         """Return (tokens per micro-batch, offloading) to try."""
         given = self.config.actor.engine
         tokens = sorted({max(1, int(given.micro_batch_tokens * times)) for times in _MICRO_BATCHES})
-        # Offloading helps models that take turns on a GPU: an actor in a team of its own does not, and a CPU has only
-        # host memory.
+        # Offloading helps only models that take turns on a GPU, so not an actor in a team of its own, and nothing on
+        # a CPU.
         by_itself = bool(spread.teams) and spread.teams[0][1] == (Role.ACTOR.value,)
         # With async.order=in_order, weights that wait to be sent are copies of the actor's parameters, which then stay
         # on the device.

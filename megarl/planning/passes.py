@@ -64,7 +64,7 @@ def _owned(facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dp
 
 
 def total(parts: Sequence[Cost]) -> float:
-    """Return the seconds of all costs."""
+    """Return the sum of the seconds of `parts`."""
     return sum(part.seconds for part in parts)
 
 
@@ -248,7 +248,7 @@ class ModelPass:
         return 2 * tokens * (dense + active) / self._stages
 
     def _filled(self, rows: float) -> float:
-        """Return the share of the rate of large products that a product of `rows` rows reaches."""
+        """Return how fast a matrix product with `rows` rows is, as a fraction of the FLOP rate of large products."""
         return rows / (rows + self.given.gemm_half_rows)
 
     def _elementwise(self, share: Share, passes: float) -> float:

@@ -155,8 +155,8 @@ def own_keys(name: str) -> list[str] | None:
 def kwargs_error(
     name: str, kwargs: dict[str, object], signature: inspect.Signature, text: str, error: TypeError
 ) -> ConfigError:
-    """Return the error for a reward that cannot be called with its keyword arguments. Values of defaults may be missing
-    in its signature; `text` is the function and its parameters as the user writes them, `error` Python's reason."""
+    """Return the error for a reward that cannot be called with its keyword arguments. `signature` need not contain the
+    default values; `text` is the function and its parameters as the user writes them, `error` Python's reason."""
     named = signatures.settings_of(signature)
     form = signatures.form_of(signature)
     is_own = form is signatures.OWN

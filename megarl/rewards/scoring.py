@@ -42,8 +42,11 @@ Outcome = Result | ScoringFailure
 
 
 def score(scorer: Scorer, samples: list[Sample], stop_at_failure: bool) -> Iterator[tuple[int, Outcome]]:
-    """Score `samples`; yield (index, outcome) as soon as known, each index once, or fewer after a stop at a failure.
-    Raise ConfigError if an included reward cannot score with its configuration."""
+    """Score `samples`; yield (index, outcome) as soon as it is known, each index once.
+
+    With `stop_at_failure`, end after the first failure. Raise ConfigError if a built-in reward cannot score with its
+    configuration.
+    """
     if scorer.mode == "batch":
         yield from _score_batch(scorer, list(range(len(samples))), samples, stop_at_failure)
         return

@@ -202,5 +202,6 @@ def compared_fields(config: RunConfig) -> list[str]:
 
 
 def clip_fields(config: RunConfig) -> list[str]:
-    """Return the clip fields, which are dropped after scoring: they take as much memory as all other observations."""
+    """Return the names of the fields with video clips. They are dropped after scoring, because clips take as much
+    memory as all other observations."""
     return [name for name in compared_fields(config) if name.startswith(CLIP)]

@@ -64,7 +64,7 @@ class EpisodeRules:
     Attributes:
         host: the environments; None on all ranks but the first of a replica.
         turns: tokenises observations.
-        texts: decodes turns of token ids into texts without special tokens and texts with them.
+        texts: decodes turns; returns their texts without and with special tokens.
         share: broadcasts a JSON value from the replica's first rank; collective over the replica.
         on_error: when an environment fails, `fail` ends the run and `mark` ends only the episode.
         replayable: `Environment.replayable`.
@@ -90,7 +90,7 @@ class Answer(NamedTuple):
         token_ids: tokens of the observation; None: `reset` kept the data's prompt, or the episode has no next turn.
         images: images of the observation, by their positions in its tokens.
         differs: the replayed turns got answers that differ from the recorded ones, or an error.
-        bodies: [start, stop] in `token_ids` of the observation's own text, if the rules record it.
+        bodies: [start, stop] in `token_ids` of the observation's own text; empty unless `EpisodeRules.bodies` is set.
     """
 
     reply: Reply

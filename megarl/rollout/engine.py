@@ -90,7 +90,7 @@ class RolloutEngine(Protocol):
 
 
 class UnopenedEngine:
-    """The engine of a rollout whose own engine is not opened yet; every call raises an error."""
+    """A placeholder until the rollout opens its engine; every call raises an error."""
 
     weight_version = 0
 

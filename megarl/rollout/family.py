@@ -167,7 +167,7 @@ class EngineFamily:
         """Check that the rollout team can finish groups one by one (`async.order=as_ready`)."""
 
     def experts_problems(self, config: RunConfig) -> list[ConfigError]:
-        """Return the problems with a mixture-of-experts policy; for some the model must be loaded."""
+        """Return the problems with a mixture-of-experts policy; some of the checks load the model."""
         return []
 
     def silent_servers(self, config: RunConfig) -> str | None:

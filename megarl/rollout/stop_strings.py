@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 _BROKEN = "\ufffd"  # the decoded text of an incomplete or invalid sequence of bytes
 _FIRST_LOOK = 64  # tokens that are decoded together before the first of them are dropped
 _MARGIN = 16  # characters that are kept in addition to the longest string
-_EDGE = 8  # first characters of kept text where no match begins, because the dropped text may have changed them
+# After earlier tokens are dropped, the first characters of the rest may decode differently, so a stop string that
+# begins in these many characters is ignored.
+_EDGE = 8
 
 
 class StopStrings:

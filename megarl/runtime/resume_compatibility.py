@@ -361,7 +361,7 @@ def refuse_left_out(step: int, prompts: int, config: RunConfig) -> None:
         return
     steps = -(-prompts // config.data.batch_size)
     raise ConfigError(
-        f"the checkpoint has {count(prompts, 'prompt')} to generate again, which in_order does not do",
+        f"the checkpoint has {count(prompts, 'prompt')} to generate again, which async.order=in_order cannot do",
         where="async.order",
         found=config.async_.order,
         allowed="as_ready",

@@ -205,7 +205,7 @@ def _check_tokens(policy: PreTrainedTokenizerBase, reward_model: PreTrainedToken
 def check_same_tokens(
     policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str, key: str = "teacher.path"
 ) -> None:
-    """Reject a teacher whose tokenizer gives a token of the policy a different id; it may have additional tokens.
+    """Check that each token of the policy has the same id in the teacher; the teacher may have additional tokens.
 
     Args:
         path: the teacher's folder or hub name.
@@ -216,7 +216,7 @@ def check_same_tokens(
     """
     if other := differing_tokens(policy, teacher):
         raise ConfigError(
-            f"teacher and policy have different vocabularies, and distillation compares token by token: {other}",
+            f"distillation needs a teacher whose token ids are the policy's, but they differ: {other}",
             where=key,
             found=path,
             allowed="a model whose tokenizer gives every token of the policy's the same id",

@@ -82,7 +82,7 @@ class AllTeams:
         self._busy: dict[str, float | None] = dict.fromkeys(teams)
 
     def bottleneck(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics `perf/bottleneck/NAME` (1: the busiest team, else 0), and times of teams without metrics.
+        """Return the metrics `perf/bottleneck/NAME` (1: the busiest team, else 0), and times for teams that sent none.
 
         A rollout team that generates continuously may have sent no metrics of this step. Its times count as 0, and its
         busy share is the last known one. There is no bottleneck until every team has sent metrics once.

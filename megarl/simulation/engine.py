@@ -57,7 +57,7 @@ class Simulation:
         self.outcome = Simulated()
         self.servers = [ReplicaClock(seconds, system.slots, system.prompt_tokens) for _ in range(system.servers)]
         self._rng, self._seed = random.Random(seed), seed
-        self._answered = 0.0  # time at which the coordinator has replied to all calls so far
+        self._answered = 0.0  # time at which the coordinator will have replied to all calls made so far
         self._tokens: dict[int, int] = {}  # tokens of each group that has begun: all samples, prompts included
         self._blocks: dict[int, list[list[int]]] = {}  # tokens of samples, by block of groups
         self._events: dict[tuple[Any, ...], simpy.Event] = {}

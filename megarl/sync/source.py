@@ -88,7 +88,7 @@ class Source:
     ) -> None:
         self.held, self.plan, self.world, self.dtype, self.device = held, plan, world, dtype, device
         self.rank = rank = world.rank
-        self.peak_staged = 0  # largest number of bytes in addition to the buckets, for tests
+        self.peak_staged = 0  # most bytes allocated at once in addition to the buckets; read by tests
         self._staged = 0
         self._moves = [_moves(route, rank) for route in plan.routes]
         self._frozen = plan.frozen

@@ -68,9 +68,12 @@ class WorkerGroup:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group for torch's own functions. Raise ValueError if the group has only this process."""
+        """The process group of torch.distributed. Raise ValueError if the worker group has only this process."""
         if self._process_group is None:
-            raise ValueError(f"the group {self.name!r} has only this process")
+            raise ValueError(
+                f"the worker group {self.name!r} has only this process, so it has no process group of "
+                "torch.distributed; call the methods of WorkerGroup, which also work with one process"
+            )
         return self._process_group
 
     def __repr__(self) -> str:

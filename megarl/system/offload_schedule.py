@@ -164,7 +164,7 @@ class OffloadSchedule:
 
     @property
     def resident(self) -> dict[str, frozenset[str]]:
-        """The parts on the device of models that may be offloaded."""
+        """For each model that may be offloaded, which of its parts are on the device."""
         return {name: model.held for name, model in self._models.items()}
 
     def _settle(self) -> None:

@@ -246,7 +246,8 @@ class MlflowLog:
         return True
 
     def _refuse(self, error: Exception) -> None:
-        """Handle a store that cannot be opened: raise an error at the run's start, but retry if a server is down."""
+        """Handle an error of a reachable store: it fails the run's start; if the server was down before, only warn once
+        and retry."""
         if not self._down:
             self._start_error = error
         elif not self._refused:

@@ -159,9 +159,9 @@ def _by_tokens(
 def _by_columns(
     rows: _Rows, weight: Tensor, shard: VocabularyShard, kept_logits: Tensor | None, wants: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of hidden states and weight, computed by blocks of columns.
+    """Return the gradients of hidden states and weight, computed in blocks of vocabulary columns.
 
-    A block has as many logits as a chunk of tokens."""
+    Each block has about as many logits as `shard.chunk` tokens, so it takes no more memory."""
     hidden = rows.hidden
     grad_hidden = hidden.new_zeros(hidden.shape, dtype=rows.log_z.dtype) if wants[0] else None
     grad_weight = torch.empty_like(weight)

@@ -89,7 +89,7 @@ def _optimizer_tensors(optimizer: Any | None) -> Iterable[Tensor]:
 
 
 def kept_in(arena: HostArena, tensors: Sequence[Tensor]) -> list[OffloadedBlock]:
-    """Start to copy the storages of `tensors` to host memory of `arena`; return each storage with its copy."""
+    """Start copying the storages of `tensors` to the host memory of `arena`; return each storage with its copy."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     copies = arena.take([storage.nbytes() for storage in storages])
     for storage, copy in zip(storages, copies, strict=True):

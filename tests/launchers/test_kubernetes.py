@@ -387,7 +387,7 @@ def test_the_recipe_in_the_objects_is_the_one_that_is_run(tmp_path):
         ((*NEEDED, "launch.kubernetes.resources={cpu: 4}"), {}, "launch.kubernetes.cpus_per_node"),
         ((*NEEDED, "launch.kubernetes.environment={NODE_RANK: 0}"), {}, "the job itself sets"),
         ((*NEEDED, "launch.kubernetes={environment: {A: 1}, secrets: {A: b/c}}"), {}, "is also set from a secret"),
-        (("launch.kubernetes.image=docker://a/b:1", NEEDED[1]), {}, "does not accept this name of an image"),
+        (("launch.kubernetes.image=docker://a/b:1", NEEDED[1]), {}, "does not accept this image name"),
         ((*NEEDED, "launch.kubernetes.pod={volumes: [x]}"), {}, "a list of mappings"),
         ((*NEEDED, "launch.kubernetes.pod={nodeSelector: {}}"), {}, "launch.kubernetes.node_selector"),
         ((*NEEDED, "launch.kubernetes.container={env: []}"), {}, "launch.kubernetes.environment"),

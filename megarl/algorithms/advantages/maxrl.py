@@ -26,7 +26,7 @@ def maxrl(
     with two.
 
     Raises:
-        ConfigError: a score is negative, which would turn the sign of the mean into the sign of the advantages.
+        ConfigError: a score is negative; a negative group mean would reverse the sign of the advantages.
 
     Source: MaxRL (arXiv 2602.02710). Arguments and result: see `advantages.base`.
 

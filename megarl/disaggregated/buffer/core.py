@@ -167,7 +167,7 @@ class Core:
         numbers = {group.ordinal: group.uid for group in groups}
         if not len(groups) == len(new) == len(numbers) == len(refs):
             counts = f"{len(new)} names, {len(numbers)} numbers and {len(refs)} payloads"
-            raise HandoverError(f"{at}: {len(groups)} groups were given with {counts}; every group needs one of each")
+            raise HandoverError(f"{at}: {len(groups)} groups have {counts}; every group needs one of each")
         if len(known) + sum(uid not in known for uid in new) > self._limit:
             raise HandoverError(f"{at}: a step has at most {self._limit} groups (data.batch_size)")
         self._steps[step], state.sent_by_key[key] = state, sent

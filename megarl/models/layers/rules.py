@@ -85,7 +85,7 @@ def norm(param: str, source: str, size: str, part: str = "layer") -> WeightRule:
 
 
 def whole(shape: tuple[int, ...]) -> TensorRegion:
-    """Return the region that is a whole tensor."""
+    """Return the region that covers a whole tensor of this shape."""
     return tuple((0, n) for n in shape)
 
 

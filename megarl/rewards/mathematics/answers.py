@@ -44,7 +44,8 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def unboxed(text: str) -> list[str]:
-    """Return the answer of a response without a box: two readings of its stated answer, else of its end.
+    """Return up to two candidate answers of a response without a box: the line that states the answer, or else the last
+    line; and the last formula or number from there on.
 
     >>> unboxed("The answer is $x = 5$."), unboxed("so we have 3 + 4 = 7")
     (['$x = 5$', 'x = 5'], ['so we have 3 + 4 = 7', '7'])

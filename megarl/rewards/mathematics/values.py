@@ -306,8 +306,8 @@ def unknowns(*nodes: Node) -> list[str]:
 
 
 def points(names: list[str], wide: bool = False) -> list[dict[str, Any]]:
-    """Return values of the unknowns at some generic points, with `wide` also far from zero; units are positive
-    everywhere."""
+    """Return several sets of pseudo-random values for the unknowns `names`; with `wide`, also large values. Units such
+    as cm also count as unknowns, and their values are always positive."""
     ctx = context(DIGITS)
     made = []
     for index, scale in enumerate(_SCALES + (_WIDE if wide else ())):

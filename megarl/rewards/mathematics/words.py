@@ -136,7 +136,7 @@ FUNCTIONS = _words(
     "sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot arcsec arccsc asin acos atan arcsinh "
     "arccosh arctanh ln log lg exp max min gcd lcm abs sgn cis Re Im det floor ceil"
 )
-#: Plain words that are commands.
+#: Words that are read as LaTeX commands even without a backslash.
 PLAIN_COMMANDS = FUNCTIONS | _words("pi theta alpha beta gamma lambda infty infinity inf sqrt cup") - {
     "Re",
     "Im",

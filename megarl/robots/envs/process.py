@@ -132,7 +132,7 @@ class SimulatorProcess:
         """
         offsets, size = clip_places(spec, recording)
         if not isinstance(counts, Mapping) or set(counts) != set(offsets):
-            raise Malformed(f"a clip has frames {short(counts)}; requested: frames of the cameras {list(offsets)}")
+            raise Malformed(f"the clip has frames {short(counts)} by camera; requested: the cameras {list(offsets)}")
         for number in counts.values():
             whole(number, range(1, recording.frames + 1), "the number of frames of a clip")
         memory = self._mapped(size)

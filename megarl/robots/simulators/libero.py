@@ -210,14 +210,15 @@ def _specs(suite: str, chosen: Mapping[str, Any]) -> list[TaskSpec]:
     """Return all tasks of a suite."""
     limits = LIMITS.get(chosen["limits"])
     if limits is None:
-        raise ValueError(f"LIBERO: the setting limits is {chosen['limits']!r}; allowed: {', '.join(LIMITS)}")
+        raise ValueError(f"LIBERO: invalid value of `limits`: {chosen['limits']!r}; allowed: {', '.join(LIMITS)}")
     most = chosen["max_steps"]
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
         raise ValueError(
-            f"LIBERO: the setting max_steps is {most!r}; allowed: an integer above 0, or null for the steps of `limits`"
+            f"LIBERO: invalid value of `max_steps`: {most!r}; allowed: an integer above 0, or null to use `limits`"
         )
     if not chosen["cameras"] or set(chosen["cameras"]) - set(CAMERAS):
-        raise ValueError(f"LIBERO: the setting cameras is {list(chosen['cameras'])}; allowed: {', '.join(CAMERAS)}")
+        found = list(chosen["cameras"])
+        raise ValueError(f"LIBERO: invalid value of `cameras`: {found}; allowed: {', '.join(CAMERAS)}")
     tasks = _suite(suite)
     return [
         TaskSpec(
@@ -292,8 +293,8 @@ def _use_meshes(configured: str | None) -> None:
     raise FileNotFoundError(
         f"LIBERO's meshes are missing: {' and '.join(map(str, places))} should have {', '.join(MESHES)}. "
         "The package does not contain them (206 MB). Run `hf download lerobot/libero-assets --repo-type dataset "
-        f"--local-dir {places[-1]}`, or `git clone https://github.com/Lifelong-Robot-Learning/LIBERO` and "
-        "the environment's setting `assets: LIBERO/libero/libero/assets`"
+        f"--local-dir {places[-1]}`, or `git clone https://github.com/Lifelong-Robot-Learning/LIBERO` "
+        "and set the environment's `assets` to LIBERO/libero/libero/assets"
     )
 
 

@@ -35,7 +35,8 @@ class ManiSkill(Simulator):
         """Return the tasks that `tasks` names."""
         chosen = {**cls.settings, **settings}
         if chosen["control"] not in ACTIONS:
-            raise ValueError(f"ManiSkill: the setting control is {chosen['control']!r}; allowed: {', '.join(ACTIONS)}")
+            found = chosen["control"]
+            raise ValueError(f"ManiSkill: invalid value of `control`: {found!r}; allowed: {', '.join(ACTIONS)}")
         return [
             TaskSpec(
                 name=name,

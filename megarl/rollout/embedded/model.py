@@ -168,7 +168,7 @@ class DecoderStage:
 
     Attributes:
         mixers: the mixers of this process's layers.
-        expert_layers: places, among the model's layers with experts, of those of this process.
+        expert_layers: indices of this process's layers with experts, counted over all such layers of the model.
         is_moe: whether the model has experts, here or on another stage.
         keeps_state: whether some layer, here or on another stage, has a state: what the tokens so far have left, which
             cannot be taken back to an earlier token.

@@ -49,7 +49,10 @@ class RouteRecord:
         self._rows[rows, positions] = torch.cat(list(routes), 1).to(self._form.dtype)
 
     def fill(self, lengths: Sequence[int], rows: Sequence[Sequence[int]], routes: Sequence[Tensor]) -> None:
-        """Record packed prompts of `lengths` tokens, each in all its `rows`; `routes`: int64 [t, k] of each layer."""
+        """Record the routes of packed prompts of `lengths` tokens in all `rows` of each prompt.
+
+        `routes`: int64 [t, k] per layer.
+        """
         prompts = torch.cat(list(routes), 1).to(self._form.dtype).split(list(lengths))
         for prompt, own_rows in zip(prompts, rows, strict=True):
             self._rows[list(own_rows), : len(prompt)] = prompt

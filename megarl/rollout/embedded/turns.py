@@ -31,7 +31,7 @@ _TOGETHER = 8  # `wait` collects an eighth of the running turns: prefilling seve
 
 
 class TurnSession(Session):
-    """A `Generation` of turns of `sequences` sequences, numbered from 0, of up to `longest` tokens each.
+    """A `Generation` that decodes turns for `sequences` sequences, numbered from 0, of at most `longest` tokens each.
 
     Attributes:
         weight_version: written into completions.

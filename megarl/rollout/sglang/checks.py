@@ -523,7 +523,7 @@ def _is_known(name: str) -> bool:
 
 #: Length of a Qwen2.5-VL patch that SGLang 0.5.23 reads as pixels; it reads other lengths as features.
 _PATCH_VALUES = 1176
-#: Number of encoder blocks of Qwen3-VL's mixture whose features SGLang 0.5.23 adds to layers.
+#: Number of encoder blocks whose features SGLang 0.5.23 adds to layers of a Qwen3-VL mixture-of-experts model.
 _MIXTURE_BLOCKS = 3
 
 

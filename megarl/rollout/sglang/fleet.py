@@ -119,7 +119,7 @@ class Fleet:
         server.state, server.version = "current", version
 
     def note(self, failures: Iterable[LostServer]) -> None:
-        """Mark these servers as failed, unless they were restarted since, and kill this rank's processes of them.
+        """Mark these servers as failed, unless they were restarted since, and kill those that this rank started.
 
         Call with the same failures on every rank.
         """

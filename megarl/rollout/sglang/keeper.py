@@ -38,7 +38,7 @@ from megarl.rollout.sglang.api import ServerApi
 from megarl.system.errors import ServerError
 
 RESTORING = "being restored"  # prefix of the version while a keeper restores the server
-MIXED = "mixed weights"  # the version of a server that could not be restored
+MIXED = "mixed weights"  # shown as the version of a server that could not be restored
 _PHASE = "after the trainer's death"
 _SETTLE_S = 1.0  # seconds after which the last request of a killed trainer has reached the server
 _END_S = 5.0

@@ -38,7 +38,7 @@ _MODEL_ONLY = {"selector": "target"}  # a draft of speculative decoding keeps it
 
 
 class SglangReceiver:
-    """Sends weights to one server; implements `megarl.sync.receiver.Receiver`.
+    """Transfers weights to one SGLang server; implements `megarl.sync.receiver.Receiver`.
 
     Args:
         server: the server; a restart changes its address.

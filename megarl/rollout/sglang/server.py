@@ -210,7 +210,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id, which is also the id of its process group; None: the process does not run."""
+        """The process id, which is also the id of its process group; None: the process is not running."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     @property

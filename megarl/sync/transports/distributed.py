@@ -172,7 +172,7 @@ def join(
     """Join the process group of a sender and a receiver, which belong to different torch.distributed worlds."""
     # gloo waits for the other ranks here; nccl does so at the first broadcast.
     with _without_watchdog() if backend == "nccl" else contextlib.nullcontext():
-        named: dict[str, Any] = {"group_name": name, "timeout": timeout}  # newer torch versions have a type for names
+        named: dict[str, Any] = {"group_name": name, "timeout": timeout}  # Any: newer torch has a type GroupName
         group, _ = _new_process_group_helper(size, rank, [], Backend(backend), PrefixStore(name, store), **named)
     _world.pg_group_ranks[group] = {member: member for member in range(size)}
     return group

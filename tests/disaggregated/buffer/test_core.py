@@ -166,7 +166,7 @@ def test_tokens_are_shared_by_the_mini_batches_of_the_team_that_takes_them() -> 
         (lambda c: give(c, "train", 1, 1, BOTH, groups(2, 3, 4)), "a step has at most 4 groups"),
         (
             lambda c: give(c, "train", 1, 1, BOTH, groups(2, 2)),
-            "2 groups were given with 1 names, 1 numbers and 2 payloads",
+            "2 groups have 1 names, 1 numbers and 2 payloads",
         ),
         (lambda c: give(c, "train", 1, 1, BOTH, [*groups(2), GroupInfo("v", 2, (), 1)]), "2 names, 1 numbers and 2"),
         (

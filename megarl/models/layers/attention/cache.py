@@ -109,7 +109,7 @@ class KVCache(PositionCache):
 
     @staticmethod
     def bytes_per_row(mixer: Attention, layers: int, max_length: int, tp: int, dtype: torch.dtype) -> int:
-        """Return the bytes of one row, with its part of the buffer into which layers are copied when they grow."""
+        """Return the cache's bytes per sample on this rank, including its share of the spare buffer for resizing."""
         return (2 * layers + 1) * max_length * (mixer.groups // tp) * mixer.width * dtype.itemsize
 
     def keys(self, layer: int) -> Tensor:

@@ -52,7 +52,7 @@ class GatedDelta(Mixer):
 
     @property
     def per(self) -> int:
-        """Value heads of a key head."""
+        """Value heads per key head."""
         return self.value_heads // self.key_heads
 
     def sections(self, tp: int) -> dict[str, int]:

@@ -222,7 +222,7 @@ def chunked(
 class _UnitInverse(torch.autograd.Function):
     """The inverse of lower triangular matrices with ones on the diagonal; what is on and above it is not read.
 
-    With X the inverse, the gradient is -X^T dX X^T below the diagonal: two products instead of a second solution.
+    With X the inverse, the gradient is -X^T dX X^T below the diagonal: two products instead of solving again.
     """
 
     @staticmethod
