@@ -17,16 +17,29 @@ from megarl.architectures import (
     qwen2,
     qwen3,
     qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
 )
 from megarl.architectures.base import Architecture
 from megarl.architectures.vision_language import DECODERS
 from megarl.system.errors import ConfigError
 
-ARCHITECTURES: dict[str, Architecture] = {
-    module.ARCHITECTURE.model_type: module.ARCHITECTURE
-    for module in (deepseek_v3, glm4_moe, glm4_moe_lite, llama, mistral, mixtral, qwen2, qwen3, qwen3_5, qwen3_moe)
-}
+_MODULES = (
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+)
+ARCHITECTURES: dict[str, Architecture] = {module.ARCHITECTURE.model_type: module.ARCHITECTURE for module in _MODULES}
 
 
 def architecture(model_type: object, source: str) -> Architecture:

@@ -1,6 +1,7 @@
 """Qwen3-Next: three of four layers have a gated delta net, the others softmax attention with an output gate.
 
-Norms store their factor minus 1, except the norm inside the delta net.
+Norms store their factor minus 1, except the norm inside the delta net. All or some layers are mixtures with a gated
+shared expert. Not supported: biases in attention, multi-token prediction, whose tensors are not read.
 """
 
 from __future__ import annotations
@@ -8,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.architectures.base import Refuse
-from megarl.models.layers.attention.plain import Attention
-from megarl.models.layers.gated_delta.plain import gated_delta_of
+from megarl.architectures.base import COMMON, COMMON_NULL, ROUTER, Architecture, Refuse
+from megarl.architectures.tensors import OUTER
+from megarl.models.layers.attention.plain import Attention, attention_rules
+from megarl.models.layers.experts.plain import Mixture, RouterRules, expert_rules, shared_gate
+from megarl.models.layers.gated_delta.plain import gated_delta_of, gated_delta_rules
 from megarl.models.layers.mixer import Mixer
+from megarl.models.layers.mlp.plain import DENSE
 
 LINEAR, FULL = "linear_attention", "full_attention"
 KINDS = (FULL, LINEAR)
@@ -51,3 +55,48 @@ def refuse_odd_heads(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: 
         refuse("linear_num_value_heads", heads, f"a multiple of the {keys} key heads")
     if raw.get("attn_output_gate", True) is not True:
         refuse("attn_output_gate", raw["attn_output_gate"], "true", "transformers ignores this key")
+
+
+def mixture(values: Mapping[str, Any]) -> Mixture:
+    """Return the routed and shared experts of a sparse layer."""
+    normalized = values.get("norm_topk_prob", True)  # Qwen3.5 always normalises
+    chosen = values["num_experts_per_tok"]
+    router = RouterRules(values["num_experts"], chosen, "softmax", normalized=normalized, wide=False)
+    shared = values["shared_expert_intermediate_size"]
+    return Mixture(router, values["moe_intermediate_size"], shared_width=shared, shared_gate=True)
+
+
+MIXTURE = (
+    *expert_rules("mlp", "gate_proj", "up_proj", "down_proj", shared="shared_expert"),
+    shared_gate("mlp.shared_expert_gate"),
+)
+EXPERTS = {**ROUTER, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "hidden_size": 2048}
+
+ARCHITECTURE = Architecture(
+    model_type="qwen3_next",
+    keys={
+        **COMMON,
+        **KEYS,
+        **EXPERTS,
+        "num_hidden_layers": 48,
+        "intermediate_size": 5632,
+        "vocab_size": 151936,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+    },
+    null=(*COMMON_NULL, "layer_types", "mlp_only_layers"),
+    windows="none",
+    tensors=OUTER + attention_rules(gate=True) + gated_delta_rules(by_key_head=True) + DENSE + MIXTURE,
+    fields=("num_experts",),
+    mixers=hybrid_mixers,
+    mixture=mixture,
+    qk_norm=True,
+    partial_rotary=True,
+    zero_centered_norms=True,
+    layer_kinds=KINDS,
+    experts_optional=True,
+    refusals=(refuse_odd_heads,),
+)

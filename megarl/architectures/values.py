@@ -62,6 +62,12 @@ def mixture(values: Mapping[str, Any]) -> Mixture | None:
     return described(values) if described is not None and any(sparse_layers(values)) else None
 
 
+def dense_width(values: Mapping[str, Any]) -> int:
+    """Return the width of a dense layer's MLP; 0 if the architecture has no dense layers."""
+    width: int = values.get("intermediate_size", 0)
+    return width
+
+
 def dimensions(values: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes that the tables of tensors use (`megarl.architectures.tensors`)."""
     experts = mixture(values)
@@ -69,9 +75,9 @@ def dimensions(values: Mapping[str, Any]) -> dict[str, int]:
         "one": 1,
         "hidden": values["hidden_size"],
         "vocab": values["vocab_size"],
-        "ffn": values["intermediate_size"],
+        "ffn": dense_width(values),
         "experts": experts.router.experts if experts else 0,
-        "expert_ffn": experts.width if experts else values["intermediate_size"],
+        "expert_ffn": experts.width if experts else dense_width(values),
         "shared_ffn": experts.shared_width if experts else 0,
     }
     for mixer in dict.fromkeys(mixers(values)):

@@ -15,6 +15,7 @@ from megarl.architectures import ARCHITECTURES
 from megarl.architectures.check import check_keys
 from megarl.architectures.tensors import UNTIED_HEAD, Elements, ModelPart, elements, part_of
 from megarl.architectures.values import (
+    dense_width,
     head_width,
     key_value_heads,
     mixers,
@@ -207,11 +208,11 @@ def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
         heads=values["num_attention_heads"],
         kv_heads=key_value_heads(values),
         head_dim=head_width(values),
-        ffn=experts.width if experts else values["intermediate_size"],
+        ffn=experts.width if experts else dense_width(values),
         vocab=values["vocab_size"],
         max_positions=values["max_position_embeddings"],
         tied=values["tie_word_embeddings"],
-        dense_ffn=values["intermediate_size"] if experts else 0,
+        dense_ffn=dense_width(values) if experts else 0,
         experts=experts.router.experts if experts else 0,
         experts_per_token=experts.router.chosen if experts else 0,
         dense_layers=sparse.count(False) if experts else 0,

@@ -106,7 +106,7 @@ def _model_fields(hf: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
         "num_attention_heads": hf.num_attention_heads,
         "num_query_groups": hf.num_key_value_heads,
         "kv_channels": head_dim(hf),
-        "ffn_hidden_size": hf.intermediate_size,
+        "ffn_hidden_size": getattr(hf, "intermediate_size", None),  # None: no dense layers
         "layernorm_epsilon": hf.rms_norm_eps,
         "normalization": "RMSNorm",
         "qk_layernorm": any(isinstance(mixer, Attention) and mixer.qk_norm for mixer in mixers_of(hf)),

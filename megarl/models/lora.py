@@ -22,6 +22,7 @@ of this process, rows: tokens on their way to an expert.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -222,34 +223,31 @@ def adapters_in(chunks: Sequence[torch.nn.Module]) -> list[Adapter]:
 def attach(chunks: Sequence[PolicyModel], lora: LoraConfig) -> None:
     """Attach uninitialised adapters to the linear layers that `lora.targets` selects."""
     check_targets(chunks[0].hf_config, lora)
-    shapes = {(s.chunk, s.param): s.shape for s in adapter_slices(chunks[0].hf_config, coordinate(chunks), lora)}
-    for (number, param), down in shapes.items():
+    shards = {(s.chunk, s.param): s for s in adapter_slices(chunks[0].hf_config, coordinate(chunks), lora)}
+    for (number, param), shard in shards.items():
         name, _, part = param.rpartition(f".{MODULE}.")
         if part != "a":
             continue
         linear = chunks[number].get_submodule(name)
-        up = shapes[number, f"{name}.{MODULE}.b"]
+        down, up = shard.shape, shards[number, f"{name}.{MODULE}.b"]
         if isinstance(linear, GroupedLinear):
-            linear.add_module(MODULE, ExpertAdapters(linear, down, up, lora))
+            linear.add_module(MODULE, ExpertAdapters(linear, down, up.shape, lora))
             continue
         if not isinstance(linear, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear):
             raise TypeError(
                 f"cannot attach an adapter to {name}: {type(linear).__name__} is not a parallel "
                 f"linear layer of Megatron"
             )
-        heights = _heights(name, up[0], down[0] // lora.rank, chunks[number].config)
-        linear.add_module(MODULE, LinearAdapter(linear, down, up, heights, lora))
+        heights = _heights(up, down[0] // lora.rank)
+        linear.add_module(MODULE, LinearAdapter(linear, down, up.shape, heights, lora))
 
 
-def _heights(name: str, rows: int, projections: int, config: Any) -> tuple[int, ...]:
-    """Return the rows of each projection that are contiguous in a weight: per key/value group for qkv, else all
-    rows."""
-    if projections == 1:
-        return (rows,)
-    if name.endswith("linear_qkv"):
-        size = config.kv_channels
-        return config.num_attention_heads // config.num_query_groups * size, size, size
-    return (rows // projections,) * projections
+def _heights(up: Shard, projections: int) -> tuple[int, ...]:
+    """Return the rows of each projection that are contiguous in a weight, of the first key/value group if there are
+    several, from its B matrix."""
+    runs = (pieces for _, pieces in itertools.groupby(up.pieces, key=lambda piece: piece.source))
+    heights = (sum(region_shape(piece.target_region)[0] for piece in pieces) for pieces in runs)
+    return tuple(itertools.islice(heights, projections))
 
 
 def local_adapters(chunks: Sequence[PolicyModel], lora: LoraConfig) -> list[tuple[Shard, torch.nn.Parameter]]:

@@ -96,6 +96,7 @@ _HARMLESS = {
     *("attn_implementation", "name_or_path", "gradient_checkpointing", "ignore_keys_at_rope_validation", "num_heads"),
     *(
         "attention_chunk_size",
+        "intermediate_size",
         "kv_sharing_modes",
         "layer_types",
         "mlp_layer_types",

@@ -1,5 +1,7 @@
 """Models with gated delta nets against transformers: gradients of every parameter."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,12 +12,24 @@ from megarl.models.weights.fill import local_shards
 from tests.dist import single_process
 from tests.models.tiny import build_tiny, save_tiny
 
-MODELS = ["qwen3_5_text"]
+MODELS = ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"]
 LENGTHS = [70, 3, 1, 25]
 
 
 def loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:-1], tokens[1:], reduction="sum") if len(tokens) > 1 else logits.sum()
+
+
+def single_experts(name: str, stacked: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint that transformers holds as one parameter."""
+    block, _, projection = name.rpartition("experts.")
+    if projection not in ("gate_up_proj", "down_proj"):
+        yield name, stacked
+        return
+    parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+    for expert, matrices in enumerate(stacked):
+        for part, matrix in zip(parts, matrices.chunk(len(parts)), strict=True):
+            yield f"{block}experts.{expert}.{part}.weight", matrix
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -30,7 +44,7 @@ def test_gradients_of_all_parameters_equal_transformers(name, tmp_path):
     parts = list(zip(logits.split(LENGTHS), tokens.split(LENGTHS), strict=True))
     sum(loss(out, part) for out, part in parts).backward()
     sum(loss(reference(input_ids=part[None]).logits[0], part) for _, part in parts).backward()
-    theirs = {parameter: tensor.grad for parameter, tensor in reference.named_parameters()}
+    theirs = dict(each for name, tensor in reference.named_parameters() for each in single_experts(name, tensor.grad))
     for shard, parameter in local_shards([model]):
         for piece in shard.pieces:
             torch.testing.assert_close(

@@ -37,6 +37,12 @@ def fresh(layout: dict) -> None:
 def forward(folder: str, layout: dict) -> dict:
     """Full logits by index into the unpadded stream, and the gradient of one weight summed over the replica."""
     fresh(layout)
+    (model,) = build_tiny(folder, **layout)
+    return passed(model, layout)
+
+
+def passed(model, layout: dict) -> dict:
+    """The result of `forward` for a model of the layout that is set up now."""
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel import (
         copy_to_tensor_model_parallel_region,
@@ -45,7 +51,6 @@ def forward(folder: str, layout: dict) -> dict:
 
     from megarl.models.packing import pack_stream
 
-    (model,) = build_tiny(folder, **layout)
     cp = layout.get("cp", 1)
     stream = pack_stream(
         LENGTHS,
@@ -202,3 +207,59 @@ def test_random_model_is_the_same_in_every_layout(tmp_path):
     for name in EXPORT_2:
         other = load_folder(tmp_path / name)
         assert all(torch.equal(first[key], other[key]) for key in first), name
+
+
+STATES_2 = {name: FORWARD_2[name] for name in ("tp2", "tp2+sp")}
+
+
+@pytest.mark.procs
+def test_states_do_not_depend_on_the_layout(tmp_path):
+    """Gated delta nets, whose heads tensor parallelism divides; context parallelism is refused."""
+    save_tiny(tmp_path / "model", "qwen3_5_text", tie_word_embeddings=False)
+    results = run_distributed(_states, 2, 240, str(tmp_path / "model"), str(tmp_path / "out"))
+    one = results[0]["one"]
+    for name in STATES_2:
+        torch.testing.assert_close(results[0][name]["logits"], one["logits"], atol=2e-5, rtol=0)
+        for parameter, grad in one["grads"].items():
+            torch.testing.assert_close(
+                results[0][name]["grads"][parameter],
+                grad,
+                atol=5e-4,
+                rtol=1e-3,
+                msg=lambda text, at=name: f"{at}: {text}",
+            )
+    assert_exports_equal([tmp_path / "model"], tmp_path / "out", {**STATES_2, "pp2": {}})
+
+
+def _states(folder: str, out: str) -> dict:
+    export_cases([folder], out, {**STATES_2, "pp2": {"pp": 2}})
+    return {name: _with_all_gradients(folder, layout) for name, layout in {**STATES_2, "one": {}}.items()}
+
+
+def _with_all_gradients(folder: str, layout: dict) -> dict:
+    """The logits of `forward`, and every gradient under the names of the checkpoint."""
+    from megatron.core import parallel_state as mpu
+
+    from megarl.models.weight_table import as_index
+    from megarl.models.weights.fill import local_shards
+
+    fresh(layout)
+    (model,) = build_tiny(folder, **layout)
+    logits = passed(model, layout)["logits"]
+    ways = layout.get("tp", 1)
+    grads: dict[str, torch.Tensor] = {}
+    shapes = model.weight_table.shapes()
+    for shard, parameter in local_shards([model]):
+        grad = parameter.grad
+        if getattr(parameter, "sequence_parallel", False) and ways > 1:
+            dist.all_reduce(grad, group=mpu.get_tensor_model_parallel_group())
+        for piece in shard.pieces:
+            whole = grads.setdefault(piece.source, torch.zeros(shapes[piece.source]))
+            whole[as_index(piece.source_region)] = grad[as_index(piece.target_region)]
+    if ways > 1:
+        for name, grad in grads.items():
+            filled = (grad != 0).float()
+            dist.all_reduce(grad)
+            dist.all_reduce(filled)
+            grads[name] = grad / filled.clamp(min=1)
+    return {"logits": logits, "grads": grads}

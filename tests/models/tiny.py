@@ -23,6 +23,19 @@ COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_HYBRID = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+_SHARED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+}
 EXTRA: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         "num_key_value_heads": 4,
@@ -74,13 +87,9 @@ EXTRA: dict[str, dict[str, Any]] = {
     "mixtral": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen2": {},
     "qwen3": {"head_dim": 32},
-    "qwen3_5_text": {
-        "head_dim": 32,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 16,
-    },
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": {**_HYBRID, **_SHARED},
+    "qwen3_next": {**_HYBRID, **_SHARED},
     "qwen3_moe": {
         "head_dim": 16,
         "num_experts": 4,

@@ -275,7 +275,7 @@ def test_a_request_may_have_less_room_than_the_sampling_settings_give(dense, req
 
 @pytest.mark.parametrize("settings", [{}, {"dtype": "bf16"}])
 @pytest.mark.parametrize("steps", [4, 20])
-@pytest.mark.parametrize(("model", "targets"), [("qwen3", None), ("qwen3_moe", ["experts"])])
+@pytest.mark.parametrize(("model", "targets"), [("qwen3", None), ("qwen3_5_text", None), ("qwen3_moe", ["experts"])])
 def test_adapters_are_decoded_with(model, targets, settings, steps, requests):
     """Weights are packed, and adapters merged, only where there are steps enough; 1e-5 as for other weights, and in
     bf16 what one rounding of a weight, or of a product, does to a log-prob."""
