@@ -154,7 +154,8 @@ def moe(tmp_path) -> list[Path]:
     save_tiny(tmp_path / "qwen3_moe", "qwen3_moe")
     save_tiny(tmp_path / "mixtral", "mixtral", tie_word_embeddings=True)
     save_tiny(tmp_path / "glm4_moe", "glm4_moe", num_hidden_layers=2, first_k_dense_replace=0)
-    return [tmp_path / name for name in ("qwen3_moe", "mixtral", "glm4_moe")]
+    save_tiny(tmp_path / "qwen3_next", "qwen3_next")
+    return [tmp_path / name for name in ("qwen3_moe", "mixtral", "glm4_moe", "qwen3_next")]
 
 
 @pytest.mark.procs
@@ -224,8 +225,8 @@ def test_states_do_not_depend_on_the_layout(tmp_path):
             torch.testing.assert_close(
                 results[0][name]["grads"][parameter],
                 grad,
-                atol=5e-4,
-                rtol=1e-3,
+                atol=2e-3,
+                rtol=1e-2,
                 msg=lambda text, at=name: f"{at}: {text}",
             )
     assert_exports_equal([tmp_path / "model"], tmp_path / "out", {**STATES_2, "pp2": {}})
