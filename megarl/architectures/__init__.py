@@ -22,7 +22,7 @@ from megarl.architectures import (
     qwen3_next,
 )
 from megarl.architectures.base import Architecture
-from megarl.architectures.vision_language import DECODERS
+from megarl.architectures.vision_language import DECODERS, TEXT_PARTS
 from megarl.system.errors import ConfigError
 
 _MODULES = (
@@ -46,7 +46,9 @@ def architecture(model_type: object, source: str) -> Architecture:
     """Return the architecture of this model type; raise ConfigError if it is not supported. `source` names the
     config."""
     if model_type not in ARCHITECTURES:
-        supported = sorted([*ARCHITECTURES, *DECODERS])  # callers pass the decoder of a vision-language model
+        supported = sorted(
+            [*ARCHITECTURES, *DECODERS, *TEXT_PARTS]
+        )  # callers pass the decoder of a vision-language model
         raise ConfigError(
             "the model's architecture is not supported" if model_type else "the model's config has no model_type",
             where=source,

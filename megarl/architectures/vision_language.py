@@ -20,6 +20,10 @@ from megarl.system.errors import ConfigError
 DECODERS = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
 
 
+#: Model types of which only the language model is supported -> its architecture; their vision encoder is not read.
+TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+
+
 class Prefixes(NamedTuple):
     """Prefixes of the names of the decoder's tensors (without the head) and the encoder's tensors in checkpoints."""
 
@@ -205,6 +209,8 @@ def prefixes(model_type: object) -> Prefixes:
 
 def canonical_name(model_type: object, stored: str) -> str:
     """Translate a tensor's name from any form in published files to that of `prefixes`; names of other models stay."""
+    if model_type in TEXT_PARTS and stored.startswith(_NESTED.decoder):
+        return _FLAT.decoder + stored.removeprefix(_NESTED.decoder)
     if model_type not in DECODERS:
         return stored
     written = prefixes(model_type)
@@ -213,6 +219,22 @@ def canonical_name(model_type: object, stored: str) -> str:
             if stored.startswith(prefix):
                 return replaced + stored.removeprefix(prefix)
     return stored
+
+
+def is_left_out(model_type: object, stored: str) -> bool:
+    """Return whether a tensor of a checkpoint is not read: layers that predict more than one token ahead, and the
+    vision encoder of a model of `TEXT_PARTS`."""
+    return stored.startswith("mtp.") or (model_type in TEXT_PARTS and stored.startswith(_NESTED.encoder))
+
+
+def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of the language model of a model of `TEXT_PARTS`."""
+    text = dict(raw.get("text_config") or {})
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(text.get(key), Mapping):
+            text[key] = {name: value for name, value in text[key].items() if name not in _OF_POSITIONS}
+    tied = raw.get("tie_word_embeddings", False)
+    return {**text, "tie_word_embeddings": tied, "model_type": TEXT_PARTS[str(raw["model_type"])]}
 
 
 def _text(raw: Mapping[str, Any]) -> dict[str, Any]:

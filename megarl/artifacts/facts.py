@@ -24,7 +24,7 @@ from megarl.architectures.values import (
     sparse_layers,
 )
 from megarl.architectures.vision import VisionShape
-from megarl.architectures.vision_language import DECODERS, VisionEncoder, decoder_config
+from megarl.architectures.vision_language import DECODERS, TEXT_PARTS, VisionEncoder, decoder_config, text_config
 from megarl.artifacts.checkpoint_files import quantized_block
 from megarl.artifacts.model_files import no_model
 from megarl.artifacts.pipes import refuse_pipes
@@ -197,6 +197,8 @@ def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
     if raw.get("model_type") in DECODERS:
         facts = facts_from_config(decoder_config(raw), f"{source}: text_config")
         return replace(facts, encoder=VisionEncoder.from_config(raw, facts.hidden, source))
+    if raw.get("model_type") in TEXT_PARTS:
+        return facts_from_config(text_config(raw), f"{source}: text_config")
     values = check_keys(raw, source)
     quantized_block(raw, source)
     experts, sparse = mixture(values), sparse_layers(values)

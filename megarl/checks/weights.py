@@ -16,7 +16,7 @@ from typing import Any
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.tensors import HEAD, VALUE_BIAS, VALUE_HEAD, WeightRule
 from megarl.architectures.vision import LANGUAGE_MODEL, VisionShape
-from megarl.architectures.vision_language import canonical_name
+from megarl.architectures.vision_language import canonical_name, is_left_out
 from megarl.artifacts.checkpoint_files import file_names, quantized_block, read_config, refuse_unread, weight_files
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.stacked_experts import cuts_of
@@ -50,7 +50,7 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
     for file in files:
         place |= {name: (file, dtype, shape) for name, (dtype, shape) in read_header(file).items()}
     kind = raw.get("model_type")
-    place = {canonical_name(kind, name): stored for name, stored in place.items()}
+    place = {canonical_name(kind, name): stored for name, stored in place.items() if not is_left_out(kind, name)}
     for name, (file, dtype, shape) in list(place.items()):
         if cuts := cuts_of(name, shape, facts.hidden):
             del place[name]

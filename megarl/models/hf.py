@@ -17,10 +17,12 @@ from megarl.architectures.generic import MEANINGS
 from megarl.architectures.vision import LANGUAGE_MODEL
 from megarl.architectures.vision_language import (
     DECODERS,
+    TEXT_PARTS,
     ImageSettings,
     VisionEncoder,
     canonical_name,
     decoder_config,
+    text_config,
 )
 from megarl.artifacts.facts import ModelFacts, facts_from_config
 from megarl.artifacts.layout import layout_problems
@@ -55,6 +57,11 @@ def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files:
         return _vla_policy(raw, where, model, key, follow_files=follow_files)
     if raw.get("model_type") in DECODERS:
         return _vision_language(raw, where, model, key)
+    if raw.get("model_type") in TEXT_PARTS:
+        text = load_hf_config(ModelConfig(hf_config=text_config(raw)), f"{where}.text_config")
+        if model.path is not None and follow_files:
+            _follow_files(text, model.path)
+        return text
     if model.path is not None:
         config = read_hf_config(model.path, key, trust_remote_code=model.trust_remote_code)
         facts_of(config, key)

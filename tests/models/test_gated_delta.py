@@ -1,11 +1,15 @@
 """Models with gated delta nets against transformers: gradients of every parameter."""
 
+import json
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
+from megarl.artifacts.facts import facts_from_config
+from megarl.checks.weights import check_weights
 from megarl.models.packing import pack_stream
 from megarl.models.weight_table import as_index
 from megarl.models.weights.fill import local_shards
@@ -54,3 +58,25 @@ def test_gradients_of_all_parameters_equal_transformers(name, tmp_path):
                 rtol=1e-3,
                 msg=lambda text, piece=piece: f"{piece.source}: {text}",
             )
+
+
+def test_the_language_model_of_a_model_with_images_is_read_alone(tmp_path, capsys):
+    """Published models nest it, and have a vision encoder and layers that predict further tokens."""
+    single_process()
+    save_tiny(tmp_path / "text", "qwen3_5_text")
+    nested = tmp_path / "nested"
+    nested.mkdir()
+    tensors = load_file(tmp_path / "text" / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    others = {"mtp.norm.weight": torch.ones(2), "model.visual.merger.norm.weight": torch.ones(2)}
+    save_file(renamed | others, nested / "model.safetensors")
+    text = json.loads((tmp_path / "text" / "config.json").read_text())
+    whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}, "tie_word_embeddings": False}
+    (nested / "config.json").write_text(json.dumps(whole))
+    (alone,), (read,) = build_tiny(tmp_path / "text"), build_tiny(nested)
+    assert "2 tensors of parts that are not supported are not read" in capsys.readouterr().out
+    for (name, expected), found in zip(alone.named_parameters(), read.parameters(), strict=True):
+        assert torch.equal(found, expected), name
+    facts = facts_from_config(whole, "config.json")
+    assert check_weights(nested, facts)
+    assert facts.parameters == sum(tensor.numel() for tensor in tensors.values())

@@ -252,7 +252,8 @@ def _with_all_gradients(folder: str, layout: dict) -> dict:
     shapes = model.weight_table.shapes()
     for shard, parameter in local_shards([model]):
         grad = parameter.grad
-        if getattr(parameter, "sequence_parallel", False) and ways > 1:
+        of_heads = "q_layernorm" in shard.param or "k_layernorm" in shard.param
+        if ways > 1 and (of_heads or getattr(parameter, "sequence_parallel", False)):  # as Megatron sums them
             dist.all_reduce(grad, group=mpu.get_tensor_model_parallel_group())
         for piece in shard.pieces:
             whole = grads.setdefault(piece.source, torch.zeros(shapes[piece.source]))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megarl.architectures import ARCHITECTURES
-from megarl.architectures.vision_language import DECODERS
+from megarl.architectures.vision_language import DECODERS, TEXT_PARTS
 from megarl.artifacts.facts import facts_from_config
 from megarl.planning.flops import FlopCounter, token_flops
 from megarl.planning.shards import key_value_bytes
@@ -60,7 +60,7 @@ def test_architectures_that_cannot_be_loaded_are_not_counted():
 def test_supported_architectures_are_listed_with_the_vision_language_ones():
     with pytest.raises(ConfigError) as caught:
         facts_from_config({"model_type": "deepseek_v2"}, "some model")
-    assert caught.value.allowed == ", ".join(sorted([*ARCHITECTURES, *DECODERS]))
+    assert caught.value.allowed == ", ".join(sorted([*ARCHITECTURES, *DECODERS, *TEXT_PARTS]))
 
 
 CACHED = {  # bytes of bfloat16 numbers per token: layers x (latent + rope key) x 2

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megarl.architectures.tensors import EMBEDDINGS, HEAD
 from megarl.architectures.vision import VisionShape
-from megarl.architectures.vision_language import canonical_name
+from megarl.architectures.vision_language import canonical_name, is_left_out
 from megarl.artifacts.checkpoint_files import (
     INDEX,
     file_names,
@@ -83,11 +83,11 @@ class CheckpointReader:
         self._block = quantized_block(config, str(self.folder / "config.json"))
         self.files = weight_files(self.folder, config)
         self._open = {file: _open_file(file) for file in self.files}
-        self._place = {
-            canonical_name(config.get("model_type"), name): (file, name)
-            for file in self.files
-            for name in self._open[file].keys()  # noqa: SIM118
-        }
+        kind = config.get("model_type")
+        stored = [(file, name) for file in self.files for name in self._open[file].keys()]  # noqa: SIM118
+        read = [(file, name) for file, name in stored if not is_left_out(kind, name)]
+        self._left_out = len(stored) - len(read)
+        self._place = {canonical_name(kind, name): (file, name) for file, name in read}
         self._cuts: dict[str, Cut] = {}
         self._take_stacks_apart(config)
         self._add_projector(config)
@@ -143,6 +143,8 @@ class CheckpointReader:
     def describe(self) -> str:
         """Return the folder and its files, in one line for messages."""
         fp8 = ", weights dequantised from fp8" if self._block else ""
+        if self._left_out:
+            fp8 += f", {self._left_out} tensors of parts that are not supported are not read and will not be exported"
         return f"{self.folder}: {len(self._place)} tensors in {file_names(self.files)}{fp8}"
 
     def _slice(self, name: str) -> Any:
