@@ -16,6 +16,8 @@ from tests.models.tiny import ARCHITECTURES, save_tiny
 from tests.training.cases import make_batch, outputs, train
 
 FORMS = {"local": "ColumnParallelLinear", "te": "TELayerNormColumnParallelLinear"}
+# Layers other than attention have a `local` form only, whose first projection of the first layer has another name.
+CASES = [(kind, layers) for kind in ARCHITECTURES for layers in FORMS if (kind, layers) != ("qwen3_5_text", "te")]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -40,7 +42,8 @@ def life(folder: Path, out: Path, layers: str, dtype: torch.dtype) -> dict[str, 
         weights=lambda chunks: load_weights(chunks, folder),
     )
     places = sorted({str(p.device) for chunk in engine.chunks for p in chunk.parameters()})
-    form = type(engine.chunks[0].decoder.layers[0].self_attention.linear_qkv).__name__
+    mixer = engine.chunks[0].decoder.layers[0].self_attention
+    form = type(getattr(mixer, "linear_qkv", None) or mixer.in_proj).__name__
     found = {"form": form, "places": places, "read": outputs(engine, batch)["logp"].values}
     found["losses"] = [train(engine, batch).result()["loss"] for _ in range(2)]
     found["trained"] = outputs(engine, batch)["logp"].values
@@ -54,8 +57,7 @@ def lives(root: str) -> dict[str, dict[str, Any]]:
     with Pretend():
         return {
             (name := f"{kind} {layers} {dtype}"): life(Path(root, kind), Path(root, name), layers, DTYPES[dtype])
-            for kind in ARCHITECTURES
-            for layers in FORMS
+            for kind, layers in CASES
             for dtype in DTYPES
         }
 
@@ -69,7 +71,7 @@ def by_transformers(folder: Path) -> torch.Tensor:
     for prompt, response in zip(batch["prompt_ids"].unbind(), batch["response_ids"].unbind(), strict=True):
         ids = torch.cat([prompt, response])
         with torch.no_grad():
-            logp = model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            logp = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         found.append(logp.gather(1, response[:, None])[:, 0])
     return torch.cat(found)
 
@@ -88,8 +90,7 @@ def found(root: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("layers", FORMS)
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize(("kind", "layers"), CASES)
 def test_a_model_is_read_trained_and_exported_as_transformers_sees_it(found, root, kind, layers):
     exact, half = (found[f"{kind} {layers} {dtype}"] for dtype in DTYPES)
     assert exact["form"] == half["form"] == FORMS[layers]

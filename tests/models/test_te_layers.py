@@ -65,7 +65,7 @@ def both_forms(folders: list[str]) -> list[dict]:
 
 
 def test_every_architecture_reads_trains_and_exports_as_the_local_form(tmp_path):
-    models = {name: {} for name in ARCHITECTURES if name != "llama"}
+    models = {name: {} for name in ARCHITECTURES if name not in ("llama", "qwen3_5_text")}
     models["llama"] = {"rope_parameters": YARN}  # whose scale of cosines is not 1
     for name, changes in models.items():
         save_tiny(tmp_path / name, name, num_hidden_layers=2, **changes)
