@@ -211,7 +211,7 @@ def _cpu_seconds(call: Callable[[], Any]) -> float:
 
 
 def _status(key: str) -> float:
-    """Return the megabytes of a line of /proc/self/status."""
+    """Return the value in MB of a line in /proc/self/status."""
     text = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{key}:")) * 1024 / 1e6
 

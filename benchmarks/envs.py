@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(given: dict[str, Any], steps: int, record: int | None = None) -> dict[str, Any]:
-    """Measure `steps` environment steps of every process; `record`: frames of a clip of each episode.
+    """Measure `steps` environment steps per process; `record`: number of frames in each episode's clip.
 
     Raises:
         WorkerError: a simulator failed.

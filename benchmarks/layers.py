@@ -21,9 +21,9 @@ from torch import Tensor
 from megarl.kernels import gpu
 from megarl.models.layers.mlp.swiglu import _SwiGLU
 
-#: Numbers of a block, warps of a program.
+#: (elements per block, warps per program).
 CHOICES = tuple(itertools.product((1024, 2048, 4096), (4, 8)))
-EPS, RATE = 1e-6, 4.27e6  # bytes of a microsecond of an H200, measured
+EPS, RATE = 1e-6, 4.27e6  # RATE: bytes per microsecond, measured on an H200
 
 
 class Sizes(NamedTuple):
@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """The widths of a layer with experts, and how many of them a token meets."""
+    """The widths of a layer with experts, and the number of experts per token."""
 
     hidden: int = 2048
     ffn: int = 768

@@ -88,7 +88,7 @@ def empty_of(nproc: int) -> list[str]:
 
 
 def resident(settings: Sequence[str]) -> float:
-    """Return the bytes of the fullest process of a run of two steps.
+    """Return the resident bytes of the largest process in a run of two steps.
 
     Raises:
         WorkerError: it failed.
@@ -117,7 +117,7 @@ def timed(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def _train(settings: Sequence[str], environment: dict[str, str]) -> tuple[list[dict[str, Any]], float]:
-    """Return the lines of metrics of a run of `megarl train`, and others' share of the machine."""
+    """Run `megarl train`; return its metrics lines, and the share of the machine that other programs took."""
     from megarl.artifacts.jsonl import read_jsonl
     from megarl.benchmarks.program import run_program
 

@@ -80,7 +80,7 @@ def _is_how(override: str) -> bool:
 
 
 def per_gpu(line: Mapping[str, Any]) -> float:
-    """Return the tokens per second and GPU of a line of the history; 0 without GPUs."""
+    """Return tokens per second and GPU from a line of the history; 0 without GPUs."""
     return line["tokens_per_s"] / line["gpus"] if line.get("gpus") else 0.0
 
 

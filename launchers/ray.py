@@ -314,9 +314,7 @@ class RayWorkers:
         return WorkerError(f"team {team.name!r} did not start again within {limit}: {why}")
 
     def _left_to_servers(self, team: TeamPlan) -> list[Place] | None:
-        """Return the places of the GPUs of this team's servers; None without servers, or if Ray does not assign the
-        GPUs.
-        """
+        """Return the GPUs for this team's servers; None: it has no servers, or Ray does not assign GPUs."""
         config = self._job.config
         if Role.ROLLOUT not in team.roles or not chooses_gpus(config) or "GPU" not in self._reservation.worker:
             return None

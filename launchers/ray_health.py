@@ -49,7 +49,7 @@ class OwnRay:
         self._session = next((folder / INNER).glob(f"session_*_{os.getpid()}"), None)
 
     def forget(self) -> None:
-        """Remove Ray's folder, with its logs, after a normal end of Ray."""
+        """Remove Ray's folder, including its logs, after Ray has ended normally."""
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._held)
 

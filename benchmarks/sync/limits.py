@@ -45,7 +45,7 @@ def _best(call: Callable[[], None]) -> float:
 def _await_line(child: subprocess.Popen[bytes]) -> None:
     assert child.stdout is not None
     if not child.stdout.readline():
-        raise RuntimeError("the other process of a measurement ended")
+        raise RuntimeError("the measurement failed: its second process ended early")
 
 
 def memory_seconds(data: torch.Tensor, bucket: int) -> float:

@@ -84,7 +84,7 @@ def forward_kl(teacher: Tensor, policy: Tensor) -> Tensor:
 
 @KL.register("forward_kl_topk", settings=ForwardTopKSettings, distributions=True)
 def forward_kl_topk(teacher: Tensor, policy: Tensor) -> Tensor:
-    """Return `forward_kl`, with the defaults of verl's estimator of this name."""
+    """Return `forward_kl` with the defaults of verl's estimator `forward_kl_topk`."""
     return forward_kl(teacher, policy)
 
 

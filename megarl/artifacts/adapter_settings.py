@@ -44,7 +44,7 @@ def read_settings(folder: Path, where: str) -> dict[str, Any]:
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
-            raise ValueError("the file does not hold a mapping")
+            raise ValueError("the file must contain a JSON object")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"this folder has no readable PEFT adapter ({CONFIG}: {error})",

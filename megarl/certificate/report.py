@@ -51,7 +51,7 @@ def _notable(result: Result) -> list[str]:
 
 
 def figure_text(line: dict[str, Any]) -> str:
-    """Return a figure as text, with its expected value.
+    """Return a measured value as text, followed by its expected value.
 
     >>> figure_text({"name": "copy", "value": 2.0, "unit": "GB/s", "expected": 4.0, "source": "data sheet"})
     'copy: 2 GB/s, 50% of 4 (data sheet)'

@@ -83,7 +83,7 @@ class Translation:
         self.settings[key] = [value] if takes_list and not isinstance(value, list) else value
 
     def note(self, name: str, value: Any, why: str) -> None:
-        """Leave a setting out, with the reason."""
+        """Record that a setting cannot be translated, and why."""
         self.notes[f"{name}: {value}"] = why
 
 
@@ -100,9 +100,7 @@ def read_settings(file: Path) -> OtherSettings:
 
 
 def _of_words(words: list[str]) -> OtherSettings:
-    """Return the settings in the words of a script, with the values of the script's variables, their defaults and
-    `HOME` filled in.
-    """
+    """Return the settings in the words of a script, after replacing its variables by their values or defaults."""
     settings, variables = OtherSettings({}), {"HOME": os.path.expanduser("~")}
     name = ""
     for raw in words:

@@ -1,4 +1,4 @@
-"""Layout of a drawing of a task graph: layers from left to right, few crossings, long edges around boxes."""
+"""Draw a task graph: columns of nodes from left to right, few crossing edges, and long edges around nodes."""
 
 from __future__ import annotations
 

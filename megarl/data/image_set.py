@@ -81,7 +81,7 @@ class ImageSet:
         return self.patches.split(self.sizes)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the images as a JSON object, with the patches in base64."""
+        """Return the images as a JSON object whose patches are base64 text."""
         encoded = base64.b64encode(self.patches.numpy().tobytes()).decode("ascii")
         return {"patches": encoded, "places": self.places, "sizes": self.sizes, "digests": self.digests}
 

@@ -137,7 +137,7 @@ class Jagged:
 
 
 def gather_plan(offsets: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the places (int64 [tokens]) of the tokens of sequences `picked` (int64 [K]), and their offsets [K + 1]."""
+    """Return where the tokens of the sequences `picked` (int64 [K]) are: indices (int64 [tokens]), offsets [K + 1]."""
     lengths = offsets.diff()[picked]
     out = torch.zeros(len(picked) + 1, dtype=torch.int64, device=offsets.device)
     torch.cumsum(lengths, 0, out=out[1:])

@@ -43,7 +43,7 @@ def check_teachers(settings: TeacherConfig, rows: Iterable[Row]) -> None:
 
 
 def choose_teacher(settings: TeacherConfig, row: Mapping[str, Any], seed: int) -> str:
-    """Return the name of the teacher of a prompt.
+    """Return the name of the teacher for a prompt.
 
     Args:
         row: the prompt's columns, checked by `check_teachers`.

@@ -80,7 +80,7 @@ class Block:
 
 
 class Span(NamedTuple):
-    """The samples of a block from `start` to before `stop`."""
+    """The samples `start` to `stop` (exclusive) of a block."""
 
     block: Block
     start: int
@@ -282,7 +282,7 @@ class Opened(NamedTuple):
         return sorted(fields, key=lambda field: field[0]), sorted(self.head["columns"])
 
     def rows(self, field: str, start: int, stop: int) -> list[np.ndarray]:
-        """Return the bytes of a field for the samples from `start` to before `stop`, in parts."""
+        """Return in parts the bytes of a field for the samples `start` to `stop` (exclusive)."""
         cut, entry = self.head["layout"][field], self.entries[_FIELD + field]
         if cut is not None:
             start, stop = self.cuts[cut][[start, stop]].tolist()

@@ -104,9 +104,9 @@ class PlanAssumptions:
     push_fixed_s: float = 0.5  # fixed seconds of a weight update, whatever its size
     step_s: float = 0.5  # seconds of a step outside all phases: metrics, files, Python
     disk_gb_s: float = 2.0  # GB/s at which a machine writes a checkpoint
-    prompt_tokens: float = 0.0  # mean tokens of a prompt; 0: half of the longest
-    prompt_patches: float = 0.0  # mean patches of the images of a prompt; 0: half of the maximum
-    mean_tokens: float = 0.0  # mean tokens of a response; 0: a quarter of the longest, or all of it with ignore_eos
+    prompt_tokens: float = 0.0  # mean tokens per prompt; 0: half of the longest
+    prompt_patches: float = 0.0  # mean image patches per prompt; 0: half of the maximum
+    mean_tokens: float = 0.0  # mean tokens per response; 0: a quarter of the longest, or all of it with ignore_eos
     sigma: float = 0.8  # standard deviation of the logarithm of a response's tokens
     kept_groups: float = 0.6  # share of groups that dynamic sampling keeps
     usable_memory: float = 0.9  # share of a device's memory that the search may fill

@@ -32,7 +32,7 @@ class Lengths:
 
     mean: float  # mean tokens of responses that are not cut at `longest`
     sigma: float  # standard deviation of the logarithm; 0: all responses have `mean` tokens
-    longest: int  # most tokens of a response
+    longest: int  # maximum tokens per response
 
     def sample(self, seed: tuple[int, ...], groups: int, samples: int) -> list[list[int]]:
         """Return the tokens of the samples of `groups` groups, determined by the seed."""

@@ -208,7 +208,7 @@ def cache_bytes(
 
 
 def _held_out(config: RunConfig) -> int | None:
-    """Return the most held-out prompts that are generated at once; None: all of them."""
+    """Return the maximum number of held-out prompts that are generated at once; None: all of them."""
     return min((n for n in (config.data.val_batch_size, config.data.max_val_samples) if n is not None), default=None)
 
 

@@ -59,9 +59,9 @@ class StepPlan:
     devices: int  # devices in use, including those of servers
     placement: Placement
     phases: tuple[PlannedPhase, ...]  # phases in the order of the graph
-    step_s: float  # seconds of a step (formula S1)
-    tokens: float  # prompt and response tokens of a step, for formula S2
-    generated: float  # generated tokens of a step
+    step_s: float  # seconds per step (formula S1)
+    tokens: float  # prompt and response tokens per step, for formula S2
+    generated: float  # generated tokens per step
     flops: float  # FLOPs of the policy in a step (formula F2)
     dtype: str
     filled: tuple[Filled, ...]  # memory of each team's fullest device in each moment of a step (formula M1)

@@ -48,12 +48,12 @@ class Share:
     prompt: float
     response: float  # mean response tokens
     variance: float = 0.0  # variance of response tokens, for costs that are quadratic in them
-    patches: float = 0.0  # patches of the images of a prompt
+    patches: float = 0.0  # image patches per prompt
     group: int = 1  # number of samples that share the same images
 
     @property
     def length(self) -> float:
-        """Mean tokens of a sample."""
+        """Mean tokens per sample."""
         return self.prompt + self.response
 
     @property
@@ -71,7 +71,7 @@ class Workload:
     prompt: float
     lengths: Lengths
     even: bool = False  # replicas get equal tokens (`placement.share=tokens`)
-    patches: float = 0.0  # patches of the images of a prompt, or of an episode
+    patches: float = 0.0  # image patches per prompt, or per episode
     apart: bool = False  # samples of a group have different images, which an environment shows
 
     @classmethod
@@ -103,16 +103,16 @@ class Workload:
 
     @property
     def number(self) -> int:
-        """Number of samples of a step."""
+        """Number of samples per step."""
         return self.groups * self.samples
 
     @property
     def tokens(self) -> float:
-        """Prompt and response tokens of a step."""
+        """Prompt and response tokens per step."""
         return self.number * (self.prompt + self.lengths.expected)
 
     def share(self, replicas: int, groups: int | None = None) -> Share:
-        """Return the share of the fullest of `replicas` replicas of `groups` prompts (None: all of a step).
+        """Return the work of the busiest of `replicas` replicas when they share `groups` prompts (None: all of a step).
 
         The mean of n lengths has a standard deviation of `Lengths.variation` / sqrt(n) times the mean, and the largest
         of R such means is approximately sqrt(2 ln R) standard deviations above it.

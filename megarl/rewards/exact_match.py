@@ -12,7 +12,7 @@ from megarl.rewards.registry import REWARDS
 
 
 class ExactMatchSettings(Settings):
-    """The settings of the comparison of texts."""
+    """How exact_match compares texts."""
 
     ignore_case: bool = Field(False, description="count upper and lower case as equal")
     answers: Answers = ANSWERS

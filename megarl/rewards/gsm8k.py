@@ -17,7 +17,7 @@ _MARK = "####"
 
 
 class GSM8KSettings(Settings):
-    """Which number of a response counts."""
+    """Which number in a response is its answer."""
 
     method: Literal["strict", "flexible"] = Field(
         "strict",

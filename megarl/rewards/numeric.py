@@ -14,7 +14,7 @@ from megarl.rewards.registry import REWARDS
 
 
 class NumericSettings(Settings):
-    """Which number of a response counts, and its tolerance."""
+    """Which number in a response is its answer, and the tolerance."""
 
     tolerance: float = Field(1e-6, ge=0, description="largest accepted error, as a multiple of max(1, |answer|)")
     extract: Literal["whole", "first", "last"] = Field(

@@ -37,7 +37,7 @@ _MEANINGS = frozenset({"overall", "acc", EXTRACTED_KEY})
 @REWARDS.register(BY_MODEL)
 def reward_model(sample: Sample) -> float:
     """Placeholder that is never called: the nodes `model_score` and `total_reward` compute this score."""
-    raise AssertionError("the reward model's part has no runner")
+    raise AssertionError("reward_model is scored by graph nodes and must not be called as a function")
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,7 +67,7 @@ def encoder_bytes(config: RunConfig, *, gpu: bool) -> tuple[float, float]:
 
 
 def episode_bytes(config: RunConfig, vision: VisionShape) -> tuple[float, float]:
-    """Return the bytes of pictures of an episode of maximum length, clip included, and of a one-call episode."""
+    """Return the picture bytes of the longest episode, including its clip, and of an episode with one policy call."""
     robot = robot_of(config)
     picture = len(robot.cameras) * vision.towers[0].image ** 2 * 3
     calls = -(-_own_setting(robot, "max_steps", _STEPS) // robot.chunk)

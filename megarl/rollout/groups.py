@@ -350,7 +350,7 @@ class GroupGenerator:
             self._release(slot)
 
     def _play(self, advance: Callable[[int], None]) -> None:
-        """Generate all episodes completely, with their environments.
+        """Play all episodes with their environments until they end.
 
         If the engine decodes only inside `wait`, each round waits for all environments, so that the batches of turns
         do not depend on the environments' speed and a second run repeats them.

@@ -165,6 +165,6 @@ class GroupPool:
         return Batch.concat([samples.select(self._places(numbers, staying)), *arrived]), staying + came
 
     def _places(self, numbers: list[int], groups: list[int]) -> list[int]:
-        """Return the row indices of the samples of `groups` in a batch that contains the groups `numbers`, in order."""
+        """Return the indices of the samples of `groups` in a batch that consists of the groups `numbers`, in order."""
         ends = dict(zip(numbers, accumulate(self._counts[k] for k in numbers), strict=True))
         return [place for k in groups for place in range(ends[k] - self._counts[k], ends[k])]

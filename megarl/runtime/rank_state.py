@@ -116,7 +116,7 @@ class RankState:
     # held-out preference pairs or labelled examples of a run that generates nothing
     val_pairs: PairDataset | LabelledDataset | None = None
     loader_elsewhere: RemoteLoader | None = None  # stands for another team's loader in the team that saves checkpoints
-    # this team's end of the transfer of weights to the rollout engine; see `megarl.runtime.generation`
+    # how this team sends or receives weight updates for the rollout engine; see `megarl.runtime.generation`
     link: WeightLink = field(default_factory=WeightLink)
     frozen: dict[str, Any] = field(default_factory=dict)  # checksums of frozen models by name, for checkpoints
 

@@ -216,7 +216,7 @@ def check_same_tokens(
     """
     if other := differing_tokens(policy, teacher):
         raise ConfigError(
-            f"distillation needs a teacher whose token ids are the policy's, but they differ: {other}",
+            f"teacher and policy have different vocabularies, so their tokens cannot be compared: {other}",
             where=key,
             found=path,
             allowed="a model whose tokenizer gives every token of the policy's the same id",

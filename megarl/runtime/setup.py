@@ -139,7 +139,7 @@ def build_rank_state(
 
 
 def _published(chunks: object) -> None:
-    """Leave the weights as they are: the actor's team publishes all of them before the first sample."""
+    """Load no weights: the actor's team publishes all of them before the first sample."""
 
 
 def _load_data(

@@ -28,7 +28,7 @@ class Simulated:
 
     ends: list[float] = field(default_factory=list)  # seconds from the start at which steps ended
     tokens: list[int] = field(default_factory=list)  # tokens of all samples of each step
-    age: list[float] = field(default_factory=list)  # mean off-policy steps of the groups of each step
+    age: list[float] = field(default_factory=list)  # per step, the mean off-policy steps of its groups
     spent: dict[str, float] = field(default_factory=dict)  # seconds of the whole run by category, as in `Shares`
     nodes: dict[str, float] = field(default_factory=dict)  # seconds of the whole run by node of the actor's team
     calls: int = 0  # number of calls to the coordinator

@@ -50,7 +50,7 @@ class Assumptions:
     push_fixed_s: float = 0.5  # fixed time of a weight update, whatever its size
     call_ms: float = 1.0  # time of a call to the coordinator
     step_s: float = 0.5  # time of a team and step outside all phases: metrics, files, Python
-    mean_tokens: float = 0.0  # mean tokens of a response; 0: a quarter of the longest
+    mean_tokens: float = 0.0  # mean tokens per response; 0: a quarter of the longest
     sigma: float = 0.8  # standard deviation of the logarithm of a response's tokens
     device_hours: float = 0.0  # mean hours until a device fails; 0: no failures
     server_restart_s: float = 120.0  # seconds until a failed server is back
@@ -65,7 +65,7 @@ class Planned:
     system: System
     lengths: Lengths
     given: Assumptions
-    model_parallel: int  # ranks of a replica of the actor
+    model_parallel: int  # ranks per replica of the actor
     trains: Mapping[str, tuple[int, int]]  # for nodes that train: passes over the samples of a step, and updates
     scores: frozenset[str]  # nodes that make one forward pass
 

@@ -52,7 +52,7 @@ class Line:
 class Table:
     """Durations from a table, measured or computed."""
 
-    token_s: Line  # seconds of a decoding step, by number of running samples
+    token_s: Line  # seconds per decoding step, by number of running samples
     prefill_s: Line = field(default_factory=lambda: Line(0.0))  # seconds by number of tokens
     nodes: Mapping[str, Line] = field(default_factory=dict)  # seconds by node id; other nodes take no time
     push_s: float = 0.0  # seconds of a weight update

@@ -190,7 +190,7 @@ def _share_out(
     for host in dict.fromkeys(hosts):
         near = [r for r, who in enumerate(members) if any(ranks[rank].host == host for rank in who)]
         if not near:
-            raise ValueError(f"no trainer rank runs on the host {host!r} of a receiver, which this transport needs")
+            raise ValueError(f"this transport needs a trainer rank on every host of a receiver; {host!r} has none")
         gpus_of = {r: {ranks[rank].gpu for rank in members[r] if ranks[rank].host == host} - {""} for r in near}
         fed: dict[int, list[int]] = {replica: [] for replica in near}
         for receiver in (i for i, at in enumerate(hosts) if at == host):

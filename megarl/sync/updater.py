@@ -117,7 +117,7 @@ class WeightSync:
     def catch_up(self) -> SyncReport:
         """Send the current version to receivers that lack it and have not failed. Collective; cheap if none lack it."""
         if self.version is None:
-            raise ValueError("catch_up was called before the first push of weights")
+            raise ValueError("catch_up has no weights to send: call push first")
         return self._sync(lambda receiver: receiver.version != self.version)
 
     def close(self) -> None:

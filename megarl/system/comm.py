@@ -231,7 +231,7 @@ def single_world(backend: str, deadline_s: float) -> WorkerGroup:
 def team_world(deadline_s: float) -> WorkerGroup:
     """Return the group of all ranks of this process's team; only this function uses torch's default group."""
     if dist.group.WORLD is None:
-        raise RuntimeError("this process has joined no team yet")
+        raise RuntimeError("torch.distributed is not initialised: this process has joined no team yet")
     return WorkerGroup("the world", dist.group.WORLD, deadline_s)
 
 

@@ -57,7 +57,7 @@ def any_parent_ended(watched: list[Parent]) -> bool:
 
 
 def end_with_parents(poll_s: float = 1.0) -> None:
-    """Kill this process within `poll_s` of the end of one of its `parents`."""
+    """Kill this process at most `poll_s` seconds after one of its `parents` has ended."""
     watched = parents()
 
     def watch() -> None:

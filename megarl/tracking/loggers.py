@@ -33,7 +33,7 @@ _KEY = "tracking.loggers"
 _GIT_S = 5.0
 _FINISH_TIMEOUT_S = 120.0
 _MOST_WAITING = 10_000  # most calls that wait for a slow service
-_TABLE = ("prompt", "response", "answer", "score")  # columns of a table of samples, where samples have them
+_TABLE = ("prompt", "response", "answer", "score")  # columns in the table of samples; absent ones are left out
 _TEXT_CHARS = 20_000  # most characters of one sample in TensorBoard
 
 

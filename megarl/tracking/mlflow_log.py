@@ -177,7 +177,7 @@ class MlflowLog:
         write_record(self._id_file, known)
 
     def _earlier(self, client: Any, run_id: str, key: str) -> frozenset[int]:
-        """Return the steps of a metric that earlier processes logged, because a resumed run repeats some of them."""
+        """Return the steps at which earlier processes logged a metric, because a resumed run repeats some of them."""
         if not self._run.resumed:
             return frozenset()
         if key not in self._steps:

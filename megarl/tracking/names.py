@@ -79,7 +79,7 @@ def number(value: float, digits: int = 4) -> str:
 
 
 _FORBIDDEN = re.compile(r"[^\w\-./ ]", re.ASCII)
-_MAX_NAME = 200  # most characters, with the hash; MLflow allows 250
+_MAX_NAME = 200  # maximum number of characters, including the hash; MLflow allows 250
 _HASH_BYTES = 3
 
 

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 def end_text(name: str, stage: str, status: str) -> str:
-    """Return a title for the final table, with the way in which the command ended."""
+    """Return the title of the final table, which ends with how the command ended."""
     return f"{name}: {stage} {status}"
 
 

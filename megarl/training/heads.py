@@ -116,7 +116,7 @@ class SampledTokens:
     group: WorkerGroup  # tensor-parallel ranks
     columns: tuple[int, int]  # first and one past the last token that may be sampled
     seeds: Tensor  # int64 [B], seed of each row of the batch
-    slots: int  # number of tokens of a row of the batch
+    slots: int  # number of tokens per row of the batch
     outputs: ClassVar[int] = 2
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:

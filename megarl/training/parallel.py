@@ -135,7 +135,7 @@ def init_parallel(parallel: ParallelConfig, world: WorkerGroup) -> Layout:
         RuntimeError: this process already has a layout; close it with `Layout.close`.
     """
     if mpu.model_parallel_is_initialized():
-        raise RuntimeError("this process already has a layout; close it first")
+        raise RuntimeError("cannot create a second layout in this process; close the first one")
     _check_world(parallel, world.size)
     mpu.initialize_model_parallel(
         parallel.tp,

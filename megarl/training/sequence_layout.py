@@ -24,11 +24,11 @@ class PackedRows:
     tokens: Tensor  # int64 [T], the input tokens
     predicts: Tensor  # int64 [T], which of the N response tokens each column predicts; -1 for none
     targets: Tensor  # int64 [N], the response tokens to predict
-    open_from: Sequence[int] = ()  # from which column of each row on tokens see the whole row; empty: never
+    open_from: Sequence[int] = ()  # column of each row from which tokens attend to the whole row; empty: never
     seen: Any = None  # image inputs, with their places among the T columns
     # int64 [3, T], for models whose positions have three numbers; None: the index in the row
     positions: Tensor | None = None
-    # experts to replay: their form (`megarl.data.routes`), and uint8 or int16 [T, layers * chosen]; None: no replay
+    # routes to replay: their form (`megarl.data.routes`), and uint8 or int16 [T, layers * chosen]; None: no replay
     routes: tuple[RouteForm, Tensor] | None = None
 
 
@@ -47,7 +47,7 @@ class SequenceLayout(Protocol):
         """Return one row per input sequence of the model; a sample may have several. Response tokens stay in order."""
 
     def sample_columns(self, samples: Batch) -> list[list[int]]:
-        """Return the number of columns of every sequence of each sample, prompt and response, to count FLOPs."""
+        """Return the number of tokens of each sequence of each sample, prompt included, to count FLOPs."""
 
     def lengths(self, batch: Batch) -> Tensor:
         """Return the number of columns of each row, int64 [B]."""

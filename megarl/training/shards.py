@@ -125,7 +125,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > opened_size(file):
-                raise ValueError("the header is longer than the file")
+                raise ValueError("it is longer than the whole file, which is probably truncated")
             return json.loads(file.read(length)), 8 + length
     except (OSError, ValueError) as error:
         raise CheckpointError(f"the header of this file cannot be read: {error}", where=str(path)) from error
@@ -141,7 +141,7 @@ def label_of(path: Path) -> dict[str, Any]:
     try:
         label = json.loads(header["__metadata__"]["label"])
         if not isinstance(label, dict):
-            raise TypeError(f"the label must be an object, found {label!r}")
+            raise TypeError(f"the entry `label` is {label!r} instead of a JSON object")
     except (KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"the header of this file cannot be read: {error}", where=str(path)) from error
     return label

@@ -84,7 +84,7 @@ def test_a_closed_layout_leaves_no_group_and_lets_another_follow():
     made = set(_world.pg_map) - before
     assert layout.world.process_group in before
     assert layout.mp_group.process_group in made
-    with pytest.raises(RuntimeError, match="already has a layout"):
+    with pytest.raises(RuntimeError, match="cannot create a second layout"):
         init_parallel(ParallelConfig(), everyone)
     no_parallel()
     assert set(_world.pg_map) == before

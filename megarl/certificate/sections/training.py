@@ -60,7 +60,7 @@ def train(
     exact: dict[str, torch.Tensor],
     steps: list[dict[str, float]],
 ) -> None:
-    """Compare an engine's outputs before training, and the metrics of its steps, with the reference's."""
+    """Compare with the reference an engine's outputs before training and the metrics of its training steps."""
     name = f"{model} {str(dtype).removeprefix('torch.')}{'' if layers == 'local' else ' in Transformer Engine'}"
     engine, batch, limit = make_engine(model, layout, dtype, layers=layers), make_batch(), _NUMBERS[dtype]
     elsewhere = left_on_host(engine)

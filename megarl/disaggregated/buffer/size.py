@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 #: Bytes of the object store of a Ray that transfers nothing but arguments and exit codes.
 LEAST = 128 << 20
-_BYTES_PER_SAMPLE = 256  # bytes of a handover per sample: ids, offsets, and JSON syntax
-_BYTES_PER_GROUP = 4096  # bytes of a handover per group: headers of a block, and Ray's own
+_BYTES_PER_SAMPLE = 256  # bytes per sample in a handover: ids, offsets, and JSON syntax
+_BYTES_PER_GROUP = 4096  # bytes per group in a handover: headers of a block, and Ray's own
 
 
 def handover_bytes(config: RunConfig, handover: Handover) -> int:

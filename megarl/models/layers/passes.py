@@ -54,11 +54,11 @@ class Store(Protocol):
     """Positions that each row has at present; 0: the kind keeps a state, not positions."""
 
     def __init__(self, mixer: Any, layers: int, room: Room) -> None:
-        """Allocate the rows for `layers` layers."""
+        """Allocate memory for `room.slots` samples in `layers` layers."""
 
     @staticmethod
     def bytes_per_row(mixer: Any, layers: int, max_length: int, tp: int, dtype: torch.dtype) -> int:
-        """Return the bytes of one row."""
+        """Return the bytes that one sample needs on this rank."""
 
     def reserve(self, rows: int, needed: int) -> None:
         """Resize to at least `needed` positions if fewer or far more are allocated; keep the first `rows` rows."""
@@ -81,7 +81,7 @@ class Caches:
         self._stores, self.slots, self.max_length, self.fixed = stores, room.slots, room.max_length, room.fixed
 
     def add(self, name: str, store: Any) -> None:
-        """Add what is kept by row in addition to the layers' stores; it has their methods."""
+        """Add a store that belongs to no kind of layer, such as the record of routes."""
         self._stores = {**self._stores, name: store}
 
     def __getitem__(self, kind: str) -> Any:

@@ -305,7 +305,9 @@ class SafetensorsWriter:
     def close(self) -> None:
         """Flush the file to the disk and close it."""
         if self._left:
-            raise ValueError(f"{len(self._left)} announced tensors were never added; the first is {self._left[0][0]}")
+            raise ValueError(
+                f"{len(self._left)} tensors of this file were never added; the first is {self._left[0][0]}"
+            )
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -370,7 +372,9 @@ class FolderWriter:
     def finish(self) -> None:
         """Write the index and rename the folder to its final name, replacing an older one."""
         if self._done != len(self._groups):
-            raise ValueError(f"{len(self._groups) - self._done} files still lack tensors")
+            raise ValueError(
+                f"{len(self._groups) - self._done} files of the checkpoint are incomplete: add all tensors first"
+            )
         if len(self._groups) > 1:
             weight_map = {name: self._file_name(i) for i, names in enumerate(self._groups) for name in names}
             index = {"metadata": {"total_size": self._sizes}, "weight_map": weight_map}

@@ -150,7 +150,7 @@ class LeRobotFolder:
         return self.info[key]
 
     def _of(self, episode: _Episode, key: str) -> Any:
-        """Return the value of a column of meta/episodes for an episode."""
+        """Return an episode's value in a column of meta/episodes."""
         if key not in episode.row:
             where = f"{self.folder / 'meta/episodes'}: episode {episode.number}"
             raise DataError(f"the episode lacks the column {key!r}", where=where, found=sorted(episode.row))

@@ -188,7 +188,7 @@ class VideoPipeline:
     normalisation: Normalisation = IMAGENET
 
     def choose(self, count: int) -> list[int]:
-        """Return the numbers of the frames of an episode of `count` frames that form the clip.
+        """Return which of an episode's `count` frames form its clip.
 
         They are evenly spaced and include both ends; a short episode is repeated.
 

@@ -13,7 +13,7 @@ from megarl.system.plain import Malformed, flag, number, short, text, whole
 
 _NAME, _TEXT = 1000, 4000  # most characters of a name, and of a text
 _TASKS, _PARTS, _CAMERAS = 100_000, 64, 64
-_PIXELS = 1 << 14  # most pixels of a side of a picture
+_PIXELS = 1 << 14  # maximum width and height of a picture in pixels
 _COUNT = range(1 << 31)
 _SUM = range(1 << 32)
 #: Kinds of errors that a simulator's process may report; its first answer may also report `settings`.

@@ -115,7 +115,7 @@ class SimulatorProcess:
                 self.since = time.monotonic()
 
     def frames(self, spec: TaskSpec) -> dict[str, Frame]:
-        """Return copies of the pictures of the last answer, by camera.
+        """Return copies of the pictures in the last answer, by camera.
 
         Raises:
             Malformed: the shared memory is too small for them.
@@ -125,7 +125,7 @@ class SimulatorProcess:
         return {camera: np.ndarray(shape, np.uint8, memory, at).copy() for camera, (at, shape) in layout.items()}
 
     def clip(self, spec: TaskSpec, recording: Recording, counts: Any) -> dict[str, NDArray[np.uint8]]:
-        """Return a copy of the clip of the last answer: uint8 [n, H, W, 3] by camera, with n from `counts`.
+        """Return a copy of the clip in the last answer: uint8 [n, H, W, 3] by camera, with n from `counts`.
 
         Raises:
             Malformed: the clip has other cameras or more frames than requested, or the shared memory is too small.

@@ -29,7 +29,7 @@ _AHEAD = 16
 
 @dataclass
 class ExpertCounts:
-    """The counts of a call of `demonstrate`. `solved, unsolved`: episodes, by task."""
+    """How many expert episodes one call of `demonstrate` played. `solved, unsolved`: episodes, by task."""
 
     solved: Counter[str] = field(default_factory=Counter)
     unsolved: Counter[str] = field(default_factory=Counter)

@@ -97,7 +97,7 @@ class EpisodeStart:
 
 @dataclass
 class PlayCounts:
-    """The counts of a call of `play`."""
+    """Times, policy calls, environment steps and failures during one call of `play`."""
 
     wait_s: float = 0.0  # seconds in which the policy waited for simulators
     act_s: float = 0.0  # seconds in which the policy computed actions

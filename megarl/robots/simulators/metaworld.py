@@ -107,11 +107,11 @@ class MetaWorld(Simulator):
         _import()
         if not chosen["cameras"] or set(chosen["cameras"]) - set(CAMERAS):
             raise ValueError(
-                f"Meta-World: the setting cameras is {list(chosen['cameras'])}; allowed: {', '.join(CAMERAS)}"
+                f"Meta-World: invalid value of `cameras`: {list(chosen['cameras'])}; allowed: {', '.join(CAMERAS)}"
             )
         for key, largest in (("size", LARGEST), ("max_steps", 10**6), ("trials", 10**6)):
             if not 1 <= chosen[key] <= largest:
-                raise ValueError(f"Meta-World: the setting {key} is {chosen[key]}; allowed: 1 to {largest}")
+                raise ValueError(f"Meta-World: invalid value of `{key}`: {chosen[key]}; allowed: 1 to {largest}")
         return [
             TaskSpec(
                 name=name,

@@ -62,7 +62,7 @@ class Reach(Simulator):
         chosen = {**cls.settings, **settings}
         for key, (low, high) in RANGES.items():
             if not low <= chosen[key] <= high:
-                raise ValueError(f"reach: the setting {key} is {chosen[key]}; allowed: {low} to {high}")
+                raise ValueError(f"reach: invalid value of `{key}`: {chosen[key]}; allowed: {low} to {high}")
         return [
             TaskSpec(
                 name=name,

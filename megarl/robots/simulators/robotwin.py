@@ -177,7 +177,7 @@ def _root(configured: str | None) -> Path:
 
 def _seeds(file: str | None, task: str) -> list[int]:
     if file is None:
-        raise ValueError('RoboTwin: the setting seeds must name a JSON file {"TASK": {"success_seeds": [...]}}')
+        raise ValueError('RoboTwin: `seeds` must name a JSON file {"TASK": {"success_seeds": [...]}}')
     listed = json.loads(Path(file).expanduser().read_text())
     if task not in listed:
         raise ValueError(f"RoboTwin: {file} has no seeds for {task!r}; it has {', '.join(listed)}")

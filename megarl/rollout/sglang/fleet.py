@@ -295,7 +295,7 @@ class Fleet:
             server.api, server.gpus = process.api, process.spec.own_gpus
 
     def _check(self, *, give_up: bool = False) -> None:
-        """Mark servers as failed if this rank owns a process of them that has ended.
+        """Mark a server as failed if this rank started one of its processes and that process has ended.
 
         Call from the main thread, see ServerProcess.
 

@@ -37,7 +37,7 @@ def read_routes(meta: dict[str, Any], form: RouteForm, tokens: int) -> Tensor | 
     numbers = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int32)
     shape = tokens - 1, len(form.sparse), form.chosen
     if len(numbers) != shape[0] * shape[1] * shape[2]:
-        raise ValueError(f"the answer has routes of {len(numbers)} numbers instead of {list(shape)}")
+        raise ValueError(f"the server's answer has {len(numbers)} numbers as routes; expected shape: {list(shape)}")
     routes = numbers.view(shape)[:, torch.tensor(form.sparse)].flatten(1)
     if len(routes) and not 0 <= int(routes.min()) <= int(routes.max()) < form.experts:
         raise ValueError(

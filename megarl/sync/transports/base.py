@@ -80,6 +80,6 @@ class Transport:
 
 
 def entries_by_rank(receiver: Receiver, entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Return, for each rank of the receiver, the entries of a bucket of which the rank holds a part."""
+    """Return, for each rank of the receiver, the entries of a bucket that it holds completely or in part."""
     layout = receiver.layout
     return [[entry for entry in entries if layout.needs(rank, entry.source)] for rank in range(layout.ranks)]

@@ -167,7 +167,7 @@ def test_what_does_not_exist_is_refused_with_what_does(packages):
         {"cameras": ["front"]},
         {"cameras": []},
     ):
-        with pytest.raises(ValueError, match=f"LIBERO: the setting {next(iter(wrong))} (is|has) .*; allowed: "):
+        with pytest.raises(ValueError, match=f"LIBERO: invalid value of `{next(iter(wrong))}`: .*; allowed: "):
             Libero.tasks(wrong)
     with pytest.raises(ValueError, match="trial 3; allowed: 0 to 2"):
         simulator().reset(3)

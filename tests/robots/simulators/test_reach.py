@@ -222,5 +222,5 @@ def test_what_does_not_exist_is_refused_with_what_does():
     with pytest.raises(ValueError, match="Reach has no task 'reach_pink'; allowed: reach_red, reach_green"):
         Reach("reach_pink", {})
     for wrong in ({"size": 8}, {"max_steps": 0}, {"trials": 0}, {"speed": 0.5}):
-        with pytest.raises(ValueError, match=f"reach: the setting {next(iter(wrong))} is .*; allowed: "):
+        with pytest.raises(ValueError, match=f"reach: invalid value of `{next(iter(wrong))}`: .*; allowed: "):
             Reach.tasks(wrong)

@@ -21,7 +21,7 @@ from megarl.models.layers.passes import DecodeStep, Pass, Preparation, Prompts, 
 
 
 class DeltaStates:
-    """The states of the rows of all layers of this process; see `Store`.
+    """The recurrent states of all running samples, for this process's gated delta layers; implements `Store`.
 
     Attributes:
         state: float32 [layers][slots, G, r, dk, dv].

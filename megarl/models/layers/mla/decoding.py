@@ -36,7 +36,7 @@ class LatentCache(PositionCache):
 
     @staticmethod
     def bytes_per_row(mixer: MLA, layers: int, max_length: int, tp: int, dtype: torch.dtype) -> int:
-        """Return the bytes of one row, with its part of the buffer into which layers are copied when they grow."""
+        """Return the cache's bytes per sample on this rank, including its share of the spare buffer for resizing."""
         return (layers + 1) * max_length * mixer.cached * dtype.itemsize
 
     def latents(self, layer: int) -> Tensor:

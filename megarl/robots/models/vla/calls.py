@@ -80,18 +80,18 @@ def prompt_ids(instruction: str, family: PolicyFamily, tokenizer: Callable[..., 
 
 @dataclass(frozen=True)
 class CallLayout:
-    """The columns of the sequence of one policy call.
+    """Which columns of a policy call's token sequence hold prompt, image patches and actions.
 
     >>> layout = CallLayout(prompt=3, patches=4, dim=2, chunk=2)
     >>> layout.visual, layout.text, layout.slots, layout.predictors, layout.stop, layout.length
     (slice(1, 5, None), slice(5, 7, None), slice(7, 11, None), slice(6, 10, None), 11, 12)
     """
 
-    prompt: int  # tokens of the prompt, BOS among them
+    prompt: int  # tokens of the prompt, including BOS
     patches: int  # patches of one picture
-    dim: int  # number of values of an action, D
-    chunk: int  # number of actions of a call, K
-    cameras: int = 1  # number of pictures of a call
+    dim: int  # number of values per action, D
+    chunk: int  # number of actions per call, K
+    cameras: int = 1  # number of pictures per call
     state: bool = False  # whether one column stands for the robot's own state
     parallel: bool = True  # `parallel` of the policy family
 
