@@ -25,6 +25,9 @@ IMAGES = PATCHES, GRIDS, DIGESTS = "image_patches", "image_grids", "image_digest
 #: The same fields for the images of the data's prompt, in samples that have the images of a whole episode.
 DATA_IMAGES = tuple(f"data_{name}" for name in IMAGES)
 
+#: The field of routes (`megarl.data.routes`).
+ROUTES = "routes"
+
 _MODEL_DTYPE = "float32 or bfloat16"
 _ROUTES_DTYPE = "uint8 or int16"
 _TENSORS = ("int64", "float32", "bool", "uint8", _MODEL_DTYPE, _ROUTES_DTYPE)

@@ -17,9 +17,6 @@ from torch import Tensor
 from megarl.data.jagged import Jagged
 from megarl.system.errors import MegarlError
 
-FIELD = "routes"
-"""Name of the field of a batch."""
-
 
 class RouteError(MegarlError):
     """The generation engine returned no routes, or routes that do not belong to the tokens."""

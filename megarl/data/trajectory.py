@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from megarl.data.batch import Batch, Jagged
+from megarl.data.fields import ROUTES
 from megarl.data.image_set import ImageSet, fields_of_sets
-from megarl.data.routes import FIELD, RouteForm, continued, from_text, to_text
+from megarl.data.routes import RouteForm, continued, from_text, to_text
 from megarl.data.versions import VersionRuns, append_runs, version_values
 
 PLAIN = "answer"
@@ -262,7 +263,7 @@ def trajectory_values(
         "finish_reason": [t.finish_reason for t in trajectories],
     }
     if routes is not None:
-        values[FIELD] = routes.field(
+        values[ROUTES] = routes.field(
             [t.routes for t in trajectories],
             [len(t.prompt_ids) + len(t.token_ids) - 1 for t in trajectories],
             [len(t.prompt_ids) + t.last_sampled if t.last_sampled >= 0 else 0 for t in trajectories],

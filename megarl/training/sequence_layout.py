@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megarl.data.batch import Batch, Jagged
-from megarl.data.routes import FIELD, RouteError, RouteForm
+from megarl.data.fields import ROUTES
+from megarl.data.routes import RouteError, RouteForm
 
 
 @dataclass(frozen=True)
@@ -102,14 +103,14 @@ class TextLayout:
     def pack(self, rows: Batch) -> PackedRows:
         """Implement `SequenceLayout.pack`."""
         packed = self._pack(rows["prompt_ids"].to("cpu"), rows["response_ids"].to("cpu"))
-        if self.routes is None or FIELD not in rows:  # examples of supervised training have none
+        if self.routes is None or ROUTES not in rows:  # examples of supervised training have none
             return packed
-        routes, lengths = rows[FIELD].to("cpu"), packed.lengths
+        routes, lengths = rows[ROUTES].to("cpu"), packed.lengths
         if routes.lengths.tolist() != lengths or routes.values.shape[1] != self.routes.width:
             raise RouteError(
                 f"routes of {routes.lengths.tolist()[:8]} tokens, {routes.values.shape[1]} numbers each, do not belong "
                 f"to samples of {lengths[:8]} tokens of a model with {self.routes.width} numbers\n"
-                f"  where:   field {FIELD!r}\n  fix:     set rollout.replay_routes=false"
+                f"  where:   field {ROUTES!r}\n  fix:     set rollout.replay_routes=false"
             )
         return replace(packed, routes=(self.routes, routes.values))
 

@@ -15,8 +15,7 @@ from megarl.algorithms.needs import (
     loss_fields,
     reference_fields,
 )
-from megarl.data.fields import IMAGES
-from megarl.data.routes import FIELD as ROUTES
+from megarl.data.fields import IMAGES, ROUTES
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig

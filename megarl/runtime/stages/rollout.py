@@ -6,8 +6,7 @@ from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
-from megarl.data.fields import DATA_IMAGES, GRIDS, IMAGES
-from megarl.data.routes import FIELD as ROUTES
+from megarl.data.fields import DATA_IMAGES, GRIDS, IMAGES, ROUTES
 from megarl.data.versions import VERSION_FIELDS, token_versions
 from megarl.runtime.stages.needs import call_fields, echo_fields, needed_fields
 from megarl.system.errors import MegarlError
