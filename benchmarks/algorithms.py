@@ -6,7 +6,7 @@
 
 Batches have 4096 responses of 4096 tokens, float32, padded form. Seconds are CPU-seconds, the least of several calls in
 a process of its own with the environment of a worker; memory is how far the first call raised the process's peak
-resident set (on Linux), what it returns included. Losses go forward and backward over micro-batches of 64 responses.
+resident set (on Linux), including the result. Losses go forward and backward over micro-batches of 64 responses.
 rollout_correction has 1024 responses. `scorers` reads hostile texts of 64k characters with every included reward but
 `math`, and its number is the time for texts of twice the length over that (2 is linear). CPU-seconds are more robust on
 a busy machine than wall seconds, but caches are shared: numbers mean something only while nothing else runs.

@@ -6,7 +6,7 @@
 A Qwen3 of 241M parameters in bf16 with AdamW, 14 bytes per parameter on disk, by 1, 2 and 4 data-parallel processes of
 one thread. `blocked` is how long training stands still (the copy to host memory), `writing` how long the threads then
 take until the checkpoint is complete, flushed to disk; `verifying` reads all files and compares checksums, with none of
-them in the page cache; `loading` is what follows, from the page cache. Memory is what a rank allocates beyond what it
+them in the page cache; `loading` reads them again, from the page cache. Memory is what a rank allocates beyond what it
 had (mapped files are not counted: the kernel takes their pages back). Figures are the least of two rounds, of the
 slowest or largest rank; `_cpu_s` are CPU-seconds of one rank, which are more robust on a busy machine.
 """
@@ -175,7 +175,7 @@ def _anonymous() -> int:
 
 
 def main() -> None:
-    """Start the ranks, given their number; measure, as one of them."""
+    """Start as many ranks as the argument says; in a process that is one of these ranks, measure."""
     if "RANK" in os.environ:
         result = measure()
         if os.environ["RANK"] == "0":

@@ -1,7 +1,8 @@
 """Microseconds of the layers' Triton kernels by size of their blocks, on a GPU: `python -m megarl.benchmarks.layers`.
 
-Launches of `megarl.kernels.layers_gpu` and `experts_gpu` are chosen from the table that it prints, which has a layer of
-Qwen3-1.7B and, of the first number of tokens, what is between the products of a mixture like Qwen3-30B-A3B.
+The launch parameters in `megarl.kernels.layers_gpu` and `experts_gpu` come from the table that it prints: for a layer
+of Qwen3-1.7B and, with the first number of tokens, for the kernels between the matrix products of experts such as those
+of Qwen3-30B-A3B.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def cases(tokens: int, device: str, sizes: Sizes) -> Iterator[Case]:
 
 
 def expert_cases(tokens: int, device: str, sizes: Mixture) -> Iterator[Case]:
-    """Yield the kernels of a mixture in the same way; torch's operations are those of a machine without Triton."""
+    """Yield the kernels for experts in the same way; for comparison, torch computes them as it does without Triton."""
     from megarl.kernels import experts_gpu, layers_gpu
 
     count = tokens * sizes.each

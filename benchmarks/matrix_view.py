@@ -27,7 +27,7 @@ def refusals(cells: Sequence[Cell]) -> list[str]:
 
 
 def listed(cells: Sequence[Cell]) -> str:
-    """Return the combinations that would run, a line each, with the command that measures one."""
+    """Return one line for each combination that would run: its name and the command that measures it."""
     runnable = [cell for cell in cells if cell.refused is None]
     lines = [f"{cell.name}: megarl bench {shlex.join(cell.shape)}" for cell in runnable]
     return "\n".join([*lines, f"{len(runnable)} of {len(cells)} combinations; nothing was started"])

@@ -30,10 +30,10 @@ class Step:
     """One step of the training loop.
 
     Attributes:
-        wall_s: seconds since the end of the step before: nothing of the loop is left out.
+        wall_s: seconds since the previous step ended, so all of the loop is included.
         cpu_s: CPU seconds of all threads of all workers.
-        phases: seconds by phase, of the slowest rank, and of what is within phases (`WITHIN_PHASES`); `other` is what
-            is in none of them.
+        phases: seconds per phase on the slowest rank, and of the parts of phases in `WITHIN_PHASES`; `other` is the
+            time outside all phases.
     """
 
     wall_s: float
@@ -78,7 +78,7 @@ def settle(
     steps: int | None = None,
     overrides: Sequence[str] = (),
 ) -> tuple[RunConfig, list[str]]:
-    """Return the recipe that `run_case` runs with these arguments, and what it overrides; its model is not made yet.
+    """Return the recipe that `run_case` runs with these arguments, and its overrides; the model is not created yet.
 
     Raises:
         UserError: `case` is unknown, or a setting is not one of a recipe.
@@ -153,9 +153,9 @@ def run_case(
 
 
 def gpus_of(config: RunConfig) -> int:
-    """Return the GPUs of a run: one per worker, and those of servers that share none with the workers.
+    """Return the number of GPUs of a run: one per worker, and more for servers that share no GPU with a worker.
 
-    Servers use the devices of the teams that only generate, if there are any, and need others for what is beyond them.
+    Servers first use the GPUs of teams that only generate, if there are any.
     Servers that run already count with `tp_size` * `dp_size` GPUs each, since nothing else shows their number.
     """
     servers = config.rollout.servers

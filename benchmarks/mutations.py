@@ -6,9 +6,9 @@
 `answers.txt` beside this file holds answers of all kinds, and for each the forms that equal it, listed by hand. A
 mutant is a reference with one character changed: every character in turn, but white space, becomes two others of its
 class (digits, small and capital letters, signs, relations, brackets, marks). It is a wrong answer unless the list has
-it as an equal form of that reference or as an equal mutant (white space aside, and `;` separates as `,` does); the
-reward has no part in that. Seconds are CPU time of one process. Growth is that of the time of
-answers of twice the length, which are compared with another of their kind.
+it as an equal form of that reference or as an equal mutant (ignoring white space, and `;` separates as `,` does); the
+list does not depend on the reward. Seconds are CPU time of one process. Growth is the factor by which the time grows
+when answers are twice as long.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _GROWING = {
 
 @dataclass(frozen=True)
 class Answer:
-    """A reference of the list, with the forms and the mutants that equal it."""
+    """One reference answer in answers.txt, and the other forms and the mutants that are equal to it."""
 
     kind: str
     reference: str
@@ -173,7 +173,7 @@ def pair_seconds(reference: str, answer: str, rounds: int = 3, least_s: float = 
 
 
 def growth() -> dict[str, Any]:
-    """Time of long answers by their kind: two lengths, and what the longest allowed responses take."""
+    """Measure long answers by kind: how the time grows with the length, and how long the longest responses take."""
     kinds: dict[str, Any] = {}
     for name in _GROWING:
         spent = {n: pair_seconds(growing(name, n) + "+1", growing(name, n)) for pair in _LENGTHS for n in pair}

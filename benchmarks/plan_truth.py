@@ -5,12 +5,12 @@
     megarl bench plan --kind memory                   # which a busy machine does not change
     megarl bench plan --json plan.json                # kept after every run; those that it has are not run again
 
-Memory: the peak resident set of the fullest process, less that of the same processes with a model of next to nothing,
-beside the fullest moment of the dry run's estimate. malloc gives back what is freed in these runs, so that the resident
-set is what is in use: what `cluster.keep_freed_memory` keeps for the next step is no need of the run. Seconds, in runs
-of their own: the median step after the first, and CPU-seconds of all processes over the cores they can use, beside
-`megarl plan` for this machine, whose rates are the best of those measured before each run. They mean something only
-while nothing else runs; the table has the others' share of the machine.
+Memory: the peak resident set of the largest process, minus that of the same process with a tiny model, compared with
+the peak of the dry run's estimate. In these runs malloc returns freed memory to the kernel (`cluster.keep_freed_memory`
+would keep it), so the resident set is the memory in use. Seconds, measured in separate runs: the median step after the
+first, and CPU-seconds of all processes divided by the cores they can use, compared with `megarl plan` for this machine,
+with the best rates measured before any run. Seconds are only meaningful while nothing else runs; the table has the
+share of the machine that other programs took.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from megarl.config.yamlio import read_yaml
 
 FILE = Path(__file__).parent / "published.yaml"
 NOT_MEASURED = "not measured"
-#: Keys of how the work is done, not of what it is or in which precision (rollout.dtype, sync.fp8, and what
-#: rollout.sglang.extra_args may hold). One that ends in a dot stands for all keys below it.
+#: Keys that choose how the work is done, but change neither the work nor its precision (unlike rollout.dtype, sync.fp8
+#: and perhaps rollout.sglang.extra_args). A key that ends in a dot stands for all keys below it.
 _HOW = (
     *("actor.parallel.", "actor.engine.", "reference.parallel.", "rollout.parallel.", "cluster.", "launch."),
     *("rollout.engine", "rollout.max_running", "rollout.max_prefill_tokens", "rollout.cuda_graphs"),
@@ -36,9 +36,9 @@ class Figure:
         system: program and version.
         policy: `on`, or off by how many steps.
         gpu: a part of the GPUs' name.
-        gpus: GPUs of the run, those of generation included.
-        mean_tokens: mean tokens of a sample, from the page.
-        case: ours, with the same work.
+        gpus: number of GPUs of the run, including those for generation.
+        mean_tokens: mean tokens per sample, according to the page.
+        case: our benchmark case with the same work.
     """
 
     system: str

@@ -13,7 +13,7 @@ from typing import Any
 
 LENGTH = 65536
 _ROUNDS = 5
-#: name -> beginning, what is repeated up to the length, end.
+#: name -> (beginning, text that is repeated up to `LENGTH`, end) of a text that is slow to read.
 HOSTILE = {
     "newlines": ("a", "\n", "."),
     "newlines between numbers": ("1", "\n", "2"),

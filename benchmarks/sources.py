@@ -1,4 +1,4 @@
-"""The package of another commit, beside the present one: what is compared is measured in turn."""
+"""The package of another commit, so that a benchmark can measure it and the present one in turn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SOURCES = ("megarl", "benchmarks", "kernels", "launchers", "recipes")
 
 @contextlib.contextmanager
 def package_of(commit: str | None) -> Iterator[Path]:
-    """Return a folder in which `megarl` is the package of a commit, or of the present tree, whole as it is installed.
+    """Yield a folder with the complete package `megarl` of a commit, or of the working tree.
 
     Raises:
         UserError: this is not a checkout, or the commit does not exist in it.

@@ -1,7 +1,7 @@
 """CPU kernels for the work of decoding and training between matmuls, in one pass each, with torch references.
 
 cpu.cpp is compiled for the machine's instruction set on first use and cached in ~/.cache/megarl. It has a plain C
-interface and uses the OpenMP runtime that torch has loaded. Without a C++ compiler, or for sizes that are no multiple
+interface and uses the OpenMP runtime that torch has loaded. Without a C++ compiler, or for other sizes than multiples
 of 16, callers use torch operations; results agree to rounding.
 """
 
@@ -86,7 +86,7 @@ class CpuKernels:
         return out
 
     def silu_mul_backward(self, gate_up: Tensor, grad: Tensor) -> Tensor:
-        """Return the gradient of `gate_up` [n, 2f] from that of its gated product [n, f]."""
+        """Return the gradient of `gate_up` [n, 2f] from the gradient `grad` [n, f] of its gated product."""
         out, (rows, width) = torch.empty_like(gate_up), gate_up.shape
         self._silu_mul_backward(gate_up.dtype == torch.bfloat16, *_pointers(gate_up, grad, out), rows, width // 2)
         return out

@@ -22,7 +22,7 @@ SETTLE_S = 1.0  # time after the first failure for other ranks to show that they
 LOST_S = 5.0  # time used instead while all failed ranks only lost a peer: the report of the peer's death may be late
 LINGER_S = 15.0  # time for a rank that has reported its error to end before it is killed
 STACKS_S = 0.5  # time for hung ranks to write their stacks into the log
-_LINE = 400  # most characters of a message in a line
+_LINE = 400  # maximum characters of a message in one line
 _SOURCE_PATH = re.compile(r"\[[\w./-]*/(?=[\w.]+:\d+\])")  # build path of a library in an error message
 _NATIVE_STACK = "Exception raised from "  # torch puts the C++ stack after the message
 
@@ -197,7 +197,7 @@ def _report(failure: RankFailure, workers: Workers, job: Job, ended: dict[int, i
 
 
 def _others(workers: Workers, job: Job, ended: dict[int, int], failure: RankFailure | None = None) -> list[str]:
-    """Return one line per rank, without that of `failure`, with its phase and step; of many ranks the first sixteen."""
+    """Return a line with phase and step for each of the first 16 ranks other than the one in `failure`."""
     now, lines, errors = time.time(), [], job.errors()
     ranks = [rank for rank in workers.ranks() if failure is None or rank != failure.rank]
     for rank in ranks[:16]:

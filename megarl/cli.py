@@ -133,7 +133,7 @@ def _add_report(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_doctor(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add `megarl doctor`, which describes an installation, with its checks."""
+    """Add `megarl doctor`, which describes and checks an installation."""
     doctor = commands.add_parser(
         "doctor",
         help="show versions, devices, and what optional packages would enable",

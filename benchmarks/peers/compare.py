@@ -4,7 +4,7 @@ Both programs start from the same model file and tokenizer and get the same prom
 of samples at temperature 1, the same reward, and one update by the mean over tokens of the clipped loss. Runs alternate
 (ours, theirs, ours, theirs, ...), since the speed of a machine drifts. Both run in fp32 and bf16 (TRL's is autocast),
 each with glibc's malloc as it is and with the settings that our launcher gives its workers by default (`+malloc`).
-Ours, as it is by default, is held against TRL in its best setting. TRL runs with both cores in one process. The first
+Megarl with its defaults is compared with TRL in its best setting. TRL runs with both cores in one process. The first
 step of every run is not counted.
 
     make bench-trl-env                                                  # TRL in an environment of its own
@@ -109,7 +109,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def sides(runs: Runs) -> dict[str, dict[str, float]]:
-    """Return the medians over all counted steps of all runs of a side, with the least and the largest wall seconds."""
+    """Return medians over all counted steps of one program's runs, including the least and largest wall seconds."""
     made = {}
     for side, results in runs.items():
         steps = [step for result in results for step in result["steps"]]

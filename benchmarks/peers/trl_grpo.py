@@ -111,7 +111,7 @@ def build_trainer(case: dict[str, Any], clock: Clock, folder: str) -> TimedTrain
 
 
 def main() -> None:
-    """Train for the case's steps and write what they took."""
+    """Train for the case's number of steps, and write the measurements."""
     with open(sys.argv[1]) as file:
         case = json.load(file)
     torch.set_num_threads(case["threads"])

@@ -68,7 +68,7 @@ class Work:
         return known[name]
 
 
-#: (key, found, whether the peer can do it, what it could do).
+#: (recipe key, its value, whether the peer can do it, the values that the peer can do).
 NoSuch: TypeAlias = Sequence[tuple[str, object, bool, str]]
 
 

@@ -87,7 +87,7 @@ class Folder:
             print(f"megarl: {file} cannot be written: {error}", flush=True)
 
     def state(self) -> dict[str, Any]:
-        """Read the state that the jobs of a run share; if the file is missing or damaged, that of a first job."""
+        """Return the state that the jobs of a run share; it is a first job's if the file is missing or damaged."""
         first: dict[str, Any] = {"process": None, "failures": 0, "newest": -1, "on": [], "job": ""}
         return {**first, **read_object(self.path / "state.json")}
 
@@ -171,7 +171,8 @@ def excluded_by(options: Iterable[str]) -> list[str]:
 
 def with_exclusion(script: str, nodes: Iterable[str]) -> str:
     """Return a batch script that excludes these nodes in all its components; a command-line option would affect only
-    the first. The last `--exclude` of a component counts, so `nodes` must include those of the script's own options.
+    the first. The last `--exclude` of a component counts, so `nodes` must include the nodes that the script
+    already excludes.
     """
     text = ",".join(dict.fromkeys(nodes))
     if not text:

@@ -31,7 +31,7 @@ class Architecture:
     tensors: tuple[WeightRule, ...]  # rules of the model's weights, without the head
     fields: tuple[str, ...] = ()  # other fields of the configuration class, which do not change the computation here
     # the field and the other name of the number of experts. transformers stores both in one attribute; if a config has
-    # both, the name that is no field of the class is set last and wins.
+    # both, the name that is not a field of the class is set last and wins.
     experts_keys: tuple[str, str] | None = None
     # the mixer of each layer, from the values of `keys`; None: softmax attention in all layers
     mixers: Callable[[Mapping[str, Any]], tuple[Mixer, ...]] | None = None
@@ -54,7 +54,7 @@ class Architecture:
     refusals: tuple[Refusal, ...] = ()  # further refusals, one function each
 
 
-#: RoPE settings that are read although they are no fields of a configuration class.
+#: RoPE settings that are read although they are not fields of a configuration class.
 ROPE_KEYS: dict[str, Any] = {
     "rope_scaling": None,
     "rope_theta": 10000.0,

@@ -1,4 +1,4 @@
-"""Files next to a model's weights (tokenizer, generation_config.json), and advice for folders that are no models.
+"""Files next to a model's weights (tokenizer, generation_config.json), and advice for folders that are not models.
 
 Read without transformers.
 """

@@ -61,7 +61,7 @@ class Checklist:
         self._add("ok", message)
 
     def skip(self, why: str) -> None:
-        """Record a check that could not run, with the reason."""
+        """Record a check that could not run, and why."""
         self._add("skip", why)
 
     def check_deadline(self, key: str, found: float, what: str, config: RunConfig) -> None:

@@ -65,7 +65,7 @@ def check_batches(config: RunConfig, placement: Placement | None, checks: Checkl
 
 
 def check_objective(config: RunConfig, roles: Roles, checks: Checklist) -> None:
-    """Check estimator, loss and KL by name, and what they require of each other."""
+    """Check the names of estimator, loss and KL, and whether they can be combined."""
     check_algorithm(config, roles, checks)
     _check_aggregation("algorithm.loss", config.algorithm.loss, config, checks)
     if roles is not None and Role.CRITIC in roles:

@@ -274,7 +274,7 @@ class PreferenceConfig(Section):
         return self.loss == "ipo" if self.length_normalised is None else self.length_normalised
 
     def limit(self, positions: int | None) -> int | None:
-        """Return the most tokens of a sequence for a model of `positions` positions; None: no limit."""
+        """Return the maximum length of a sequence in tokens for a model with `positions` positions; None: no limit."""
         return min((bound for bound in (positions, self.max_tokens) if bound is not None), default=None)
 
 
@@ -321,5 +321,5 @@ class SFTConfig(Section):
     )
 
     def limit(self, positions: int | None) -> int | None:
-        """Return the most tokens of an example for a model of `positions` positions; None: no limit."""
+        """Return the maximum length of an example in tokens for a model with `positions` positions; None: no limit."""
         return min((limit for limit in (positions, self.max_tokens) if limit is not None), default=None)

@@ -91,7 +91,7 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return the rows as aligned columns, with the first row underlined."""
+    """Return the table `rows` as text with aligned columns and an underlined first row."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     lines = []
     for row in rows:

@@ -1,6 +1,6 @@
 """The messages between the teams of a run: one class for each, with who sends it, who reads it, and when.
 
-A team holds one or more roles. The actor's team leads. Samples are no messages (megarl/disaggregated/buffer).
+A team holds one or more roles. The actor's team leads. Samples are not messages (megarl/disaggregated/buffer).
 
     actor's team                               rollout's team                               critic's, reference's ...
 
@@ -343,4 +343,4 @@ class CheckpointFolder(Message, topic="checkpoint_folder", keys=1):
 
     step: int
     problem: str | None  # why the folder could not be made; None: it exists
-    fix: str  # what the user can do about the problem
+    fix: str  # how the user can fix the problem

@@ -71,7 +71,7 @@ class Field:
 
 #: All fields by name, in the order of a step. A name that ends in "/" is the prefix of one field per camera.
 FIELDS: dict[str, Field] = {
-    # -- what the loader gives every prompt
+    # -- fields of every prompt, from the loader
     "prompt_ids": Field(
         "int64", "[B, prompt]", "loader; rollout with an environment", "tokens of the prompt", "[5, 9, 11]"
     ),
@@ -251,7 +251,7 @@ FIELDS: dict[str, Field] = {
         "[[0.3, -1.2, ...], ...]",
     ),
     "values": Field("float32", "[B, response]", "value", "the critic's returns before the update", "[0.4, 0.5, 0.9]"),
-    # -- what the update is made of
+    # -- inputs of the update
     "loss_mask": Field(
         "bool", "[B, response]", "rollout_correction", "response_mask without rejected tokens", "[1, 1, 0]"
     ),

@@ -57,7 +57,7 @@ class PairDataset:
         """Read, render and tokenise both responses of each row.
 
         Args:
-            max_tokens: the most tokens of a sequence that the model takes; `preference.max_tokens` can lower it.
+            max_tokens: maximum tokens per sequence for the model; `preference.max_tokens` can lower it.
             stop_ids: as in SFTDataset.
             images: as in PromptDataset.
         """

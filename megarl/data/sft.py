@@ -97,7 +97,7 @@ class SFTDataset(PromptDataset):
         """Read, render and tokenise the prompts and responses; PromptDataset lists the rows that raise an error.
 
         Args:
-            max_tokens: the most tokens of an example: prompt, response and end token. None: no limit.
+            max_tokens: maximum number of tokens per example, including prompt and end token. None: no limit.
             overlong: how to treat longer examples: `filter` drops them, `cut` drops the end of the response, `error`
                 raises an error. None: as data.overlong.
             tools, images, rows: as in PromptDataset.

@@ -28,7 +28,7 @@ class Scored:
     Attributes:
         uid: the prompt of the sample; samples of one prompt form a group.
         value: correctness, usually 0 or 1.
-        vote: vote in maj@n: the extracted answer; None or "" is no vote.
+        vote: vote in maj@n: the extracted answer; None or "" does not count as a vote.
         data_source: data set of the prompt; "" is none.
         part: set of data sources with metrics of its own to which the prompt belongs; "" is none.
         rank: the sample with the largest rank is selected among those of its prompt; None: no selection.

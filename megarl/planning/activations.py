@@ -79,7 +79,7 @@ class Activations:
 
     @property
     def attention(self) -> float:
-        """Bytes that one layer's mixer keeps for the backward pass, with its norm; the mean over layers if they
+        """Bytes that one layer's mixer and its norm keep for the backward pass; the mean over layers if they
         differ."""
         facts, t, tp = self.facts, self.passes.tokens, self.parallel.tp
         stored = 0.0

@@ -28,7 +28,7 @@ def assume(base: T, values: Mapping[str, str], where: str = "--assume") -> T:
     """Return a copy of the dataclass `base` with the numbers that `values` gives as text, by name of the field.
 
     Raises:
-        ConfigError: a name is no field of `base`, or a number is invalid for its field.
+        ConfigError: a name is not a field of `base`, or a number is invalid for its field.
     """
     names = [field.name for field in fields(base)]  # type: ignore[arg-type]
     changed: dict[str, Any] = {}
@@ -57,7 +57,7 @@ def _number(name: str, text: str, where: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if name == "overlap_share":  # the only share that is no divisor, so it may be 0
+    if name == "overlap_share":  # the only share that is not a divisor, so it may be 0
         good, allowed = 0 <= value <= 1, "a number from 0 to 1"
     elif name in _SHARES or name.endswith("_share"):
         good, allowed = 0 < value <= 1, "a number above 0, at most 1"

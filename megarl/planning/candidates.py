@@ -111,7 +111,7 @@ class Choice:
         return self.apply_engine(_with(config, **placed, cluster=_with(config.cluster, **cluster)), trains)
 
     def apply_engine(self, config: RunConfig, trains: Sequence[str]) -> RunConfig:
-        """Return `config`, which already has this spread and layout, with the remaining choices."""
+        """Set the remaining choices in `config`, which already has this spread and layout, and return it."""
         changed: dict[str, Any] = {}
         for role in trains:
             section = getattr(config, role)

@@ -10,7 +10,7 @@ from megarl.planning.hardware import Hardware
 
 @dataclass(frozen=True)
 class Links:
-    """The links of some hardware, with the assumed shares of their rates.
+    """The hardware's links and the assumed shares of their rates that transfers reach.
 
     A group of n ranks with a distance of `stride` between neighbours lies inside a domain of fast links if n x stride
     fits into it.

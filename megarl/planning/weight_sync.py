@@ -19,7 +19,7 @@ from megarl.planning.terms import Term, term
 from megarl.system.errors import count
 
 CONTEXT_BYTES = 0.5e9
-"""A process's CUDA context on one GPU, with its kernels."""
+"""A process's CUDA context on one GPU, including its kernels."""
 SERVER_BYTES = 3e9
 """A server's context, workspaces and CUDA graphs, which stay when its weights and cache are released."""
 PAIR_BYTES = 0.05e9

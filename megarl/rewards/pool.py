@@ -32,7 +32,7 @@ from megarl.system.processes import how_it_ended
 
 log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0  # a user's file may import large packages
-_REFUSAL = 20_000  # most characters of an error from the function's file
+_REFUSAL = 20_000  # maximum characters of an error from the function's file
 _LESS_MEMORY = "use less memory: fewer reward.workers, a function that holds less, or a smaller data.batch_size"
 _CHUNKS_PER_WORKER = 4  # chunks small enough to balance the load, and large enough to pay for a message
 

@@ -164,7 +164,7 @@ def _finite(value: Any, part: str) -> float:
     return number
 
 
-_REASON, _WHERE = 2000, 1000  # most characters of a failure's reason and of its place
+_REASON, _WHERE = 2000, 1000  # maximum characters of a failure's reason, and of its place
 #: Validates the results of one kind of process; raises Malformed.
 Reading = Callable[[Any], Result]
 

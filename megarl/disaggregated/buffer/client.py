@@ -1,7 +1,7 @@
 """A worker's connection to the buffer: it hands over and fetches samples, posts and reads messages, and waits for them.
 
 A busy team may take long, so a wait has no fixed limit. It ends when no other team has made progress for `deadline_s`.
-Every worker reports its progress to the buffer every few seconds; waiting is no progress. If all teams wait for each
+Every worker reports its progress to the buffer every few seconds; waiting is not progress. If all teams wait for each
 other, or the awaited team hangs, the error of every waiting worker lists the progress of the others.
 
 A call whose connection broke is repeated, and the buffer makes each change once. When the buffer dies, every call

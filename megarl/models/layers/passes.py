@@ -35,7 +35,7 @@ class RopeTables:
 class Room:
     """The size and place of a session's caches.
 
-    slots: number of rows. max_length: most positions of a row. tp: tensor-parallel ranks. dtype, device: of cached
+    slots: number of rows. max_length: maximum positions per row. tp: tensor-parallel ranks. dtype, device: of cached
     keys and values. fixed: keep one memory layout (GPU).
     """
 
@@ -51,7 +51,7 @@ class Store(Protocol):
     """The memory of running samples, by row, of the layers of one kind on this process: cached positions or a state."""
 
     length: int
-    """Positions that each row has at present; 0: the kind keeps a state, not positions."""
+    """Positions for which each row has memory now; 0: the kind keeps a state, not positions."""
 
     def __init__(self, mixer: Any, layers: int, room: Room) -> None:
         """Allocate memory for `room.slots` samples in `layers` layers."""
@@ -89,7 +89,7 @@ class Caches:
 
     @property
     def length(self) -> int:
-        """Positions that each row has at present."""
+        """Positions for which each row has memory now."""
         return max(store.length for store in self._stores.values())
 
     def reserve(self, rows: int, needed: int) -> None:
@@ -192,7 +192,7 @@ class MixerDecoder(Protocol):
     Args:
         module: the training module, whose weights are read without a copy.
         mixer: the layer's sizes.
-        number: place of the layer among those of its kind on this process.
+        number: index of the layer among this process's layers of the same kind.
         prepared: prepares the weights.
         kernels: kernels of decode steps (`DecodeKernels`); None: torch.
     """

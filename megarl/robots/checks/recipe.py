@@ -141,7 +141,7 @@ def _check_deadlines(config: RunConfig, settings: SimulatorSettings, checks: Che
 
 
 def _check_surroundings(config: RunConfig, placement: Placement | None, checks: Checklist) -> None:
-    """Report every setting that conflicts with the section `robot`, with the reason."""
+    """Report every setting that conflicts with the section `robot`, and why."""
 
     def refuse(wrong: bool, key: str, value: object, allowed: object, why: str) -> None:
         if wrong:

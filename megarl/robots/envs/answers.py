@@ -69,7 +69,7 @@ class SimulatorError(MegarlError):
         what: the problem, in one clause.
         lines: further facts, as pairs of a name and a text.
         output: last lines that the process printed.
-        fix: what the user can do.
+        fix: how the user can fix it.
     """
 
     def __init__(

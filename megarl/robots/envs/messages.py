@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megarl.robots.simulators.protocol import TaskSpec
 from megarl.system.plain import Malformed, flag, number, short, text, whole
 
-_NAME, _TEXT = 1000, 4000  # most characters of a name, and of a text
+_NAME, _TEXT = 1000, 4000  # maximum characters of a name, and of a text
 _TASKS, _PARTS, _CAMERAS = 100_000, 64, 64
 _PIXELS = 1 << 14  # maximum width and height of a picture in pixels
 _COUNT = range(1 << 31)

@@ -26,7 +26,7 @@ class DeltaStates:
     Attributes:
         state: float32 [layers][slots, G, r, dk, dv].
         window: [layers][slots, taps - 1, channels], the last inputs of the convolution, the oldest first.
-        length: 0, there are no positions.
+        length: 0, because the states do not grow with the positions.
     """
 
     length = 0

@@ -44,7 +44,7 @@ class MLA(Mixer):
 
     @property
     def cached(self) -> int:
-        """Width of what is cached for a token: the latent and the rope key."""
+        """Number of values cached per token: the latent and the rope key."""
         return self.kv_rank + self.rope
 
     def dimensions(self) -> dict[str, int]:

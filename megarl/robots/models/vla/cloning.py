@@ -100,7 +100,7 @@ class CloningExamples:
         return len(self._tokens)
 
     def describe(self) -> str:
-        """Return one line for the log, with the number of examples and the memory of their pictures."""
+        """Return one line for the log: the number of examples and the memory of their pictures."""
         tasks = Counter(shown.task for shown in self._shown)
         listed = ", ".join(f"{task} {number}" for task, number in tasks.items())
         examples, in_memory = len(self), min(len(self), self._room)

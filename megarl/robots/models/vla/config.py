@@ -28,7 +28,7 @@ def policy_config(
     """Return the language model's configuration, which includes the vision part (`megarl.models.hf.vision_of`).
 
     Args:
-        config: a policy's config.json, with the additions of the files next to it.
+        config: a policy's config.json, completed from the files next to it.
         preprocessor: the policy's preprocessor_config.json, if it has one.
     """
     text = config.get("text_config")
