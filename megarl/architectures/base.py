@@ -26,8 +26,9 @@ class Architecture:
     keys: dict[str, Any]
     null: tuple[str, ...]  # keys that may be null
     # layers with a sliding window: `none`; `all`, when `sliding_window` is a number; `all_if_used`, when
-    # `use_sliding_window` is also set; `chosen`, those of `layer_types`
-    windows: Literal["none", "all", "all_if_used", "chosen"]
+    # `use_sliding_window` is also set; `chosen`, those of `layer_types`, by default from layer
+    # `max_window_layers` on; `every_other`, those of `layer_types`, by default the first, third, ... before that layer
+    windows: Literal["none", "all", "all_if_used", "chosen", "every_other"]
     tensors: tuple[WeightRule, ...]  # rules of the model's weights, without the head
     fields: tuple[str, ...] = ()  # other fields of the configuration class, which do not change the computation here
     # the field and the other name of the number of experts. transformers stores both in one attribute; if a config has
@@ -44,6 +45,7 @@ class Architecture:
     mixture: Callable[[Mapping[str, Any]], Mixture] | None = None
     qkv_bias: bool | str = False  # the projections to query, key and value have a bias; or the key that says so
     qk_norm: bool | str = False  # queries and keys are normalised per head; or the key that says so
+    wide_norm: bool = False  # queries and keys are normalised over all heads together
     # RoPE rotates the first `partial_rotary_factor` of a head; other classes ignore the key
     partial_rotary: bool = False
     zero_centered_norms: bool = False  # the norms of layers, heads and the end store their factor minus 1

@@ -127,7 +127,8 @@ def _check_heads(values: dict[str, Any], found: Architecture, refuse: Refuse) ->
         refuse("hidden_size", hidden, f"a multiple of the {heads} attention heads")
     if head_width(values) % 2 or not head_width(values):
         # RoPE rotates the two halves of a head, so its width must be even.
-        refuse(found.head_key, head_width(values), "even number > 0")
+        text = "this variant is not supported" if found.partial_rotary else None  # transformers rotates an even part
+        refuse(found.head_key, head_width(values), "even number > 0", text)
 
 
 def _check_experts(values: dict[str, Any], found: Architecture, refuse: Refuse) -> None:

@@ -48,12 +48,13 @@ ROPE_NUMBERS = frozenset(
 def known_keys(model_type: str) -> frozenset[str]:
     """Return every key that the architecture's configuration class in transformers reads."""
     spec = ARCHITECTURES[model_type]
-    return OLDER.union(_keys(spec) - frozenset(ROPE_KEYS), _FIELDS, spec.fields)
+    return OLDER.union(_keys(spec) - frozenset({*ROPE_KEYS, "rotary_dim"}), _FIELDS, spec.fields)
 
 
 def _keys(spec: Architecture) -> frozenset[str]:
     """Return the keys of config.json that an architecture reads, with the real names of the number of experts."""
-    return frozenset(spec.keys).difference({"num_experts"}).union(spec.experts_keys or ())
+    names = spec.experts_keys
+    return frozenset(spec.keys) if names is None else frozenset(spec.keys).difference({"num_experts"}).union(names)
 
 
 def unknown_keys(hf_config: dict[str, Any]) -> list[tuple[str, str]]:

@@ -92,7 +92,8 @@ def mixers(values: Mapping[str, Any]) -> tuple[Mixer, ...]:
         return known.mixers(values)
     sizes = values["num_attention_heads"], key_value_heads(values), head_width(values)
     optional = flag(values, known.qk_norm), flag(values, known.qkv_bias)
-    return tuple(Attention(window, *sizes, *optional) for window in layer_windows(values))
+    wide = known.wide_norm
+    return tuple(Attention(window, *sizes, *optional, wide_norm=wide) for window in layer_windows(values))
 
 
 def flag(values: Mapping[str, Any], given: bool | str) -> bool:
@@ -106,11 +107,15 @@ def layer_windows(values: Mapping[str, Any]) -> tuple[int | None, ...]:
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
     if kind == "none":
         return (None,) * count
-    if kind != "chosen":
+    if kind not in ("chosen", "every_other"):
         return (window,) * count
     types = values["layer_types"]
     if types is None:
-        types = [_BY_POSITION[layer >= values["max_window_layers"]] for layer in range(count)]
+        most = values.get("max_window_layers", count)
+        if kind == "chosen":
+            types = [_BY_POSITION[layer >= most] for layer in range(count)]
+        else:
+            types = [_BY_POSITION[layer < most and layer % 2 == 0] for layer in range(count)]
     return tuple(window if name == "sliding_attention" else None for name in types)
 
 
@@ -146,6 +151,8 @@ def rope_scaling(values: Mapping[str, Any]) -> dict[str, Any]:
     scaling.setdefault("rope_type", scaling.get("type", "default"))
     for key in ("rope_theta", "partial_rotary_factor"):
         scaling.setdefault(key, values[key])
+    if values.get("rotary_dim") and scaling["partial_rotary_factor"] is None:
+        scaling["partial_rotary_factor"] = values["rotary_dim"] / head_width(values)
     if values["original_max_position_embeddings"] is not None:
         scaling["original_max_position_embeddings"] = values["original_max_position_embeddings"]
     scaling.setdefault("original_max_position_embeddings", values["max_position_embeddings"])

@@ -89,8 +89,8 @@ class ModelFacts:
     def mixers(self) -> tuple[Mixer, ...]:
         """The mixer of each layer."""
         known = ARCHITECTURES[self.model_type]
-        optional = known.qk_norm is True, known.qkv_bias is True
-        alike = Attention(None, self.heads, self.kv_heads, self.head_dim, *optional)
+        sizes = self.heads, self.kv_heads, self.head_dim, known.qk_norm is True, known.qkv_bias is True
+        alike = Attention(None, *sizes, wide_norm=known.wide_norm)
         return self.given_mixers or (alike,) * self.layers
 
     @cached_property

@@ -38,6 +38,12 @@ class OptimConfig(Section):
     clip_grad: NonNegativeFloat = Field(
         1.0, description="largest global gradient norm; larger gradients are scaled down; 0: no clipping"
     )
+    expert_bias_rate: NonNegativeFloat = Field(
+        0.0,
+        le=1,
+        description="change per optimizer step of the biases by which routers choose experts (as in GLM-4.5): up "
+        "for experts with fewer tokens than the mean, down for those with more; 0: they stay as they are",
+    )
 
     def warmup(self, total_steps: int) -> int:
         """Return the number of warm-up steps in a run of `total_steps` optimizer steps."""

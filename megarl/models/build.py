@@ -20,7 +20,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megarl.models.config import PolicyConfig
 from megarl.models.hf import encoder_of, moe_layers, vision_of
 from megarl.models.layer_forms import parts_of
+from megarl.models.layers.attention.plain import Attention
 from megarl.models.layers.attention.training import PackedAttention
+from megarl.models.layers.attention.wide_norm import WideNorm
 from megarl.models.layers.experts.deepep import DeepEPDispatcher
 from megarl.models.layers.experts.replay import replay_routes
 from megarl.models.layers.experts.router import ExpertRouter
@@ -152,4 +154,7 @@ def local_layer_spec(config: PolicyConfig, *, sparse: bool) -> ModuleSpec:
         parts_of(parts.mlp).activation_func = SwiGLU
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if any(isinstance(mixer, Attention) and mixer.wide_norm for mixer in config.mixers):
+        attention.q_layernorm = ModuleSpec(module=WideNorm, params={"groups": False})
+        attention.k_layernorm = ModuleSpec(module=WideNorm, params={"groups": True})
     return spec

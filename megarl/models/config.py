@@ -82,6 +82,8 @@ def transformer_config(
         needs_local = "a model of images and text, whose positions have three numbers,"
     if others := sorted({mixer.kind for mixer in mixers_of(hf)} - {Attention.kind}):
         needs_local = f"a model with layers of {', '.join(others)}"
+    if any(isinstance(mixer, Attention) and mixer.wide_norm for mixer in mixers_of(hf)):
+        needs_local = "a model whose queries are normalised over all heads"
     form = layer_form(engine, dtype, where, needs_local)
     refuse_fp8(hf, parallel, engine, where)
     fields = {**_model_fields(hf, dtype), "lora": lora, "layers": form}

@@ -38,6 +38,7 @@ class PackedSequences(PackedSeqParams):
     routes: Tensor | None = None
     cp_size: int = 1
     cp_rank: int = 0
+    padding: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))  # bool [t], true for padding
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
 
@@ -115,6 +116,7 @@ def pack_stream(
         open_from=(*open_from, *[0] * (len(padded) - len(lengths))) if open_from else (),
         cp_size=cp_size,
         cp_rank=cp_rank,
+        padding=index < 0,
     )
     return PackedStream(params, index, positions.unsqueeze(0)).to(device)
 

@@ -72,6 +72,7 @@ class PolicyModel(GPTModel):
         self.rope = Rope(hf)
         self.has_value_head = value_head
         self.weight_table = WeightTable.of(hf, value_head=value_head)
+        self.marks_padding = False  # whether routers get to know which tokens are padding
         if value_head and post_process:
             vocabulary_head = getattr(self, "output_layer")  # noqa: B009 (Megatron does not declare its type)
             self.output_layer = ValueHead(config, vocabulary_head.weight.device, bias=value_bias(hf))
@@ -105,6 +106,11 @@ class PolicyModel(GPTModel):
             assert decoder_input is not None, "the first chunk embeds its tokens"
             first = self.pg_collection.tp.rank() * len(decoder_input) if self.config.sequence_parallel else 0
             decoder_input = self._insert(decoder_input, packed_seq_params, first)
+        if self.marks_padding:
+            share = packed_seq_params.padding.to(position_ids.device)
+            if self.config.sequence_parallel:
+                share = share.tensor_split(self.pg_collection.tp.size())[self.pg_collection.tp.rank()]
+            padding_mask = share[None]
         return decoder_input, None, None, None, None, padding_mask
 
     def _insert(self, hidden: Tensor, packed: PackedSequences, first: int) -> Tensor:

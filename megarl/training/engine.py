@@ -26,11 +26,13 @@ from megarl.models.build import build_policy
 from megarl.models.config import transformer_config
 from megarl.models.hf import facts_of
 from megarl.models.layer_forms import fp8_unit
+from megarl.models.layers.experts.router import corrected_routers, count_tokens, update_corrections
 from megarl.models.lora import freeze_base, init_adapters
 from megarl.models.policy import PolicyModel
 from megarl.planning.vision import patch_tokens
 from megarl.system.comm import WorkerGroup
 from megarl.system.device import device
+from megarl.system.errors import ConfigError
 from megarl.system.metrics import Metrics
 from megarl.system.offload_schedule import PARAMETERS, PARTS
 from megarl.system.tracing import beat, phase
@@ -146,6 +148,7 @@ class MegatronEngine:
             add_into_main_grad(self.chunks)
         self.optimizer = optimizer.build_optimizer(self.wrapped, optim, engine, dtype, self._where)
         self.model_config.finalize_model_grads_func = _sum_gradients
+        self._count_tokens(optim)
         if engine.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in self.wrapped]
             self.model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -155,7 +158,26 @@ class MegatronEngine:
         self._optim_settings()
         self.require(*PARTS)
         self.optim, self.total_steps, self.step = optim, total_steps, 0
+        self._count_tokens(optim)
         self.optimizer = optimizer.build_optimizer(self.wrapped, optim, self.config, self.dtype, self._where)
+
+    def _count_tokens(self, optim: OptimConfig) -> None:
+        """Let routers count tokens if their correction biases follow the load of experts.
+
+        Raises:
+            ConfigError: the model has no such biases, or they are frozen.
+        """
+        rate, mixture = optim.expert_bias_rate, self.model_config.mixture
+        if rate and (self.lora is not None or mixture is None or not mixture.router.correction):
+            frozen = "adapters are trained, so the biases are frozen" if self.lora else "the model has no such biases"
+            where = f"{self._where.removesuffix('engine')}optim.expert_bias_rate"
+            raise ConfigError(
+                f"experts' biases cannot follow their load: {frozen}", where=where, found=rate, allowed="0"
+            )
+        self._routers = corrected_routers(self.chunks) if rate else []
+        count_tokens(self._routers)
+        for chunk in self.chunks:
+            chunk.marks_padding = bool(self._routers)
 
     def _optim_settings(self) -> OptimConfig:
         """Return the settings of the optimizer; raise RuntimeError if the engine is frozen."""
@@ -389,6 +411,8 @@ class MegatronEngine:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step_with_ready_grads()
+        layout = self.layout
+        update_corrections(self._routers, optim.expert_bias_rate, (layout.dp_group, layout.cp_group, layout.tp_group))
         self.step += 1
         return norm, rate
 

@@ -28,6 +28,10 @@ PUBLISHED = {
     "Qwen/Qwen3-32B": 32_762_123_264,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "Qwen/Qwen1.5-MoE-A2.7B": 14_315_784_192,
+    # Without the layer that predicts a second token.
+    "zai-org/GLM-4.5-Air": 106_852_245_504,
+    "zai-org/GLM-4.6": 352_797_814_784,
     "Qwen/Qwen2.5-VL-7B-Instruct": 8_292_166_656,
     "Qwen/Qwen3-VL-8B-Instruct": 8_767_123_696,
     "Qwen/Qwen3-VL-30B-A3B-Instruct": 31_070_754_032,

@@ -135,6 +135,9 @@ KEYS: dict[str, st.SearchStrategy[Any]] = {
     "v_head_dim": st.sampled_from([4, 30]),
     "rope_interleave": st.booleans(),
     "mlp_layer_types": st.one_of(st.none(), st.lists(st.sampled_from(["dense", "sparse"]), min_size=1, max_size=3)),
+    "shared_expert_intermediate_size": st.sampled_from([8, 16]),
+    "qkv_bias": st.booleans(),
+    "rotary_dim": st.sampled_from([None, 2, 4]),
 }
 SMALL = {
     "hidden_size": 32,
@@ -327,6 +330,11 @@ EQUAL = [
     ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"], "rms_norm_eps": 0.1}),
     ("glm4_moe_lite", {"first_k_dense_replace": 1, "rope_interleave": False}),
     (
+        "qwen2_moe",
+        {**WINDOWS, "qkv_bias": False, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    ("qwen2_moe", {**WINDOWS, "max_window_layers": 1, "shared_expert_intermediate_size": 8}),
+    (
         "glm4_moe",
         {"num_local_experts": 6, "norm_topk_prob": False, "rope_parameters": {**LINEAR, "partial_rotary_factor": 0.25}},
     ),
@@ -367,7 +375,10 @@ REFUSED = [
 
 def odd(model_type: str, changes: dict[str, Any]) -> dict[str, Any]:
     names = ARCHITECTURES[model_type].experts_keys
-    experts = {} if names is None else EXPERTS if "num_experts" in names else {**EXPERTS, names[0]: 4}
+    if "num_experts" not in ARCHITECTURES[model_type].keys:
+        experts = {}
+    else:
+        experts = EXPERTS if names is None or "num_experts" in names else {**EXPERTS, names[0]: 4}
     small_head = {"head_dim": 16} if model_type == "qwen3" else {}
     latent = LATENT if "kv_lora_rank" in ARCHITECTURES[model_type].keys else {}
     return {"model_type": model_type, **SMALL, **experts, **small_head, **latent, **changes}

@@ -44,12 +44,23 @@ _LATENT = {
     "v_head_dim": 12,
     "first_k_dense_replace": 4,
 }
+_SHARED = {
+    "model_type": "glm4_moe",
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+_WIDE = {"model_type": "minimax_m2", "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}
 _TIED = {**_DENSE, "tie_word_embeddings": True}
 MODELS = {
     "dense": _DENSE,
     "tied": _TIED,
     "moe": {**_DENSE, **_EXPERTS},
     "latent": {**{key: value for key, value in _DENSE.items() if key != "head_dim"}, **_LATENT},
+    "shared": {**_DENSE, **_SHARED},  # with biases that follow the load of experts
+    "wide": {**_DENSE, **_WIDE},  # norms of queries and keys over all heads
     "critic": _TIED,  # with a value head
     "moe critic": {**_DENSE, **_EXPERTS},
 }
@@ -74,6 +85,8 @@ def make_engine(model: str = "dense", parallel: ParallelConfig | None = None, **
     layout = kwargs.pop("layout", None) or layout_for(parallel)
     hf = hf_config(model, num_hidden_layers=kwargs.pop("layers", 4))
     optim = None if kwargs.pop("frozen", False) else kwargs.pop("optim", OptimConfig(lr=1e-2, eps=1e-3))
+    if model == "shared" and optim is not None:
+        optim = optim.model_copy(update={"expert_bias_rate": 1e-5})
     seed = kwargs.pop("seed", 3)
     return MegatronEngine(
         hf,

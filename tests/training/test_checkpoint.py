@@ -31,6 +31,8 @@ TWO = [
     ("tied", {"pp": 2, "vpp": 2}, [{"pp": 2, "vpp": 2}, {"tp": 2, "sp": True}, {"cp": 2}]),
     ("moe", {"ep": 2}, [{"ep": 2}, {"pp": 2}, {"tp": 2, "sp": True, "ep": 2}]),
     ("moe", {"tp": 2, "sp": True}, [{"tp": 2, "sp": True}, {"ep": 2}]),
+    ("wide", {"tp": 2, "sp": True}, [{"pp": 2}]),
+    ("shared", {"ep": 2}, [{"pp": 2}, {"tp": 2, "sp": True}]),
     ("critic", {"tp": 2}, [{"tp": 2}, {"pp": 2}, {}]),
 ]
 
@@ -57,7 +59,7 @@ def _layers(name: str) -> int:
 
 
 def _hashes(engine) -> list[str]:
-    return [cases.digest(p) for chunk in engine.chunks for p in chunk.parameters()]
+    return [cases.digest(p) for chunk in engine.chunks for p in chunk.weights().values()]
 
 
 def _reshard(root: str) -> list[dict]:

@@ -20,6 +20,7 @@ from megarl.kernels.gpu import layer_kernels
 from megarl.models.layers.attention.cache import KVCache
 from megarl.models.layers.attention.plain import Attention
 from megarl.models.layers.attention.training import varlen_attention
+from megarl.models.layers.attention.wide_norm import wide_norm
 from megarl.models.layers.mesh import Mesh
 from megarl.models.layers.passes import DecodeStep, Pass, Preparation, Prompts, RopeTables
 from megarl.models.norm import rms_norm
@@ -108,6 +109,21 @@ class AttentionDecoder:
         if mixer.qk_norm:
             weights = torch.stack([prepared.norm(n.weight) for n in (module.q_layernorm, module.k_layernorm)])
         self._head_norm = HeadNorm(weights, module.config.layernorm_epsilon)
+        self._mesh, self._wide = mesh, None
+        if mixer.wide_norm:
+            parts = (module.q_layernorm, mixer.heads), (module.k_layernorm, mixer.groups)
+            self._wide = [(prepared.cast(part.weight), heads * mixer.width) for part, heads in parts]
+
+    def _normed(self, qkv: Tensor, norms: list[tuple[Tensor, int]]) -> Tensor:
+        """Return qkv [n, G, q + 2, D] with queries and keys normalised over the heads of all ranks."""
+        parts = qkv.split((qkv.shape[2] - 2, 1, 1), 2)
+        wide = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts[:2]]
+        squares = self._mesh.tp.all_sum(torch.stack([part.square().sum((1, 2, 3)) for part in wide]))
+        normed = [
+            wide_norm(part.flatten(1, 2), total, weight, width, self._head_norm.eps).to(qkv.dtype).view(like.shape)
+            for part, like, total, (weight, width) in zip(wide, parts[:2], squares, norms, strict=True)
+        ]
+        return torch.cat((*normed, parts[2]), 2)
 
     def __call__(self, x: Tensor, step: Pass) -> Tensor:
         """Implement `MixerDecoder`."""
@@ -116,6 +132,8 @@ class AttentionDecoder:
         if self._gated:
             per = (qkv.shape[2] - 2) // 2
             gate, qkv = qkv[:, :, per : 2 * per], torch.cat([qkv[:, :, :per], qkv[:, :, 2 * per :]], 2)
+        if self._wide is not None:
+            qkv = self._normed(qkv, self._wide)
         attend: Attend | None = step.memo.get(Attention.kind)
         if attend is None:
             attend = step.memo[Attention.kind] = self._attend(step)

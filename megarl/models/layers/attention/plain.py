@@ -10,6 +10,7 @@ from megarl.models.layers.rules import (
     COLUMNS,
     HF,
     MCORE,
+    ROWS,
     Cut,
     Piece,
     Sources,
@@ -32,6 +33,7 @@ class Attention(Mixer):
     qk_norm: bool = False  # queries and keys are normalised per head
     qkv_bias: bool = False  # the projections to queries, keys and values have biases
     gate: bool = False  # the result of each head is multiplied by the sigmoid of a projection of the hidden state
+    wide_norm: bool = False  # queries and keys are normalised over all heads together
 
     def dimensions(self) -> dict[str, int]:
         """Implement `Mixer.dimensions`."""
@@ -42,6 +44,8 @@ class Attention(Mixer):
             "query_and_gate": 2 * self.heads * self.width,
             "kv": self.groups * self.width,
             "normed_head": self.width if self.qk_norm else 0,
+            "normed_query": self.heads * self.width if self.wide_norm else 0,
+            "normed_kv": self.groups * self.width if self.wide_norm else 0,
             "query_bias": self.heads * self.width if self.qkv_bias else 0,
             "kv_bias": self.groups * self.width if self.qkv_bias else 0,
         }
@@ -95,6 +99,9 @@ def attention_rules(*, gate: bool = False) -> tuple[WeightRule, ...]:
     rules.append(qkv("bias", ("query_bias", "kv_bias")))
     rules.append(norm("self_attention.q_layernorm", "self_attn.q_norm", "normed_head", Attention.kind))
     rules.append(norm("self_attention.k_layernorm", "self_attn.k_norm", "normed_head", Attention.kind))
+    for name, size in (("q", "normed_query"), ("k", "normed_kv")):
+        source = WeightSource(f"{HF}self_attn.{name}_norm.weight", (size,))
+        rules.append(WeightRule(f"{MCORE}self_attention.{name}_layernorm.weight", Attention.kind, ROWS, (source,)))
     out = WeightSource(f"{HF}self_attn.o_proj.weight", ("hidden", "query"))
     rules.append(WeightRule(f"{MCORE}self_attention.linear_proj.weight", Attention.kind, COLUMNS, (out,)))
     rules.append(norm("pre_mlp_layernorm", "post_attention_layernorm", "hidden"))

@@ -119,10 +119,16 @@ class ExpertRouter(MegatronModule):
         return weights_of_all, chosen
 
 
-def routers_in(chunks: Sequence[torch.nn.Module]) -> list[ExpertRouter]:
+def corrected_routers(chunks: Sequence[torch.nn.Module]) -> list[ExpertRouter]:
     """Return the routers of this process's chunks that have a correction bias."""
     routers = (module for chunk in chunks for module in chunk.modules() if isinstance(module, ExpertRouter))
     return [router for router in routers if router.expert_bias is not None]
+
+
+def count_tokens(routers: Sequence[ExpertRouter]) -> None:
+    """Let the routers count their experts' tokens in training, from zero."""
+    for router in routers:
+        router.counts = torch.zeros(router.rules.experts, dtype=torch.int64, device=router.weight.device)
 
 
 @torch.no_grad()

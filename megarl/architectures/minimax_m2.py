@@ -1,0 +1,64 @@
+"""MiniMax-M2: queries and keys are normalised over all heads, half of a head is rotated; every layer is a mixture of
+experts, which are chosen by sigmoid scores plus a correction bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.architectures.base import COMMON, COMMON_NULL, ROUTER, Architecture, Refuse
+from megarl.architectures.tensors import OUTER
+from megarl.models.layers.attention.plain import attention_rules
+from megarl.models.layers.experts.plain import Mixture, RouterRules, expert_rules
+
+# Keys that published files have and transformers ignores, with the value that its computation stands for.
+_FIXED = {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer"}
+
+
+def mixture(values: Mapping[str, Any]) -> Mixture:
+    """Return the experts of every layer."""
+    sizes = values["num_experts"], values["num_experts_per_tok"]
+    router = RouterRules(*sizes, "sigmoid", normalized=True, correction=True, wide=False)
+    return Mixture(router, values["intermediate_size"])
+
+
+def _check(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
+    """Refuse values that mean another model than transformers computes."""
+    for key, value in _FIXED.items():
+        if raw.get(key, value) != value:
+            refuse(key, raw[key], str(value).lower(), "this variant is not supported")
+    turned = values["rotary_dim"]
+    if turned is not None and (isinstance(turned, bool) or not isinstance(turned, int) or turned < 2):
+        refuse("rotary_dim", turned, "integer > 1, or null")
+
+
+ARCHITECTURE = Architecture(
+    model_type="minimax_m2",
+    keys={
+        **COMMON,
+        **ROUTER,
+        "vocab_size": 200064,
+        "hidden_size": 3072,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 48,
+        "head_dim": 128,
+        "max_position_embeddings": 196608,
+        "rope_theta": 5000000.0,
+        "rotary_dim": None,
+        "num_experts_per_tok": 8,
+        "num_experts": 256,
+        "router_jitter_noise": 0.0,
+    },
+    null=(*COMMON_NULL, "rotary_dim"),
+    windows="none",
+    tensors=OUTER
+    + attention_rules()
+    + expert_rules("block_sparse_moe", "w1", "w3", "w2", correction="e_score_correction_bias"),
+    experts_keys=("num_local_experts", "num_experts"),
+    mixture=mixture,
+    wide_norm=True,
+    partial_rotary=True,
+    refusals=(_check,),
+)
