@@ -376,7 +376,7 @@ def machine_number(launcher: str, machines: int) -> int:
     number = os.environ.get("NODE_RANK", "0")
     if not number.isdecimal() or int(number) >= machines:
         raise ConfigError(
-            "the run has no machine with this number",
+            "this is not the number of a machine of the run",
             where="NODE_RANK",
             found=number,
             allowed=f"0 to {machines - 1}, with cluster.nnodes = {machines}",

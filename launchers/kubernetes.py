@@ -176,11 +176,11 @@ def _check_settings(config: RunConfig, command: str) -> None:
         problem = "Kubernetes replaces pods itself, and has no spare nodes"
         raise ConfigError(problem, where="launch.spares", found=spares, fix="set launch.spares=0")
     if settings.image is not None and not _IMAGE.fullmatch(settings.image):
-        problem, allowed = "Kubernetes does not accept this name of an image", "REGISTRY/NAME:TAG"
+        problem, allowed = "Kubernetes does not accept this image name", "REGISTRY/NAME:TAG"
         raise ConfigError(problem, where="launch.kubernetes.image", found=settings.image, allowed=allowed)
     if settings.memory is not None and quantity(settings.memory) < _LEAST:
         raise ConfigError(
-            "a pod needs more memory",
+            "too little memory for a pod",
             where="launch.kubernetes.memory",
             found=f"{settings.memory}, in bytes" if settings.memory.isdecimal() else settings.memory,
             allowed="16Mi or more",
@@ -238,7 +238,7 @@ def check_fields(settings: KubernetesConfig, launcher: str) -> None:
     for name in _entries("container.resources.claims", resources, "name"):
         if name not in claims:
             raise ConfigError(
-                "the pod does not have this claim",
+                "the container uses a claim that the pod does not define",
                 where=f"{_KEY}.container.resources.claims",
                 found=name,
                 allowed=f"names of {_KEY}.pod.resourceClaims: {', '.join(map(str, claims)) or 'it has none'}",
@@ -251,8 +251,9 @@ def _entries(place: str, fields: dict[str, Any], key: str) -> list[Any]:
     """
     entries = fields.get(place.rpartition(".")[2]) or []
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        allowed = "a list of mappings, as in Kubernetes"
-        raise ConfigError("this key has an invalid list", where=f"{_KEY}.{place}", found=entries, allowed=allowed)
+        allowed = "a list of mappings, as in a Kubernetes manifest"
+        problem = "this key must be a list of mappings"
+        raise ConfigError(problem, where=f"{_KEY}.{place}", found=entries, allowed=allowed)
     return [entry.get(key) for entry in entries]
 
 

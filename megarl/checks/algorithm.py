@@ -127,7 +127,7 @@ def _check_teachers(settings: TeacherConfig, checks: Checklist) -> None:
         if not re.fullmatch(r"[\w-]+", name):
             checks.fail(
                 f"teacher.models.{name}",
-                "this name of a teacher cannot be part of a metric's name",
+                "a teacher's name becomes part of metric names, which do not allow this name",
                 found=name,
                 allowed="letters, digits, _ and -",
                 fix="rename the teacher",
@@ -140,7 +140,7 @@ def check_distributions(path: str, section: KLConfig | DistillationConfig, chose
     if isinstance(section, KLConfig):
         checks.of("KL").fail(
             f"{path}.estimator",
-            f"{name} compares distributions with a teacher's",
+            f"{name} compares the policy with a teacher, so it cannot be the KL estimator",
             found=name,
             allowed=[other for other in KL.names() if not KL.spec(other).distributions],
             fix=f"set {path}.estimator=full, which is reverse_kl over the whole vocabulary, or use it as "
@@ -159,7 +159,7 @@ def check_distributions(path: str, section: KLConfig | DistillationConfig, chose
     ):
         checks.of("distillation").fail(
             f"{path}.tail",
-            "the whole vocabulary is compared, so no tail of other tokens exists",
+            "tail has no effect: the whole vocabulary is compared, so no other tokens are left",
             found=chosen.settings.tail,
             allowed=f"{default}, its default, with topk: null",
             fix=f"remove it, or set {path}.topk",

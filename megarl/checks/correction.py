@@ -99,7 +99,7 @@ def _check_weights(config: RunConfig, correction: ResolvedCorrection, checks: Ch
     if correction.is_level == "none":
         checks.warn(
             f"{_KEY}.is_batch_normalize",
-            "there are no weights to normalise",
+            "nothing is normalised, because is_level is none",
             found=True,
             fix=f"set {_KEY}.is_level=token or sequence",
         )
@@ -152,7 +152,7 @@ def _check_rejection(config: RunConfig, correction: ResolvedCorrection, checks: 
         if (rule["level"], rule["stat"]) in seen:
             checks.fail(
                 key,
-                f"two rules for {rule['level']} {rule['stat']}",
+                f"there are two rules for {rule['level']} {rule['stat']}",
                 found=rule,
                 allowed="one rule per level and stat",
                 fix="keep the tighter bounds",

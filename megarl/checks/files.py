@@ -503,7 +503,7 @@ def check_places(config: RunConfig, checks: Checklist) -> None:
     if Path(config.name).name != config.name or config.name in ("", ".", ".."):
         checks.of("run folder").fail(
             "name",
-            "the run's name is also the name of its folder",
+            "the run's name is not a valid folder name, but its folder gets this name",
             found=config.name,
             allowed="text without slashes",
             fix=f"set name={Path(config.name).name or 'my_run'}",

@@ -44,7 +44,7 @@ def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement
         if lora.dropout and tp > 1:
             checks.fail(
                 "model.lora.dropout",
-                "tensor-parallel ranks would drop different parts of the same input",
+                "adapter dropout needs tp=1: tensor-parallel ranks would drop different parts of the same input",
                 found=f"{lora.dropout:g} with {role}.parallel.tp={tp}",
                 allowed="0 with tp above 1",
                 fix=f"set model.lora.dropout=0, or {role}.parallel.tp=1",
@@ -53,7 +53,7 @@ def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement
     if facts is not None and facts.encoder is not None:
         checks.fail(
             "model.lora",
-            "adapters of vision-language models are not tested",
+            "adapters are not supported in vision-language models",
             found=facts.encoder.model_type,
             allowed="a text model",
             fix="remove model.lora, or use a text model",

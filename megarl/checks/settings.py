@@ -51,7 +51,7 @@ def check_batches(config: RunConfig, placement: Placement | None, checks: Checkl
         if getattr(config, key.partition(".")[0]).shuffle and (mini is None or mini == data.batch_size):
             checks.of("mini-batches").warn(
                 key.replace("mini_batch_size", "shuffle"),
-                "all prompts of a step are in one mini-batch, so there is no order",
+                "all prompts of a step are in one mini-batch, so shuffling has no effect",
                 found=True,
                 fix=f"set {key} below data.batch_size={data.batch_size}, or remove shuffle",
             )
@@ -308,7 +308,7 @@ def _check_lengths(
     ):  # validation may inherit the key, whose error is reported once
         checks.fail(
             f"{key}.min_new_tokens",
-            f"it exceeds max_new_tokens ({new})",
+            f"min_new_tokens is larger than max_new_tokens ({new})",
             found=sampling.min_new_tokens,
             allowed=f"integer from 0 to {new}",
             fix=f"set {key}.min_new_tokens={new} or less",
@@ -518,7 +518,8 @@ def check_watched_metrics(config: RunConfig, job: str, checks: Checklist) -> Non
     _check_metric(config, job, checks, "early stop", key, stop.metric, end, "name one of these")
     if stop.patience is None and stop.target is None:
         fix = "set trainer.early_stop.patience=5, or a target"
-        checks.fail("trainer.early_stop.patience", "nothing would end the run early", found="null", fix=fix)
+        problem = "early stopping needs a patience or a target, but neither is set"
+        checks.fail("trainer.early_stop.patience", problem, found="null", fix=fix)
     every = "sft.eval_every" if job == "sft" else "validation.every"
     measured = config.data.held_out and (config.sft.eval_every if job == "sft" else config.validation.every)
     if stop.metric.startswith("val/") and not measured and job in ("train", "sft"):

@@ -121,7 +121,7 @@ def _settings(text: str) -> tuple[str, ...]:
     quoted = [len(part) > 1 and part[0] in "\"'" and part.find(part[0], 1) == len(part) - 1 for part in parts]
     split = tuple(part[1:-1] if whole else part for part, whole in zip(parts, quoted, strict=True) if part)
     if not split:
-        raise UserError("--what-if sets nothing", where="--what-if", found=text, allowed="KEY=VALUE")
+        raise UserError("--what-if is empty, so it sets nothing", where="--what-if", found=text, allowed="KEY=VALUE")
     if depth or quote:
         raise UserError("a bracket or a quote is not closed", where="--what-if", found=text)
     if wrong := [part for part in split if "=" not in part]:
@@ -134,7 +134,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     parts = [part for part in text.split(",") if part.strip()]
     if not all(part.strip().isdecimal() and int(part) for part in parts):
         raise UserError(
-            "this value is not a list of device numbers",
+            "this value is not a list of numbers of devices",
             where="--gpus",
             found=text,
             allowed="numbers separated by commas, such as 32,64,128",

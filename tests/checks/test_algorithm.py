@@ -50,7 +50,7 @@ def estimator(name: str) -> list[str]:
             "teacher.path",
             ["both teacher.path and teacher.models"],
         ),
-        ([DISTIL, "teacher.models={'a/b': {path: .}}"], "teacher.models.a/b", ["cannot be part of a metric"]),
+        ([DISTIL, "teacher.models={'a/b': {path: .}}"], "teacher.models.a/b", ["becomes part of metric names"]),
         (
             [DISTIL, "teacher.models={b: {path: no/such/model}}"],
             "teacher.models.b.path",
@@ -77,7 +77,7 @@ def estimator(name: str) -> list[str]:
         (
             ["algorithm.distillation={coef: 1, estimator: jsd, topk: null, tail: ignore}", "teacher.path=."],
             "algorithm.distillation.tail",
-            ["no tail of other tokens"],
+            ["no other tokens are left"],
         ),
         (["algorithm.filter.low=0.9", "algorithm.filter.high=0.1"], "algorithm.filter.low", ["between 0.9 and 0.1"]),
         (

@@ -125,7 +125,7 @@ def test_a_machine_that_is_none_of_the_run_is_refused(
 ) -> None:
     monkeypatch.setenv("NODE_RANK", told)
     with pytest.raises(
-        ConfigError, match=r"NODE_RANK: the run has no machine with this number(?s:.*)0 to 1, with cluster\.nnodes = 2"
+        ConfigError, match=r"NODE_RANK: this is not the number of a machine(?s:.*)0 to 1, with cluster\.nnodes = 2"
     ):
         run_workers("torchrun", "m:f", config(nproc=2, nnodes=2), tmp_path)
     assert common.machine_number("torchrun", 1) == common.machine_number("ray", 2) == 0, "there is one launcher"

@@ -216,10 +216,13 @@ def test_claims_of_the_container_join_its_resources():
             r"container\.resources\.limits(?s:.*)launch\.kubernetes\.resources",
         ),
         ("container: {resources: 8}", r"container\.resources: invalid resources"),
-        ("container: {resources: {claims: gpus}}", r"container\.resources\.claims: this key has an invalid list"),
+        (
+            "container: {resources: {claims: gpus}}",
+            r"container\.resources\.claims: this key must be a list of mappings",
+        ),
         (
             "container: {resources: {claims: [{name: gpu}]}}, pod: {resourceClaims: [{name: gpus}]}",
-            r"container\.resources\.claims: the pod does not have this claim(?s:.*)resourceClaims: gpus",
+            r"container\.resources\.claims: the container uses a claim that the pod does not define(?s:.*)resourceClaims: gpus",
         ),
     ],
 )
