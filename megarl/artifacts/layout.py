@@ -113,7 +113,7 @@ def pipeline_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> C
     if ends and parallel.pp == 1:
         name, count = ends.popitem()
         return ConfigError(
-            f"{name} needs several pipeline stages, but pp is 1",
+            f"a model without pipeline stages has no first or last stage, but {name} is set",
             where=f"{key}.{name}",
             found=count,
             allowed="null with pp=1",
