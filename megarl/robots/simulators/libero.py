@@ -217,8 +217,8 @@ def _specs(suite: str, chosen: Mapping[str, Any]) -> list[TaskSpec]:
             f"LIBERO: invalid value of `max_steps`: {most!r}; allowed: an integer above 0, or null to use `limits`"
         )
     if not chosen["cameras"] or set(chosen["cameras"]) - set(CAMERAS):
-        found = list(chosen["cameras"])
-        raise ValueError(f"LIBERO: invalid value of `cameras`: {found}; allowed: {', '.join(CAMERAS)}")
+        cameras = list(chosen["cameras"])
+        raise ValueError(f"LIBERO: invalid value of `cameras`: {cameras}; allowed: {', '.join(CAMERAS)}")
     tasks = _suite(suite)
     return [
         TaskSpec(

@@ -35,8 +35,8 @@ class ManiSkill(Simulator):
         """Return the tasks that `tasks` names."""
         chosen = {**cls.settings, **settings}
         if chosen["control"] not in ACTIONS:
-            found = chosen["control"]
-            raise ValueError(f"ManiSkill: invalid value of `control`: {found!r}; allowed: {', '.join(ACTIONS)}")
+            control = chosen["control"]
+            raise ValueError(f"ManiSkill: invalid value of `control`: {control!r}; allowed: {', '.join(ACTIONS)}")
         return [
             TaskSpec(
                 name=name,
