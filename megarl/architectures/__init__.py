@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from megarl.architectures import (
     deepseek_v3,
+    gemma3,
     glm4_moe,
     glm4_moe_lite,
+    granite,
     llama,
     minimax_m2,
     mistral,
     mixtral,
+    olmo3,
+    phi3,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -22,6 +26,8 @@ from megarl.architectures import (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    seed_oss,
+    smollm3,
 )
 from megarl.architectures.base import Architecture
 from megarl.architectures.vision_language import DECODERS, TEXT_PARTS
@@ -29,12 +35,16 @@ from megarl.system.errors import ConfigError
 
 _MODULES = (
     deepseek_v3,
+    gemma3,
     glm4_moe,
     glm4_moe_lite,
+    granite,
     llama,
     minimax_m2,
     mistral,
     mixtral,
+    olmo3,
+    phi3,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -42,6 +52,8 @@ _MODULES = (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    seed_oss,
+    smollm3,
 )
 ARCHITECTURES: dict[str, Architecture] = {module.ARCHITECTURE.model_type: module.ARCHITECTURE for module in _MODULES}
 

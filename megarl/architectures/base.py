@@ -9,6 +9,7 @@ from typing import Any, Literal
 from megarl.models.layers.experts.plain import Mixture
 from megarl.models.layers.mixer import Mixer
 from megarl.models.layers.rules import WeightRule
+from megarl.models.layers.wiring import Wiring
 
 #: refuse(key, found, allowed, problem) raises a ConfigError that names the key.
 Refuse = Callable[..., None]
@@ -46,6 +47,20 @@ class Architecture:
     qkv_bias: bool | str = False  # the projections to query, key and value have a bias; or the key that says so
     qk_norm: bool | str = False  # queries and keys are normalised per head; or the key that says so
     wide_norm: bool = False  # queries and keys are normalised over all heads together
+    out_bias: bool | str = False  # the projection of attention's result has a bias; or the key that says so
+    mlp_bias: bool | str = False  # the projections of a dense MLP have biases; or the key that says so
+    # the factor of attention's scores, from the values of `keys`; None: 1 / sqrt(width of a head)
+    scale: Callable[[Mapping[str, Any]], float] | None = None
+    # `layer_types` of a config without it; None: by `max_window_layers`
+    layer_types: Callable[[Mapping[str, Any]], list[str]] | None = None
+    # whether each layer rotates queries and keys; None: all layers do
+    rotating: Callable[[Mapping[str, Any]], list[bool]] | None = None
+    # layers with a window have RoPE settings of their own; these are their theta, or the key that has it, and its
+    # default. `rope_parameters` then has one section for each kind of layer.
+    local_theta: tuple[str, float] | None = None
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")  # the supported kinds of RoPE
+    # differences from Llama outside mixers and experts, from the values of `keys`; None: none but `mlp_bias`
+    wiring: Callable[[Mapping[str, Any]], Wiring] | None = None
     # RoPE rotates the first `partial_rotary_factor` of a head; other classes ignore the key
     partial_rotary: bool = False
     zero_centered_norms: bool = False  # the norms of layers, heads and the end store their factor minus 1

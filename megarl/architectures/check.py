@@ -11,16 +11,15 @@ from megarl.architectures.generic import check_generic
 from megarl.architectures.values import (
     head_width,
     key_value_heads,
+    layer_types,
     layer_windows,
     read_keys,
     rope_scaling,
+    rope_tables,
     rotated_width,
     sparse_layers,
 )
 from megarl.system.errors import ConfigError
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""The supported kinds of RoPE scaling."""
 
 # Numbers that each kind of RoPE requires; yarn's factor may be null, and is then a ratio of lengths.
 _ROPE_NEEDS = {
@@ -28,8 +27,12 @@ _ROPE_NEEDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+    "longrope": (),
 }
-_YARN_NUMBERS = ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_OPTIONAL = {
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    "longrope": ("factor", "attention_factor"),
+}
 
 _SIZES = (
     "hidden_size",
@@ -59,10 +62,11 @@ _SIZES = (
     "linear_key_head_dim",
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
+    "no_rope_layer_interval",
 )
 _FLAGS = (
     *("tie_word_embeddings", "use_sliding_window", "norm_topk_prob", "output_router_logits"),
-    *("attention_bias", "qkv_bias", "use_qk_norm", "rope_interleave"),
+    *("attention_bias", "qkv_bias", "use_qk_norm", "rope_interleave", "attention_out_bias", "mlp_bias"),
 )
 # for these keys transformers refuses integers such as 0
 _FLOATS = ("rms_norm_eps", "router_aux_loss_coef", "router_jitter_noise")
@@ -95,10 +99,10 @@ def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     dropout = values["attention_dropout"]
     if not (_number(dropout) and 0 <= dropout <= 1) and not (dropout is None and "attention_dropout" in known.null):
         refuse("attention_dropout", dropout, "number from 0 to 1")
-    for key, expected in (("attention_bias", known.qkv_bias), ("mlp_bias", False)):
+    for key, expected in (("attention_bias", known.qkv_bias), ("mlp_bias", known.mlp_bias)):
         if key in values and expected != key and values[key] is not expected:
             refuse(key, values[key], str(expected).lower(), "this variant is not supported")
-    if values["hidden_act"] not in ("silu", "swish"):  # both names mean the same function
+    if values.get("hidden_act", "silu") not in ("silu", "swish"):  # both names mean the same function
         refuse("hidden_act", values["hidden_act"], "silu", "this variant is not supported")
     if raw.get("per_layer_config"):
         refuse("per_layer_config", raw["per_layer_config"], "null", "layers of different sizes are not supported")
@@ -106,6 +110,7 @@ def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     _check_experts(values, known, refuse)
     _check_windows(raw, values, known, refuse)
     _check_rope(raw, values, known, refuse)
+    _check_factors(values, refuse)
     for refusal in known.refusals:
         refusal(raw, values, refuse)
     return values
@@ -167,7 +172,7 @@ def _check_windows(raw: Mapping[str, Any], values: dict[str, Any], known: Archit
         refuse("sliding_window", window, "integer > 0, or null")
     if any(size is not None and size < 1 for size in layer_windows(values)):
         refuse("sliding_window", window, "integer > 0, or null")
-    wanted = values.get("layer_types") or ()
+    wanted = layer_types(values) if known.layer_types else values.get("layer_types") or ()
     if "sliding_attention" in wanted and all(size is None for size in layer_windows(values)):
         refuse(
             "layer_types",
@@ -177,14 +182,43 @@ def _check_windows(raw: Mapping[str, Any], values: dict[str, Any], known: Archit
         )
 
 
+def _check_factors(values: dict[str, Any], refuse: Refuse) -> None:
+    for key in ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"):
+        if key in values and not (_number(values[key]) and values[key] > 0):
+            refuse(key, values[key], "number > 0")
+    for key in ("residual_dropout", "resid_pdrop"):
+        if key in values and not (_number(values[key]) and 0 <= values[key] <= 1):
+            refuse(key, values[key], "number from 0 to 1")
+
+
 def _check_rope(raw: Mapping[str, Any], values: dict[str, Any], known: Architecture, refuse: Refuse) -> None:
     key = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
     if values[key] is not None and not isinstance(values[key], Mapping):
         refuse(key, values[key], "a mapping, or null")
-    scaling = rope_scaling(values)
+    if known.local_theta is None:
+        return _check_table(raw, values, known, refuse, key, rope_scaling(values))
+    sections = values["rope_parameters"]
+    names = {"full_attention", "sliding_attention"}
+    if sections is not None and not all(isinstance(sections.get(name, {}), Mapping) for name in names):
+        refuse("rope_parameters", sections, "mappings for full_attention and sliding_attention")
+    if sections and (sections.keys() - names or (values["rope_scaling"] and "full_attention" not in sections)):
+        refuse("rope_parameters", sorted(sections), "full_attention and sliding_attention")
+    for table in rope_tables(values).values():
+        _check_table(raw, values, known, refuse, key, table)
+    return None
+
+
+def _check_table(
+    raw: Mapping[str, Any],
+    values: dict[str, Any],
+    known: Architecture,
+    refuse: Refuse,
+    key: str,
+    scaling: dict[str, Any],
+) -> None:
     kind, theta = scaling["rope_type"], scaling["rope_theta"]
-    if kind not in ROPE_TYPES:
-        refuse(key, kind, ", ".join(ROPE_TYPES), "this variant is not supported")
+    if kind not in known.rope_types:
+        refuse(key, kind, ", ".join(known.rope_types), "this variant is not supported")
     if any(isinstance(value, Mapping) for value in scaling.values()):
         refuse(key, sorted(scaling), "one set of numbers for all layers", "this variant is not supported")
     least = 1 if kind == "yarn" else 0  # yarn divides by the logarithm of theta
@@ -207,7 +241,7 @@ def _check_rope(raw: Mapping[str, Any], values: dict[str, Any], known: Architect
     if not _whole(scaling["original_max_position_embeddings"]) or scaling["original_max_position_embeddings"] < 1:
         refuse(key, scaling, "original_max_position_embeddings: integer > 0")
     numbers = {name: scaling.get(name) for name in _ROPE_NEEDS[kind]}
-    optional = {name for name in _YARN_NUMBERS if name in scaling} if kind == "yarn" else set()
+    optional = {name for name in _OPTIONAL.get(kind, ()) if name in scaling}
     for name in (*numbers, *optional):
         value: Any = scaling.get(name)
         may_be_null = name in optional

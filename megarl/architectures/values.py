@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from megarl.architectures import ARCHITECTURES
-from megarl.models.layers.attention.plain import Attention
+from megarl.models.layers.attention.plain import LOCAL_ROPE, ROPE, Attention
 from megarl.models.layers.experts.plain import Mixture
 from megarl.models.layers.mixer import Mixer
+from megarl.models.layers.wiring import LLAMA, Wiring
 from megarl.system.errors import ConfigError
 
 # the first `max_window_layers` layers have full attention, the others a sliding window
@@ -79,6 +81,8 @@ def dimensions(values: Mapping[str, Any]) -> dict[str, int]:
         "experts": experts.router.experts if experts else 0,
         "expert_ffn": experts.width if experts else dense_width(values),
         "shared_ffn": experts.shared_width if experts else 0,
+        "gate_up": 2 * dense_width(values),
+        "mlp_bias": int(wiring(values).mlp_bias),
     }
     for mixer in dict.fromkeys(mixers(values)):
         sizes |= mixer.dimensions()
@@ -90,10 +94,49 @@ def mixers(values: Mapping[str, Any]) -> tuple[Mixer, ...]:
     known = ARCHITECTURES[values["model_type"]]
     if known.mixers is not None:
         return known.mixers(values)
-    sizes = values["num_attention_heads"], key_value_heads(values), head_width(values)
-    optional = flag(values, known.qk_norm), flag(values, known.qkv_bias)
-    wide = known.wide_norm
-    return tuple(Attention(window, *sizes, *optional, wide_norm=wide) for window in layer_windows(values))
+    attention = Attention(
+        heads=values["num_attention_heads"],
+        groups=key_value_heads(values),
+        width=head_width(values),
+        qk_norm=flag(values, known.qk_norm),
+        qkv_bias=flag(values, known.qkv_bias),
+        out_bias=flag(values, known.out_bias),
+        wide_norm=known.wide_norm,
+        scale=known.scale(values) if known.scale else None,
+    )
+    windows, tables = layer_windows(values), _layer_tables(values)
+    return tuple(replace(attention, window=window, rope=rope) for window, rope in zip(windows, tables, strict=True))
+
+
+def wiring(values: Mapping[str, Any]) -> Wiring:
+    """Return the differences from Llama outside mixers and experts."""
+    known = ARCHITECTURES[values["model_type"]]
+    described = known.wiring(values) if known.wiring else LLAMA
+    return replace(described, mlp_bias=flag(values, known.mlp_bias))
+
+
+def layer_types(values: Mapping[str, Any]) -> list[str]:
+    """Return the kind of each layer, for classes that read `layer_types`."""
+    if values["layer_types"] is not None:
+        return list(values["layer_types"])
+    known = ARCHITECTURES[values["model_type"]]
+    if known.layer_types is not None:
+        return known.layer_types(values)
+    count = values["num_hidden_layers"]
+    most = values.get("max_window_layers", count)
+    if known.windows == "every_other":
+        return [_BY_POSITION[layer < most and layer % 2 == 0] for layer in range(count)]
+    return [_BY_POSITION[layer >= most] for layer in range(count)]
+
+
+def _layer_tables(values: Mapping[str, Any]) -> list[str | None]:
+    """Return the name of the RoPE tables of each layer; None: the layer does not rotate queries and keys."""
+    known = ARCHITECTURES[values["model_type"]]
+    if known.local_theta is not None:
+        return [LOCAL_ROPE if kind == "sliding_attention" else ROPE for kind in layer_types(values)]
+    count = values["num_hidden_layers"]
+    rotating = known.rotating(values) if known.rotating else [True] * count
+    return [ROPE if rotates else None for rotates in rotating[:count]]
 
 
 def flag(values: Mapping[str, Any], given: bool | str) -> bool:
@@ -109,19 +152,16 @@ def layer_windows(values: Mapping[str, Any]) -> tuple[int | None, ...]:
         return (None,) * count
     if kind not in ("chosen", "every_other"):
         return (window,) * count
-    types = values["layer_types"]
-    if types is None:
-        most = values.get("max_window_layers", count)
-        if kind == "chosen":
-            types = [_BY_POSITION[layer >= most] for layer in range(count)]
-        else:
-            types = [_BY_POSITION[layer < most and layer % 2 == 0] for layer in range(count)]
-    return tuple(window if name == "sliding_attention" else None for name in types)
+    return tuple(window if name == "sliding_attention" else None for name in layer_types(values))
+
+
+ONLY_IN_TRAINING = ("attention_dropout", "residual_dropout", "resid_pdrop", "router_jitter_noise")
+"""Keys of numbers that transformers applies in training only."""
 
 
 def only_in_training(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys and values that transformers applies in training only and that this trainer does not apply."""
-    ignored = {key: values.get(key) for key in ("attention_dropout", "router_jitter_noise") if values.get(key)}
+    ignored = {key: values.get(key) for key in ONLY_IN_TRAINING if values.get(key)}
     if values.get("output_router_logits") and values["router_aux_loss_coef"]:
         ignored["output_router_logits"] = True
     return ignored
@@ -141,14 +181,49 @@ def training_problems(ignored: Iterable[tuple[str, object]], source: str) -> lis
     ]
 
 
+def max_positions(values: Mapping[str, Any]) -> int:
+    """Return the longest sequence that the model supports.
+
+    Beyond the original length, longrope's frequencies depend on the longest sequence of a whole batch, so that a
+    sequence would depend on its neighbours; megarl supports sequences up to this length only.
+    """
+    scaling, longest = rope_scaling(values), values["max_position_embeddings"]
+    if scaling["rope_type"] != "longrope":
+        return int(longest)
+    return min(longest, scaling["original_max_position_embeddings"])
+
+
+def rope_tables(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the settings of each of the model's RoPE tables, by the tables' names; see `rope_scaling`."""
+    tables = {ROPE: rope_scaling(values)}
+    local = ARCHITECTURES[values["model_type"]].local_theta
+    if local is not None:
+        key, default = local
+        section = dict((values["rope_parameters"] or {}).get("sliding_attention") or {})
+        section.setdefault("rope_theta", values.get(key, default))
+        tables[LOCAL_ROPE] = _complete(section, values)
+    return tables
+
+
 def rope_scaling(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return RoPE's settings as transformers composes them.
+    """Return RoPE's settings as transformers composes them; with two tables those of layers without a window.
 
     `rope_scaling`, the older name, takes precedence over `rope_parameters`; the kind is in `rope_type`; keys that may
     also be outside the section are included.
     """
-    scaling = dict(values["rope_scaling"] or values["rope_parameters"] or {})
+    if ARCHITECTURES[values["model_type"]].local_theta is not None:
+        section = (values["rope_parameters"] or {}).get("full_attention") or {}
+        # in transformers' objects both names have the sections; in a config.json the older one has no sections
+        older = {} if values["rope_scaling"] == values["rope_parameters"] else values["rope_scaling"] or {}
+        return _complete({**section, **older}, values)
+    return _complete(dict(values["rope_scaling"] or values["rope_parameters"] or {}), values)
+
+
+def _complete(scaling: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Add to RoPE's settings what may stand outside their section."""
     scaling.setdefault("rope_type", scaling.get("type", "default"))
+    if scaling["rope_type"] == "yarn" and "longrope" in ARCHITECTURES[values["model_type"]].rope_types:
+        scaling["rope_type"] = "longrope"  # transformers reads the older name so
     for key in ("rope_theta", "partial_rotary_factor"):
         scaling.setdefault(key, values[key])
     if values.get("rotary_dim") and scaling["partial_rotary_factor"] is None:

@@ -18,10 +18,12 @@ from megarl.architectures.values import (
     dense_width,
     head_width,
     key_value_heads,
+    max_positions,
     mixers,
     mixture,
     only_in_training,
     sparse_layers,
+    wiring,
 )
 from megarl.architectures.vision import VisionShape
 from megarl.architectures.vision_language import DECODERS, TEXT_PARTS, VisionEncoder, decoder_config, text_config
@@ -34,6 +36,7 @@ from megarl.models.layers.attention.plain import Attention
 from megarl.models.layers.experts.plain import Mixture
 from megarl.models.layers.mixer import Mixer
 from megarl.models.layers.rules import WeightRule, existing
+from megarl.models.layers.wiring import LLAMA, Wiring
 from megarl.system.errors import ConfigError, close_matches, relative_path_fix
 
 #: Where `make smollm2` writes its model.
@@ -77,6 +80,8 @@ class ModelFacts:
     """Parts that are not trained, see `ModelConfig.freeze`."""
     mixture: Mixture | None = None
     """The experts of the layers that have some."""
+    wiring: Wiring = LLAMA
+    """The differences from Llama outside mixers and experts."""
     given_mixers: tuple[Mixer, ...] = ()
     """The mixer of each layer; empty: softmax attention without windows in all layers."""
 
@@ -109,6 +114,8 @@ class ModelFacts:
             "experts": self.experts,
             "expert_ffn": self.ffn,
             "shared_ffn": self.mixture.shared_width if self.mixture else 0,
+            "gate_up": 2 * (self.dense_ffn if self.is_moe else self.ffn),
+            "mlp_bias": int(self.wiring.mlp_bias),
         }
         for mixer in self.mixer_counts:
             sizes |= mixer.dimensions()
@@ -212,7 +219,7 @@ def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
         head_dim=head_width(values),
         ffn=experts.width if experts else dense_width(values),
         vocab=values["vocab_size"],
-        max_positions=values["max_position_embeddings"],
+        max_positions=max_positions(values),
         tied=values["tie_word_embeddings"],
         dense_ffn=dense_width(values) if experts else 0,
         experts=experts.router.experts if experts else 0,
@@ -222,6 +229,7 @@ def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
         only_in_training=tuple(only_in_training(values).items()),
         labels=_labels(raw),
         mixture=experts,
+        wiring=wiring(values),
         given_mixers=mixers(values),
     )
 

@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -28,7 +29,10 @@ from megarl.models.layers.experts.replay import replay_routes
 from megarl.models.layers.experts.router import ExpertRouter
 from megarl.models.layers.experts.training import GroupedExperts, TokenDispatcher, expert_groups
 from megarl.models.layers.kinds import KINDS
+from megarl.models.layers.linear import ColumnsWithBias, RowsWithBias
+from megarl.models.layers.mlp.geglu import GeGLU
 from megarl.models.layers.mlp.swiglu import SwiGLU
+from megarl.models.layers.residual import ResidualAdd
 from megarl.models.lora import attach
 from megarl.models.norm import RMSNorm
 from megarl.models.policy import PolicyModel
@@ -143,15 +147,24 @@ def local_layer_spec(config: PolicyConfig, *, sparse: bool) -> ModuleSpec:
         normalization="RMSNorm",
     )
     parts = spec.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    wiring = config.wiring
+    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp if wiring.norms == "after" else RMSNorm
+    if wiring.norms != "before" or wiring.residual != 1:
+        parts.self_attn_bda = parts.mlp_bda = ModuleSpec(module=ResidualAdd, params={"config": config})
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
+    kinds = [mixer for mixer in config.mixers if isinstance(mixer, Attention)]
+    if any(mixer.out_bias for mixer in kinds):
+        attention.linear_proj = RowsWithBias
     if sparse:
         mixture = parts_of(parts.mlp)
         mixture.router, mixture.experts = ExpertRouter, ModuleSpec(module=GroupedExperts)
         parts_of(mixture.shared_experts).activation_func = SwiGLU
     else:
-        parts_of(parts.mlp).activation_func = SwiGLU
+        mlp = parts_of(parts.mlp)
+        mlp.activation_func = SwiGLU if wiring.activation == "silu" else GeGLU
+        if wiring.mlp_bias:
+            mlp.linear_fc1, mlp.linear_fc2 = ColumnsWithBias, RowsWithBias
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if any(isinstance(mixer, Attention) and mixer.wide_norm for mixer in config.mixers):

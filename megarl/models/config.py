@@ -21,12 +21,15 @@ from megarl.models.hf import (
     mixers_of,
     mixture_of,
     moe_layers,
+    rotated_width,
+    wiring_of,
 )
 from megarl.models.layer_forms import Form, layer_form, refuse_fp8
 from megarl.models.layers.attention.plain import Attention
 from megarl.models.layers.experts.deepep import Dispatch, dispatch_of
 from megarl.models.layers.experts.plain import Mixture
 from megarl.models.layers.mixer import Mixer
+from megarl.models.layers.wiring import LLAMA, Wiring
 from megarl.models.rope import Rope
 from megarl.system import device
 from megarl.system.comm import WorkerGroup
@@ -45,6 +48,8 @@ class PolicyConfig(TransformerConfig):
     """The mixer of each layer of the whole model."""
     mixture: Mixture | None = None
     """The experts of the layers that have some."""
+    wiring: Wiring = LLAMA
+    """The differences from Llama outside mixers and experts."""
     layers: Form = "local"
     """Which modules the transformer layers are made of; see `megarl.models.layer_forms`."""
 
@@ -82,8 +87,10 @@ def transformer_config(
         needs_local = "a model of images and text, whose positions have three numbers,"
     if others := sorted({mixer.kind for mixer in mixers_of(hf)} - {Attention.kind}):
         needs_local = f"a model with layers of {', '.join(others)}"
-    if any(isinstance(mixer, Attention) and mixer.wide_norm for mixer in mixers_of(hf)):
-        needs_local = "a model whose queries are normalised over all heads"
+    if wiring_of(hf) != LLAMA or any(isinstance(mixer, Attention) and mixer.unusual for mixer in mixers_of(hf)):
+        needs_local = f"{hf.model_type}, whose layers differ from Transformer Engine's,"
+    elif rotated_width(hf) < head_dim(hf) and Rope(hf).scale != 1:  # the softmax scale would have it for whole heads
+        needs_local = f"{hf.model_type} with scaled rotary positions of a part of each head"
     form = layer_form(engine, dtype, where, needs_local)
     refuse_fp8(hf, parallel, engine, where)
     fields = {**_model_fields(hf, dtype), "lora": lora, "layers": form}
@@ -111,7 +118,7 @@ def _model_fields(hf: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
         "ffn_hidden_size": getattr(hf, "intermediate_size", None),  # None: no dense layers
         "layernorm_epsilon": hf.rms_norm_eps,
         "normalization": "RMSNorm",
-        "qk_layernorm": any(isinstance(mixer, Attention) and mixer.qk_norm for mixer in mixers_of(hf)),
+        "qk_layernorm": any(isinstance(mixer, Attention) and mixer.normed for mixer in mixers_of(hf)),
         "add_qkv_bias": any(isinstance(mixer, Attention) and mixer.qkv_bias for mixer in mixers_of(hf)),
         "layernorm_zero_centered_gamma": ARCHITECTURES[hf.model_type].zero_centered_norms,
         "attention_output_gate": any(isinstance(mixer, Attention) and mixer.gate for mixer in mixers_of(hf)),
@@ -122,6 +129,7 @@ def _model_fields(hf: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "mixers": mixers_of(hf),
+        "wiring": wiring_of(hf),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,

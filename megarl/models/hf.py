@@ -33,6 +33,7 @@ from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.data.routes import RouteForm
 from megarl.models.layers.experts.plain import Mixture
 from megarl.models.layers.mixer import Mixer
+from megarl.models.layers.wiring import Wiring
 from megarl.system.compat import transformers
 from megarl.system.errors import ConfigError
 from megarl.system.processes import is_first_process
@@ -240,9 +241,9 @@ def check_folder(path: str, where: str) -> None:
         )
 
 
-def rope_type(hf: PretrainedConfig) -> str:
-    """Return the name of the RoPE scaling: `default` or one of transformers' scaled kinds."""
-    return (hf.rope_parameters or {}).get("rope_type", "default")
+def wiring_of(hf: PretrainedConfig) -> Wiring:
+    """Return the differences of a model from Llama outside its mixers and experts."""
+    return values.wiring(_keys(hf))
 
 
 def head_dim(hf: PretrainedConfig) -> int:

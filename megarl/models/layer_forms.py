@@ -184,18 +184,18 @@ def parts_of(spec: Any) -> Any:
 
 
 class LayerNorms(NamedTuple):
-    """The weights of the norms before a layer's attention and before its MLP."""
+    """The weights of the norms before a layer's attention and before its MLP; None: the layer has none there."""
 
-    attention: torch.Tensor
-    mlp: torch.Tensor
+    attention: torch.Tensor | None
+    mlp: torch.Tensor | None
 
 
 def layer_norms(layer: Any) -> LayerNorms:
     """Return the weights of the two norms of a Megatron transformer layer, whatever its form."""
 
-    def weight(norm: Any, linear: Any) -> torch.Tensor:
+    def weight(norm: Any, linear: Any) -> torch.Tensor | None:
         fused = getattr(linear, "layer_norm_weight", None)
-        return norm.weight if fused is None else fused
+        return getattr(norm, "weight", None) if fused is None else fused
 
     return LayerNorms(
         weight(layer.input_layernorm, getattr(layer.self_attention, "linear_qkv", None)),

@@ -14,6 +14,7 @@ from megarl.architectures.tensors import part_of
 from megarl.models.config import PolicyConfig
 from megarl.models.hf import value_bias
 from megarl.models.layer_forms import table_name
+from megarl.models.layers.attention.plain import LOCAL_ROPE, ROPE, Attention
 from megarl.models.layers.experts.plain import BUFFER
 from megarl.models.packing import PackedSequences
 from megarl.models.rope import Rope
@@ -69,7 +70,18 @@ class PolicyModel(GPTModel):
             vp_stage=vp_stage,
         )
         self.hf_config = hf
-        self.rope = Rope(hf)
+        tables = {mixer.rope for mixer in config.mixers if isinstance(mixer, Attention)}
+        sections = "full_attention" in (hf.rope_parameters or {})  # RoPE's settings differ by the kind of layers
+        self.local_rope = Rope(hf, layers="sliding_attention") if LOCAL_ROPE in tables else None
+        # without full layers the model has no settings that are complete for them
+        self.rope = (
+            self.local_rope
+            if ROPE not in tables and self.local_rope
+            else Rope(hf, layers="full_attention" if sections else None)
+        )
+        self.embedding_factor = config.wiring.embedding
+        if config.wiring.embedding_rounded:
+            self.embedding_factor = float(torch.tensor(self.embedding_factor, dtype=config.params_dtype))
         self.has_value_head = value_head
         self.weight_table = WeightTable.of(hf, value_head=value_head)
         self.marks_padding = False  # whether routers get to know which tokens are padding
@@ -93,6 +105,8 @@ class PolicyModel(GPTModel):
             )
         if decoder_input is None and self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
+            if self.embedding_factor != 1:
+                decoder_input = decoder_input * self.embedding_factor
         if self.config.lora is not None and decoder_input is not None and torch.is_grad_enabled():
             # Recomputed layers get gradients in the backward pass only if their input requires one.
             decoder_input.requires_grad_(True)
@@ -101,7 +115,9 @@ class PolicyModel(GPTModel):
             cache["angles"] = self.rope.angles(packed_seq_params.max_seqlen_q, position_ids.device)
         else:
             tables = self.rope.cos_sin if len(position_ids) == 1 else self.rope.cos_sin_of_three
-            cache["rope"] = tables(position_ids.squeeze(0), self.config.params_dtype)
+            cache[ROPE] = tables(position_ids.squeeze(0), self.config.params_dtype)
+            if self.local_rope is not None:
+                cache[LOCAL_ROPE] = self.local_rope.cos_sin(position_ids.squeeze(0), self.config.params_dtype)
         if self.pre_process:
             assert decoder_input is not None, "the first chunk embeds its tokens"
             first = self.pg_collection.tp.rank() * len(decoder_input) if self.config.sequence_parallel else 0
@@ -119,8 +135,12 @@ class PolicyModel(GPTModel):
         return hidden
 
     def _postprocess(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
-        """Return the decoder's hidden states unchanged: GPTModel would compute logits."""
-        return hidden_states
+        """Return the decoder's hidden states, where GPTModel would compute logits; the divisor of a policy's logits
+        divides them."""
+        divisor = self.config.wiring.logits
+        if divisor == 1 or not self.post_process or self.has_value_head:
+            return hidden_states
+        return hidden_states / divisor
 
     def freeze(self, parts: Collection[str]) -> None:
         """Freeze the parameters of `parts` (`ModelPart`), except a value head."""

@@ -12,32 +12,43 @@ import torch
 from torch import Tensor
 
 from megarl.kernels import gpu
-from megarl.models.hf import rope_type, rotated_width
+from megarl.models.hf import rotated_width
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
 class Rope(torch.nn.Module):
-    """The RoPE frequencies of one model; scaled kinds are computed by transformers.
+    """The frequencies of one of a model's RoPE tables; scaled kinds are computed by transformers.
 
     Args:
         hf: the model's configuration.
+        layers: the kind of layers, if RoPE's settings differ by kind.
         sections: for positions of three numbers: how many frequencies use each number.
         interleaved: frequencies use the three numbers in turns, and the remaining frequencies use the first number;
             otherwise in consecutive sections.
     """
 
-    def __init__(self, hf: PretrainedConfig, sections: Sequence[int] = (), *, interleaved: bool = False) -> None:
+    def __init__(
+        self,
+        hf: PretrainedConfig,
+        sections: Sequence[int] = (),
+        *,
+        interleaved: bool = False,
+        layers: str | None = None,
+    ) -> None:
         super().__init__()
-        if rope_type(hf) == "default":
+        settings = (hf.rope_parameters or {}) if layers is None else hf.rope_parameters[layers]
+        kind = settings.get("rope_type", "default")
+        if kind == "default":
             size = rotated_width(hf)
             exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
-            frequencies, self.scale = 1.0 / hf.rope_parameters["rope_theta"] ** exponents, 1.0
+            frequencies, self.scale = 1.0 / settings["rope_theta"] ** exponents, 1.0
         else:
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-            frequencies, self.scale = ROPE_INIT_FUNCTIONS[rope_type(hf)](hf, torch.device("cpu"))
+            of_kind = {} if layers is None else {"layer_type": layers}
+            frequencies, self.scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), **of_kind)
         # A plain attribute: as a buffer it would be cast to bf16 along with the model.
         self.frequencies = frequencies.float()
         self.sections = _sections(sections, interleaved=interleaved) if sections else None

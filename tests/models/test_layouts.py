@@ -146,7 +146,8 @@ def dense(tmp_path) -> list[Path]:
     save_tiny(tmp_path / "untied", "qwen2")
     save_tiny(tmp_path / "tied", "qwen3", tie_word_embeddings=True)
     save_tiny(tmp_path / "latent", "deepseek_v3")
-    return [tmp_path / "untied", tmp_path / "tied", tmp_path / "latent"]
+    save_tiny(tmp_path / "fused", "phi3")
+    return [tmp_path / name for name in ("untied", "tied", "latent", "fused")]
 
 
 @pytest.fixture
@@ -189,6 +190,9 @@ def test_logits_and_gradients_do_not_depend_on_the_layout(dense, moe, tmp_path):
     save_tiny(tmp_path / "window", "mistral")
     folders = {"dense": dense[0], "tied": dense[1], "latent": dense[2], "window": tmp_path / "window", "moe": moe[0]}
     folders["shared"] = moe[2]
+    for name in ("olmo3", "granite"):  # norms over the heads of all ranks; biases after sums over ranks
+        folders[name] = tmp_path / name
+        save_tiny(folders[name], name, num_hidden_layers=2)
     layouts = {**FORWARD_2, KERNEL: {"cp": 2}}
     results = run_distributed(forward_cases, 2, 240, [str(f) for f in folders.values()], {**layouts, "one": {}})
     for number in range(len(folders)):

@@ -99,7 +99,9 @@ def test_packing_changes_no_gradient(name, tmp_path):
         )
 
 
-@pytest.mark.parametrize("name", ["qwen3", "glm4_moe", "qwen2_moe", "minimax_m2"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "glm4_moe", "qwen2_moe", "minimax_m2", "gemma3_text", "granite", "olmo3", "phi3", "smollm3"]
+)
 def test_gradients_equal_transformers(name, tmp_path):
     reference = save_tiny(tmp_path, name)
     (model,) = build_tiny(tmp_path)

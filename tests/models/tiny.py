@@ -59,6 +59,16 @@ EXTRA: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
+    "gemma3_text": {
+        "pad_token_id": None,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 9,
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+        "attention_bias": True,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
     "glm4_moe": {
         "head_dim": 24,
         "use_qk_norm": True,
@@ -82,10 +92,32 @@ EXTRA: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
     },
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.1,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
     "llama": {"head_dim": 16, "rms_norm_eps": 1e-5},
     "minimax_m2": {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 8},
     "mistral": {"head_dim": 16, "sliding_window": 8},
     "mixtral": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "olmo3": {
+        "pad_token_id": None,
+        "sliding_window": 8,
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32},
+        "rope_theta": 1e4,
+        "attention_bias": True,
+    },
+    "phi3": {
+        "pad_token_id": None,
+        "original_max_position_embeddings": 64,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0] * 4},
+        "sliding_window": 8,
+    },
     "qwen2": {},
     "qwen2_moe": {
         "num_experts": 4,
@@ -107,6 +139,15 @@ EXTRA: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
         "decoder_sparse_step": 1,
     },
+    "seed_oss": {
+        "pad_token_id": None,
+        "head_dim": 24,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
+    },
+    "smollm3": {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 8, "pad_token_id": None},
 }
 ARCHITECTURES = sorted(EXTRA)
 

@@ -1,9 +1,12 @@
-"""A linear layer whose weight is whole on every tensor-parallel rank."""
+"""Linear layers beside Megatron's: with a whole weight on every tensor-parallel rank, and with a bias."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -30,3 +33,22 @@ class ReplicatedLinear(torch.nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Return W x [..., out], and no bias, like Megatron's linear layers."""
         return F.linear(x, self.weight), None
+
+
+class ColumnsWithBias(ColumnParallelLinear):
+    """Megatron's layer split by rows of its weight, with a bias whatever `add_bias_linear`, which is for all layers."""
+
+    def __init__(self, *args: Any, bias: bool, **settings: Any) -> None:
+        super().__init__(*args, bias=True, **settings)
+
+
+class RowsWithBias(RowParallelLinear):
+    """Megatron's layer split by columns of its weight, with a bias, which the residual stream gets once."""
+
+    def __init__(self, *args: Any, bias: bool, **settings: Any) -> None:
+        super().__init__(*args, bias=True, **settings)
+
+
+def is_summed(linear: Any) -> bool:
+    """Return whether the output of a linear layer is the sum of those of the tensor-parallel ranks."""
+    return isinstance(linear, RowParallelLinear)

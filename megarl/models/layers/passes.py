@@ -113,14 +113,15 @@ class _Pass:
     """The fields of all passes.
 
     caches: of the session. memo: values that the first layer computes for the others, by a name that the kind chooses.
-    rope: tables of the pass's tokens, set by the decoder. routes: gets the experts, int64 [n, k], that each layer with
-    experts chose; None: not recorded.
+    rope: tables of the pass's tokens, set by the decoder. other_ropes: tables of layers that have others, by name.
+    routes: gets the experts, int64 [n, k], that each layer with experts chose; None: not recorded.
     """
 
     caches: Caches
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, kw_only=True)
     rope: RopeTables = field(init=False, repr=False)
     routes: list[Tensor] | None = field(default=None, repr=False, kw_only=True)
+    other_ropes: dict[str | None, RopeTables] = field(default_factory=dict, repr=False, kw_only=True)
 
 
 @dataclass

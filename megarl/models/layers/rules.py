@@ -60,7 +60,7 @@ class WeightRule:
     (the MLP that all tokens pass), and `expert`, whose `sources` are those of each expert. buffer: it is float32 in
     every model, has no gradient, and is not counted as a parameter.
 
-    A model does not have a tensor one of whose sizes is 0.
+    A model does not have a tensor one of whose sizes, or of the sizes `needs`, is 0.
     """
 
     param: str
@@ -68,11 +68,16 @@ class WeightRule:
     split: Split
     sources: tuple[WeightSource, ...]
     buffer: bool = False
+    needs: tuple[str, ...] = ()
 
 
 def existing(rules: Iterable[WeightRule], size: Mapping[str, int]) -> tuple[WeightRule, ...]:
     """Return the rules of the tensors that a model has: all their sizes are known and above 0."""
-    return tuple(rule for rule in rules if all(size.get(d) for source in rule.sources for d in source.shape))
+    return tuple(
+        rule
+        for rule in rules
+        if all(size.get(d) for d in (*rule.needs, *(d for source in rule.sources for d in source.shape)))
+    )
 
 
 #: The beginning of the names of a layer's tensors, in checkpoints and in Megatron.

@@ -27,11 +27,15 @@ from megarl.models.head import head_logits
 from megarl.models.hf import moe_layers
 from megarl.models.layer_forms import bias_of, layer_norms
 from megarl.models.layers.attention.decoding import DecodeKernels
+from megarl.models.layers.attention.plain import LOCAL_ROPE, Attention
 from megarl.models.layers.experts.decoding import Grouped, MoE
 from megarl.models.layers.experts.training import group_by_group, grouped_linear
 from megarl.models.layers.kinds import KINDS, numbers_of_kinds
+from megarl.models.layers.linear import is_summed
 from megarl.models.layers.mesh import Mesh
+from megarl.models.layers.mlp.geglu import gelu_mul
 from megarl.models.layers.passes import Linear, MixerDecoder, Pass, RopeTables
+from megarl.models.layers.residual import norms_after
 from megarl.models.lora import LinearAdapter, adapter_of
 from megarl.models.norm import zero_centered
 from megarl.planning.memory import PACK_LIMIT_BYTES, PACK_STEPS
@@ -79,6 +83,8 @@ class Recipe:
         If the weight is copied for decoding, the adapter is merged into the copy; otherwise its output is added to y.
         """
         weight, bias, adapter = linear.weight, bias_of(linear), adapter_of(linear)
+        if bias is not None and is_summed(linear) and linear.tp_group.rank() > 0:
+            bias = None  # the sum over the ranks has it once
         if adapter is None or not adapter.enabled:
             return self.linear(weight, bias)
         if self.pack_rows or self.dtype != weight.dtype:
@@ -133,7 +139,12 @@ class Layer:
     def __init__(self, module: Any, mixer: MixerDecoder, config: Any, mesh: Mesh, recipe: Recipe, ops: Ops) -> None:
         self._mixer, self._mesh, self._eps, self._ops = mixer, mesh, config.layernorm_epsilon, ops
         mlp = module.mlp
-        self._attn_norm, self._mlp_norm = map(recipe.norm, layer_norms(module))
+        weights = (*layer_norms(module), *norms_after(module))
+        norms = [None if weight is None else recipe.norm(weight) for weight in weights]
+        self._attn_norm, self._mlp_norm, *self._after = norms
+        self._factor, self._gated = config.wiring.residual, ops.silu_mul
+        if config.wiring.activation == "gelu_tanh":
+            self._gated = gelu_mul
         self._moe = MoE(mlp, mesh, recipe, ops.silu_mul) if hasattr(mlp, "router") else None
         if self._moe is None:
             self._up, self._down = recipe.layer(mlp.linear_fc1), recipe.layer(mlp.linear_fc2)
@@ -150,12 +161,24 @@ class Layer:
         """
         if not len(hidden):
             return hidden if self._moe is None else self._moe(hidden, lockstep)
-        x = self._ops.add_norm(hidden, delta, self._attn_norm, self._eps)
-        delta = self._mesh.tp.all_sum(self._mixer(x, step))
-        x = self._ops.add_norm(hidden, delta, self._mlp_norm, self._eps)
+        x = self._enter(hidden, delta, self._attn_norm)
+        delta = self._leave(self._mesh.tp.all_sum(self._mixer(x, step)), self._after[0])
+        x = self._enter(hidden, delta, self._mlp_norm)
         if self._moe is not None:
-            return self._moe(x, lockstep, step.routes)
-        return self._mesh.tp.all_sum(self._down(self._ops.silu_mul(self._up(x))))
+            return self._leave(self._moe(x, lockstep, step.routes), self._after[1])
+        return self._leave(self._mesh.tp.all_sum(self._down(self._gated(self._up(x)))), self._after[1])
+
+    def _enter(self, hidden: Tensor, delta: Tensor | None, norm: Tensor | None) -> Tensor:
+        """Add `delta` to `hidden` in place; return the input of the mixer or of the MLP."""
+        if norm is not None:
+            return self._ops.add_norm(hidden, delta, norm, self._eps)
+        return hidden if delta is None else hidden.add_(delta)
+
+    def _leave(self, result: Tensor, norm: Tensor | None) -> Tensor:
+        """Return what the mixer or the MLP adds to the hidden states."""
+        if norm is not None:
+            result = self._ops.add_norm(result, None, norm, self._eps)
+        return result if self._factor == 1 else result.mul_(self._factor)
 
 
 class DecoderStage:
@@ -204,7 +227,8 @@ class DecoderStage:
         self.is_moe = self._config.num_moe_experts is not None
         self.keeps_state = any(mixer.state_bytes(1, 1) for mixer in self._config.mixers)
         self._first: Any = chunks[0]
-        self._rope, self._add_norm = chunks[0].rope, ops.add_norm
+        self._rope, self._local_rope, self._add_norm = chunks[0].rope, chunks[0].local_rope, ops.add_norm
+        self._without_rope = any(isinstance(mixer, Attention) and mixer.rope is None for mixer in self.mixers)
         self._embedding = chunks[0].embedding.word_embeddings.weight.detach() if mesh.is_first_stage else None
         last = chunks[-1]
         self.vocab_size = last.hf_config.vocab_size
@@ -257,10 +281,16 @@ class DecoderStage:
         """
         tables = self._rope.cos_sin if positions.dim() == 1 else self._rope.cos_sin_of_three
         step.rope, deeper = RopeTables(*tables(positions, self.dtype)), list[Tensor]()
+        if self._local_rope is not None:
+            step.other_ropes[LOCAL_ROPE] = RopeTables(*self._local_rope.cos_sin(positions, self.dtype))
+        if self._without_rope:  # kernels rotate all layers: these by an angle of 0
+            step.other_ropes[None] = RopeTables(torch.ones_like(step.rope.cos), torch.zeros_like(step.rope.sin))
         hidden = torch.empty(len(tokens), self._config.hidden_size, dtype=self.dtype, device=self.device)
         for number, layers in enumerate(self._chunks):
             if self.mesh.is_first_stage and number == 0:
                 hidden = self._embed(tokens)
+                if self._first.embedding_factor != 1:
+                    hidden = hidden * self._first.embedding_factor
                 if images is not None:
                     deeper = self._first.insert_for_decoding(hidden, images)
             elif len(tokens):
@@ -275,7 +305,9 @@ class DecoderStage:
                 self.mesh.send_next(hidden if delta is None else hidden.add_(delta))
         if not (want_logits and self.mesh.is_last_stage and len(tokens)):
             return None
-        return self._head(self._add_norm(hidden, delta, self._final_norm, self._config.layernorm_epsilon))
+        hidden = self._add_norm(hidden, delta, self._final_norm, self._config.layernorm_epsilon)
+        divisor = self._config.wiring.logits
+        return self._head(hidden if divisor == 1 else hidden / divisor)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         assert self._embedding is not None, "only the first stage embeds"

@@ -103,7 +103,8 @@ class AttentionDecoder:
         kernels: DecodeKernels | None,
     ) -> None:
         self._number, self._window, self._kernels, self._gated = number, mixer.window, kernels, mixer.gate
-        self._heads, self._scale = (mixer.groups // mesh.tp.size, -1, mixer.width), mixer.width**-0.5
+        self._heads, self._scale = (mixer.groups // mesh.tp.size, -1, mixer.width), mixer.factor
+        self._rope = mixer.rope
         self._qkv, self._proj = prepared.layer(module.linear_qkv), prepared.layer(module.linear_proj)
         weights = None
         if mixer.qk_norm:
@@ -137,7 +138,8 @@ class AttentionDecoder:
         attend: Attend | None = step.memo.get(Attention.kind)
         if attend is None:
             attend = step.memo[Attention.kind] = self._attend(step)
-        context = attend(self._number, self._window, qkv, self._head_norm, step.rope)
+        rope = step.other_ropes.get(self._rope, step.rope)
+        context = attend(self._number, self._window, qkv, self._head_norm, rope)
         if self._gated:
             context = (context * torch.sigmoid(gate.reshape(context.shape).float())).to(context.dtype)
         return self._proj(context)

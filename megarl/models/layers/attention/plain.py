@@ -8,6 +8,7 @@ from typing import ClassVar
 from megarl.models.layers.mixer import Mixer
 from megarl.models.layers.rules import (
     COLUMNS,
+    COPY,
     HF,
     MCORE,
     ROWS,
@@ -17,9 +18,12 @@ from megarl.models.layers.rules import (
     Split,
     WeightRule,
     WeightSource,
-    norm,
     whole,
 )
+from megarl.models.layers.wiring import Norms, norm_rules
+
+ROPE, LOCAL_ROPE = "rope", "local_rope"
+"""Names of RoPE tables: of all layers, or those without a window; and of layers with one, in models with two tables."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,9 @@ class Attention(Mixer):
     qkv_bias: bool = False  # the projections to queries, keys and values have biases
     gate: bool = False  # the result of each head is multiplied by the sigmoid of a projection of the hidden state
     wide_norm: bool = False  # queries and keys are normalised over all heads together
+    out_bias: bool = False  # the projection of the result has a bias
+    scale: float | None = None  # factor of the scores; None: 1 / sqrt(width)
+    rope: str | None = ROPE  # the RoPE tables that rotate queries and keys; None: they are not rotated
 
     def dimensions(self) -> dict[str, int]:
         """Implement `Mixer.dimensions`."""
@@ -43,12 +50,29 @@ class Attention(Mixer):
             "query": self.heads * self.width,
             "query_and_gate": 2 * self.heads * self.width,
             "kv": self.groups * self.width,
+            "qkv": (self.heads + 2 * self.groups) * self.width,
             "normed_head": self.width if self.qk_norm else 0,
             "normed_query": self.heads * self.width if self.wide_norm else 0,
             "normed_kv": self.groups * self.width if self.wide_norm else 0,
             "query_bias": self.heads * self.width if self.qkv_bias else 0,
             "kv_bias": self.groups * self.width if self.qkv_bias else 0,
+            "out_bias": int(self.out_bias),
         }
+
+    @property
+    def normed(self) -> bool:
+        """Whether queries and keys are normalised, per head or over all heads."""
+        return self.qk_norm or self.wide_norm
+
+    @property
+    def unusual(self) -> bool:
+        """Whether Transformer Engine's layers cannot compute this attention."""
+        return self.out_bias or self.wide_norm or self.scale is not None or self.rope != ROPE
+
+    @property
+    def factor(self) -> float:
+        """Factor of the scores before the softmax."""
+        return self.width**-0.5 if self.scale is None else self.scale
 
     def widths(self) -> dict[str, int]:
         """Implement `Mixer.widths`."""
@@ -59,7 +83,7 @@ class Attention(Mixer):
         are several groups and the norm of queries keeps it; queries and keys after RoPE; the result of attention; with
         a gate, its projection, a float32 copy, and the gated result."""
         q, k = self.heads / tp * self.width, self.groups / tp * self.width
-        return q + 2 * k + (q if self.qk_norm and self.groups / tp > 1 else 0) + q + k + q + (4 * q if self.gate else 0)
+        return q + 2 * k + (q if self.normed and self.groups / tp > 1 else 0) + q + k + q + (4 * q if self.gate else 0)
 
     def attended_elements(self, tp: int) -> tuple[float, float]:
         """Implement `Mixer.attended_elements`."""
@@ -79,65 +103,92 @@ class Attention(Mixer):
         return 2 * self.groups * self.width / tp
 
 
-def attention_rules(*, gate: bool = False) -> tuple[WeightRule, ...]:
-    """Return the rules for a layer's attention projections and norms, and for the norm before its MLP.
+def attention_rules(*, norms: Norms = "before", fused: bool = False, gate: bool = False) -> tuple[WeightRule, ...]:
+    """Return the rules for a layer's attention projections and for all norms of the layer.
 
-    Biases and norms that a model does not have have no elements. `gate`: the projection to queries also has the output
-    gate, for each head after its query.
+    Biases and norms that a model does not have have no elements.
+
+    Args:
+        norms: where the layer has norms, see `Wiring`.
+        fused: checkpoints have the projections to queries, keys and values as one tensor.
+        gate: the projection to queries also has the output gate, for each head after its query.
     """
 
-    def qkv(what: str, sizes: tuple[str, str], *tail: str) -> WeightRule:
-        names = zip(("q", "k", "v"), (sizes[0], sizes[1], sizes[1]), strict=True)
-        sources = tuple(WeightSource(f"{HF}self_attn.{n}_proj.{what}", (rows, *tail)) for n, rows in names)
-        split = GATED_QKV if gate else QKV
-        return WeightRule(f"{MCORE}self_attention.linear_qkv.{what}", Attention.kind, split, sources)
+    def rule(param: str, split: Split, *sources: WeightSource, needs: tuple[str, ...] = ()) -> WeightRule:
+        return WeightRule(f"{MCORE}self_attention.{param}", Attention.kind, split, sources, needs=needs)
 
-    rules = [
-        norm("input_layernorm", "input_layernorm", "hidden"),
-        qkv("weight", ("query_and_gate" if gate else "query", "kv"), "hidden"),
-    ]
-    rules.append(qkv("bias", ("query_bias", "kv_bias")))
-    rules.append(norm("self_attention.q_layernorm", "self_attn.q_norm", "normed_head", Attention.kind))
-    rules.append(norm("self_attention.k_layernorm", "self_attn.k_norm", "normed_head", Attention.kind))
-    for name, size in (("q", "normed_query"), ("k", "normed_kv")):
-        source = WeightSource(f"{HF}self_attn.{name}_norm.weight", (size,))
-        rules.append(WeightRule(f"{MCORE}self_attention.{name}_layernorm.weight", Attention.kind, ROWS, (source,)))
-    out = WeightSource(f"{HF}self_attn.o_proj.weight", ("hidden", "query"))
-    rules.append(WeightRule(f"{MCORE}self_attention.linear_proj.weight", Attention.kind, COLUMNS, (out,)))
-    rules.append(norm("pre_mlp_layernorm", "post_attention_layernorm", "hidden"))
-    return tuple(rules)
+    def source(name: str, *shape: str) -> WeightSource:
+        return WeightSource(f"{HF}self_attn.{name}", shape)
+
+    names = (("q", "query"), ("k", "kv"), ("v", "kv"))
+    split, weights = QKV, names
+    if gate:
+        split, weights = GATED_QKV, (("q", "query_and_gate"), *names[1:])
+    if fused:
+        qkv = rule("linear_qkv.weight", FUSED_QKV, source("qkv_proj.weight", "qkv", "hidden"))
+    else:
+        qkv = rule("linear_qkv.weight", split, *(source(f"{n}_proj.weight", rows, "hidden") for n, rows in weights))
+    first, *others = norm_rules(norms)
+    return (
+        first,
+        qkv,
+        rule("linear_qkv.bias", split, *(source(f"{n}_proj.bias", f"{rows}_bias") for n, rows in names)),
+        rule("q_layernorm.weight", COPY, source("q_norm.weight", "normed_head")),
+        rule("k_layernorm.weight", COPY, source("k_norm.weight", "normed_head")),
+        rule("q_layernorm.weight", ROWS, source("q_norm.weight", "normed_query")),
+        rule("k_layernorm.weight", ROWS, source("k_norm.weight", "normed_kv")),
+        rule("linear_proj.weight", COLUMNS, source("o_proj.weight", "hidden", "query")),
+        rule("linear_proj.bias", COPY, source("o_proj.bias", "hidden"), needs=("out_bias",)),
+        *others,
+    )
+
+
+def _groups(parts: list[tuple[str, int, int]], tail: tuple[int, ...], groups: range) -> Cut:
+    """Return the cut of key/value groups; parts: source, first row, and rows of a group of queries, keys and values."""
+    pieces, offset = [], 0
+    for group in groups:
+        for name, first, height in parts:
+            start = first + group * height
+            source_region = ((start, start + height), *whole(tail))
+            pieces.append(Piece(name, source_region, ((offset, offset + height), *whole(tail))))
+            offset += height
+    return (offset, *tail), tuple(pieces)
+
+
+def _of_rank(ways: int, rank: int, size: dict[str, int]) -> range:
+    groups = size["groups"] // ways
+    return range(rank * groups, (rank + 1) * groups)
 
 
 def _qkv(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> Cut:
-    groups = size["groups"] // ways
-    heights = [shape[0] // size["groups"] for _, shape in sources]
-    tail = whole(sources[0][1][1:])
-    pieces, offset = [], 0
-    for group in range(rank * groups, (rank + 1) * groups):
-        for (name, _), height in zip(sources, heights, strict=True):
-            source_rows = (group * height, (group + 1) * height)
-            pieces.append(Piece(name, (source_rows, *tail), ((offset, offset + height), *tail)))
-            offset += height
-    return (offset, *sources[0][1][1:]), tuple(pieces)
+    parts = [(name, 0, shape[0] // size["groups"]) for name, shape in sources]
+    return _groups(parts, sources[0][1][1:], _of_rank(ways, rank, size))
 
 
-QKV = Split("qkv", "rows", _qkv)  # by rows: for each key/value group its query heads, its key and its value
+def _fused_qkv(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> Cut:
+    ((name, (_, *tail)),) = sources
+    query, kv = size["query"], size["kv"]
+    places = ((0, query), (query, kv), (query + kv, kv))
+    parts = [(name, first, rows // size["groups"]) for first, rows in places]
+    return _groups(parts, tuple(tail), _of_rank(ways, rank, size))
 
 
 def _gated_qkv(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> Cut:
-    groups, head = size["groups"] // ways, size["head"]
+    head = size["head"]
     per = size["query"] // size["groups"] // head
-    tail = whole(sources[0][1][1:])
+    (q, _), (k, _), (v, _) = sources
     pieces, offset = [], 0
-    for group in range(rank * groups, (rank + 1) * groups):
+    tail = whole(sources[0][1][1:])
+    for group in _of_rank(ways, rank, size):
         queries = [2 * (group * per + number) * head for number in range(per)]
-        firsts = [(0, row) for row in queries] + [(0, row + head) for row in queries]
-        for source, row in (*firsts, (1, group * head), (2, group * head)):
-            target = ((offset, offset + head), *tail)
-            pieces.append(Piece(sources[source][0], ((row, row + head), *tail), target))
+        firsts = [(q, row) for row in queries] + [(q, row + head) for row in queries]
+        for name, row in (*firsts, (k, group * head), (v, group * head)):
+            pieces.append(Piece(name, ((row, row + head), *tail), ((offset, offset + head), *tail)))
             offset += head
     return (offset, *sources[0][1][1:]), tuple(pieces)
 
 
-#: By rows: for each key/value group its query heads, their gates, its key and its value.
+QKV = Split("qkv", "rows", _qkv)  # by rows: for each key/value group its query heads, its key and its value
+FUSED_QKV = Split("fused_qkv", "rows", _fused_qkv)  # the same from one tensor: all queries, then keys, then values
+#: by rows: for each key/value group its query heads, their gates, its key and its value
 GATED_QKV = Split("gated_qkv", "rows", _gated_qkv)

@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 
 from megarl.models.config import PolicyConfig
 from megarl.models.layers.attention.cpu import LONGEST, causal_attention
+from megarl.models.layers.attention.plain import Attention
 from megarl.models.packing import PackedSequences, cp_split
 from megarl.models.rope import apply_rope
 
@@ -54,8 +55,10 @@ class PackedAttention(MegatronModule):
         **_: object,
     ) -> None:
         super().__init__(config=config)
-        self.scale = softmax_scale or config.kv_channels**-0.5
-        self.window = config.mixers[layer_number - 1].window if config.mixers else None
+        mixer = config.mixers[layer_number - 1] if config.mixers else Attention(width=config.kv_channels)
+        assert isinstance(mixer, Attention), "other kinds have their own modules"
+        self.scale = softmax_scale or mixer.factor
+        self.window, self.rope = mixer.window, mixer.rope
         self.cp_group = pg_collection.cp
 
     def forward(
@@ -63,9 +66,10 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         """Apply RoPE and attention: `query` [t, 1, heads, d], `key` and `value` [t, 1, groups, d] -> [t, 1, heads *
         d]."""
-        cos, sin = packed_seq_params.cache["rope"]
-        q = apply_rope(query.squeeze(1), cos, sin)
-        k = apply_rope(key.squeeze(1), cos, sin)
+        q, k = query.squeeze(1), key.squeeze(1)
+        if self.rope is not None:
+            cos, sin = packed_seq_params.cache[self.rope]
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         window = self.window if self.window and self.window < packed_seq_params.max_seqlen_q else None
         out = attend_over_ranks(q, k, value.squeeze(1), packed_seq_params, self.scale, window, self.cp_group)
         return out.reshape(out.shape[0], 1, -1)

@@ -1,0 +1,85 @@
+"""Gemma 3, text: norms before and after attention and MLP, with their factor minus 1 stored; a gate with GELU; scaled
+embeddings; five layers with a window and rotary positions of their own to one without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.architectures.base import COMMON, COMMON_NULL, Architecture, Refuse
+from megarl.architectures.tensors import OUTER
+from megarl.models.layers.attention.plain import attention_rules
+from megarl.models.layers.mlp.plain import DENSE
+from megarl.models.layers.wiring import Wiring
+
+
+def layer_types(values: Mapping[str, Any]) -> list[str]:
+    """Return the default kind of each layer."""
+    count, pattern = values["num_hidden_layers"], values["sliding_window_pattern"]
+    return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(count)]
+
+
+def wiring(values: Mapping[str, Any]) -> Wiring:
+    """Return the places of the norms, the factor of the embeddings, and the activation."""
+    width = values["hidden_size"] ** 0.5
+    return Wiring(norms="both", embedding=width, embedding_rounded=True, activation="gelu_tanh")
+
+
+def scale(values: Mapping[str, Any]) -> float:
+    """Return the factor of the attention scores."""
+    return float(values["query_pre_attn_scalar"] ** -0.5)
+
+
+def refuse_variants(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
+    """Refuse other activations, capped logits, and bidirectional attention."""
+    why = "this variant is not supported"
+    if values["hidden_activation"] not in ("gelu_pytorch_tanh", "gelu_tanh"):
+        refuse("hidden_activation", values["hidden_activation"], "gelu_pytorch_tanh", why)
+    if values["final_logit_softcapping"] is not None:
+        refuse("final_logit_softcapping", values["final_logit_softcapping"], "null", why)
+    if values["use_bidirectional_attention"]:
+        refuse("use_bidirectional_attention", values["use_bidirectional_attention"], "false", why)
+
+
+_HIDDEN = {key: value for key, value in COMMON.items() if key != "hidden_act"}
+ARCHITECTURE = Architecture(
+    model_type="gemma3_text",
+    keys={
+        **_HIDDEN,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "layer_types": None,
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    },
+    null=(*COMMON_NULL, "layer_types", "attention_dropout"),
+    windows="chosen",
+    tensors=OUTER + attention_rules(norms="both") + DENSE,
+    # transformers stores attn_logit_softcapping, but does not apply it
+    fields=("attn_logit_softcapping",),
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    qk_norm=True,
+    scale=scale,
+    layer_types=layer_types,
+    local_theta=("rope_local_base_freq", 10000.0),
+    wiring=wiring,
+    even_hidden=True,
+    zero_centered_norms=True,
+    refusals=(refuse_variants,),
+)

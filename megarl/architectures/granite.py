@@ -1,0 +1,53 @@
+"""Granite 3: Llama's layers, with factors of the embeddings, the attention scores, the residual branches and the
+logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.architectures.base import COMMON, COMMON_NULL, Architecture
+from megarl.architectures.tensors import OUTER
+from megarl.models.layers.attention.plain import attention_rules
+from megarl.models.layers.mlp.plain import DENSE
+from megarl.models.layers.wiring import Wiring
+
+
+def wiring(values: Mapping[str, Any]) -> Wiring:
+    """Return the model's factors."""
+    return Wiring(
+        residual=values["residual_multiplier"],
+        embedding=values["embedding_multiplier"],
+        logits=values["logits_scaling"],
+    )
+
+
+def scale(values: Mapping[str, Any]) -> float:
+    """Return the factor of the attention scores."""
+    return float(values["attention_multiplier"])
+
+
+ARCHITECTURE = Architecture(
+    model_type="granite",
+    keys={
+        **COMMON,
+        "num_key_value_heads": None,
+        "intermediate_size": 11008,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+    },
+    null=(*COMMON_NULL, "num_key_value_heads"),
+    windows="none",
+    tensors=OUTER + attention_rules() + DENSE,
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    mlp_bias="mlp_bias",
+    scale=scale,
+    wiring=wiring,
+)

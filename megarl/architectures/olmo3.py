@@ -1,0 +1,49 @@
+"""OLMo 3: norms after attention and MLP only, queries and keys normalised over all heads, three layers with a window to
+one without. Only layers without a window have scaled rotary positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.architectures.base import COMMON, COMMON_NULL, Architecture
+from megarl.architectures.tensors import OUTER
+from megarl.models.layers.attention.plain import attention_rules
+from megarl.models.layers.mlp.plain import DENSE
+from megarl.models.layers.wiring import Wiring
+
+THETA = 500000.0
+
+
+def layer_types(values: Mapping[str, Any]) -> list[str]:
+    """Return the default kind of each layer."""
+    count = values["num_hidden_layers"]
+    return ["sliding_attention" if (layer + 1) % 4 else "full_attention" for layer in range(count)]
+
+
+ARCHITECTURE = Architecture(
+    model_type="olmo3",
+    keys={
+        **COMMON,
+        "num_key_value_heads": None,
+        "intermediate_size": 11008,
+        "vocab_size": 50304,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": THETA,
+        "attention_bias": False,
+        "sliding_window": 4096,
+        "layer_types": None,
+    },
+    null=(*COMMON_NULL, "num_key_value_heads", "layer_types"),
+    windows="chosen",
+    tensors=OUTER + attention_rules(norms="after") + DENSE,
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    wide_norm=True,
+    layer_types=layer_types,
+    # the class reads `rope_theta` for layers without a window only
+    local_theta=("default_theta", THETA),
+    wiring=lambda values: Wiring(norms="after"),
+)

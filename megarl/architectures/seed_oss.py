@@ -1,0 +1,34 @@
+"""Seed-OSS: Llama's layers with biases on queries, keys and values; its config sets dropouts, which are refused in
+training."""
+
+from __future__ import annotations
+
+from megarl.architectures.base import COMMON, COMMON_NULL, Architecture
+from megarl.architectures.tensors import OUTER
+from megarl.models.layers.attention.plain import attention_rules
+from megarl.models.layers.mlp.plain import DENSE
+
+ARCHITECTURE = Architecture(
+    model_type="seed_oss",
+    keys={
+        **COMMON,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 80,
+        "vocab_size": 155136,
+        "max_position_embeddings": 524288,
+        "head_dim": 128,
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.1,
+        "residual_dropout": 0.1,
+    },
+    null=(*COMMON_NULL, "num_key_value_heads", "head_dim"),
+    windows="none",
+    tensors=OUTER + attention_rules() + DENSE,
+    fields=("pretraining_tp",),
+    qkv_bias="attention_bias",
+    out_bias="attention_out_bias",
+    mlp_bias="mlp_bias",
+)
