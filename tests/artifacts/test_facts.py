@@ -28,6 +28,7 @@ PUBLISHED = {
     "Qwen/Qwen3-32B": 32_762_123_264,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "MiniMaxAI/MiniMax-M2": 228_689_748_992,
     "Qwen/Qwen1.5-MoE-A2.7B": 14_315_784_192,
     # Without the layer that predicts a second token.
     "zai-org/GLM-4.5-Air": 106_852_245_504,
