@@ -66,7 +66,8 @@ class GatedDeltaNet(MegatronModule):
         self.conv1d = _Convolution(mixer.channels(tp), mixer.taps, config.params_dtype)
         self.A_log, self.dt_bias = (_split_parameter(config.params_dtype, self.sections["beta"]) for _ in range(2))
         self.out_norm = RMSNorm(config, mixer.value, config.layernorm_epsilon)
-        self.out_norm.weight.sequence_parallel = False  # its gradient is summed below, whatever the parallelism
+        # its gradient is summed below, whatever the parallelism
+        self.out_norm.weight.sequence_parallel = False  # type: ignore[attr-defined]
         self.out_proj = RowParallelLinear(
             mixer.value_heads * mixer.value, config.hidden_size, input_is_parallel=True, **common
         )
