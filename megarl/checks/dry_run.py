@@ -53,7 +53,7 @@ def make_plan(
     checked = check_config(config, launcher=launcher, job=job, machine=machine)
     # the readers of a file report its problems too
     known = {check.key for check in checked.items if check.status == "fail"}
-    checks = [*checked.items, *(one for one in more if one.status != "fail" or one.key not in known)]
+    checks = [*checked.items, *(check for check in more if check.status != "fail" or check.key not in known)]
     sections = {"Configuration": _config_text(config, full=full)}
     if job == "train":
         sections["Steps"] = _steps_text(config)
