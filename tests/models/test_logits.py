@@ -3,11 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoConfig
 
+from megarl.config.model import ModelConfig
+from megarl.models.hf import load_hf_config
 from megarl.models.packing import pack_stream
 from megarl.models.weight_table import as_index
 from megarl.models.weights.files import CheckpointReader
 from megarl.models.weights.fill import local_shards
+from megarl.models.weights.metadata import write_metadata
 from tests.dist import single_process
 from tests.models.tiny import ARCHITECTURES, build_tiny, save_tiny
 
@@ -144,3 +148,15 @@ def test_value_model_starts_at_zero_and_has_no_language_head(tmp_path):
     assert not critic.value_weight.any()
     with pytest.raises(ValueError, match="language-model head"):
         _ = critic.lm_head_weight
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "olmo3", "phi3"])
+def test_an_exported_config_has_the_same_positions(name, tmp_path):
+    config = save_tiny(tmp_path / "source", name).config
+    (tmp_path / "out").mkdir()
+    write_metadata(tmp_path / "out", config, None, torch.float32)
+    again = AutoConfig.from_pretrained(tmp_path / "out")
+    kept = {key: value for key, value in config.rope_parameters.items() if key != "type"}  # the older name of rope_type
+    assert again.rope_parameters == kept
+    assert (again.layer_types if name != "phi3" else None) == getattr(config, "layer_types", None)
+    load_hf_config(ModelConfig(path=str(tmp_path / "out")), follow_files=False)

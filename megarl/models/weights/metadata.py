@@ -102,10 +102,12 @@ def older_rope_keys(rope_parameters: dict[str, Any], max_positions: int) -> dict
         sections = {key: value for key, value in scaling.items() if key.startswith("mrope_")}
         scaled = {"rope_type": "default", **sections} if sections else None
         return {"rope_theta": rope_parameters["rope_theta"], "rope_scaling": scaled}
-    scaling.pop("partial_rotary_factor", None)  # always 1 in supported models
+    # the older section takes precedence in transformers 5, too, which then looks for this key outside of it
+    partial = scaling.pop("partial_rotary_factor", None)
     if scaling["rope_type"] == "yarn" and scaling.get("factor") is None:
         scaling["factor"] = max_positions / scaling["original_max_position_embeddings"]
-    return {"rope_theta": rope_parameters["rope_theta"], "rope_scaling": scaling}
+    older = {} if partial in (None, 1) else {"partial_rotary_factor": partial}
+    return {"rope_theta": rope_parameters["rope_theta"], "rope_scaling": scaling, **older}
 
 
 def _write_config(folder: Path, hf_config: PretrainedConfig, dtype: str, *, value_head: bool) -> None:
@@ -139,7 +141,13 @@ def _write_config(folder: Path, hf_config: PretrainedConfig, dtype: str, *, valu
 
 def _older_keys(written: dict[str, Any], architecture: str, experts: int | None) -> dict[str, Any]:
     """Return the keys of a language model's config.json that only transformers 4 reads."""
-    older = older_rope_keys(written["rope_parameters"], written["max_position_embeddings"])
+    parameters, local = written["rope_parameters"], {}
+    if "sliding_attention" in parameters:  # the older keys are those of layers without a window
+        local = {"rope_local_base_freq": parameters["sliding_attention"]["rope_theta"]}
+        parameters = parameters["full_attention"]
+    key = ARCHITECTURES[architecture].local_theta
+    older = older_rope_keys(parameters, written["max_position_embeddings"])
+    older |= local if key is not None and key[0] in ARCHITECTURES[architecture].keys else {}
     return older | dict.fromkeys(ARCHITECTURES[architecture].experts_keys or (), experts)
 
 
