@@ -36,10 +36,6 @@ def _dense_layers(values: Mapping[str, Any]) -> int:
     return types.index("sparse") if "sparse" in types else len(types)
 
 
-def _written(values: Mapping[str, Any]) -> dict[str, Any]:
-    return serving_keys(values) | {"first_k_dense_replace": _dense_layers(values)}
-
-
 ARCHITECTURE = Architecture(
     model_type="glm4_moe_lite",
     keys={
@@ -70,6 +66,6 @@ ARCHITECTURE = Architecture(
     mixture=shared_mixture,
     head_key="qk_rope_head_dim",
     predicts_ahead=True,
-    written=_written,
+    written=lambda values: serving_keys(values) | {"first_k_dense_replace": _dense_layers(values)},
     refusals=(check_latent, check_routing, _check_lite),
 )
