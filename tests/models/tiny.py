@@ -150,6 +150,8 @@ EXTRA: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 8, "pad_token_id": None},
 }
 ARCHITECTURES = sorted(EXTRA)
+ONLY_LOCAL = ("deepseek_v3", "glm4_moe_lite", "qwen3_5_text")
+"""Models whose layers Transformer Engine does not have."""
 
 
 def tiny_dict(model_type: str, **changes: Any) -> dict[str, Any]:
