@@ -43,7 +43,8 @@ def life(folder: Path, out: Path, layers: str, dtype: torch.dtype) -> dict[str, 
     )
     places = sorted({str(p.device) for chunk in engine.chunks for p in chunk.parameters()})
     mixer = engine.chunks[0].decoder.layers[0].self_attention
-    form = type(getattr(mixer, "linear_qkv", None) or mixer.in_proj).__name__
+    names = ("linear_qkv", "in_proj", "linear_kv_up_proj")  # of attention, gated delta nets, latent attention
+    form = next(type(getattr(mixer, name)).__name__ for name in names if hasattr(mixer, name))
     found = {"form": form, "places": places, "read": outputs(engine, batch)["logp"].values}
     found["losses"] = [train(engine, batch).result()["loss"] for _ in range(2)]
     found["trained"] = outputs(engine, batch)["logp"].values
