@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from tests.dist import run_pretending_with_te
-from tests.models.tiny import ARCHITECTURES, ONLY_LOCAL, save_tiny
+from tests.models.tiny import ARCHITECTURES, LOCAL_ONLY, save_tiny
 from tests.training.cases import make_batch, outputs, train
 
 FORMS = {"local": "ColumnParallelLinear", "te": "TELayerNormColumnParallelLinear"}
 # Layers other than attention have a `local` form only, whose first projection of the first layer has another name.
-CASES = [(kind, layers) for kind in ARCHITECTURES for layers in FORMS if layers != "te" or kind not in ONLY_LOCAL]
+CASES = [(kind, layers) for kind in ARCHITECTURES for layers in FORMS if layers != "te" or kind not in LOCAL_ONLY]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

@@ -16,7 +16,7 @@ from megarl.models.config import load_hf_config, transformer_config
 from megarl.system.errors import ConfigError
 from megarl.training import optimizer
 from tests.dist import fresh_layout, run_distributed, run_with_te
-from tests.models.tiny import ARCHITECTURES, save_tiny, tiny_dict
+from tests.models.tiny import ARCHITECTURES, LOCAL_ONLY, save_tiny, tiny_dict
 from tests.rollout import cases as rollout_cases
 from tests.training import cases, test_layouts
 
@@ -62,9 +62,6 @@ def of_architecture(folder: str, layers: str) -> dict:
 
 
 # whose layers Transformer Engine's cannot compute, and phi3 by longrope's factor of a part of each head
-LOCAL_ONLY = ("gemma3_text", "granite", "olmo3", "phi3", "qwen3_5_text", "seed_oss", "smollm3")
-
-
 @pytest.mark.parametrize("name", LOCAL_ONLY)
 def test_models_that_need_local_layers_are_refused_by_name(name):
     hf = load_hf_config(ModelConfig(hf_config=tiny_dict(name)))

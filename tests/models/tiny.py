@@ -150,7 +150,10 @@ EXTRA: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 8, "pad_token_id": None},
 }
 ARCHITECTURES = sorted(EXTRA)
-ONLY_LOCAL = ("deepseek_v3", "glm4_moe_lite", "qwen3_5_text")
+LOCAL_ONLY = (
+    *("deepseek_v3", "gemma3_text", "glm4_moe_lite", "granite", "olmo3", "phi3", "qwen3_5_text", "seed_oss"),
+    "smollm3",
+)
 """Models whose layers Transformer Engine does not have."""
 
 
