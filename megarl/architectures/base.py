@@ -59,6 +59,8 @@ class Architecture:
     # default. `rope_parameters` then has one section for each kind of layer.
     local_theta: tuple[str, float] | None = None
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")  # the supported kinds of RoPE
+    # why SGLang 0.5.23 computes another model from the same files; None: it computes the same
+    wrong_in_sglang: str | None = None
     # differences from Llama outside mixers and experts, from the values of `keys`; None: none but `mlp_bias`
     wiring: Callable[[Mapping[str, Any]], Wiring] | None = None
     # RoPE rotates the first `partial_rotary_factor` of a head; other classes ignore the key

@@ -45,5 +45,6 @@ ARCHITECTURE = Architecture(
     layer_types=layer_types,
     # the class reads `rope_theta` for layers without a window only
     local_theta=("default_theta", THETA),
+    wrong_in_sglang="SGLang does not read the two sections of rope_parameters",
     wiring=lambda values: Wiring(norms="after"),
 )

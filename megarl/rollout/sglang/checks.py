@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from megarl.architectures import ARCHITECTURES
 from megarl.architectures.vision_language import VisionEncoder
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.layout import divisors
@@ -291,6 +292,15 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
         checks.fail(
             "rollout.engine",
             f"weights of these layers cannot be sent to SGLang servers: {', '.join(others)}",
+            found=f"sglang with a {facts.model_type}",
+            allowed="embedded",
+            fix="set rollout.engine=embedded",
+        )
+        return
+    if why := ARCHITECTURES[facts.model_type].wrong_in_sglang:
+        checks.fail(
+            "rollout.engine",
+            why,
             found=f"sglang with a {facts.model_type}",
             allowed="embedded",
             fix="set rollout.engine=embedded",
