@@ -202,9 +202,8 @@ class Objective:
             logp, entropy: [N], log-probs and entropies of the trained policy, differentiable.
             inputs: the tokens of this micro-batch.
             tokens: valid tokens of the mini-batch, from `weigh`.
-            policy: [N, K + 1], the policy's log-probs of the teacher's most likely tokens, and of all others together,
-                differentiable; or [N], the divergence over the vocabulary. Only with a `divergence`, or if the policy
-                is compared with the reference.
+            policy: differentiable; [N, K + 1], the policy's log-probs of the teacher's most likely tokens, and of all
+                others together; or [N], the divergence over the vocabulary from the teacher or the reference.
         """
         mask, is_weights, old_logp = inputs.loss_mask, inputs.is_weights, inputs.old_logp
         if old_logp is None:
@@ -220,7 +219,7 @@ class Objective:
         late = self.counts_late(inputs)
         weights = self._weights(mask, torch.ones(2, dtype=torch.float64), inputs) if late else inputs.weights
         assert weights is not None, "set from `weigh`"
-        algorithm = self.algorithm
+        kl, distillation = self.algorithm.kl, self.algorithm.distillation
         loss, metrics = actor_loss(
             logp,
             old_logp,
@@ -232,9 +231,9 @@ class Objective:
             offsets=inputs.offsets,
             entropy=entropy,
             ref_logp=policy if self.compares_reference else inputs.ref_logp,
-            kl=algorithm.kl if algorithm.kl.use == "loss" else None,
+            kl=kl if kl.use == "loss" else None,
             teacher=inputs.teacher_logp if self.divergence is None else (inputs.teacher_topk, policy),
-            distillation=algorithm.distillation if algorithm.distillation.coef else None,
+            distillation=distillation if distillation.coef else None,
             fields=inputs.own,
             is_weights=is_weights,
         )
@@ -340,9 +339,9 @@ def actor_loss(
         cfg: `algorithm.loss`: the policy loss, its settings, and entropy_coef.
         tokens: valid tokens of the whole mini-batch over all ranks, for the metrics.
         offsets: int64 [B + 1] for the packed form.
-        ref_logp: log-probs of the reference; for an estimator of whole distributions the KL of each token.
+        ref_logp: log-probs of the reference; for an estimator of whole distributions each token's KL.
         entropy: differentiable if entropy_coef is not 0; None: no entropy metric or bonus.
-        kl, distillation: estimator, coefficient and form of these terms; None: no such term.
+        kl, distillation: settings of these terms; None: no such term.
         teacher: log-probs of the teacher, same shape; or its most likely tokens and the policy's log-probs of them.
         fields: this micro-batch's part of the loss's other inputs and of the results of its `prepare`.
         is_weights: same shape, the factors c of the policy loss (rollout correction); None: 1.
@@ -363,8 +362,7 @@ def actor_loss(
             loss = loss - cfg.entropy_coef * (weights * entropy).sum()
     terms: dict[str, tuple[float, Tensor, Tensor]] = {}
     if kl is not None:
-        distance = _distance(kl, logp, old_logp, ref_logp, mask)
-        terms["kl"] = kl.coef, distance, distance
+        terms["kl"] = kl.coef, *(_distance(kl, logp, old_logp, ref_logp, mask),) * 2
     if distillation is not None:
         taught = teacher_term(distillation, logp, teacher, mask, lambda a: policy_loss(a)[0], metrics)
         terms["distillation"] = (distillation.coef, *taught)

@@ -64,12 +64,13 @@ def stage_parameters(
     else:
         ends = [first, *[0] * (len(stages) - 2), last]
     experts = facts.experts // parallel.ep
-    held = [
+    counts_of = [
         (sum(count * part[name] for name, count in counts.items() if name != "expert"), counts["expert"] * experts)
         for counts in stages
     ]
     totals = [
-        (float(dense + end), float(part["expert"] * expert)) for (dense, expert), end in zip(held, ends, strict=True)
+        (float(dense + end), float(part["expert"] * expert))
+        for (dense, expert), end in zip(counts_of, ends, strict=True)
     ]
     return max(totals, key=sum)
 

@@ -40,12 +40,14 @@ def requests():
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 @pytest.mark.parametrize("temperature", [0.7, 0.0])
 def test_logprobs_equal_a_full_forward_for_every_token(model_type, temperature, requests):
+    # A delta net's state is summed token by token while decoding, and by chunks in training: twice the rounding.
+    tolerance = 2e-5 if model_type.startswith(("qwen3_5", "qwen3_next")) else 1e-5
     chunks = build(model_type)
     results = engine(chunks).generate(requests, sampled(temperature=temperature), STOP)
     for request, group in zip(requests, results, strict=True):
         for completion in group:
             expected = full_forward(chunks[0], request.prompt_ids, completion.token_ids, temperature or 1.0)
-            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-5)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text", "mistral", "qwen2"])

@@ -165,7 +165,7 @@ def lifetimes() -> list[bool]:
     class Tracked(module.Session):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            made.extend([weakref.ref(self), weakref.ref(self._cache)])
+            made.extend([weakref.ref(self), weakref.ref(self._caches)])
 
     with Pretend(), mock.patch.object(module, "Session", Tracked):
         fresh_parallel()
