@@ -189,12 +189,7 @@ class Objective:
         return "ref_hidden" in reference_fields(self.algorithm)
 
     def loss(
-        self,
-        logp: Tensor,
-        entropy: Tensor,
-        inputs: TokenInputs,
-        tokens: float,
-        policy: Tensor | None = None,
+        self, logp: Tensor, entropy: Tensor, inputs: TokenInputs, tokens: float, policy: Tensor | None = None
     ) -> tuple[Tensor, Metrics]:
         """Return one micro-batch's share of the mini-batch's loss, and metrics.
 
