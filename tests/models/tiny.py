@@ -151,8 +151,8 @@ EXTRA: dict[str, dict[str, Any]] = {
 }
 ARCHITECTURES = sorted(EXTRA)
 LOCAL_ONLY = (
-    *("deepseek_v3", "gemma3_text", "glm4_moe_lite", "granite", "olmo3", "phi3", "qwen3_5_text", "seed_oss"),
-    "smollm3",
+    *("deepseek_v3", "gemma3_text", "glm4_moe_lite", "granite", "minimax_m2", "olmo3"),
+    *("phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "smollm3"),
 )
 """Models whose layers Transformer Engine does not have."""
 
