@@ -24,7 +24,7 @@ def refuse_factors(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Re
     count = int(width * (1 if partial is None else partial)) // 2
     needed = scaling.get("rope_type", scaling.get("type", "default")) != "default"
     for name in ("short_factor", "long_factor"):
-        given = scaling.get(name)
+        given: Any = scaling.get(name)
         numbers = isinstance(given, list) and all(isinstance(number, (int, float)) for number in given)
         if (given is not None or needed) and not (numbers and len(given) == count):
             refuse(key, {name: given}, f"{name}: {count} numbers")

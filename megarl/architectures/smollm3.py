@@ -21,16 +21,17 @@ def rotating(values: Mapping[str, Any]) -> list[bool]:
 
 def layer_types(values: Mapping[str, Any]) -> list[str]:
     """Return the default kind of each layer: with windows, those without rotary positions have one."""
+    count = values["num_hidden_layers"]
     windows = values["use_sliding_window"] and values["sliding_window"] is not None
-    return ["full_attention" if rotates or not windows else "sliding_attention" for rotates in rotating(values)]
+    return ["full_attention" if rotates or not windows else "sliding_attention" for rotates in rotating(values)[:count]]
 
 
 def refuse_short_lists(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
     """Refuse lists of layers that do not have an entry for each layer."""
     given, count = values["no_rope_layers"], values["num_hidden_layers"]
     fits = given is None or (isinstance(given, list) and all(entry in (0, 1) for entry in given))
-    if not fits or (given is not None and len(given) != count):
-        refuse("no_rope_layers", given, f"a list of {count} numbers, 0 or 1, or null")
+    if not fits or (given is not None and len(given) < count):
+        refuse("no_rope_layers", given, f"a list of at least {count} numbers, 0 or 1, or null")
 
 
 ARCHITECTURE = Architecture(
