@@ -1,4 +1,4 @@
-"""What a layer does with the result of its mixer or MLP; Megatron calls this place `bda` (bias, dropout, add)."""
+"""The sum of the residual stream and the result of a mixer or MLP; Megatron calls this place `bda` (bias, dropout, add)."""
 
 from __future__ import annotations
 
