@@ -1,4 +1,4 @@
-"""The sum of the residual stream and the result of a mixer or MLP; Megatron calls this place `bda` (bias, dropout, add)."""
+"""The sum of the residual stream and the result of a mixer or MLP; Megatron calls it `bda` (bias, dropout, add)."""
 
 from __future__ import annotations
 
