@@ -32,10 +32,10 @@ TEAMS = "placement.teams={a: {roles: [actor, rollout], devices: 2}, b: {roles: [
         (["launch.slurm.mounts=[/a:/b]"], r"launch\.slurm\.mounts(?s:.*)set launch\.slurm\.image"),
         (["launch.slurm={image: x, mounts: [/a]}"], r"launch\.slurm\.mounts: the mount of a container is invalid"),
         (["launch.slurm.image=./none.sqsh"], r"launch\.slurm\.image: this image file does not exist"),
-        (["launch.slurm.image=oras://a/b:1"], r"launch\.slurm\.image: pyxis does not accept this name"),
+        (["launch.slurm.image=oras://a/b:1"], r"launch\.slurm\.image: pyxis does not accept this image name"),
         (
             ["launch.slurm={image: 'a#b:1', container: apptainer}"],
-            r"launch\.slurm\.image: apptainer does not accept this name",
+            r"launch\.slurm\.image: apptainer does not accept this image name",
         ),
         (["launch.slurm.environment={HF_TOKEN: abc}"], r"launch\.slurm\.environment\.HF_TOKEN(?s:.*)export HF_TOKEN"),
         (["launch.slurm.environment={MASTER_ADDR: me}"], r"launch\.slurm\.environment\.MASTER_ADDR"),
@@ -242,7 +242,7 @@ def test_images_are_named_as_their_runtime_has_it(image, container, good, tmp_pa
     if good:
         slurm_settings.check_settings(job)
     else:
-        with pytest.raises(ConfigError, match=r"launch\.slurm\.image: \w+ does not accept this name"):
+        with pytest.raises(ConfigError, match=r"launch\.slurm\.image: \w+ does not accept this image name"):
             slurm_settings.check_settings(job)
 
 
