@@ -69,7 +69,9 @@ def test_what_is_shown_of_a_key(capsys):
         "actor.optim.schedule = constant  (constant, linear, cosine)\n    shape of the schedule after warm-up\n"
     )
     assert main(["keys", "algorithm.kl.estimator"]) == 0
-    assert "low_var_kl, low_var_kl+, mse, mse+, reverse_kl, unbiased_k3, file.py:fn" in " ".join(capsys.readouterr().out.split())
+    assert "low_var_kl, low_var_kl+, mse, mse+, reverse_kl, unbiased_k3, file.py:fn" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_finding_keys_loads_nothing_heavy():
