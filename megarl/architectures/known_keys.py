@@ -48,7 +48,7 @@ ROPE_NUMBERS = frozenset(
 def known_keys(model_type: str) -> frozenset[str]:
     """Return every key that the architecture's configuration class in transformers reads."""
     spec = ARCHITECTURES[model_type]
-    return OLDER.union(_keys(spec) - frozenset({*ROPE_KEYS, "rotary_dim"}), _FIELDS, spec.fields)
+    return OLDER.union(_keys(spec) - frozenset(ROPE_KEYS), _FIELDS, spec.fields)
 
 
 def _keys(spec: Architecture) -> frozenset[str]:

@@ -79,7 +79,8 @@ class Translation:
             return
         value = VALUES.get(key, {}).get(str(value).lower(), value)
         place = find_key(tuple(key.split(".")))
-        takes_list = place is not None and any(get_origin(kind) is list for kind in alternatives(place.info.annotation))
+        kinds = [] if place is None else [k for k in alternatives(place.info.annotation) if k is not type(None)]
+        takes_list = bool(kinds) and all(get_origin(kind) is list for kind in kinds)
         self.settings[key] = [value] if takes_list and not isinstance(value, list) else value
 
     def note(self, name: str, value: Any, why: str) -> None:

@@ -118,7 +118,7 @@ def _model_fields(hf: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
         "ffn_hidden_size": getattr(hf, "intermediate_size", None),  # None: no dense layers
         "layernorm_epsilon": hf.rms_norm_eps,
         "normalization": "RMSNorm",
-        "qk_layernorm": any(isinstance(mixer, Attention) and mixer.normed for mixer in mixers_of(hf)),
+        "qk_layernorm": any(isinstance(mixer, Attention) and mixer.qk_norm for mixer in mixers_of(hf)),
         "add_qkv_bias": any(isinstance(mixer, Attention) and mixer.qkv_bias for mixer in mixers_of(hf)),
         "layernorm_zero_centered_gamma": ARCHITECTURES[hf.model_type].zero_centered_norms,
         "attention_output_gate": any(isinstance(mixer, Attention) and mixer.gate for mixer in mixers_of(hf)),

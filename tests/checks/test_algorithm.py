@@ -91,7 +91,7 @@ def estimator(name: str) -> list[str]:
             ["> 51.2"],
         ),
         (["algorithm.advantage.name=opo", "rollout.sampling.n=1"], "rollout.sampling.n", ["opo compares"]),
-        (["algorithm.kl={use: loss, estimator: forward_kl_topk}"], "algorithm.kl.estimator", ["distributions"]),
+        (["algorithm.kl={use: loss, estimator: forward_kl_topk}"], "algorithm.kl.estimator", ["with a teacher"]),
         (["algorithm.distillation.task_loss=false"], "algorithm.distillation.task_loss", ["nothing is trained"]),
         (
             ["algorithm.distillation={coef: 1, through: policy}", "algorithm.loss.name=kl_cov", "teacher.path=."],

@@ -58,7 +58,7 @@ def test_values_of_other_trainers_belong_to_keys_that_exist_and_become_values_th
     assert value_fix("rollout.engine", "embedded") is None
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5", "ministral", "qwen2_moe"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_omni", "ministral", "qwen4"])
 def test_another_architecture_is_no_typing_error(failures, model_type):
     [problem] = [
         check for check in failures(f"model.hf_config.model_type={model_type}") if "architecture" in check.message

@@ -115,7 +115,7 @@ def test_the_loopback_device_is_for_one_machine_only(monkeypatch: pytest.MonkeyP
 def test_nccl_keeps_its_choice_where_servers_may_be_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     sglang = SGLangConfig(urls=["http://gpu3:30000"])
-    with_urls = RunConfig(name="x", rollout=RolloutConfig(sglang=sglang))
+    with_urls = RunConfig(name="x", rollout=RolloutConfig(engine="sglang", sglang=sglang))
     assert "NCCL_SOCKET_IFNAME" not in process_environment(with_urls, 1)
 
 

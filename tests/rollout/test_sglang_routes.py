@@ -25,7 +25,7 @@ def test_layers_without_experts_are_left_out_and_other_routes_are_refused():
     meta = {"routed_experts": base64.b64encode(numbers.numpy().tobytes()).decode()}
     assert read_routes(meta, form, tokens=3).tolist() == [[3, 1], [2, 0]]
     assert read_routes({}, form, tokens=3) is None
-    with pytest.raises(ValueError, match="8 numbers instead of"):
+    with pytest.raises(ValueError, match="8 numbers as routes"):
         read_routes(meta, form, tokens=4)
     with pytest.raises(ValueError, match="experts 0 to 3 of 3"):
         read_routes(meta, RouteForm((False, True), chosen=2, experts=3), tokens=3)

@@ -158,7 +158,10 @@ def train(folder: Path, *arguments: str) -> Ended:
         (["reward.name=syntax.py:score"], ["syntax.py:1", "not valid Python"]),
         (["reward.name=rewards.py:raise"], ["defines no raise", "did you mean rewards.py:raises?"]),
         (["model.hf_config.model_type=gpt2"], ["model.hf_config: the model's architecture", "'gpt2'", "qwen3_moe"]),
-        (["model.hf_config=null", "model.path=gpt2"], ["gpt2/config.json: the model's architecture", "llama, mistral"]),
+        (
+            ["model.hf_config=null", "model.path=gpt2"],
+            ["gpt2/config.json: the model's architecture", "llama, minimax_m2, mistral"],
+        ),
         (["cluster.nproc=4", "actor.parallel.tp=4"], ["actor.parallel.tp", "2 key/value heads", "allowed: 1, 2"]),
         (["trainer.resume=/nope"], ["trainer.resume: checkpoint folder not found", "auto, never"]),
         (["trainer.resume=an_empty_folder"], ["not a complete checkpoint", "RUN_DIR/checkpoints/step_N"]),

@@ -79,7 +79,7 @@ def test_handles_of_work_under_way_cannot_go_to_other_replicas():
     batch.set("pending", [object(), object()])
     with pytest.raises(ConfigError, match=r"placement\.share(?s:.*)'rollout' cannot be sent .*'pending'") as refused:
         TokenExchange(graph, graph.order()).share(context([[1, 1], [1, 1]]), graph["rollout"], batch)
-    assert "list the node before nodes that leave work in flight" in str(refused.value)
+    assert "list the node before nodes that start work" in str(refused.value)
 
 
 def test_what_has_been_shared_by_tokens_and_other_nodes_samples_stay():

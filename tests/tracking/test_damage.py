@@ -92,7 +92,7 @@ def look(folder: Path) -> None:
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", FILES)
 def test_a_run_goes_on_whatever_happened_to_a_file_beside_its_checkpoints(whole, tmp_path, monkeypatch, name, damage):
-    monkeypatch.setattr(records, "_told", set())
+    monkeypatch.setattr(records, "_reported", set())
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     DAMAGES[damage](folder / name)
@@ -114,7 +114,7 @@ def test_a_run_goes_on_whatever_happened_to_a_file_beside_its_checkpoints(whole,
 @pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "samples.jsonl"])
 @pytest.mark.parametrize("damage", ["empty", "cut", "zeros", "a list", "not UTF-8", "a folder"])
 def test_damage_is_told_in_one_line_that_names_the_file(whole, tmp_path, monkeypatch, caplog, name, damage):
-    monkeypatch.setattr(records, "_told", set())
+    monkeypatch.setattr(records, "_reported", set())
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     DAMAGES[damage](folder / name)
