@@ -184,7 +184,7 @@ def rank_1_is_killed(config: RunConfig, run_dir: Path) -> None:
 
 
 def rank_1_leaves(config: RunConfig, run_dir: Path) -> None:
-    """Rank 1 ends with exit code 0 while rank 0 waits for it."""
+    """Rank 1 ends with exit code 0 while rank 0 works; then rank 0 waits for it."""
     import torch.distributed as dist
 
     join("gloo", config.cluster.timeout_s, run_dir)
@@ -194,6 +194,7 @@ def rank_1_leaves(config: RunConfig, run_dir: Path) -> None:
         if os.environ["RANK"] == "1":
             time.sleep(0.5)
             os._exit(0)
+        time.sleep(2.0)  # torchrun's agent ends all at the first failure, and its launcher looks only now and then
         dist.barrier()
 
 
