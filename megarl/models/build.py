@@ -48,6 +48,8 @@ def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head
     Megatron's parallel state must be initialised. Then call `load_weights` or `init_random` from models.weights.
     """
     vpp = tconf.virtual_pipeline_model_parallel_size
+    wide = any(isinstance(mixer, Attention) and mixer.wide_norm for mixer in tconf.mixers)
+    tconf.qk_layernorm = tconf.qk_layernorm or wide  # megatron-core 0.19 accepts no norm of queries otherwise
     chunks = []
     for stage in range(vpp or 1):
         vp_stage = stage if vpp else None
@@ -66,6 +68,9 @@ def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head
         replay_routes(chunk, moe_layers(hf_config))
         # Megatron creates some parameters (gates of shared experts) on the host whatever the device.
         chunks.append(chunk.to(device()))
+    if wide:
+        # Megatron would take these norms for whole on every tensor-parallel rank, and sum their gradients.
+        tconf.qk_layernorm = False
     if tconf.lora is not None:
         attach(chunks, tconf.lora)
     return chunks
