@@ -202,8 +202,8 @@ class Objective:
         """
         mask, is_weights, old_logp = inputs.loss_mask, inputs.is_weights, inputs.old_logp
         if old_logp is None:
-            old_logp, drawn = logp.detach(), inputs.surplus_logp
-            old_logp = old_logp if drawn is None else drawn.where(~drawn.isnan(), old_logp)
+            old_logp, surplus = logp.detach(), inputs.surplus_logp
+            old_logp = old_logp if surplus is None else surplus.where(~surplus.isnan(), old_logp)
         correction = self._correct(logp, inputs) if self.measures(inputs) else None
         bypasses = correction is not None and self.correction.bypass
         if correction is not None and bypasses:

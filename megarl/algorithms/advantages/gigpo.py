@@ -51,9 +51,8 @@ def gigpo(
     rows, groups = score_groups(token_rewards, mask, uid, offsets, allow_singleton)
     keys, valid, device = turn_keys.reshape(-1), mask.reshape(-1), mask.device
     begins = keys != 0
-    begins[rows.offsets[:-1][rows.offsets.diff() > 0]] = (
-        True  # a row without a key at its first token begins a turn, too
-    )
+    # A row without a key at its first token begins a turn, too.
+    begins[rows.offsets[:-1][rows.offsets.diff() > 0]] = True
     turn, row = begins.cumsum(0) - 1, rows.expand(torch.arange(len(rows), device=device))
     row_of_turn = row[begins]
     rewards = torch.zeros(len(row_of_turn), dtype=torch.float64, device=device)
