@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 CAMPAIGNS = (
-    *("durability", "exports", "faults", "install", "kernels", "kills"),
+    *("durability", "exports", "families", "faults", "install", "kernels", "kills"),
     *("libero", "lora", "memory", "servers", "slurm", "smollm2", "teams", "trl", "tutorials"),
 )
 

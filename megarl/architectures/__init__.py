@@ -7,6 +7,9 @@ list it below. Source: the configuration and modelling files of these models in 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from megarl.architectures import (
     deepseek_v3,
     gemma3,
@@ -56,6 +59,20 @@ _MODULES = (
     smollm3,
 )
 ARCHITECTURES: dict[str, Architecture] = {module.ARCHITECTURE.model_type: module.ARCHITECTURE for module in _MODULES}
+#: Model types that transformers does not have -> the architecture of the same computation and tensors.
+ALIASES = {"kimi_k2": "deepseek_v3"}
+
+
+def standard_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the model type of its architecture; code that an alias ships with is left out."""
+    if (kind := raw.get("model_type")) not in ALIASES:
+        return dict(raw)
+    return {key: value for key, value in raw.items() if key != "auto_map"} | {"model_type": ALIASES[kind]}
+
+
+def supported_model_types() -> list[str]:
+    """Return the values of `model_type` that are supported, in order."""
+    return sorted([*ARCHITECTURES, *ALIASES, *DECODERS, *TEXT_PARTS])
 
 
 def architecture(model_type: object, source: str) -> Architecture:
@@ -63,12 +80,11 @@ def architecture(model_type: object, source: str) -> Architecture:
     config."""
     if model_type not in ARCHITECTURES:
         # callers pass the decoder of a vision-language model
-        supported = sorted([*ARCHITECTURES, *DECODERS, *TEXT_PARTS])
         raise ConfigError(
             "the model's architecture is not supported" if model_type else "the model's config has no model_type",
             where=source,
             found=model_type,
-            allowed=supported,
+            allowed=supported_model_types(),
             fix="choose a model of one of these architectures",  # similar names are other models
         )
     return ARCHITECTURES[str(model_type)]

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.architectures import ARCHITECTURES
+from megarl.architectures import ARCHITECTURES, standard_config
 from megarl.architectures.check import check_keys
 from megarl.architectures.tensors import UNTIED_HEAD, Elements, ModelPart, elements, part_of
 from megarl.architectures.values import (
@@ -166,6 +166,12 @@ class ModelFacts:
         return sum(self.parameters_of.values()) + self.visual_parameters
 
     @property
+    def active_parameters(self) -> int:
+        """Number of parameters that one token uses: all but those of the experts that no router chooses for it."""
+        idle = self.experts - self.experts_per_token
+        return self.parameters - (self.parameters_of["experts"] // self.experts * idle if self.is_moe else 0)
+
+    @property
     def visual_parameters(self) -> int:
         """Number of parameters of the vision part, which is on the first pipeline stage."""
         return sum(self.visual_parts.values())
@@ -197,6 +203,7 @@ def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
 
     For a robot policy these are the facts of its language model, with its vision part.
     """
+    raw = standard_config(raw)
     if raw.get("model_type") == VLA_TYPE:
         text = {"model_type": "llama", **(raw.get("text_config") or {})}
         facts = facts_from_config(text, f"{source}: text_config")

@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.algorithms.needs import estimator_fields
 from megarl.algorithms.registry import Settings
+from megarl.architectures import standard_config
 from megarl.architectures.known_keys import ignored_keys, unknown_keys
 from megarl.architectures.values import training_problems
 from megarl.artifacts.facts import ARCHITECTURES, ModelFacts, hub_cache_folder, is_hub_name, local_folder, model_facts
@@ -38,6 +39,7 @@ from megarl.data.sources import (
 from megarl.data.templates import check_chat_template as parse_chat_template
 from megarl.data.templates import check_template_kwargs, read_template
 from megarl.data.tokenizer import CHARS, SPECIAL_TOKENS, WORDS, written_tokens
+from megarl.planning.shards import BYTES, key_value_bytes, sequence_state_bytes
 from megarl.rewards import REWARDS
 from megarl.rewards.parts import located, raise_part_problems
 from megarl.rewards.references import gives_images, uses_reward
@@ -70,13 +72,22 @@ def check_model(model: ModelConfig, facts: ModelFacts | None, checks: Checklist)
     if facts is None:
         checks.skip(f"{model.path} is not a folder here and is not in the local hub cache: taken as a hub name")
     else:
-        checks.ok(f"{facts.source}: {facts.model_type}, {facts.parameters:,} parameters")
+        checks.ok(f"{facts.source}: {facts.model_type}, {_sizes(facts, model)}")
         checks.from_error(model.freeze_problem(sees=bool(facts.visual_parts)))
         check_local_weights("model", model.path, facts, checks)
     if model.hf_config is not None and model.path is None:
         _check_spelling(model.hf_config, checks)
     _check_tokenizer(model, facts, checks.of("tokenizer"))
     return facts
+
+
+def _sizes(facts: ModelFacts, model: ModelConfig) -> str:
+    """Return the numbers of parameters, and what decoding keeps on one rank without tensor parallelism."""
+    active = f", {facts.active_parameters:,} of them for a token" if facts.is_moe else ""
+    cached = key_value_bytes(facts, 1, model.dtype)
+    state = sequence_state_bytes(facts, 1, BYTES[model.dtype])
+    fixed = f" and {state:,.0f} of a sequence" if state else ""
+    return f"{facts.parameters:,} parameters{active}; decoding keeps {cached:,.0f} bytes of a token{fixed}"
 
 
 def check_local_weights(role: str, path: str | None, facts: ModelFacts, checks: Checklist) -> None:
@@ -96,6 +107,7 @@ def check_only_in_training(facts: ModelFacts | None, checks: Checklist) -> None:
 
 
 def _check_spelling(hf_config: dict[str, Any], checks: Checklist) -> None:
+    hf_config = standard_config(hf_config)
     known = hf_config.get("model_type") in ARCHITECTURES
     for key, fix in unknown_keys(hf_config) if known else ():
         checks.fail(

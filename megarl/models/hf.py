@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.architectures import ARCHITECTURES, values
+from megarl.architectures import ALIASES, ARCHITECTURES, standard_config, values
 from megarl.architectures.generic import MEANINGS
 from megarl.architectures.vision import LANGUAGE_MODEL
 from megarl.architectures.vision_language import (
@@ -58,8 +58,9 @@ def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files:
         return _vla_policy(raw, where, model, key, follow_files=follow_files)
     if raw.get("model_type") in DECODERS:
         return _vision_language(raw, where, model, key)
-    if raw.get("model_type") in TEXT_PARTS:
-        text = load_hf_config(ModelConfig(hf_config=text_config(raw)), f"{where}.text_config")
+    if (kind := raw.get("model_type")) in TEXT_PARTS or kind in ALIASES:
+        part, section = (text_config(raw), ".text_config") if kind in TEXT_PARTS else (standard_config(raw), "")
+        text = load_hf_config(ModelConfig(hf_config=part), f"{where}{section}")
         if model.path is not None and follow_files:
             _follow_files(text, model.path)
         return text

@@ -13,7 +13,6 @@ from megarl.checks.weights import check_weights
 from megarl.models.packing import pack_stream
 from megarl.models.weight_table import as_index
 from megarl.models.weights.fill import local_shards
-from megarl.planning.shards import key_value_bytes, sequence_state_bytes
 from tests.dist import single_process
 from tests.models.tiny import build_tiny, save_tiny
 
@@ -81,17 +80,3 @@ def test_the_language_model_of_a_model_with_images_is_read_alone(tmp_path, capsy
     facts = facts_from_config(whole, "config.json")
     assert check_weights(nested, facts)
     assert facts.parameters == sum(tensor.numel() for tensor in tensors.values())
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters", "cached", "state"),
-    [("qwen3_next", 79_674_391_296, 12 * 2 * 2 * 256 * 2, 36), ("qwen3_5_moe_text", 34_660_610_688, 10 * 2048, 30)],
-)
-def test_sizes_of_published_models(name, parameters, cached, state):
-    """Qwen3-Next-80B-A3B and Qwen3.5-35B-A3B without further-token layers: the classes' defaults are their sizes."""
-    facts = facts_from_config({"model_type": name}, "the defaults")
-    assert facts.parameters == parameters
-    assert key_value_bytes(facts, 1, "bf16") == cached
-    each = 32 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 32 * 128) * 2  # a float32 state, and the convolution's last inputs
-    assert sequence_state_bytes(facts, 1, 2) == state * each
-    assert sequence_state_bytes(facts, 4, 2) == state * each / 4

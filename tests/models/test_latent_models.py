@@ -59,6 +59,20 @@ def test_another_layer_of_a_model_that_does_not_predict_ahead_is_refused(tmp_pat
         build_tiny(tmp_path)
 
 
+def test_kimi_k2_is_read_as_deepseek_v3_without_its_code(tmp_path):
+    expected = save_tiny(tmp_path, "deepseek_v3")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}  # a file that is not there
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": "kimi_k2", "auto_map": code}))
+    facts = model_facts(ModelConfig(path=str(tmp_path)))
+    assert (facts.model_type, facts.parameters) == ("deepseek_v3", expected.num_parameters())
+    chunks = build_tiny(tmp_path)
+    export_weights(chunks, tmp_path / "out", chunks[0].hf_config, world=world())
+    written, stored = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", tmp_path))
+    assert all(torch.equal(written[name], stored[name]) for name in stored)
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "deepseek_v3"
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes", "key"),
     [
