@@ -51,11 +51,23 @@ def sequence_problem(key: str, parallel: ParallelConfig) -> ConfigError | None:
 
 
 def context_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> ConfigError | None:
-    """Return an error for context parallelism with a kind of layer that does not support it, else None."""
-    problem = next((each for mixer in facts.mixer_counts if (each := mixer.context_parallel_problem)), None)
-    if parallel.cp == 1 or problem is None:
+    """Return an error if context-parallel ranks cannot share the heads of a layer with states evenly, else None."""
+    widths: dict[str, int] = {}
+    for mixer in facts.mixer_counts:
+        widths |= mixer.context_widths()
+    tp, cp = parallel.tp, parallel.cp
+    bad = [f"{width} {name}" for name, width in widths.items() if width % (tp * cp)]
+    if cp == 1 or not bad:
         return None
-    return ConfigError(problem, where=f"{key}.cp", found=parallel.cp, allowed="1", fix=f"set {key}.cp to 1")
+    fit = [size for size in divisors(math.gcd(*widths.values())) if all(w % (tp * size) == 0 for w in widths.values())]
+    return ConfigError(
+        f"tp {tp} * cp {cp} does not divide the model's {', '.join(bad)}; context-parallel ranks share these heads, "
+        "because each head reads whole sequences in order",
+        where=f"{key}.cp",
+        found=cp,
+        allowed=fit or [1],
+        fix=f"set {key}.cp to {max((size for size in fit if size <= cp), default=1)}",
+    )
 
 
 def image_problems(layouts: Iterable[ParallelConfig]) -> list[ConfigError]:

@@ -144,3 +144,16 @@ def cp_split(padded: Sequence[int], cp_size: int, cp_rank: int) -> Tensor | None
             parts.append(torch.arange(start + c * chunk, start + (c + 1) * chunk))
         start += length
     return torch.cat(parts)
+
+
+def places_on_ranks(padded: Sequence[int], cp_size: int) -> Tensor:
+    """Return, for each token of the padded stream, its index in the concatenation of all ranks' tokens."""
+    parts = [cp_split(padded, cp_size, rank) for rank in range(cp_size)]
+    return inverse_order(torch.cat([part for part in parts if part is not None]))
+
+
+def inverse_order(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation int64 [n]."""
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return places

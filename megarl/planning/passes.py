@@ -292,10 +292,11 @@ class ModelPass:
         return Cost("T4", "tensor and sequence parallel", seconds, sent)
 
     def _context(self, share: Share, passes: float, *, train: bool) -> Cost:
-        """Return the cost of gathering keys and values (again when recomputed) and scattering their gradients."""
+        """Return the cost of gathering keys and values or exchanging tokens for heads (again when recomputed), and the
+        same for the gradients."""
         facts, parallel = self.facts, self.parallel
         cp, times = parallel.cp, passes - 1 if train else 1
-        gathered = sum(count * mixer.gathered_elements(parallel.tp) for mixer, count in facts.mixer_counts.items())
+        gathered = sum(count * mixer.gathered_elements(parallel.tp, cp) for mixer, count in facts.mixer_counts.items())
         sent = times / self._stages * (cp - 1) / cp * share.tokens * gathered * self._element
         seconds = self._links.ring(sent, cp, parallel.tp, steps=times * 2 * facts.layers / self._stages)
         return Cost("T5", "context parallel", seconds, sent)

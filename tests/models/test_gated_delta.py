@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from megarl.artifacts.facts import facts_from_config
+from megarl.artifacts.layout import context_problem
 from megarl.checks.weights import check_weights
+from megarl.config.model import ParallelConfig
 from megarl.models.packing import pack_stream
 from megarl.models.weight_table import as_index
 from megarl.models.weights.fill import local_shards
@@ -80,3 +82,11 @@ def test_the_language_model_of_a_model_with_images_is_read_alone(tmp_path, capsy
     facts = facts_from_config(whole, "config.json")
     assert check_weights(nested, facts)
     assert facts.parameters == sum(tensor.numel() for tensor in tensors.values())
+
+
+@pytest.mark.parametrize(("tp", "cp", "allowed"), [(1, 16, None), (4, 8, "1, 2, 4"), (1, 3, "1, 2, 4, 8, 16")])
+def test_context_parallel_ranks_share_key_heads_evenly(tp, cp, allowed):
+    """Qwen3-Next has 16 key heads."""
+    facts = facts_from_config({"model_type": "qwen3_next"}, "the defaults")
+    problem = context_problem("actor.parallel", ParallelConfig(tp=tp, cp=cp), facts)
+    assert (problem and problem.allowed) == allowed

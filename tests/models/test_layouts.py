@@ -68,12 +68,12 @@ def passed(model, layout: dict) -> dict:
     (local[real] * probe(stream.index[real], model.vocab_range)).sum().backward()
     mlp = model.decoder.layers[0].mlp
     sparse = hasattr(mlp, "router")
-    grad = mlp.router.weight.grad if sparse else mlp.linear_fc2.weight.grad
+    grad = (mlp.router.weight if sparse else mlp.linear_fc2.weight).grad.clone()
     whole = torch.zeros(sum(LENGTHS), 131)
     start, end = model.vocab_range
     whole[stream.index[real], start:end] = local[real].detach()
     if layout.get("tp", 1) * cp > 1:
-        dist.all_reduce(whole)
+        dist.all_reduce(whole, group=mpu.get_tensor_and_context_parallel_group())
     if cp > 1:
         dist.all_reduce(grad, group=mpu.get_context_parallel_group())
     elif model.config.sequence_parallel and sparse:
@@ -214,16 +214,22 @@ def test_random_model_is_the_same_in_every_layout(tmp_path):
         assert all(torch.equal(first[key], other[key]) for key in first), name
 
 
-STATES_2 = {name: FORWARD_2[name] for name in ("tp2", "tp2+sp")}
+STATES_4 = {"cp4": {"cp": 4}, "tp2xcp2": {"tp": 2, "cp": 2}, "tp2xcp2+sp": {"tp": 2, "cp": 2, "sp": True}}
+AGAIN = "cp2 and recomputation"
 
 
 @pytest.mark.procs
-def test_states_do_not_depend_on_the_layout(tmp_path):
-    """Gated delta nets, whose heads tensor parallelism divides; context parallelism is refused."""
-    save_tiny(tmp_path / "model", "qwen3_5_text", tie_word_embeddings=False)
-    results = run_distributed(_states, 2, 240, str(tmp_path / "model"), str(tmp_path / "out"))
+@pytest.mark.parametrize(
+    ("processes", "layouts"),
+    [(2, FORWARD_2), pytest.param(4, {**STATES_4, AGAIN: {"cp": 2}}, marks=pytest.mark.campaign("teams"))],
+)
+def test_states_do_not_depend_on_the_layout(tmp_path, processes, layouts):
+    """Gated delta nets, whose heads tensor and context parallelism divide."""
+    heads = {"linear_num_key_heads": processes, "linear_num_value_heads": 2 * processes}
+    save_tiny(tmp_path / "model", "qwen3_5_text", tie_word_embeddings=False, **heads)
+    results = run_distributed(_states, processes, 240, str(tmp_path / "model"), str(tmp_path / "out"), layouts)
     one = results[0]["one"]
-    for name in STATES_2:
+    for name in layouts:
         torch.testing.assert_close(results[0][name]["logits"], one["logits"], atol=2e-5, rtol=0)
         for parameter, grad in one["grads"].items():
             torch.testing.assert_close(
@@ -233,15 +239,16 @@ def test_states_do_not_depend_on_the_layout(tmp_path):
                 rtol=1e-2,
                 msg=lambda text, at=name: f"{at}: {text}",
             )
-    assert_exports_equal([tmp_path / "model"], tmp_path / "out", {**STATES_2, "pp2": {}})
+    assert_exports_equal([tmp_path / "model"], tmp_path / "out", {**layouts, "pp2": {}})
 
 
-def _states(folder: str, out: str) -> dict:
-    export_cases([folder], out, {**STATES_2, "pp2": {"pp": 2}})
-    return {name: _with_all_gradients(folder, layout) for name, layout in {**STATES_2, "one": {}}.items()}
+def _states(folder: str, out: str, layouts: dict) -> dict:
+    export_cases([folder], out, {**layouts, "pp2": {"pp": 2}})
+    cases = {**layouts, "one": {}}
+    return {name: _with_all_gradients(folder, layout, again=name == AGAIN) for name, layout in cases.items()}
 
 
-def _with_all_gradients(folder: str, layout: dict) -> dict:
+def _with_all_gradients(folder: str, layout: dict, *, again: bool) -> dict:
     """The logits of `forward`, and every gradient under the names of the checkpoint."""
     from megatron.core import parallel_state as mpu
 
@@ -250,6 +257,8 @@ def _with_all_gradients(folder: str, layout: dict) -> dict:
 
     fresh(layout)
     (model,) = build_tiny(folder, **layout)
+    for layer in model.decoder.layers:
+        layer.self_attention._recompute = again
     logits = passed(model, layout)["logits"]
     ways = layout.get("tp", 1)
     grads: dict[str, torch.Tensor] = {}
@@ -262,10 +271,13 @@ def _with_all_gradients(folder: str, layout: dict) -> dict:
         for piece in shard.pieces:
             whole = grads.setdefault(piece.source, torch.zeros(shapes[piece.source]))
             whole[as_index(piece.source_region)] = grad[as_index(piece.target_region)]
+    if layout.get("cp", 1) > 1:
+        for grad in grads.values():
+            dist.all_reduce(grad, group=mpu.get_context_parallel_group())
     if ways > 1:
         for name, grad in grads.items():
-            filled = (grad != 0).float()
-            dist.all_reduce(grad)
-            dist.all_reduce(filled)
+            filled, group = (grad != 0).float(), mpu.get_tensor_model_parallel_group()
+            dist.all_reduce(grad, group=group)
+            dist.all_reduce(filled, group=group)
             grads[name] = grad / filled.clamp(min=1)
     return {"logits": logits, "grads": grads}

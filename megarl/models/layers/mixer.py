@@ -62,11 +62,12 @@ class Mixer(ABC):
         """
         return 0.0
 
-    def gathered_elements(self, tp: int) -> float:
-        """Return the elements per token that context-parallel ranks gather, in the forward pass."""
+    def gathered_elements(self, tp: int, cp: int) -> float:
+        """Return the elements per token of all context-parallel ranks that a rank receives in the forward pass; it
+        sends as many in the backward pass."""
         return 0.0
 
-    @property
-    def context_parallel_problem(self) -> str | None:
-        """Why the kind does not support context parallelism; None if it does."""
-        return None
+    def context_widths(self) -> dict[str, int]:
+        """Return what tensor and context parallelism divide together, by its name in messages: each number must be a
+        multiple of tp * cp."""
+        return {}

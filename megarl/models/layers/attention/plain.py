@@ -98,7 +98,7 @@ class Attention(Mixer):
         """Implement `Mixer.cache_elements`."""
         return 2 * self.groups / min(tp, self.groups) * self.width
 
-    def gathered_elements(self, tp: int) -> float:
+    def gathered_elements(self, tp: int, cp: int) -> float:
         """Implement `Mixer.gathered_elements`."""
         return 2 * self.groups * self.width / tp
 

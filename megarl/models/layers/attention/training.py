@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 from megarl.models.config import PolicyConfig
 from megarl.models.layers.attention.cpu import LONGEST, causal_attention
 from megarl.models.layers.attention.plain import Attention
-from megarl.models.packing import PackedSequences, cp_split
+from megarl.models.packing import PackedSequences, inverse_order, places_on_ranks
 from megarl.models.rope import apply_rope
 
 _BUCKET_RATIO = 0.85  # shortest / longest sequence of a bucket: at most 1 - 0.85**2 = 28% of the work is padding
@@ -178,7 +178,7 @@ def plan_varlen(packed: PackedSequences, where: torch.device) -> VarlenPlan:
         cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
         return VarlenPlan((VarlenCall(cu, cu, longest, longest, causal=not packed.open_from),))
     lengths = torch.tensor(packed.lengths)
-    chunks, starts, key_place = lengths // (2 * cp), lengths.cumsum(0) - lengths, _key_places(packed.lengths, cp)
+    chunks, starts, key_place = lengths // (2 * cp), lengths.cumsum(0) - lengths, places_on_ranks(packed.lengths, cp)
     ends = lambda sizes: F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32).to(where)  # noqa: E731
     calls, order = [], []
     for half, seen in enumerate((rank + 1, 2 * cp - rank)):  # number of chunks of each sequence up to this rank's
@@ -191,19 +191,7 @@ def plan_varlen(packed: PackedSequences, where: torch.device) -> VarlenPlan:
         index = key_place[torch.cat(keys)].to(where)
         calls.append(VarlenCall(ends(chunks), ends(seen * chunks), longest, seen * longest, index))
     q_index = torch.cat(order)
-    return VarlenPlan(tuple(calls), q_index.to(where), _inverse(q_index).to(where))
-
-
-def _key_places(lengths: Sequence[int], cp: int) -> Tensor:
-    """Return, for each token of the stream, its index in the concatenation of all context-parallel ranks' tokens."""
-    parts = [cp_split(lengths, cp, rank) for rank in range(cp)]
-    return _inverse(torch.cat([part for part in parts if part is not None]))
-
-
-def _inverse(order: Tensor) -> Tensor:
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order))
-    return places
+    return VarlenPlan(tuple(calls), q_index.to(where), inverse_order(q_index).to(where))
 
 
 def varlen_kernel(q: Tensor) -> Callable[..., Tensor] | None:
@@ -354,7 +342,7 @@ def plan_buckets(packed: PackedSequences, where: torch.device) -> AttentionPlan:
         return AttentionPlan((bucket,), None)
     local = torch.tensor(lengths) // cp
     q_start = local.cumsum(0) - local
-    k_order = _key_places(lengths, cp) if cp > 1 else None
+    k_order = places_on_ranks(lengths, cp) if cp > 1 else None
     k_start = torch.tensor([0, *lengths[:-1]]).cumsum(0)
     buckets, restore, offset = [], torch.empty(int(local.sum()), dtype=torch.int64), 0
     for members in group_by_length(lengths):

@@ -103,10 +103,16 @@ class GatedDelta(Mixer):
         state = self.value_heads / tp * self.key * self.value * _STATE_BYTES
         return state + (self.taps - 1) * self.channels(1) / tp * element
 
-    @property
-    def context_parallel_problem(self) -> str | None:
-        """A token needs the state that all tokens before it leave."""
-        return "a gated delta net reads the tokens of a sequence one after the other, so ranks cannot share a sequence"
+    def gathered_elements(self, tp: int, cp: int) -> float:
+        """Implement `Mixer.gathered_elements`: tokens are exchanged for heads before the convolution, and the results
+        are exchanged back."""
+        values = self.value_heads * self.value
+        return (self.channels(1) + 2 * self.value_heads + values) / (tp * cp)
+
+    def context_widths(self) -> dict[str, int]:
+        """Implement `Mixer.context_widths`: a state is never divided, so a rank reads whole sequences for a part of the
+        heads."""
+        return self.widths()
 
 
 def gated_delta_of(values: Mapping[str, Any]) -> GatedDelta:

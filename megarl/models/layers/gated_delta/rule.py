@@ -153,29 +153,34 @@ class ChunkPlan:
 
     def cut(self, x: Tensor) -> Tensor:
         """Return the stream [t, ...] as chunks [chunks, size, ...], with zeros at padding."""
-        return _Rows.apply(x, self.tokens, self.places).unflatten(0, (-1, self.size))
+        return take_rows(x, self.tokens, self.places).unflatten(0, (-1, self.size))
 
     def join(self, chunks: Tensor) -> Tensor:
         """Return chunks [chunks, size, ...] as the stream [t, ...]."""
-        return _Rows.apply(chunks.flatten(0, 1), self.places, self.tokens)
+        return take_rows(chunks.flatten(0, 1), self.places, self.tokens)
 
 
 class _Rows(torch.autograd.Function):
-    """The rows x[there] [rows, ...], zero where `there` is -1; `back` is the inverse of `there`, for the gradient."""
+    """See `take_rows`; the gradient is taken by the inverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
-        return _take_rows(x, there)
+        return _rows_or_zeros(x, there)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (back,) = ctx.saved_tensors
-        return _take_rows(grad, back), None, None
+        return _rows_or_zeros(grad, back), None, None
 
 
-def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
+def take_rows(x: Tensor, there: Tensor, back: Tensor) -> Tensor:
+    """Return the rows x[there] [rows, ...], zero where `there` is -1; `back` is the inverse of `there`."""
+    return _Rows.apply(x, there, back)
+
+
+def _rows_or_zeros(x: Tensor, rows: Tensor) -> Tensor:
     return x.index_select(0, rows.clamp(min=0)).masked_fill_((rows < 0).view(-1, *[1] * (x.dim() - 1)), 0)
 
 

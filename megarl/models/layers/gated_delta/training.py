@@ -5,6 +5,9 @@ heads of this rank, r value heads per key head, dk and dv widths of their heads.
 
     hidden [s, 1, h] --in_proj--> Q K V z b a [t, ...] --conv--> q, k [t, G, dk], v [t, G, r, dv] --rule-->
     [t, G, r, dv] --norm, silu(z)--> out_proj --> [s, 1, h]
+
+Under context parallelism the convolution and the rule read all tokens of whole sequences, for a part of the G heads
+(`megarl.models.layers.gated_delta.exchange`).
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from megarl.models.layers.gated_delta.exchange import Exchange
 from megarl.models.layers.gated_delta.plain import GatedDelta
 from megarl.models.layers.gated_delta.rule import DeltaInputs, causal_conv, delta_rule, gated_norm, log_decay
 from megarl.models.layers.mixer import Mixer
@@ -81,20 +85,30 @@ class GatedDeltaNet(MegatronModule):
         """Return the output [s, 1, h] of this layer's mixer for `hidden` [s, 1, h]."""
         projected = self.in_proj(hidden)[0].squeeze(1)
         qkv, z, b, a = split_projection(projected, self.mixer, self.sections)
+        taps, a_log, dt_bias = self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias
+        exchange = None
+        if packed_seq_params.cp_size > 1:
+            exchange = Exchange.of(packed_seq_params, self.groups.cp, hidden.device)
+            widths = list(self.sections.values())[:3]
+            *parts, b, a = exchange.heads_for_tokens([*qkv.split(widths, -1), b, a])
+            qkv, taps = torch.cat(parts, -1), exchange.share(taps, widths)
+            a_log, dt_bias = (exchange.share(x, [len(x)]) for x in (a_log, dt_bias))
 
         def outputs(qkv: Tensor, b: Tensor, a: Tensor) -> Tensor:
             lengths, memo = packed_seq_params.lengths, packed_seq_params.cache
-            mixed = causal_conv(qkv, self.conv1d.weight.squeeze(1), lengths, memo)
-            inputs = delta_inputs(mixed, b, a, self.A_log, self.dt_bias, self.mixer)
-            return delta_rule(inputs, lengths, memo)[0]
+            mixed = causal_conv(qkv, taps, lengths, memo)
+            inputs = delta_inputs(mixed, b, a, a_log, dt_bias, self.mixer)
+            return delta_rule(inputs, lengths, memo)[0].flatten(1)
 
         if self._recompute and self.training:
             out = tensor_parallel.checkpoint(outputs, False, qkv, b, a)
         else:
             out = outputs(qkv, b, a)
+        if exchange is not None:
+            out = exchange.tokens_for_heads(out)
         # Each rank has a part of the heads, and so of the gradient of the norm's weight.
         weight = copy_to_tensor_model_parallel_region(self.out_norm.weight, group=self.groups.tp)
-        normed = gated_norm(out.flatten(1, 2), z, weight, self.config.layernorm_epsilon)
+        normed = gated_norm(out.view_as(z), z, weight, self.config.layernorm_epsilon)
         return self.out_proj(normed.flatten(1).unsqueeze(1))[0], None
 
     def sharded_state_dict(

@@ -84,7 +84,7 @@ class MLA(Mixer):
         """Return all of `cached` on every rank, since all heads read the same latent."""
         return float(self.cached)
 
-    def gathered_elements(self, tp: int) -> float:
+    def gathered_elements(self, tp: int, cp: int) -> float:
         """Implement `Mixer.gathered_elements`: ranks gather latents before they expand them."""
         return float(self.cached)
 
