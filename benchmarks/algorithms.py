@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROWS, LENGTH, GROUP = 4096, 4096, 8
-MICRO_ROWS = 64  # responses that a loss sees at a time: each call has a fixed cost, autograd's, of 50 to 100 us
+MICRO_ROWS = 64  # number of responses per call of a loss; each call costs another 50 to 100 us in autograd
 REPEATS = 7
 
 VERDICT = {True: "yes", False: "no", None: ""}
 
-#: One call of a case, and an optional number that its result is judged by.
+#: A function that makes one call, and a function from its result to a number that measures its quality, if any.
 Made = tuple[Callable[[], Any], Callable[[Any], float] | None]
 
 
@@ -192,7 +192,7 @@ def measure(case: Case) -> dict[str, Any]:
     torch.set_num_threads(1)
     call, judge = case.make()
     gc.collect()
-    gc.disable()  # as timeit does: a collection costs as much as there are objects of other modules
+    gc.disable()  # as timeit does: the time of a garbage collection depends on the objects of other modules
     before = _reset_peak()
     result = call()
     extra = _peak() - before

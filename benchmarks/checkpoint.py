@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure() -> dict[str, Any]:
-    """Return the least of several rounds, of the slowest or largest rank."""
+    """Return each number's minimum over several rounds, of the slowest or largest rank."""
     import torch
     import torch.distributed as dist
 
@@ -114,7 +114,7 @@ def _round(engine: MegatronEngine) -> dict[str, Any]:
                 meta = checkpoint.verify(folder, world)
             with _seconds(row, world, "loading"):
                 checkpoint.load(folder, {"actor": engine}, meta)
-        world.barrier()  # all ranks have read
+        world.barrier()  # a rank may still be reading the folder, which is removed next
     return row
 
 

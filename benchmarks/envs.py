@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megarl bench envs` to those of `megarl bench`."""
     parser.add_argument("--simulator", metavar="NAME", help="envs: included, file.py:Class, or pkg.mod:Class")
     parser.add_argument("--workers", type=int, metavar="N", help=f"envs: processes (default: {WORKERS})")
-    parser.add_argument("--record", type=int, metavar="FRAMES", help="envs: hold a clip of so many frames per episode")
+    parser.add_argument("--record", type=int, metavar="FRAMES", help="envs: record clips of this many frames")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -39,7 +39,9 @@ Entry: TypeAlias = dict[str, Any]
 #: (folder of a package, what to measure) -> the result of `megarl bench`.
 Measure: TypeAlias = Callable[[Path | None, Sequence[str]], Mapping[str, Any]]
 _ROUNDS, _LEAST = 5, 3
-_FLOOR_S = 900.0  # for the rest of a round, so that a run reaches its own limit first, whose message names the run
+# seconds in addition to the runs' own limits, so that a hanging run reaches its own limit first: that error names the
+# run
+_FLOOR_S = 900.0
 _SAME = ("case", "dtype", "overrides", "layout", "host", "metric")
 
 
@@ -217,7 +219,7 @@ def _rounds(
     """Return all cells in every round; who is first, this code or the base, changes from round to round.
 
     Args:
-        writer: keeps every round as soon as it is over, so that nothing is lost with a session that is stopped.
+        writer: records every round as soon as it is over, so that a stopped session loses no finished round.
         keep_going: a cell that fails is left out of later rounds; else its error ends the measurement.
     """
     measured = Measured([([], []) for _ in cells], {})

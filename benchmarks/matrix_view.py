@@ -16,7 +16,7 @@ from megarl.benchmarks.report import median
 if TYPE_CHECKING:
     from rich.table import Table
 
-QUIET = 0.05  # share of the machine that others may take before wall seconds are in doubt
+QUIET = 0.05  # share of the CPU time that other processes may use; above it, wall-clock times are marked as doubtful
 _NUMBERS = ("s", "least-most", "CPU-s", "x floor", "tokens/s", "per GPU", "others")
 JudgedLines = Sequence[tuple[Mapping[str, Any], Mapping[str, Judged]]]
 

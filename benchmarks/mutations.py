@@ -36,8 +36,8 @@ _CLASSES = (
     ".,;:!?'|&",
     "\\/%#@",
 )
-_STEPS = (1, 3)  # in a class: which two characters each becomes
-_LENGTHS = ((500, 1_000), (4_000, 8_000))  # characters: pairs whose times are compared
+_STEPS = (1, 3)  # each character becomes the characters this many places after it in its class
+_LENGTHS = ((500, 1_000), (4_000, 8_000))  # pairs of answer lengths in characters whose times are compared
 _GROWING = {
     "a sum": ("1", "+x", ""),
     "a product": ("x", "(x+1)", ""),
@@ -123,7 +123,7 @@ def judge(answers: list[Answer]) -> dict[str, Any]:
         seconds.append(time.process_time() - start)
         return bool(score == 1.0)
 
-    math({"response": r"\boxed{1+x}", "answer": "x+1"})  # what is imported at the first sample
+    math({"response": r"\boxed{1+x}", "answer": "x+1"})  # untimed, because the first sample imports packages
     wrong: list[tuple[str, str]] = []
     missed: list[tuple[str, str]] = []
     kinds: dict[str, dict[str, int]] = {}
@@ -159,7 +159,7 @@ def growing(name: str, length: int) -> str:
 
 
 def pair_seconds(reference: str, answer: str, rounds: int = 3, least_s: float = 0.03) -> float:
-    """Return the CPU seconds of one comparison: the least of several rounds of at least `least_s` seconds each."""
+    """Return the CPU seconds of one comparison: the minimum over several rounds of at least `least_s` seconds each."""
     from megarl.rewards.math import math
 
     seconds = []

@@ -15,10 +15,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEAST = 0.03  # share by which a step may be slower and still count as equal
-APART = 0.10  # the same between sessions, as long as too few of one commit are known
+LEAST = 0.03  # a step that is slower by at most this share counts as equal
+# the same share if the two steps were measured in different sessions, until enough sessions of one commit are known
+APART = 0.10
 _DRAWS, _TAIL = 4000, 0.005
-_NORMAL = 1.4826  # standard deviations of a normal distribution in its median deviation
+_NORMAL = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
 _SESSIONS, _TIMES = 3, 3.0
 
 

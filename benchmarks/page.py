@@ -130,7 +130,7 @@ def _scaling(kind: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _history(same: Sequence[Mapping[str, Any]]) -> str:
-    """Return the median seconds of each session, and the least and most of its rounds."""
+    """Return the median seconds of each session, and the minimum and maximum over its rounds."""
     seconds = [[measurement[line["metric"]] for measurement in line["rounds"]] for line in same]
     days = [time.strftime("%Y-%m-%d", time.gmtime(line["time"])) for line in same]
     labels = [f"{line['commit'][:7]} {day}" for line, day in zip(same, days, strict=True)]

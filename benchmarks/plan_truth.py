@@ -41,7 +41,7 @@ _GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "6553
 
 #: Hidden width, layers, heads, dense width.
 SIZES = {"10M": (256, 8, 4, 768), "30M": (384, 12, 6, 1152), "80M": (640, 12, 10, 1920)}
-#: Processes, and what differs from one replica per process.
+#: For each layout: number of processes, and the overrides that make it. Without overrides every process is a replica.
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "1": (1, ()),
     "1 recompute": (1, ("actor.engine.recompute=full",)),
@@ -128,7 +128,7 @@ def _train(settings: Sequence[str], environment: dict[str, str]) -> tuple[list[d
 
 
 def planned(settings: Sequence[str], rates: Sequence[float], cores: int) -> dict[str, Any]:
-    """Return seconds of a step and its phases by `megarl plan`, on so many cores of these rates."""
+    """Return seconds of a step and its phases by `megarl plan`, on this number of cores with these rates."""
     from megarl.config.load import load_config
     from megarl.planning.hardware import this_cpu
     from megarl.planning.step import model_sizes, plan_step
@@ -193,7 +193,7 @@ def _fill(result: dict[str, Any], kind: str, size: str, layout: str) -> None:
         case["estimate"] = {"moment": moment, "bytes": needed, "terms": terms}
         return
     if "timed" not in case:
-        # Whatever else runs makes a measurement slower, never faster: the best of all is the machine's.
+        # Other processes can only slow a measurement down, so the fastest one describes the machine.
         result["rates"] = [max(pair) for pair in zip(measure_cores(), result.get("rates") or (0.0,) * 3, strict=True)]
         case["timed"] = timed(settings)
 

@@ -82,7 +82,7 @@ def _stop(program: subprocess.Popen[str], grace: float) -> str:
     except subprocess.TimeoutExpired:
         return f"(none: it did not end within {grace:g} s of SIGTERM either, and was killed)"
     finally:
-        with contextlib.suppress(ProcessLookupError):  # the whole group has ended
+        with contextlib.suppress(ProcessLookupError):  # raised if the whole process group has ended
             os.killpg(program.pid, signal.SIGKILL)
 
 
@@ -103,7 +103,7 @@ class OthersShare:
     processes that end within it.
 
     Attributes:
-        share: after the block: CPU time used by other processes than this one and its children, or given to other
+        share: after the block: CPU time used by processes other than this one and its children, or given to other
             guests by the hypervisor, as a share of all cores. Wall seconds mean something when it is near 0.
     """
 

@@ -1,7 +1,7 @@
 """CPU kernels for the work of decoding and training between matmuls, in one pass each, with torch references.
 
 cpu.cpp is compiled for the machine's instruction set on first use and cached in ~/.cache/megarl. It has a plain C
-interface and uses the OpenMP runtime that torch has loaded. Without a C++ compiler, or for other sizes than multiples
+interface and uses the OpenMP runtime that torch has loaded. Without a C++ compiler, or for sizes other than multiples
 of 16, callers use torch operations; results agree to rounding.
 """
 

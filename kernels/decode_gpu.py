@@ -25,7 +25,7 @@ ATTENTION = (512, 64, 4, 3)
 WIDE_ATTENTION = (512, 32, 4, 2)  # for heads of over 256 bytes, so that reads in flight fit into shared memory
 #: Logits per program of `draw`, logits read at once, warps.
 DRAWING = (8192, 1024, 4)
-_LEAST = 16  # fewest rows of a matrix product in Triton; fewer rows are padded
+_LEAST = 16  # minimum number of rows of a matrix product in Triton; a product with fewer rows is padded
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megarl.kernels.logits_gpu import fitting
 
-#: Numbers per block and warps per program. Blocks of RoPE are pairs of numbers; a norm's row is in one block.
+#: Elements per block and warps per program; for RoPE, pairs of elements per block. A norm's row fits in one block.
 SWIGLU, SWIGLU_BACKWARD, ROPE, NORM, NORM_BACKWARD = (2048, 4), (2048, 8), (1024, 4), (2048, 4), (1024, 4)
 SCALED_SWIGLU_BACKWARD = (1024, 4)
 #: Programs of a norm's backward pass: eight for each of an H100's 132 multiprocessors.
@@ -119,7 +119,7 @@ def rms_norm_backward(
     rows, block, warps = _tile(width, launch)
     programs = min(PROGRAMS, triton.cdiv(count, rows))
     partial = torch.empty(programs, width, dtype=torch.float32, device=x.device) if of_weight else None
-    sums = dx if partial is None else partial  # dx is an unused pointer
+    sums = dx if partial is None else partial  # without `partial` the kernel reads no sums, so any pointer will do
     inputs = x, grad, weight, dx, sums, count, width, eps
     _rms_norm_backward[(programs,)](*inputs, rows, block, of_weight, num_warps=warps)
     return dx, None if partial is None else partial.sum(0).to(weight.dtype)

@@ -82,7 +82,7 @@ KEEP_FREED_MEMORY = {
 }
 
 
-_LEAST_ROOM = 1 << 20  # least free bytes: enough for logs, records and the report of a short run
+_LEAST_ROOM = 1 << 20  # bytes that must be free on the disk: enough for logs, records and the report of a short run
 
 
 @dataclasses.dataclass(frozen=True)

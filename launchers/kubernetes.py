@@ -54,7 +54,7 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _ANSWER_S = 60.0
 _ENDS_S = 10  # seconds for a run that has saved to end its processes and close its record
 _IMAGE = re.compile(r"(?!.*//)[a-z0-9][a-z0-9._:/@-]*(?::[\w.-]+)?")
-_LEAST = 16 * 1024.0**2  # least memory of a pod in bytes
+_LEAST = 16 * 1024.0**2  # minimum memory of a pod in bytes
 _REFERENCE = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._a-zA-Z0-9]+")
 Manifest = dict[str, Any]
 
@@ -467,7 +467,7 @@ def _template(job: KubernetesJob, more: Manifest, name: str = "megarl") -> Manif
         container["resources"] = resources
     extra = dict(settings.container)
     added = extra.pop("volumeMounts", None) or []
-    extra.pop("resources", None)  # the claims are already in the pod's resource claims
+    extra.pop("resources", None)  # the section's resource claims are already part of `resources` above
     container["volumeMounts"] = [*({"name": key, "mountPath": path} for key, path in mounts.items()), *added]
     container |= extra
     volumes = [

@@ -184,6 +184,9 @@ def within(limit_s: float, what: str, call: Callable[[], object]) -> None:
     thread.start()
     thread.join(limit_s)
     if thread.is_alive():
-        raise WorkerError(f"{what} was not ready within cluster.start_timeout_s = {limit_s:g} s")
+        raise WorkerError(
+            f"{what} was not ready within cluster.start_timeout_s = {limit_s:g} s; check that Ray runs there and can "
+            "be reached from this machine, or raise cluster.start_timeout_s"
+        )
     if errors:
         raise errors[0]

@@ -166,7 +166,7 @@ def node_script(job: Submission) -> str:
     lines += [f"export {name}={shlex.quote(value)}" for name, value in slurm.environment.items()]
     lines += ['export NODE_RANK="$SLURM_NODEID"']
     python = slurm.python or ("python" if slurm.image is not None else sys.executable)
-    # with -P a folder `kernels` or `tests` in the current folder hides no package
+    # with -P, a folder `kernels` or `tests` in the current folder cannot shadow a package of that name
     tests = shlex.join([python, "-P", "-m", "megarl.launchers.preflight"])
     lines += ['if [ "${1:-}" = preflight ]; then', f'  exec {tests} "${{@:2}}"', "fi"]
     command = [python, "-P", "-m", "megarl", job.command, str(job.folder / RECIPE)]

@@ -224,5 +224,5 @@ def _left_to_launcher(number: int, frame: FrameType | None) -> None:
 
 if __name__ == "__main__":
     die_with_parents()
-    os.environ |= as_parent(os.environ.get(PARENTS))  # workers also end with the launcher
+    os.environ |= as_parent(os.environ.get(PARENTS))  # so that workers also end when the launcher ends
     sys.exit(agent(sys.argv[1:], Path(os.environ[AGENT_REPORT])))

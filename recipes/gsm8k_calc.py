@@ -24,7 +24,7 @@ OPERAND = re.compile(r"\d+\.?\d*|\.\d+")
 
 
 def expressions(source: str) -> dict[str, str]:
-    """Return {expression: value} of all calculator annotations in GSM8K's data `source`, without blanks."""
+    """Return {expression: value} of all calculator annotations in GSM8K's data `source`, without spaces."""
     values: dict[str, str] = {}
     for row in load_rows(source):
         for expression, value in ANNOTATION.findall(row["answer"]):

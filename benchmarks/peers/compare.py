@@ -37,8 +37,8 @@ from megarl.system.errors import MegarlError, UserError
 from megarl.system.machine import available_cores, machine_info
 
 SCRIPT = Path(__file__).parent / "trl_grpo.py"
-MICRO_BATCH_SEQUENCES = 16  # what TRL is fastest with in case M
-SETTINGS = ("fp32", "fp32+malloc", "bf16", "bf16+malloc")  # of both programs
+MICRO_BATCH_SEQUENCES = 16  # the value with which TRL is fastest in case M
+SETTINGS = ("fp32", "fp32+malloc", "bf16", "bf16+malloc")  # settings with which both programs are measured
 Runs = dict[str, list[dict[str, Any]]]
 
 

@@ -24,7 +24,7 @@ from megarl.config.run import RunConfig
 from megarl.system.errors import UserError
 
 REWARDS = {"math": "math"}
-#: Files of scripts/models, by model.
+#: slime's script in scripts/models for each model.
 MODELS = {
     "meta-llama/Llama-3.1-8B-Instruct": "llama3.1-8B-Instruct",
     "Qwen/Qwen2.5-1.5B": "qwen2.5-1.5B",
@@ -34,7 +34,7 @@ MODELS = {
     "Qwen/Qwen3-32B": "qwen3-32B",
     "Qwen/Qwen3-235B-A22B": "qwen3-235B-A22B",
 }
-#: Its words for KL estimators.
+#: megarl's KL estimator -> slime's name of it.
 KL_TYPES = {"kl": "k1", "mse": "k2", "low_var_kl": "low_var_kl"}
 _PERF = re.compile(r"\bperf \d+: (\{.*\})")
 
@@ -91,7 +91,7 @@ def _training(work: Work) -> list[object]:
     if kl.use == "loss":
         flags += ["--use-kl-loss", "--kl-loss-coef", kl.coef, "--kl-loss-type", KL_TYPES[kl.estimator]]
     flags += ["--optimizer", "adam", "--lr", optim.lr, "--lr-decay-style", optim.schedule]
-    # Its warm-up may not be longer than the run, as one that is made for measuring is.
+    # slime rejects a warm-up that is longer than the run, and a run for a measurement is short.
     updates = work.steps * (config.data.batch_size // work.mini_batch)
     flags += ["--lr-warmup-iters", min(optim.warmup(updates), updates - 1), "--weight-decay", optim.weight_decay]
     flags += ["--adam-beta1", optim.beta1, "--adam-beta2", optim.beta2, "--clip-grad", optim.clip_grad]

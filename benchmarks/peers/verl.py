@@ -17,7 +17,8 @@ import sys
 from megarl.benchmarks.peers.work import NoSuch, Peer, Work, main, prompts
 from megarl.config.run import RunConfig
 
-REWARDS = {"math": "lighteval/MATH", "gsm8k": "openai/gsm8k"}  # by data source, which selects verl's reward
+# megarl's reward -> a data source for which verl chooses the same reward
+REWARDS = {"math": "lighteval/MATH", "gsm8k": "openai/gsm8k"}
 KL_TYPES = ("kl", "abs", "mse", "low_var_kl")
 _ACTOR, _ROLLOUT, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 _THROUGHPUT = re.compile(r"\bperf/throughput:([0-9.eE+-]+)")

@@ -32,7 +32,7 @@ def _child(*arguments: object) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _best(call: Callable[[], None]) -> float:
-    """Return the least seconds of several calls; the first call is not counted."""
+    """Return the minimum seconds over several calls; the first call is not counted."""
     call()
     times = []
     for _ in range(REPEATS):
@@ -117,7 +117,7 @@ def gloo_seconds(data: torch.Tensor, bucket: int) -> float:
 
 def _empty_segments(size: int, bucket: int, names: list[str]) -> None:
     segments = [shared_memory.SharedMemory(name) for name in names]
-    for segment in segments:  # they belong to the process that made them, which removes them
+    for segment in segments:  # Python would remove these segments at exit, but the process that created them does so
         resource_tracker.unregister(segment._name, "shared_memory")  # type: ignore[attr-defined]
     views = [torch.frombuffer(segment.buf, dtype=torch.uint8) for segment in segments]
     target = torch.zeros(size, dtype=torch.uint8)

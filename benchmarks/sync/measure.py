@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 TENSORS, SIDE = 200, 1000  # 200 matrices of 1000 x 1000
 BUCKET_MB = 100
 DEADLINE_S = 120.0
-CHANGED = 0.01  # elements that a delta brings
+CHANGED = 0.01  # share of the elements that differ between two versions
 REPEATS = 10
 _HOST = "127.0.0.1"
-_RUN = "bench"  # in versions' names
+_RUN = "bench"  # part of the names of weight versions
 _LINKED = "MEGARL_BENCH_LINK"  # set in the process that runs on the slow interface
 _SLOW = 'ip link set lo up && tc qdisc add dev lo root tbf rate "$0"gbit burst 1mb latency 50ms && exec "$@"'
 
@@ -186,7 +186,8 @@ def _measure(name: str, folder: Path) -> list[dict[str, Any]]:
         from megarl.sync.transports.delta import DeltaTransport
 
         assert isinstance(transport, DeltaTransport)
-        everything = _least(update, transport._bases.clear)  # nothing to compare with: all of it is sent
+        # without earlier versions to compare with, everything is sent
+        everything = _least(update, transport._bases.clear)
         rows.append(row("delta, full", everything, transport.sent_bytes))
         step = iter(range(10**6))
 

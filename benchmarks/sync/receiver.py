@@ -75,7 +75,8 @@ class _Model:
         self.receiver = receiver
 
     def parameters(self) -> Iterator[Tensor]:
-        yield torch.empty(0, device=self.receiver.device)  # a server's model has some before any tensor comes
+        # a server's model has parameters before the first update; one empty tensor stands for them here
+        yield torch.empty(0, device=self.receiver.device)
         yield from self.receiver.tensors.values()
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:

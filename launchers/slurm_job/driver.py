@@ -41,7 +41,7 @@ class SlurmJob:
         self.guard: subprocess.Popen[bytes] | None = None
         self.guarded, self.guards = 0.0, 0  # time of the guard's last start, and number of its starts
         self.ended = False
-        self.warned: float | None = None  # time of Slurm's warning
+        self.warned: float | None = None  # time at which Slurm's warning of the time limit came; None: not yet
         self.deferred = False  # whether Slurm's warning came before the run was started
 
     def run(self) -> int:
@@ -322,7 +322,8 @@ class SlurmJob:
         if not self.plan["spares"] or not others or runs:
             return
         self.files.write_heartbeat()
-        node = others[self.guards % len(others)]  # another node than before, which may have caused the guard's end
+        # a different node than before: that one may have caused the guard's end
+        node = others[self.guards % len(others)]
         self.guarded, self.guards = time.monotonic(), self.guards + 1
         command = [sys.executable, "-m", "slurm_job", str(self.files.run_dir), "guard"]
         place = [*ONE_NODE, f"--nodelist={node}", f"--chdir={self.files.path}"]

@@ -39,7 +39,7 @@ def answer(*command: str) -> str:
 
 
 def fields_of(line: str) -> dict[str, str]:
-    """Return the fields of `scontrol show ... --oneliner`; values with blanks are cut."""
+    """Return the fields of `scontrol show ... --oneliner`; values with spaces are cut."""
     return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
 

@@ -41,7 +41,7 @@ def aggregation_weights(
     sum_norm: float | None = None,
     copies: Tensor | None = None,
 ) -> Tensor:
-    """Return the weight of every token's loss, float32 in the shape of `mask`, zero where the mask hides.
+    """Return the weight of every token's loss, float32 in the shape of `mask`, zero where the mask is False.
 
     | mode | weight of a valid token; n = valid tokens of its sequence |
     |---|---|

@@ -154,7 +154,7 @@ def kl_in_reward(
         estimator: see `kl_tokens`.
 
     Returns:
-        New token rewards, zero where the mask hides, and float64 [2] on the CPU: the sum of the KL and the number of
+        New token rewards, zero where the mask is False, and float64 [2] on the CPU: the sum of the KL and the number of
         tokens. After adding these over ranks, their quotient is the input of `KLController.update`.
     """
     kl = kl_tokens(estimator, logp, ref_logp, mask)

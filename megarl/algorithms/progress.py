@@ -314,7 +314,7 @@ def _by_task(task: Sequence[Any]) -> dict[Hashable, list[int]]:
     return places
 
 
-#: Successes of a task that are kept within one step, as references for later rounds of its generation.
+#: Number of a task's successes that are kept within one step, as references for later rounds of its generation.
 _OF_A_STEP = 4096
 
 

@@ -119,7 +119,7 @@ def check_tokens(
         inputs: arguments of the component; if a floating tensor among them is not finite, the result may be, too.
         per_sample: number of samples, for a hint if the result has one number per sample.
     """
-    allowed = f"a floating tensor of shape {list(like.shape)}, one finite number per token, 0 where the mask hides"
+    allowed = f"a floating tensor of shape {list(like.shape)}, one finite number per token, 0 where the mask is False"
     if not isinstance(value, torch.Tensor) or value.shape != like.shape or not value.is_floating_point():
         scalar = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
         sampled = isinstance(value, torch.Tensor) and per_sample is not None and value.shape == (per_sample,)

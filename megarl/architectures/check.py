@@ -132,7 +132,8 @@ def _check_heads(values: dict[str, Any], found: Architecture, refuse: Refuse) ->
         refuse("hidden_size", hidden, f"a multiple of the {heads} attention heads")
     if head_width(values) % 2 or not head_width(values):
         # RoPE rotates the two halves of a head, so its width must be even.
-        text = "this variant is not supported" if found.partial_rotary else None  # transformers rotates an even part
+        # transformers rotates a part of the head, whose width may be even
+        text = "this variant is not supported" if found.partial_rotary else None
         refuse(found.head_key, head_width(values), "even number > 0", text)
 
 

@@ -24,7 +24,7 @@ def mixture(values: Mapping[str, Any]) -> Mixture:
 
 
 def _check(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
-    """Refuse values that mean another model than transformers computes."""
+    """Refuse values that describe a model other than the one that transformers computes."""
     for key, value in _FIXED.items():
         if raw.get(key, value) != value:
             refuse(key, raw[key], str(value).lower(), "this variant is not supported")

@@ -19,7 +19,7 @@ from megarl.models.layers.mlp.plain import DENSE
 
 LINEAR, FULL = "linear_attention", "full_attention"
 KINDS = (FULL, LINEAR)
-#: Keys that this family adds; the sizes are those of its configuration classes.
+#: Keys that this family adds, with the default sizes of its configuration classes.
 KEYS: dict[str, Any] = {
     "layer_types": None,
     "full_attention_interval": 4,

@@ -223,7 +223,7 @@ def _complete(scaling: dict[str, Any], values: Mapping[str, Any]) -> dict[str, A
     """Add to RoPE's settings what may stand outside their section."""
     scaling.setdefault("rope_type", scaling.get("type", "default"))
     if scaling["rope_type"] == "yarn" and "longrope" in ARCHITECTURES[values["model_type"]].rope_types:
-        scaling["rope_type"] = "longrope"  # transformers reads the older name so
+        scaling["rope_type"] = "longrope"  # an older name of this kind, which transformers also accepts
     for key in ("rope_theta", "partial_rotary_factor"):
         scaling.setdefault(key, values[key])
     if values.get("rotary_dim") and scaling["partial_rotary_factor"] is None:

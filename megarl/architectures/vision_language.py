@@ -20,7 +20,7 @@ from megarl.system.errors import ConfigError
 DECODERS = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
 
 
-#: Model types of which only the language model is supported -> its architecture; their vision encoder is not read.
+#: Model type whose vision encoder is not supported -> architecture of its language model, which is supported.
 TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 
@@ -105,7 +105,7 @@ class VisionEncoder:
 
     @property
     def patch_values(self) -> int:
-        """Number of values of a patch: colours x frames x pixels."""
+        """Number of values of a patch: channels x frames x pixels."""
         return 3 * self.temporal * self.patch**2
 
     @property

@@ -31,7 +31,7 @@ _TINY = 1e-8
 class ActionStatistics:
     """The statistics of each of the D numbers of an action, or of a robot's own state."""
 
-    mean: NDArray[np.float64]  # float64 [D]; so are the next five fields
+    mean: NDArray[np.float64]  # mean of each value, float64 [D]; the next five fields have the same shape
     std: NDArray[np.float64]  # standard deviation of the population
     max: NDArray[np.float64]  # largest value
     min: NDArray[np.float64]  # smallest value
@@ -177,7 +177,13 @@ class StatisticsCollector:
         """Add an episode: actions [T, D], with grippers as the policy has them, and states [T, state_dim]."""
         episode = len(self.actions)
         if episode and (states is None) != (not self.states):
-            raise DataError("some episodes have states and others have none", where=f"episode {episode}")
+            raise DataError(
+                "some episodes have states and others have none",
+                where=f"episode {episode}",
+                found="no states" if states is None else "states",
+                allowed="states in all episodes, or in none",
+                fix="use demonstrations of one kind: all with states, or all without",
+            )
         new = [("actions", self.actions, actions), *([("states", self.states, states)] if states is not None else [])]
         tables: list[NDArray[np.float32]] = []
         for name, episodes, values in new:
@@ -276,4 +282,10 @@ def _finite(table: NDArray[Any], where: str) -> None:
     wrong = np.argwhere(~np.isfinite(table))
     if len(wrong):
         place = tuple(int(number) for number in wrong[0])
-        raise DataError("a value is not finite", where=f"{where}{list(place)}", found=table[place].item())
+        raise DataError(
+            "a value is not finite",
+            where=f"{where}{list(place)}",
+            found=table[place].item(),
+            allowed="a finite number",
+            fix="correct this number, or leave out the file or episode that has it",
+        )

@@ -16,7 +16,7 @@ from megarl.architectures.vision import STATE_PROJECTOR, VisionShape
 from megarl.system.errors import ConfigError, count
 
 _SHOWN = ("quant_method", "fmt", "weight_block_size", "scale_fmt", "activation_scheme")
-_NAMED = 5  # most tensors that a message lists
+_NAMED = 5  # maximum number of tensors that a message lists
 #: RoPE's frequencies, which older versions of transformers saved; they follow from config.json.
 _COMPUTED = ".rotary_emb.inv_freq"
 _SCALES = "_scale_inv"
@@ -64,7 +64,7 @@ def weight_files(folder: Path, raw: Mapping[str, Any]) -> list[Path]:
             where=str(folder),
             found=others[:5] or None,
             allowed=f"{SINGLE}, or {INDEX} and the files that it names",
-            fix="save the model with save_pretrained (safetensors is its default form)",
+            fix="save the model with save_pretrained (safetensors is its default format)",
         )
     files = _named_by_index(first) if first.name.endswith(".json") else [first]
     for file in files:

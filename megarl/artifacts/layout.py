@@ -192,7 +192,7 @@ def expert_problems(key: str, parallel: ParallelConfig, facts: ModelFacts) -> li
 
 DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 """Group sizes for which DeepEP, from version 1.2.1 on, has settings (`Buffer.get_dispatch_config`)."""
-_DEEPEP_MACHINE, _DEEPEP_CHOICES = 8, 32  # processes per machine that larger groups need; most experts per token
+_DEEPEP_MACHINE, _DEEPEP_CHOICES = 8, 32  # processes per machine that larger groups need; maximum experts per token
 
 
 def dispatch_problem(

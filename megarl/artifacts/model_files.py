@@ -16,7 +16,7 @@ TOKENIZER_FILES = (
     *("tokenizer*", "vocab*", "merges.txt", "*.tiktoken", "*.model", "tekken.json", "tokenization*.py"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*.jinja"),
 )
-# Patterns of files of which one has the tokens, or names the code that builds the tokenizer.
+# Patterns of file names. A tokenizer has at least one such file: its tokens, or the name of the code that builds it.
 _TOKENS = ("tokenizer.json", "tokenizer_config.json", "*.model", "vocab*", "*.tiktoken", "tekken.json")
 
 

@@ -114,7 +114,7 @@ def _check_teacher(config: RunConfig, roles: Roles, checks: Checklist) -> None:
 
 
 def _check_teachers(settings: TeacherConfig, checks: Checklist) -> None:
-    """Check several teachers against each other; other checks cover their files."""
+    """Check that `teacher.models` is not combined with `teacher.path`, and that its names fit into metric names."""
     if settings.path is not None:
         checks.fail(
             "teacher.path",

@@ -122,7 +122,7 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
         terms.append(term("weights of past steps", copies, "rollout.stale_steps"))
     actor = placement.of_role(Role.ACTOR)
     if actor is not None and job == "train" and (copies := policy_of(config).copies):
-        # No weights wait if training limits the speed of the run. A version that is being sent is one more copy.
+        # If training is the bottleneck, no weight versions are queued. A version that is being sent is one more copy.
         weights = _ranks_here(config, actor) * (copies + 1) * parameter_bytes(facts, actor.parallel, config.model.dtype)
         terms.append(Term("weights that wait until they are generated with", weights, "async.max_staleness", 0.0))
     if job != "sft":

@@ -64,7 +64,7 @@ def _check_room(
 ) -> None:
     """Check that every server has enough GPUs on each of its machines. `machines` are the workers per machine."""
     section, key = config.rollout.servers_key, devices_key(config, team)
-    ranks, nnodes = servers.tp_size, servers.nnodes  # other values of dp_size are refused
+    ranks, nnodes = servers.tp_size, servers.nnodes  # dp_size adds no ranks: another check refuses values above 1
     needed, most = servers.servers * ranks, most_servers(max(1, ranks // nnodes), machines, nnodes)
     if not machines or servers.servers <= most or ranks % nnodes:
         return

@@ -94,7 +94,7 @@ def _check_servers(config: RunConfig, placement: Placement, checks: Checklist) -
 
 
 def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -> None:
-    """Check that a rollout engine in another team than the actor's can receive the actor's weights."""
+    """Check that a rollout engine outside of the actor's team can receive the actor's weights."""
     team, servers = placement.of_role(Role.ROLLOUT), config.rollout.servers
     if team is None or Role.ACTOR in team.roles:
         return

@@ -110,7 +110,7 @@ class _Rows:
 
     Attributes:
         tokenizer: None if the exact text of prompts is unknown here.
-        counter: counts the least number of tokens of a prompt; None if only the workers can load the tokenizer.
+        counter: counts the minimum number of tokens of a prompt; None if only the workers can load the tokenizer.
         sizes: number of training samples in sources that were read whole.
     """
 

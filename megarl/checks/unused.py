@@ -17,7 +17,7 @@ from megarl.dag.graph import TaskGraph
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 
-#: Most keys named in one message.
+#: Maximum number of keys in one message.
 _SHOWN = 5
 
 
@@ -165,7 +165,7 @@ OWNERS = (
 
 
 def check_unused(config: RunConfig, graph: TaskGraph | None, placement: Placement | None, checks: Checklist) -> None:
-    """Warn of keys that the user set to other values than their defaults, but that nothing reads."""
+    """Warn of keys that the user set to a value other than the default, but that nothing reads."""
     if graph is None or not config.written:
         return
     checks, job = checks.of("unused keys"), _Job(config, graph, placement)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MODEL = "Qwen/Qwen3-0.6B"
 _NODE = 8  # GPUs per machine
 _GPU_GB = 80.0
-_SLOW_S = 120.0  # slower steps than this are reported, because a first try would take hours
+_SLOW_S = 120.0  # seconds; a longer step is reported, because a first run would take hours
 _PROMPTS = ("messages", "prompt", "question", "problem", "instruction", "query", "input")
 _ANSWERS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "target", "label", "output", "response")
 #: Columns of rows that algorithms without a reward learn from.
@@ -90,7 +90,7 @@ _COMMENTS = {
     "reward.kwargs.extract": "which number of the response counts: whole, first, last",
     "rollout.engine": "embedded: on the training weights; sglang: on servers",
     "rollout.sampling.n": "samples per prompt",
-    "rollout.sampling.max_new_tokens": "most tokens of a response",
+    "rollout.sampling.max_new_tokens": "maximum tokens of a response",
     "rollout.sglang.servers": "number of servers, with tp_size GPUs each",
     "rollout.sglang.colocated": "servers use the training GPUs",
     "rollout.sglang.memory_fraction": "share of a GPU for a server's weights and cache",
@@ -115,7 +115,7 @@ _COMMENTS = {
 #: Comments on keys that count samples; the unit depends on the algorithm.
 _COUNTS = {
     "data.batch_size": "{} per step, over all devices",
-    "data.max_val_samples": "most held-out {} per validation",
+    "data.max_val_samples": "maximum number of held-out {} per validation",
 }
 # other algorithms count prompts
 _SAMPLES = {"kto": "examples", "reward_model": "pairs", "dpo": "pairs", "sft": "examples"}
@@ -434,7 +434,7 @@ def _recipe_text(file: Path, arguments: argparse.Namespace, settings: _Settings)
     from megarl.config.run import RunConfig
 
     tree: dict[str, Any] = {}
-    order = list(fields_of(RunConfig))  # sections in the order of the reference
+    order = list(fields_of(RunConfig))  # sections in the order of docs/keys.md
     for path, value in sorted(settings.items(), key=lambda setting: order.index(setting[0].split(".")[0])):
         place = tree
         *above, name = path.split(".")

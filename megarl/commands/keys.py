@@ -22,7 +22,7 @@ from megarl.recipes.build import PIPELINES
 from megarl.recipes.components import COMPONENTS, REGISTRIES
 from megarl.system.errors import UserError, close_matches
 
-_WIDEST = 100  # most columns of the output
+_WIDEST = 100  # maximum width of the output in characters
 
 
 @dataclass(frozen=True)

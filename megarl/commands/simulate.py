@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace, refuse: Callable[[RunConfig, TaskGraph], 
 
 
 def _settings(text: str) -> tuple[str, ...]:
-    """Split `KEY=VALUE KEY=VALUE` at blanks outside of brackets and quotes. Raise UserError if a bracket or quote is
+    """Split `KEY=VALUE KEY=VALUE` at spaces outside of brackets and quotes. Raise UserError if a bracket or quote is
     not closed, or a part has no `=`.
     """
     parts, depth, quote = [""], 0, ""
@@ -125,7 +125,7 @@ def _settings(text: str) -> tuple[str, ...]:
     if depth or quote:
         raise UserError("a bracket or a quote is not closed", where="--what-if", found=text)
     if wrong := [part for part in split if "=" not in part]:
-        allowed = "KEY=VALUE, several separated by blanks"
+        allowed = "KEY=VALUE, several separated by spaces"
         raise UserError(f"{wrong[0]!r} sets nothing", where="--what-if", found=text, allowed=allowed)
     return split
 

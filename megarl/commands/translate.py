@@ -23,7 +23,7 @@ from megarl.system.errors import UserError
 
 _KEY_VALUE = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(?P<braced>\w+)(?::?-(?P<default>[^${}]*))?\}|\$(?P<plain>\w+)")
-_INNER = 4  # most levels of nested variables
+_INNER = 4  # maximum number of levels of variables inside variables
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _OF_GRPO = {"num_generations", "max_completion_length", "reward_funcs", "num_iterations", "epsilon", "scale_rewards"}
 _OF_SFT = {"packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field", "eos_token"}

@@ -39,7 +39,7 @@ class PolicyLossConfig(ComponentSection):
     )
 
     def of(self, name: str) -> PolicyLossConfig:
-        """Return the settings for the loss `name`: the shared keys, and the loss's defaults for its own."""
+        """Return the settings of the loss `name`: the shared keys, and the loss's own keys with their defaults."""
         return PolicyLossConfig(
             name=name, **{key: getattr(self, key) for key in ("aggregation", "sum_norm", "entropy_coef", "echo_coef")}
         )
@@ -72,7 +72,7 @@ class DynamicSamplingConfig(Section):
     enabled: bool = Field(False, description="turn the filter on")
     max_rounds: PositiveInt = Field(
         10,
-        description="most generation rounds of a step; `short` decides what happens after them. With "
+        description="maximum generation rounds of a step; `short` decides what happens after them. With "
         "async.order=as_ready the run ends when a replica drops all groups of this many rounds in a row (also groups "
         "that algorithm.filter empties)",
     )

@@ -61,7 +61,7 @@ class DataConfig(Section):
         None, description="images with more pixels are reduced; null: the model's own limit"
     )
     limit_images: PositiveInt | None = Field(
-        None, description="most images in a prompt or in a whole episode; null: any number"
+        None, description="maximum images in a prompt or in a whole episode; null: any number"
     )
     format_prompt: str | None = Field(
         None,

@@ -304,7 +304,7 @@ class LaunchConfig(Section):
         1.0, description="free GB that a node needs in the run folder and in the folder for temporary files"
     )
     preflight_clock_s: Seconds = Field(
-        1.0, description="most seconds by which a node's clock may differ from the median of all nodes"
+        1.0, description="maximum seconds by which a node's clock may differ from the median of all nodes"
     )
     preflight_bandwidth: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.5,

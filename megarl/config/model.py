@@ -86,7 +86,7 @@ class ModelConfig(Section):
                 f"this model has no {' and no '.join(missing)}",
                 where=where,
                 found=frozen,
-                allowed=parts if sees else "[], as this model has no other part than its language_model",
+                allowed=parts if sees else "[], as this model has no part other than its language_model",
                 fix="remove the parts that the model does not have",
             )
         if self.freeze and set(parts) == set(self.freeze):

@@ -32,7 +32,7 @@ class SamplingConfig(Section):
         description="keep tokens whose probability is at least this share of the likeliest token's; 0: all (embedded "
         "engine)",
     )
-    max_new_tokens: PositiveInt = Field(256, description="most tokens of a response or turn, end token included")
+    max_new_tokens: PositiveInt = Field(256, description="maximum tokens of a response or turn, end token included")
     min_new_tokens: NonNegativeInt = Field(0, description="forbid end tokens before this many tokens")
     stop_token_ids: list[int] = Field(
         default_factory=list,
@@ -54,13 +54,14 @@ class SamplingConfig(Section):
 class LimitsConfig(Section):
     """Limits of a multi-turn episode; `sampling.max_new_tokens` limits each turn."""
 
-    turns: PositiveInt = Field(16, description="most turns of the policy")
+    turns: PositiveInt = Field(16, description="maximum turns of the policy")
     tokens: PositiveInt | None = Field(
-        None, description="most tokens after the first observation, including the environment's; null: max_new_tokens"
+        None,
+        description="maximum tokens after the first observation, including the environment's; null: max_new_tokens",
     )
     seconds: Seconds | None = Field(
         None,
-        description="most wall time of an episode; running turns then end with the tokens that they have. Runs with "
+        description="maximum wall time of an episode; running turns then end with the tokens that they have. Runs with "
         "such a limit are not repeatable; null: no limit",
     )
 
@@ -87,8 +88,10 @@ class RolloutConfig(Section):
         default_factory=lambda: SamplingConfig(n=8), description="sampling of training responses"
     )
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="limits of episodes with several turns")
-    max_running: PositiveInt = Field(256, description="most sequences decoded at the same time per replica (embedded)")
-    max_prefill_tokens: PositiveInt = Field(8192, description="most prompt tokens per prefill pass (embedded)")
+    max_running: PositiveInt = Field(
+        256, description="maximum sequences decoded at the same time per replica (embedded)"
+    )
+    max_prefill_tokens: PositiveInt = Field(8192, description="maximum prompt tokens per prefill pass (embedded)")
     dtype: Literal["model", "fp32", "bf16"] = Field(
         "model", description="dtype of decoding; model: the trainer's dtype"
     )
@@ -154,7 +157,9 @@ class HeldOutSamplingConfig(Section):
         description="keep tokens whose probability is at least this share of the likeliest token's; "
         "null: as rollout.sampling",
     )
-    max_new_tokens: PositiveInt | None = Field(None, description="most tokens of a response; null: as rollout.sampling")
+    max_new_tokens: PositiveInt | None = Field(
+        None, description="maximum tokens of a response; null: as rollout.sampling"
+    )
     min_new_tokens: NonNegativeInt | None = Field(
         None, description="forbid end tokens before this many tokens; null: as rollout.sampling"
     )

@@ -114,8 +114,8 @@ class SGLangConfig(Section):
     )
     max_concurrency: PositiveInt | None = Field(
         None,
-        description="most samples in flight per server; null: all samples, and the server queues those for which its "
-        "cache has no room",
+        description="maximum samples in flight per server; null: all samples, and the server queues those for which "
+        "its cache has no room",
     )
     start_timeout_s: Seconds = Field(300.0, description="deadline for a server to be ready")
     request_timeout_s: Seconds | None = Field(

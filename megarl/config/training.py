@@ -55,7 +55,7 @@ class EngineConfig(Section):
 
     micro_batch_tokens: PositiveInt = Field(
         8192,
-        description="most tokens of a micro-batch per data-parallel rank, image patches included; a longer sequence "
+        description="maximum tokens of a micro-batch per data-parallel rank, image patches included; a longer sequence "
         "is a micro-batch of its own",
     )
     logits_chunk_tokens: PositiveInt = Field(
@@ -207,7 +207,8 @@ class RewardModelConfig(Section):
         True, description="append the model's end token when the text does not end with it (form text or chat)"
     )
     max_tokens: PositiveInt | None = Field(
-        None, description="most tokens of a sample; longer samples fail (reward.on_error); null: the model's limit"
+        None,
+        description="maximum tokens of a sample; longer samples fail (reward.on_error); null: the model's limit",
     )
     parallel: ParallelConfig | None = Field(
         None, description="layout; null: the actor's. Another layout needs a team of its own"
@@ -260,7 +261,7 @@ class PreferenceConfig(Section):
     label_key: str = Field("label", description="column with whether the response of an example is desirable")
     max_tokens: PositiveInt | None = Field(
         None,
-        description="most tokens of a pair's or example's sequence (prompt and response); longer ones are overlong "
+        description="maximum tokens of a pair's or example's sequence (prompt and response); longer ones are overlong "
         "(data.overlong); null: the model's limit",
     )
 
@@ -307,7 +308,7 @@ class SFTConfig(Section):
         None, description="files of examples, in the forms of data.train_files; null: data.train_files"
     )
     max_tokens: PositiveInt | None = Field(
-        None, description="most tokens of an example (prompt and response); null: the model's limit"
+        None, description="maximum tokens of an example (prompt and response); null: the model's limit"
     )
     overlong: Literal["filter", "cut", "error"] | None = Field(
         None,

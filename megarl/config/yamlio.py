@@ -15,8 +15,9 @@ import yaml
 
 from megarl.system.errors import ConfigError, encoding_fix
 
-_DEEPEST = 64  # most levels of nested mappings and lists
-# Most values in a document, aliases expanded: a few lines of aliases can stand for billions of values.
+_DEEPEST = 64  # maximum number of levels of nested mappings and lists
+# Maximum number of values in a document with its aliases expanded: a few lines of aliases can stand for billions of
+# values.
 _MOST = 1_000_000
 _OPEN = (-1, -1)
 _FLOAT = re.compile(

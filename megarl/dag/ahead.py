@@ -195,7 +195,7 @@ def _model_error(node: Node, team: TeamPlan) -> ConfigError:
             f"team {team.name} finish their groups independently"
         )
     allowed = f"in the team {team.name} nodes that work with no model, after the one that generates"
-    fix = f"put the {models} into another team than {team.name}, or set {ORDER}=in_order"
+    fix = f"put the {models} into a team other than {team.name}, or set {ORDER}=in_order"
     return _refused(problem, f"node {node.id!r}", allowed, None if Role.ROLLOUT.value in node.models else fix)
 
 

@@ -15,7 +15,7 @@ class TaskGraph:
 
     Args:
         description: purpose of the graph, in a few words.
-        entry: fields of the batch that enters the graph.
+        entry: fields of the graph's input batch.
     """
 
     def __init__(self, id: str, description: str, nodes: Iterable[Node], entry: Iterable[str] = LOADER_FIELDS) -> None:
@@ -39,7 +39,7 @@ class TaskGraph:
 
     @property
     def has_responses(self) -> bool:
-        """Whether the batch that enters already has responses, so that no node generates them."""
+        """Whether the graph's input batch already has responses, so that no node generates them."""
         return "response_ids" in self.entry
 
     def __iter__(self) -> Iterator[Node]:

@@ -183,7 +183,7 @@ def settings_of_workers(config: RunConfig, workers: int, unit: int = 1) -> str |
     if no number of machines divides the workers.
 
     Args:
-        unit: number of which the workers per machine must be a multiple.
+        unit: the workers per machine must be a multiple of this number.
     """
     cluster, most = config.cluster, workers_of_machine(config)
     if config.launch.slurm.teams:  # each team has its own nodes

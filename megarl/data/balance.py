@@ -176,7 +176,7 @@ def share_groups(tokens: Sequence[int], parts: int, cuts: Sequence[int] = ()) ->
 
 
 def max_over_mean(tokens: Sequence[int], owners: Sequence[int], parts: int, cuts: Sequence[int] = ()) -> float:
-    """Return the imbalance of replicas: the most tokens that one replica has of a mini-batch, summed over mini-batches,
+    """Return the imbalance of replicas: the tokens of a mini-batch on the fullest replica, summed over mini-batches,
     over the mean. Updates whose time is proportional to tokens take this factor longer than with equal shares.
 
     Args:

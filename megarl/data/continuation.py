@@ -1,9 +1,9 @@
 """The tokens of text that follows other text: of a response after its prompt, or of an answer after a turn.
 
 The prompt keeps its tokens. The response gets the tokens that its text has inside the whole text:
-    "4+8=" | "12"     4 + 8 = | 1 2      not ▁ 1 2, the tokens from tokenizers that put a blank before every text
+    "4+8=" | "12"     4 + 8 = | 1 2      not ▁ 1 2, the tokens from tokenizers that put a space before every text
 Where one token of the whole text spans prompt and response ("\\n" | "\\n2", with one token for two line breaks), the
-response is tokenised separately, without that blank, so that the prompt's tokens stay the same.
+response is tokenised separately, without that space, so that the prompt's tokens stay the same.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-#: Texts that are single tokens in most tokenizers and after which no blank is added.
+#: Texts that are single tokens in most tokenizers and after which no space is added.
 _ANCHORS = ("\n", "0", "a", "=")
 #: Text without special tokens, which shows the tokens that a tokenizer adds to every text.
 _ANY = "a"
@@ -45,7 +45,7 @@ def continued(tokenizer: Any, prompt: Sequence[int], whole: Sequence[int], text:
 
 
 def inside(tokenizer: Any, text: str, *anchors: str) -> list[int]:
-    """Return the tokens of `text` in the middle of a text, without the blank that some tokenizers put before every
+    """Return the tokens of `text` in the middle of a text, without the space that some tokenizers put before every
     text.
 
     Args:

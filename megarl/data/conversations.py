@@ -50,8 +50,8 @@ class Conversations:
     def __init__(self, chat: ChatTemplate | None, ends: Sequence[str], special: Sequence[str] = ()) -> None:
         self._chat, self._ends = chat, [end for end in dict.fromkeys(ends) if end]
         self._special = [token for token in dict.fromkeys(special) if token]
-        # Number of characters, such as a blank, that the template writes between a prompt and the answer, by whether
-        # the turn is the last one; None: the template begins an answer differently from the end of a prompt.
+        # Number of characters, such as a space, that the template writes between a prompt and the answer, by whether
+        # the turn is the last one; None: a rendered answer does not begin as the generation prompt ends.
         self._inserted: dict[bool, int | None] = {}
         self.without_reasoning = list[Row]()
         self.shortened = list[Row]()

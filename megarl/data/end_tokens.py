@@ -80,7 +80,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> tuple[int 
         return None, None
     if text is None:
         return None, None
-    # Llama 2's template writes a blank before the end token.
+    # Llama 2's template writes a space before the end token.
     ids: list[int] = tokenizer(text.lstrip(), add_special_tokens=False)["input_ids"]
     return (ids[0] if ids and is_special(tokenizer, ids[0]) else None), text
 

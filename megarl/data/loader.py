@@ -144,7 +144,7 @@ class PromptLoader:
         if not self.shuffle:
             return np.arange(len(self.dataset))
         if epoch not in self._orders:
-            # SeedSequence takes no negative numbers.
+            # SeedSequence rejects negative numbers.
             generator = np.random.Generator(np.random.PCG64([self.seed % 2**64, epoch]))
             last = list(self._orders.items())[-1:]
             self._orders = dict(last) | {epoch: generator.permutation(len(self.dataset))}

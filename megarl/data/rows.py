@@ -11,7 +11,8 @@ from typing import Any
 
 from megarl.system.errors import DataError, close_matches
 
-MAX_DEPTH = 64  # most levels of nested lists and objects; rows are walked recursively, and Python's stack is finite
+# maximum number of levels of nested lists and objects; rows are walked recursively, and Python's stack is finite
+MAX_DEPTH = 64
 #: Keys of the sample that a reward function gets. (`data_source` is not here: a row's own column replaces it.)
 SAMPLE_KEYS = frozenset(
     {"uid", "prompt", "response", "answer", "finish_reason", "response_length", "transcript", "messages", "row"}

@@ -393,7 +393,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
 
 
 def _check_header(reader: csv.DictReader[str], path: Path) -> None:
-    """Raise an error for a csv header with repeated names, no names or other separators than commas."""
+    """Raise an error for a csv header with repeated names, without names, or with separators other than commas."""
     if reader.fieldnames is None:  # an empty file, which has no rows
         return
     names = list(reader.fieldnames)
@@ -515,7 +515,13 @@ def _import(source: str) -> Callable[..., Iterable[Mapping[str, Any]]]:
             allowed="pkg.mod:fn, importable from the working folder or PYTHONPATH",
         ) from error
     if not callable(function):
-        raise ConfigError("the data source is not a function", where="data.train_files / data.val_files", found=source)
+        raise ConfigError(
+            f"the data source names a {type(function).__name__}, not a function",
+            where="data.train_files / data.val_files",
+            found=source,
+            allowed="pkg.mod:fn, a function that returns rows",
+            fix=f"name a function of {module_name}",
+        )
     return function
 
 

@@ -86,7 +86,7 @@ def written_tokens(name: str) -> list[str]:
             f"{whole} repeats {noun}s: {', '.join(map(repr, twice))}" if twice else f"{whole} is empty",
             where="model.tokenizer",
             found=name,
-            allowed=f"'{kind}' and then each {noun} once{', with blanks between them' if words else ''}",
+            allowed=f"'{kind}' and then each {noun} once{', with spaces between them' if words else ''}",
             fix=f"write {kind + between.join(dict.fromkeys(tokens))!r}"
             if twice
             else f"list the {noun}s of all texts, as in {such!r}",
@@ -116,8 +116,8 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerBase:
 def word_tokenizer(words: str) -> PreTrainedTokenizerBase:
     """Return a tokenizer with one token per word; ids are numbered as in `character_tokenizer`.
 
-    Texts are split at blanks, so "square." and "square" are two words. The tokenizer decodes to words separated by
-    single blanks, adds no special tokens by itself, and reloads through AutoTokenizer.
+    Texts are split at spaces, so "square." and "square" are two words. The tokenizer decodes to words separated by
+    single spaces, adds no special tokens by itself, and reloads through AutoTokenizer.
     """
     tokens = written_tokens(WORDS + words)
     from tokenizers import pre_tokenizers
@@ -128,7 +128,7 @@ def word_tokenizer(words: str) -> PreTrainedTokenizerBase:
 def _one_each(tokens: Iterable[str], splits: Any, decoder: Any = None) -> PreTrainedTokenizerBase:
     """Build a tokenizer with one id per entry of `tokens`, whose pre-tokenizer `splits` cuts a text into tokens.
 
-    Without a decoder, decoding joins tokens with blanks.
+    Without a decoder, decoding joins tokens with spaces.
     """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

@@ -127,9 +127,9 @@ class Turns:
         return self._rendered(talk).rpartition(MARK)[2]
 
     def _after(self, tail: str) -> list[int]:
-        """Tokenise the template's text after a turn, without blanks before the end token."""
+        """Tokenise the template's text after a turn, without spaces before the end token."""
         ids = self._ids(tail)
-        # Llama 2's template writes a blank before the end token, and a line break may be the end token itself.
+        # Llama 2's template writes a space before the end token, and a line break may be the end token itself.
         return ids if ids and ids[0] in self._stops else self._ids(tail.lstrip())
 
     def _plain(self, observation: Any) -> list[int]:

@@ -45,7 +45,7 @@ _CODES = {
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _SCALARS = (str, int, float, bool, type(None))
 _ALONE = 32 << 10  # a tensor of at least so many bytes is a separate part; copying a smaller one is faster
-_WHOLE = 1 << 20  # most bytes of a part: Ray copies larger ones with six threads, which start slowly
+_WHOLE = 1 << 20  # maximum bytes of a part: Ray copies larger ones with six threads, which start slowly
 _BLOCK_BYTES = 256 << 20  # size from which a block is full; smaller blocks cost more, as Ray needs 1 ms per block
 _ZERO = np.zeros(1, np.int64)
 
@@ -201,7 +201,7 @@ def _owners(sizes: Sequence[int], together: Sequence[int]) -> list[int]:
     if not together:
         return list(range(len(sizes)))
     owners: list[int] = []
-    open_: dict[int, int] = {}  # label -> its block that is not full
+    open_: dict[int, int] = {}  # label -> the label's block that still has room
     filled = [0] * len(sizes)  # bytes of the block that begins with each part
     for number, (size, label) in enumerate(zip(sizes, together, strict=True)):
         owner = open_.setdefault(label, number)

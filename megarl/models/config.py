@@ -89,7 +89,8 @@ def transformer_config(
         needs_local = f"a model with layers of {', '.join(others)}"
     if wiring_of(hf) != LLAMA or any(isinstance(mixer, Attention) and mixer.unusual for mixer in mixers_of(hf)):
         needs_local = f"{hf.model_type}, whose layers differ from Transformer Engine's,"
-    elif rotated_width(hf) < head_dim(hf) and Rope(hf).scale != 1:  # the softmax scale would have it for whole heads
+    elif rotated_width(hf) < head_dim(hf) and Rope(hf).scale != 1:
+        # RoPE's scale would become a part of the softmax scale, which applies to the whole head
         needs_local = f"{hf.model_type} with scaled rotary positions of a part of each head"
     form = layer_form(engine, dtype, where, needs_local)
     refuse_fp8(hf, parallel, engine, where)
@@ -209,7 +210,7 @@ def _recompute_fields(engine: EngineConfig, form: Form) -> dict[str, Any]:
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if engine.recomputed:
         names = {"attention": "core_attn", "mlp": "mlp", "moe": "moe", "norm": "layernorm"}
-        # In te layers a norm is a part of the projection after it.
+        # In Transformer Engine's layers a norm is a part of the projection after it.
         modules = [names[part] for part in sorted(engine.recomputed) if form == "local" or part != "norm"]
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {}

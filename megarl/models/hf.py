@@ -258,7 +258,7 @@ def rotated_width(hf: PretrainedConfig) -> int:
 
 
 def mixture_of(hf: PretrainedConfig) -> Mixture | None:
-    """Return the mixture of the layers that have experts; None for a model without such layers."""
+    """Return the settings of the model's layers with experts; None for a model without such layers."""
     return values.mixture(_keys(hf))
 
 

@@ -73,7 +73,7 @@ class PolicyModel(GPTModel):
         tables = {mixer.rope for mixer in config.mixers if isinstance(mixer, Attention)}
         sections = "full_attention" in (hf.rope_parameters or {})  # RoPE's settings differ by the kind of layers
         self.local_rope = Rope(hf, layers="sliding_attention") if LOCAL_ROPE in tables else None
-        # without full layers the model has no settings that are complete for them
+        # A model without full-attention layers has complete RoPE settings only for its sliding-window layers.
         self.rope = (
             self.local_rope
             if ROPE not in tables and self.local_rope

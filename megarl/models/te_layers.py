@@ -97,7 +97,7 @@ class TEExperts(GroupedExperts):
             return super().forward(rows, counts, probs)
         splits, unit = counts.tolist(), expert_unit(self.config)
         total, padded = sum(splits), [-(-count // unit) * unit for count in splits]
-        if total == 0:  # the kernels take no empty stream, and all weights need a gradient
+        if total == 0:  # the kernels reject an empty stream, and every weight needs a gradient
             return super().forward(rows, counts, probs)
         if padded == splits and total == len(rows):
             return self._multiply(rows, probs, splits), None
@@ -162,7 +162,7 @@ def _for_kernels(packed: PackedSequences) -> PackedSeqParams:
         cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
         padded = cu if packed.cp_size > 1 else None  # `lengths` include all padding
         packed.cache["te"] = PackedSeqParams("thd", cu, cu, padded, padded, longest, longest)
-        # Read from megatron-core 0.19 on. Without it Transformer Engine compares both lengths on the host.
+        # megatron-core reads this since 0.19. Without it Transformer Engine compares both lengths on the host.
         packed.cache["te"].pad_between_seqs = False
     return packed.cache["te"]
 

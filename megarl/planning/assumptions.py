@@ -19,7 +19,7 @@ _DIVISORS = frozenset(("disk_gb_s", "memory_tb_s", "peak_tflops", "link_gbit", "
 #: Assumptions for which 0 stands for a value derived from the recipe.
 OF_ZERO = {
     "prompt_tokens": "0: half of data.max_prompt_tokens",
-    "prompt_patches": "0: half of the most patches that images of a prompt can have",
+    "prompt_patches": "0: half of the maximum number of patches of a prompt's images",
     "mean_tokens": "0: a quarter of the longest response, or all of it with rollout.sampling.ignore_eos",
 }
 
@@ -36,7 +36,7 @@ def assume(base: T, values: Mapping[str, str], where: str = "--assume") -> T:
         if name not in names:
             near = close_matches(name, names)
             fix = f"did you mean {near[0]}?" if near else None
-            raise ConfigError("this assumption does not exist", where=where, found=name, allowed=names, fix=fix)
+            raise ConfigError("there is no assumption of this name", where=where, found=name, allowed=names, fix=fix)
         changed[name] = _number(name, text, where)
     return replace(base, **changed)  # type: ignore[type-var]
 
@@ -83,7 +83,8 @@ class PlanAssumptions:
     # further fixed milliseconds of a layer's router and experts in a forward pass, however many they are
     experts_ms: float = 0.07
     element_bytes: float = 20.0  # bytes moved per element kept for the backward pass, in forward and backward together
-    # fp32 FLOPs whose time is a lower bound of the time for an element kept for the backward pass
+    # fp32 FLOPs per element kept for the backward pass: an element takes the time of these FLOPs or that of its bytes
+    # (`element_bytes`), whichever is longer
     element_flops: float = 0.0
     logit_elements: float = 1.1  # work on a logit, in units of the work on an element kept for the backward pass
     memory_share: float = 0.6  # share of the memory's bandwidth that is reached

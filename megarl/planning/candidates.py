@@ -269,7 +269,8 @@ class Space:
                     for experts in self._experts(tp, devices // pp):
                         chunks = [vpp for vpp in (2, 4) if pp > 1 and facts.layers % (pp * vpp) == 0]
                         for vpp in (None, *chunks):
-                            # Mixtures of experts always split their sequences, so the recipe's value stays.
+                            # With experts, tensor-parallel ranks always split sequences, whatever `sp` is, so the
+                            # candidate keeps the recipe's value.
                             sp = tp > 1 and (not facts.is_moe or self.config.actor.parallel.sp)
                             layout = ParallelConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, sp=sp, **experts)
                             if makes_replicas(devices, layout) and not layout_problems("actor.parallel", layout, facts):

@@ -53,7 +53,7 @@ class ServerRoom:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The expected costs of a recipe's step; S1 and others are formulas of docs/planning.md."""
+    """The expected costs of a recipe's step. Names such as S1 refer to the formulas in docs/planning.md."""
 
     hardware: Hardware
     devices: int  # devices in use, including those of servers
@@ -66,7 +66,7 @@ class StepPlan:
     dtype: str
     filled: tuple[Filled, ...]  # memory of each team's fullest device in each moment of a step (formula M1)
     room: ServerRoom  # room of the engine or servers for keys and values
-    # of a checkpoint (formula C1): bytes, seconds of the machines' disks, and seconds that training waits
+    # costs of a checkpoint (formula C1): bytes, seconds of the machines' disks, and seconds that training waits
     checkpoint: tuple[float, float, float]
     # costs of one step of supervised fine-tuning, with examples as long as samples; empty without such a phase
     sft: tuple[Cost, ...]

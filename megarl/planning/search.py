@@ -79,7 +79,8 @@ class Search:
         self._memo: dict[tuple[object, ...], list[Cost]] = {}
         self._caches: dict[tuple[object, ...], float] = {}
         self._nearest: tuple[float, Choice, Filled | None] | None = None
-        self._only_samples = False  # whether some choice only lacked room for samples in servers
+        # whether a candidate was dropped only because its servers have no memory for the samples
+        self._only_samples = False
 
     def run(self, top: int = 10) -> SearchResult:
         """Return the `top` fastest choices that fit, at most one per placement and layout.

@@ -86,9 +86,9 @@ class StepFormulas:
     sizes: Sizes
     hardware: Hardware
     given: PlanAssumptions
-    # passes and generation computed before, for the same recipe in other layouts
+    # costs of passes and generation computed before, for the same recipe in other layouts
     memo: dict[tuple[object, ...], list[Cost]] = field(default_factory=dict)
-    caches: dict[tuple[object, ...], float] = field(default_factory=dict)  # server caches computed before
+    caches: dict[tuple[object, ...], float] = field(default_factory=dict)  # bytes of servers' caches computed before
 
     def again(self, config: RunConfig) -> StepFormulas:
         """Return the formulas for a recipe that differs only in how engines and servers use memory."""
@@ -279,7 +279,7 @@ class StepFormulas:
         if servers is None and team.name == actor.name:
             return []
         size = self.policy.parameters * BYTES[config.rollout_dtype] / room.ranks
-        # A trainer replica inside one domain sends all weights to servers there.
+        # If a trainer replica and the servers are in one domain of fast links, all weights are sent over these links.
         near = config.rollout.colocated or self.hardware.nodes == 1
         inside = near and self._links.inside(actor.parallel.model_parallel_size)
         fixed = given.push_fixed_s + (0.0 if servers is None else room.engines * given.server_push_ms / 1e3)

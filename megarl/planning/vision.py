@@ -48,7 +48,7 @@ def picture_flops(vision: VisionShape) -> float:
 
 
 def image_patches(config: RunConfig, encoder: VisionEncoder) -> float:
-    """Return the most patches that a prompt or an episode can have, limited by its tokens or by its images."""
+    """Return the maximum number of patches of a prompt or an episode, limited by its tokens or by its images."""
     if config.data.image_key is None:
         return 0.0
     # the environment may show images, too

@@ -93,7 +93,7 @@ class WeightSyncMemory:
 
 
 def sends_weights(config: RunConfig, team: TeamPlan) -> bool:
-    """Return whether other processes than the team's generate with its weights; preference recipes do not generate."""
+    """Return whether processes outside of the team generate with its weights; preference recipes do not generate."""
     if Role.ACTOR not in team.roles:
         return False
     if Role.ROLLOUT in team.roles:

@@ -26,7 +26,7 @@ class ClassifierSettings(Settings):
     end: bool = Field(True, description="append the classifier's end token when the text does not end with it")
     label: NonNegativeInt = Field(0, description="index of the label whose logit is the score")
     max_tokens: PositiveInt | None = Field(
-        None, description="most tokens of a sample; longer samples fail; null: the classifier's limit"
+        None, description="maximum tokens of a sample; longer samples fail; null: the classifier's limit"
     )
     batch_size: PositiveInt = Field(8, le=65536, description="samples per forward pass")
     dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype of the weights")

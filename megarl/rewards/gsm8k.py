@@ -71,7 +71,7 @@ def _marked(text: str) -> str | None:
 
 
 def _is_after_minus(line: str, number: str) -> bool:
-    """Return whether a minus and a blank precede the first number of a line, with nothing in front to subtract from.
+    """Return whether a minus and a space precede the first number of a line, with nothing in front to subtract from.
     `find_numbers` reads such a minus as an operator, as is right in the middle of a text."""
     if number.startswith(("-", "+", "\u2212")):
         return False

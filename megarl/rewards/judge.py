@@ -56,14 +56,15 @@ class JudgeSettings(EndpointSettings):
     structured: bool = Field(
         True, description="request JSON with a schema (response_format); false: the prompt has to ask for JSON"
     )
-    max_tokens: PositiveInt = Field(512, description="most tokens of a verdict")
+    max_tokens: PositiveInt = Field(512, description="maximum tokens of a verdict")
     temperature: float = Field(0.0, ge=0, le=2, description="sampling temperature of the judge")
     cache: str | None = Field(
         None, description="folder that keeps verdicts, so that the same response is not judged twice"
     )
     budget: PositiveInt | None = Field(
         None,
-        description="most calls over all ranks and runs that share the cache, attempts included; further samples fail",
+        description="maximum calls over all ranks and runs that share the cache, attempts included; further samples "
+        "fail",
     )
 
     def problems(self, path: str) -> list[ConfigError]:

@@ -268,8 +268,9 @@ class ScorerPool:
         while not all(worker.ready for worker in self._workers):
             if time.monotonic() >= deadline:
                 raise RewardError(
-                    f"processes of {self._noun} {self._setup['name']!r} did not start within {START_TIMEOUT_S:g} s; "
-                    "importing the function may hang"
+                    f"processes of {self._noun} {self._setup['name']!r} did not start within {START_TIMEOUT_S:g} s",
+                    fix="import the file in a Python shell: if that takes long or never ends, move the slow code from "
+                    "the top of the file into the function",
                 )
             self._collect(_Batch(), min(deadline, time.monotonic() + 1.0))
 

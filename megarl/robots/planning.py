@@ -75,7 +75,7 @@ def episode_bytes(config: RunConfig, vision: VisionShape) -> tuple[float, float]
 
 
 def recorder_bytes(config: RunConfig) -> float:
-    """Return the most bytes of frames that one simulator's process keeps for a clip."""
+    """Return the maximum bytes of frames that one simulator's process keeps for a clip."""
     return _HELD_CLIPS * _clip_bytes(config)
 
 

@@ -202,7 +202,8 @@ class GroupGenerator:
         needed = list(in_flight.unfinished())
         if len(needed) > self.free:
             raise ValueError(
-                f"group {number} needs {len(needed)} slots, but only {self.free} of {self._slots} are free"
+                f"group {number} needs {len(needed)} slots, but only {self.free} of {self._slots} are free; wait until "
+                "enough groups are finished"
             )
         self._groups[number] = in_flight
         if self._generation is not None:

@@ -48,7 +48,8 @@ class TokenExchange:
 
     def __init__(self, graph: TaskGraph, nodes: Sequence[str]) -> None:
         trained = {graph.inputs(id).samples for id in nodes if graph[id].kind is Kind.MODEL_TRAIN}
-        # Dynamic sampling repeats these nodes for more samples, and shares groups itself.
+        # Dynamic sampling runs these nodes repeatedly until it has enough groups, and then divides the groups among
+        # the replicas itself, so nothing is exchanged after these nodes.
         repeated = {id for node in graph if node.declared.refills for id in graph.upstream(node.id)}
         self.makers = frozenset(id for id in nodes if id in trained - repeated)
 

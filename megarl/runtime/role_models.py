@@ -188,7 +188,7 @@ def _check_head(hf_config: PretrainedConfig, path: str) -> None:
     )
 
 
-# -- tokenizers of other models than the policy ------------------------------------------------------------------------
+# -- tokenizers of models other than the policy ------------------------------------------------------------------------
 
 
 def _check_tokens(policy: PreTrainedTokenizerBase, reward_model: PreTrainedTokenizerBase, path: str) -> None:
@@ -219,7 +219,7 @@ def check_same_tokens(
             f"teacher and policy have different vocabularies, so their tokens cannot be compared: {other}",
             where=key,
             found=path,
-            allowed="a model whose tokenizer gives every token of the policy's the same id",
+            allowed="a model whose tokenizer gives each of the policy's tokens the same id",
             fix="choose a teacher of the policy's family",
         )
 
@@ -235,7 +235,7 @@ def differing_tokens(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizer
 
 
 def load_tokenizer_of(model: ModelConfig, path: str, key: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of another model than the policy; the recipe key `key` sets its `path`."""
+    """Load the tokenizer of a model other than the policy; the recipe key `key` sets its `path`."""
     try:
         return load_tokenizer(model.model_copy(update={"path": path, "tokenizer": None}))
     except ConfigError as error:

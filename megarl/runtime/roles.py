@@ -163,7 +163,8 @@ class BaseReferenceRole(ReferenceRole):
     """The reference for an actor whose adapters change nothing at the start of RL: the actor with adapters off."""
 
     def __init__(self, engine: MegatronEngine, c: StepContext) -> None:
-        self.engine, self._c = engine, c  # not added to the offload schedule, where the engine is the actor
+        # not added to the offload schedule, which already has this engine as the actor
+        self.engine, self._c = engine, c
 
     def score(self, samples: Batch, temperature: float | None = None) -> Jagged:
         """Return log-probs as `ModelRole.score` does."""
@@ -249,7 +250,7 @@ class TeacherRole(ModelRole):
 
 
 class _InTurn:
-    """Several engines, of which only the one named `on` may be on the device."""
+    """Several engines that take turns: only the engine named `on` may be on the device."""
 
     def __init__(self, engines: Mapping[str, MegatronEngine]) -> None:
         # name of the engine on the device: the last one that was loaded

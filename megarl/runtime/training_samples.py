@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from megarl.data.batch import Batch
     from megarl.runtime.rank_state import RankState
 
-_MOST_SAMPLES = 16  # most samples shown per group
-_MOST_TOKENS = 512  # most tokens shown per response
+_MOST_SAMPLES = 16  # maximum number of samples shown per group
+_MOST_TOKENS = 512  # maximum number of tokens shown per response
 _NEEDED = ("uid", "prompt_ids", "response_ids", "response_mask", "advantages")
 
 

@@ -124,7 +124,7 @@ class Simulation:
         self._dead[0] += 1
 
     def fullest(self, groups: Sequence[int], replicas: int) -> float:
-        """Return the number of tokens on the replica with the most tokens when `groups` are shared among replicas."""
+        """Return the tokens of the fullest replica when `groups` are shared among replicas."""
         shares = [0] * replicas
         for place, number in enumerate(groups):
             shares[place % replicas] += self._tokens[number]

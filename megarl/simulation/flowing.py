@@ -29,7 +29,7 @@ class Flowing:
         self._flow = Flow(simulation.settings)
         self._flow.open(0, 0, {}, [])
         self._version = self._asked_for = self._finished = 0
-        self._opened = 0  # number of idle replicas
+        self._opened = 0  # number of replicas that are ready for the weights that the trainer waits to send
         self._updated, self._open = simulation.env.event(), simulation.env.event()
         self._wanted = False  # whether the trainer waits to send weights
         self._replicas: list[_Replica] = []
@@ -124,7 +124,7 @@ class _Replica:
         fair = -(-s.policy.capacity // s.system.servers)
         groups = min(max(1, s.system.slots // self._samples), fair)
         self._batcher = CallBatcher(groups, fair)
-        self._most = groups * self._samples  # most samples decoded at the same time
+        self._most = groups * self._samples  # maximum number of samples decoded at the same time
         self._waiting: deque[int] = deque()  # prompts that the replica has taken and not begun
         self._scoring: list[tuple[float, int]] = []
         self._done: list[int] = []

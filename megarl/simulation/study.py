@@ -72,7 +72,7 @@ class Study:
         return None if self.run_dir is None else calibrate(self.run_dir)
 
     def other_model(self) -> str | None:
-        """Return a warning if the measured run had another model than the recipe; None if it had the same."""
+        """Return a warning if the measured run had a different model from the recipe's; None if it had the same."""
         if self.run_dir is None:
             return None
         recipe_model, measured_model = (
@@ -80,7 +80,7 @@ class Study:
             for file, keys in ((_file(self.recipe), self.overrides), (str(self.run_dir / "config.yaml"), ()))
         )
         same = (recipe_model.path, recipe_model.hf_config) == (measured_model.path, measured_model.hf_config)
-        return None if same else "the seconds come from a run with another model than the recipe's"
+        return None if same else "the seconds come from a run whose model differs from the recipe's"
 
     def as_measured(self) -> str | None:
         """Describe the parts of a step for which the simulation assumes the measured time on any number of devices.

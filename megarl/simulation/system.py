@@ -40,7 +40,7 @@ class System:
     shares_tokens: bool  # whether `placement.share` is tokens
     servers: int  # number of generating replicas: engines or servers
     server_devices: int  # devices per replica
-    slots: int  # most samples that a replica decodes at the same time
+    slots: int  # maximum number of samples that a replica decodes at the same time
     train: SimTeam  # the actor's team
     rollout: SimTeam | None  # the team that generates; None: the actor's team does
     others: tuple[SimTeam, ...]  # teams of references, critics and teachers
@@ -73,7 +73,7 @@ class System:
                 where="--gpus",
                 found=devices,
                 allowed=f"multiples of {self.devices}, the recipe's devices",
-                fix=f"name {max(1, factor) * self.devices} or {(max(1, factor) + 1) * self.devices}",
+                fix=f"use --gpus {max(1, factor) * self.devices} or {(max(1, factor) + 1) * self.devices}",
             )
 
         def bigger(team: SimTeam) -> SimTeam:

@@ -20,7 +20,7 @@ from typing import Any
 _NONCE = 32
 _PROOF_S = 30.0
 _AGAIN_S = 0.1  # seconds between two attempts to connect
-_LIMIT = 64 << 30  # most bytes of a message; a message that claims to be larger is not from megarl
+_LIMIT = 64 << 30  # maximum bytes of a message; a message that claims to be larger is not from megarl
 
 Handler = Callable[[dict[str, Any], list[bytearray]], dict[str, Any]]
 Opened = Callable[[], contextlib.AbstractContextManager[Handler]]
@@ -64,7 +64,9 @@ def _wait_until(sock: socket.socket, end: float | None) -> None:
 
 def _read(sock: socket.socket, size: int, end: float | None = None) -> bytearray:
     if not 0 <= size <= _LIMIT:
-        raise ConnectionError(f"the size of a message is invalid: {size} bytes")
+        raise ConnectionError(
+            f"a message announces {size} bytes; allowed: 0 to {_LIMIT}. The sender is not a process of this run"
+        )
     data = bytearray(size)
     view, got = memoryview(data), 0
     while got < size:

@@ -316,7 +316,8 @@ def _in_turn(buckets: Iterable[Bucket], bound: int) -> tuple[Bucket, ...]:
     small: list[Bucket] = []
     for bucket in buckets:
         (large if bucket.nbytes > bound else small).append(bucket)
-    ahead = 2 if len(small) > len(large) else 0  # the first bucket is small on purpose
+    # the plan made the first bucket small so that sending begins early; keep it first
+    ahead = 2 if len(small) > len(large) else 0
     ordered, small = small[:ahead], small[ahead:]
     for turn in itertools.zip_longest(large, small):
         ordered += [bucket for bucket in turn if bucket is not None]

@@ -114,7 +114,8 @@ class Relay:
     def _patch(self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int, ranks: int) -> dict[str, Any]:
         """Return handles of a bucket's changed elements, one for each of a receiver's `ranks`."""
         if sender.patched is None or sender.patched[:2] != (bucket, version):
-            raise Refused(f"the relay has stored the delta {sender.patched}, not {(bucket, version)}")
+            wanted = f"the delta of bucket {bucket}, version {version}"
+            raise Refused(f"the relay does not hold {wanted}, but {sender.patched}; send the delta first")
         flat = sender.patch[: sender.patched[2]]
         return {"handles": [handle_of(flat) for _ in range(ranks)]}
 
@@ -124,7 +125,8 @@ class Relay:
         """Return handles of a whole bucket, one for each of a receiver's `ranks`."""
         stored = sender.bases.get(bucket)
         if stored is None or stored.version != version:
-            raise Refused(f"the relay has stored version {None if stored is None else stored.version}, not {version}")
+            held = "nothing" if stored is None else f"version {stored.version}"
+            raise Refused(f"the relay holds {held} of bucket {bucket}, not version {version}; send the bucket first")
         return {"handles": [handle_of(stored.flat) for _ in range(ranks)]}
 
 

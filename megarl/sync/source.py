@@ -88,7 +88,7 @@ class Source:
     ) -> None:
         self.held, self.plan, self.world, self.dtype, self.device = held, plan, world, dtype, device
         self.rank = rank = world.rank
-        self.peak_staged = 0  # most bytes allocated at once in addition to the buckets; read by tests
+        self.peak_staged = 0  # maximum bytes allocated at once in addition to the buckets; read by tests
         self._staged = 0
         self._moves = [_moves(route, rank) for route in plan.routes]
         self._frozen = plan.frozen
@@ -219,7 +219,7 @@ def _moves(route: Route, rank: int) -> dict[int, list[tuple[Entry, list[Move]]]]
         for number, bucket in enumerate(route.senders[sender]):
             for entry in bucket.entries:
                 if entry.name != entry.source:
-                    continue  # scales are computed with their weight
+                    continue  # an entry of FP8 scales, which is computed together with its weight
                 regions = route.givers[entry.source]
                 moves = [
                     Move(g, sender, entry, region)

@@ -33,8 +33,8 @@ _TEXTS = ("data.system_prompt", "data.val_files")
 
 
 def _userinfo(ends: str) -> re.Pattern[str]:
-    """Return the pattern of scheme and credentials in an address, which ends before the character class `ends`. The
-    password of a database may contain unescaped `/`, `?` and `#`.
+    """Return the regular expression for the scheme and credentials of a URL. A match ends before any character of the
+    class `ends`. The password of a database may contain unescaped `/`, `?` and `#`.
     """
     database = rf"(?<!http://)(?<!https://)(?!\*\*\*@)[^/:{ends}]*:[^@{ends}]*(?:@[^?{ends}]*)?"
     # bounded, because matching a long text of such letters would take quadratic time

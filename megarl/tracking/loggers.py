@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 _KEY = "tracking.loggers"
 _GIT_S = 5.0
 _FINISH_TIMEOUT_S = 120.0
-_MOST_WAITING = 10_000  # most calls that wait for a slow service
+_MOST_WAITING = 10_000  # maximum number of calls that wait for a slow service
 _TABLE = ("prompt", "response", "answer", "score")  # columns in the table of samples; absent ones are left out
-_TEXT_CHARS = 20_000  # most characters of one sample in TensorBoard
+_TEXT_CHARS = 20_000  # maximum number of characters of one sample in TensorBoard
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class LoggedRun:
         project: `tracking.project`.
         config: the resolved recipe, as plain data, without credentials.
         tags: command, commit, user, model and run folder (`run_tags`).
-        resumed: whether the run continues an earlier attempt, of which it may repeat the last steps.
+        resumed: whether the run continues an earlier attempt, whose last steps it may repeat.
         first_step: first step of this attempt; records of this and later steps by earlier attempts are obsolete.
     """
 

@@ -35,7 +35,7 @@ _METRICS_PER_CALL = 1000
 _FINISH_TIMEOUT_S = 120.0  # deadline for sending the remaining data (report, trace) to a server that replies
 _ASK_S = 3.0  # seconds between two probes of a server at the end
 _RETRY_S = 30.0  # seconds between two probes of a server that was down
-_MOST_WAITING = 10_000  # most calls that wait for a server that is down, about 100 MB
+_MOST_WAITING = 10_000  # maximum number of calls that wait for a server that is down, about 100 MB
 _FOLDER_TAG = "run_dir"  # tag of `run_tags` with the run folder
 # MLflow's states of a run that was deleted and can be restored, and of one that is gone
 _DELETED, _GONE = "deleted", "RESOURCE_DOES_NOT_EXIST"

@@ -15,12 +15,12 @@ from megarl.artifacts.trained import run_folder_fix
 from megarl.system.errors import DataError
 from megarl.tracking.sample_images import data_uri, embedded
 
-MAX_POINTS = 1500  # most points per line; more are averaged in bins
+MAX_POINTS = 1500  # maximum number of points per line; more are averaged in bins
 MAX_SAMPLE_STEPS = 12
 MAX_SAMPLES_PER_STEP = 40
 MAX_TEXT = 4000
 MAX_GROUP_STEPS = 8
-_MAX_GROUP_ROWS = 64  # most rows in the table of prompt groups, per step
+_MAX_GROUP_ROWS = 64  # maximum number of rows in the table of prompt groups, per step
 _OF_TOKENS = ("pieces", "advantages", "ratios", "ages")
 _FILM_BYTES = 8 << 20  # largest total size of a run's films in a report, in bytes; others stay in the run folder
 _NOT_METRICS = ("step", "stage", "time")

@@ -20,7 +20,7 @@ from megarl.system.processes import write_atomically
 FOLDER = "images"
 #: Longest side in pixels: smaller images are enlarged to be visible, larger ones reduced.
 _LEAST, _MOST = 96, 192
-#: Most images that are shown of a sample.
+#: Maximum number of images shown of a sample.
 MOST_SHOWN = 8
 #: Largest total size of the images in a report, in bytes; others stay in the run folder.
 REPORT_BYTES = 4 << 20

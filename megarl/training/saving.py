@@ -199,7 +199,7 @@ class Saving:
                     raise WorkerError(
                         f"timed out waiting for team {team!r} to write {part} in phase {self._phase}: worker {number} "
                         f"has not finished, and no file of the team has grown for {self._deadline_s:g} s "
-                        "(cluster.timeout_s)"
+                        "(cluster.timeout_s); see the log of that worker, and raise the limit if its disk is only slow"
                     )
                 time.sleep(_POLL_S)
 
@@ -228,7 +228,7 @@ class PendingSave:
             self.longest_s = max(self.longest_s, saving.ended - self._began)
 
     def poll(self) -> None:
-        """Check whether the current checkpoint is complete; if so, there is no current `Saving` afterwards."""
+        """Check whether the current checkpoint is complete; if so, clear the current `Saving`."""
         if self._saving is not None:
             with phase("checkpoint"):
                 if self._saving.poll():

@@ -209,7 +209,7 @@ def _whole_tensors(part: Any) -> Iterable[tuple[Tensor, slice, dict[str, Tensor]
 
 
 def _owned_pieces(part: DistributedOptimizer) -> Iterable[tuple[Tensor, slice, dict[str, Tensor]]]:
-    """Yield each parameter of which this data-parallel rank owns a piece, the piece's elements, and its state."""
+    """Yield (parameter, elements, state) of each parameter piece that this data-parallel rank owns."""
     for parameter, (group, place) in part.model_param_group_index_map.items():
         shard = part.optimizer.param_groups[group]["params"][place]
         main = part.optimizer.state[shard]["master_param"] if holds_masters(part) else shard.data

@@ -128,7 +128,13 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
                 raise ValueError("it is longer than the whole file, which is probably truncated")
             return json.loads(file.read(length)), 8 + length
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"the header of this file cannot be read: {error}", where=str(path)) from error
+        raise _no_header(path, error) from error
+
+
+def _no_header(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"the header of this file cannot be read: {error}", where=str(path), fix="use another checkpoint"
+    )
 
 
 def label_of(path: Path) -> dict[str, Any]:
@@ -143,7 +149,7 @@ def label_of(path: Path) -> dict[str, Any]:
         if not isinstance(label, dict):
             raise TypeError(f"the entry `label` is {label!r} instead of a JSON object")
     except (KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"the header of this file cannot be read: {error}", where=str(path)) from error
+        raise _no_header(path, error) from error
     return label
 
 

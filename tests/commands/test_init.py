@@ -82,7 +82,7 @@ def test_comments_speak_of_what_the_algorithm_learns_from(init, tmp_path, algori
     init("--algorithm", algorithm, "--val", "rows.jsonl", rows=[PAIR, PAIR])
     text = (tmp_path / "mine.yaml").read_text()
     assert f"# {samples} per step" in text
-    assert f"# most held-out {samples} per validation" in text
+    assert f"# maximum number of held-out {samples} per validation" in text
     _, _, following = text.partition("Often set next")
     assert key in following
     assert "algorithm.kl" not in following

@@ -214,7 +214,7 @@ def test_its_replicas_need_not_divide_the_groups_of_a_step():
             {"train": ["actor"], "draw": ["rollout", "reference"]},
             (READY, "algorithm.kl.use=loss"),
             "async.order",
-            ["'ref_logp' uses the reference", "put the reference into another team than draw"],
+            ["'ref_logp' uses the reference", "put the reference into a team other than draw"],
         ),
         (
             "grpo_quickstart",

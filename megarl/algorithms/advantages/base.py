@@ -40,7 +40,7 @@ class NormSettings(GroupSettings):
 
 
 class Estimate(NamedTuple):
-    """The result of an estimator, two tensors in the shape of the mask, zero where the mask hides."""
+    """The result of an estimator, two tensors in the shape of the mask, zero where the mask is False."""
 
     advantages: Tensor  # weight of each token's log-prob gradient
     returns: Tensor  # regression target of a critic; equal to `advantages` for estimators without a critic

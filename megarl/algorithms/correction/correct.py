@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Correction(NamedTuple):
     """The corrected mask and weights of a batch."""
 
-    weights: Tensor  # float in the shape of the mask: factor of each token's policy loss, zero where `mask` hides
+    weights: Tensor  # float in the shape of the mask: factor of each token's policy loss, zero where `mask` is False
     mask: Tensor  # bool, same shape: the given mask without rejected tokens. Losses and their normalisers use this one
     keep: Tensor  # bool [B]: False for samples that lost all their tokens
     moments: Metrics  # raw sums from which `finish` computes the metrics

@@ -96,7 +96,7 @@ def _add_rows(moments: Moments, ratios: Ratios, rollout_mean: Tensor) -> None:
 
 
 def add_weights(moments: Moments, weights: Tensor, where: Tensor, truncated: Tensor) -> None:
-    """Add importance weights [K] of tokens or sequences, of which `where` (bool [K]) are trained on."""
+    """Add importance weights [K] of tokens or sequences; `where` (bool [K]) marks those that are trained on."""
     if len(weights) == 0:
         return
     excess = (weights - 1).masked_fill_(~where, 0)

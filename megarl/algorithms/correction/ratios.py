@@ -20,7 +20,7 @@ class Ratios:
 
     rows: Rows
     mask: Tensor  # bool [N]
-    raw: Tensor  # float [N], log pi - log pi_rollout, not clamped; zero where the mask hides
+    raw: Tensor  # float [N], log pi - log pi_rollout, not clamped; zero where the mask is False
 
     @classmethod
     @torch.no_grad()
@@ -49,7 +49,7 @@ class Ratios:
 
     @cached_property
     def rho(self) -> Tensor:
-        """rho [N]; 1 where the mask hides."""
+        """rho [N]; 1 where the mask is False."""
         return self.excess + 1
 
     @cached_property

@@ -9,7 +9,7 @@ A policy loss is `fn(logp, old_logp, advantages, mask, cfg, *, offsets) -> (toke
     cfg          settings of the loss
     offsets      int64 [B + 1] for the packed form [N], which losses of whole sequences need
 
-The token loss has the shape of `logp`, and is zero where the mask hides.
+The token loss has the shape of `logp`, and is zero where the mask is False.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class DualClipSettings(RatioClipSettings):
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The inputs of a policy loss in float32 or wider, without NaN: zero (ratio: one) where the mask hides."""
+    """The inputs of a policy loss in float32 or wider, without NaN: zero (ratio: one) where the mask is False."""
 
     logp: Tensor  # differentiable
     difference: Tensor  # logp - old_logp, differentiable in logp

@@ -115,7 +115,7 @@ def clip_cov(
         selected: bool, same shape, from `choose_between`.
 
     Returns:
-        Token loss, zero where the mask hides, and metrics; pg_clipfrac also counts selected tokens.
+        Token loss, zero where the mask is False, and metrics; pg_clipfrac also counts selected tokens.
 
     Source: The Entropy Mechanism of RL for Reasoning LLMs (arXiv 2505.22617), Clip-Cov. Arguments and result: see
     `losses.base`.

@@ -19,7 +19,7 @@ def value_loss(
         clip: eps; None: no clipping.
 
     Returns:
-        Token loss, zero where the mask hides, and metrics.
+        Token loss, zero where the mask is False, and metrics.
 
     Source: PPO's reference implementation; arXiv 2005.12729.
     """

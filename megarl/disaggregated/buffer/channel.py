@@ -91,7 +91,7 @@ class TeamChannel:
         A field that its writer did not write in this step is missing.
 
         Raises:
-            HandoverError: a field does not arrive, or belongs to other samples than the batch's.
+            HandoverError: a field does not arrive, or its samples are not those of the batch.
         """
         if node.id == self._team.nodes[0]:
             self._taken, self._samples, self._groups, self.given = set(), None, None, {}

@@ -218,12 +218,12 @@ class Core:
         if sent is None or not self._is_complete(handover, sent):
             return None
         if not sent.refs:
-            raise HandoverError(f"step {step}, {key!r}: team {handover.giver!r} has given no groups")
+            raise HandoverError(f"step {step}, {key!r}: team {handover.giver!r} has handed over no groups")
         missing = [uid for uid in uids if uid not in sent.refs]
         if missing:
             raise HandoverError(
                 f"step {step}, {key!r}: group {missing[0]!r} is not one of the {len(sent.refs)} groups that team "
-                f"{handover.giver!r} has given"
+                f"{handover.giver!r} has handed over"
             )
         sent.fetched.setdefault(team, set()).update(uids)
         return [sent.refs[uid] for uid in uids] or [next(iter(sent.refs.values()))]
@@ -364,7 +364,9 @@ class Core:
         return [*later, *self._need_flow().finished]
 
     def _form_until(self, step: int) -> None:
-        """Form the steps up to `step`, whose samples are requested for the first time."""
+        """Note that the samples of `step` are requested, and choose the groups of the steps up to `step` for which
+        enough groups are finished. Without async.order=as_ready there is nothing to choose.
+        """
         if self._flow is not None and step > self._asked:
             self._asked = step
             self._form()
@@ -447,7 +449,8 @@ class Core:
         """
         if self._is_forgotten(name):
             raise HandoverError(
-                f"the message {name!r} has been dropped: only the last {KEPT} messages of a series are kept"
+                f"the message {name!r} has been dropped: only the last {KEPT} messages of a series are kept, and more "
+                "have arrived since"
             )
         return self._mail.get(name)
 

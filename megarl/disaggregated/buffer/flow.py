@@ -166,7 +166,8 @@ class Flow:
             if finished >= policy.groups and policy.weights_may_go(self.step, self._begun, in_flight):
                 raise PolicyError(
                     f"forms_step({step}) of the policy {policy.name} waits with {finished} finished groups, although "
-                    "no group is in flight and none may begin: the run would never end"
+                    f"no group is in flight and none may begin: the run would never end. Return {policy.groups} of the "
+                    "finished groups"
                 )
             return None
         self.step = step

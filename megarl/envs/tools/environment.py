@@ -28,7 +28,7 @@ from megarl.system.errors import ConfigError, count
 from megarl.system.plain import nested_deeper
 
 _DEPTH = 100
-_THREADS = 64  # most concurrent calls, including those that wait for a process
+_THREADS = 64  # maximum number of concurrent calls, including those that wait for a process
 _GIVE_UP_S = 10.0  # seconds after a turn's deadline to end a process
 
 
@@ -49,14 +49,14 @@ class ToolSettings(EnvSettings):
     )
     workers: PositiveInt = Field(1, description="processes per replica that run tools")
     timeout_s: PositiveFloat = Field(10.0, description="deadline of a call; a call that takes longer gets an error")
-    max_calls: PositiveInt = Field(16, description="most calls of a turn that are executed; further calls get an error")
+    max_calls: PositiveInt = Field(16, description="maximum executed calls per turn; further calls get an error")
     turn_timeout_s: PositiveFloat = Field(
         120.0,
         description="deadline of all calls of a turn together, including the wait for a free process; later "
         "calls get an error",
     )
-    memory_mb: PositiveInt = Field(2048, description="most memory (address space) of a process that runs tools")
-    max_chars: PositiveInt = Field(8192, le=1_000_000, description="most characters of a result that the model sees")
+    memory_mb: PositiveInt = Field(2048, description="maximum memory (address space) of a process that runs tools")
+    max_chars: PositiveInt = Field(8192, le=1_000_000, description="maximum characters of a result that the model sees")
 
     @property
     def longest_s(self) -> float:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult
 
 _KEY = "env.mcp"
-#: Seconds in addition to a call's own deadline, which the package keeps: time for the result to pass the event loop.
+#: Seconds in addition to a call's own deadline, which the package enforces: the event loop has to pass the result on.
 _GRACE_S = 5.0
 #: Seconds within which a server must list its tools again after an error; otherwise its connection is closed.
 _CHECK_S = 5.0

@@ -64,8 +64,8 @@ def parse_qwen(text: str) -> list[Call]:
 
 
 def _next(text: str, tag: str, place: int, last: int) -> int:
-    """Return the first place of `tag` from `place` on, or the text's length. `last` is the result for an earlier place.
-    With `last` the search is linear; otherwise every tag of a text without end tags would scan the whole text.
+    """Return the position of the first `tag` at or after `place`, or the text's length. `last` is the result for an
+    earlier place: it keeps the search linear in a text without end tags, where every call would scan the whole rest.
     """
     if last >= place:
         return last

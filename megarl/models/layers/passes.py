@@ -188,13 +188,13 @@ class Preparation(Protocol):
 
 
 class MixerDecoder(Protocol):
-    """The decode form of one layer's mixer.
+    """One layer's mixer while decoding.
 
     Args:
         module: the training module, whose weights are read without a copy.
         mixer: the layer's sizes.
         number: index of the layer among this process's layers of the same kind.
-        prepared: prepares the weights.
+        prepared: casts and arranges the module's weights for decoding.
         kernels: kernels of decode steps (`DecodeKernels`); None: torch.
     """
 

@@ -37,7 +37,8 @@ def _table(hf: PretrainedConfig, lora: LoraConfig) -> WeightTable:
 
 
 def check_targets(hf: PretrainedConfig, lora: LoraConfig) -> None:
-    """Raise an error if the model has no layer of a target, or for dropout on experts' adapters, which PEFT lacks."""
+    """Raise an error if a target matches no layer of the model, or if experts' adapters have dropout, which PEFT does
+    not support."""
     if lora.dropout and "experts" in (lora.targets or ()):
         raise ConfigError(
             "PEFT does not support dropout in adapters of experts",

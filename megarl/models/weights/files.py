@@ -73,8 +73,8 @@ def resolve_folder(
 class CheckpointReader:
     """Reads tensors, or regions of them, of a Hugging Face folder by name.
 
-    It uses the files that transformers would use (artifacts/checkpoint_files.py), dequantises block-wise fp8 weights,
-    and finds tied embeddings that are stored only as `lm_head.weight` under both names.
+    It uses the files that transformers would use (artifacts/checkpoint_files.py) and dequantises block-wise fp8
+    weights. Tied embeddings that are stored only as `lm_head.weight` can be read under either name.
     """
 
     def __init__(self, folder: str | Path) -> None:

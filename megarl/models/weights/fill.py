@@ -134,7 +134,8 @@ def init_random(chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, seed
 
     def read(name: str, region: TensorRegion) -> Tensor:
         if name not in tensors:
-            tensors.clear() if len(tensors) > 2 else None  # readers alternate between q, k and v
+            if len(tensors) > 2:  # the cache holds q, k and v, between which the readers alternate
+                tensors.clear()
             tensors[name] = draw_tensor(hf_config, name, shapes[name], seed)
         return tensors[name][as_index(region)]
 

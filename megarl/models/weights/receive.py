@@ -46,7 +46,7 @@ class WeightWriter:
 
     Attributes:
         shapes: shapes of all tensors of the model.
-        held: names of the tensors of which this process holds a part.
+        held: names of the tensors that this process holds at least a part of.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel]) -> None:

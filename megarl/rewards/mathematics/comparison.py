@@ -55,7 +55,7 @@ def normal(node: Node) -> Node:
 
 
 def _without_decimal(node: Relation) -> Node:
-    """Return an equation without a correct decimal approximation: `\\frac13 \\approx 0.333` is a third."""
+    """Drop an equation's decimal approximation if it is correct: `\\frac13 \\approx 0.333` is a third."""
     if node.ops[-1:] != ("\\approx",) or node.modulus is not None or (len(node.sides) == 2 and _is_name(node.sides[0])):
         return node
     try:

@@ -95,19 +95,19 @@ class AnswerReader(ExpressionReader):
         """Read what follows `\\begin{...}` up to its `\\end{...}`: rows of cells; aligned lines are a list."""
         self.depth += 4
         if self.depth > 40:
-            raise UnreadError("the answer has environments that are nested too deeply")
+            raise UnreadError("the answer has LaTeX environments that are nested too deeply")
         bars, in_set, self.bars, self.in_set = self.bars, self.in_set, 0, False
         rows: list[Node] = []
         while not self._at_end(environment):
             if self.peek() is None:
-                raise UnreadError(f"the environment {environment!r} has no end")
+                raise UnreadError(f"the LaTeX environment {environment!r} has no \\end")
             rows.append(self._row(environment))
             if not self.take("\\\\") and not self._at_end(environment):
-                raise UnreadError(f"a row of the environment {environment!r} has no end")
+                raise UnreadError(f"a row of the LaTeX environment {environment!r} has no \\\\ or \\end after it")
         self.at += 1
         self.bars, self.in_set, self.depth = bars, in_set, self.depth - 4
         if not rows:
-            raise UnreadError(f"the environment {environment!r} is empty")
+            raise UnreadError(f"the LaTeX environment {environment!r} is empty")
         if environment in words.LINES:
             return _joined(rows, [","] * (len(rows) - 1))
         return Compound("rows", tuple(rows), environment.removesuffix("*"))

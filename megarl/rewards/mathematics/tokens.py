@@ -75,7 +75,8 @@ _SAID = re.compile(
     r"(?:\\text\s*\{\s*)?(?:the\s+)?(?:final\s+|correct\s+)?answer\s*(?:is\b\s*:?|:)\s*\}?(?=[^}]*$|[^{}]*\{)",
     re.IGNORECASE,
 )
-_BOLD_SET = re.compile(r"\{\s*[RZ]\s*\}|[RZ](?![A-Za-z])")  # real numbers and integers
+# R or Z after \mathbb: the sets of real numbers and integers
+_BOLD_SET = re.compile(r"\{\s*[RZ]\s*\}|[RZ](?![A-Za-z])")
 _PROSE = frozenset({".", ",", "-", "'", "or", "and"})
 _CHOSEN = frozenset({"yes", "no", "true", "false"})
 
@@ -303,7 +304,7 @@ class _Scanner:
 
     def _repeated(self, whole: str, head: str, block: str, text: str) -> None:
         if len(text) > _MAX_DIGITS:
-            raise UnreadError("a number is too long")
+            raise UnreadError(f"a number has more than {_MAX_DIGITS} digits")
         value = Fraction(int(whole or 0)) + Fraction(int(head or 0), 10 ** len(head))
         value += Fraction(int(block), (10 ** len(block) - 1) * 10 ** len(head))
         self.add("number", str(value), value)
@@ -325,7 +326,7 @@ class _Scanner:
     def scientific(self, match: re.Match[str]) -> None:
         mantissa, _, exponent = match.group().lower().partition("e")
         if len(mantissa) > _MAX_DIGITS or abs(int(exponent)) > _MAX_DIGITS:
-            raise UnreadError("a number is too long")
+            raise UnreadError(f"a number has more than {_MAX_DIGITS} digits or zeros")
         places = len(mantissa.partition(".")[2]) - int(exponent)
         value = Fraction(mantissa) * Fraction(10) ** int(exponent)
         self.add("number", match.group(), value, places if "." in mantissa or places > 0 else None)
@@ -343,7 +344,7 @@ class _Scanner:
 
     def _number(self, text: str) -> None:
         if len(text) > _MAX_DIGITS:
-            raise UnreadError("a number is too long")
+            raise UnreadError(f"a number has more than {_MAX_DIGITS} digits")
         value, decimals = Fraction(text), text.partition(".")[2]
         self.add("number", text, value, len(decimals) if "." in text else None)
 
@@ -464,7 +465,7 @@ def _without_braces(tokens: list[Token]) -> tuple[list[Token], list[bool]]:
                 dropped |= {start, index}  # keep braces around a word: \\overline{CD} is not \\overline{C}D
     bare: list[Token] = []
     spaced: list[bool] = []
-    space = apart = False  # apart: whether a brace stood between two numbers
+    space = apart = False  # `apart`: whether a dropped brace or a \quad stood before the token
     for index, token in enumerate(tokens):
         space = space or token.spaced
         if index in dropped or token.text == "quad":

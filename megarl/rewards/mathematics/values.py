@@ -18,7 +18,7 @@ from megarl.rewards.mathematics import words
 from megarl.rewards.mathematics.tree import Apply, Node, Number, Symbol, UnreadError, symbols, walk
 
 DIGITS = 50
-_MAX_BITS = 20_000  # most bits of an exact number
+_MAX_BITS = 20_000  # maximum number of bits of an exact number
 _MAX_MAGNITUDE = 10_000_000  # largest magnitude of an approximate number: 2 to this power
 _BITS_PER_DIGIT = 3.3219
 _MAX_SPREAD = 40  # bits that a sum may lose before more digits are used
@@ -156,7 +156,7 @@ class Evaluation:
         if ctx.isinf(value):
             return value
         if value and abs(ctx.mag(value)) > _MAX_MAGNITUDE:
-            raise UnreadError("the value is too large or too small")
+            raise UnreadError(f"the value is not between 2^-{_MAX_MAGNITUDE} and 2^{_MAX_MAGNITUDE} in size")
         return value
 
     def _apply(self, name: str, args: list[Any]) -> Any:
@@ -218,7 +218,7 @@ class Evaluation:
             return value
         size = ctx.mag(value)
         if size > self.kept and ctx.mag(argument) < 10:
-            raise OutsideError("the function has a pole at this point")
+            raise OutsideError("the value is infinite at this point: the function has a pole here")
         return ctx.zero if size < -self.kept else value
 
     def _whole(self, value: Any, rounded: Callable[[Any], Any]) -> Any:

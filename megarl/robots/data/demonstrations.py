@@ -198,7 +198,12 @@ def _demonstrations(folder: str | Path, tasks: Iterable[str] | None) -> Iterator
     wanted = None if tasks is None else set(tasks)
     files = _files(Path(folder))
     if not files:
-        raise DataError("the folder has no demonstrations", where=str(folder), allowed="files 000000.safetensors, ...")
+        raise DataError(
+            "the folder has no demonstrations",
+            where=str(folder),
+            allowed="files 000000.safetensors, ..., as `write_demonstrations` writes them",
+            fix="check the path, or write demonstrations to this folder first (docs/embodied.md, Demonstrations)",
+        )
     for path in files:
         with _opened(path) as (_, facts):
             pass

@@ -122,7 +122,13 @@ class Normalisation:
                 allowed="`means` and `stds`: for each vision tower three numbers",
             ) from None
         if {len(tower) for part in parts for tower in part} != {3} or len(parts[0]) != len(parts[1]):
-            raise ConfigError("`means` and `stds` are not three numbers for each tower", where=where, found=parts)
+            raise ConfigError(
+                "`means` and `stds` do not have three numbers for each vision tower",
+                where=where,
+                found=parts,
+                allowed="`means` and `stds`: for each vision tower three numbers",
+                fix="use the preprocessor_config.json that belongs to the checkpoint",
+            )
         means, deviations = ([number for tower in part for number in tower] for part in parts)
         if not all(map(math.isfinite, means + deviations)) or min(deviations) <= 0:
             raise ConfigError(
@@ -196,7 +202,13 @@ class VideoPipeline:
         ([0, 2, 4, 7], [0, 1, 2, 0])
         """
         if count < 1:
-            raise DataError("cannot make a clip of an episode without frames", where="frames", found=count)
+            raise DataError(
+                "cannot make a clip of an episode without frames",
+                where="frames",
+                found=count,
+                allowed="1 or more",
+                fix="leave the episode out, or record its frames",
+            )
         if count < self.frames:
             return [number % count for number in range(self.frames)]
         return [int(place) for place in np.linspace(0, count - 1, self.frames, dtype=np.int64)]

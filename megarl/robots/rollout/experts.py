@@ -23,7 +23,7 @@ from megarl.robots.simulators.protocol import Numbers, Observation, TaskSpec
 from megarl.system.errors import ConfigError, count
 
 _LOOK_S = 1.0  # seconds per wait for answers; the pool has its own deadlines
-#: Most episodes per slot that may run ahead of the next one to yield; finished ones are kept in memory.
+#: Maximum number of episodes per slot that may run ahead of the next one to yield; finished ones are kept in memory.
 _AHEAD = 16
 
 

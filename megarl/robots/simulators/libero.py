@@ -44,7 +44,8 @@ class Libero(Simulator):
     """One task of LIBERO."""
 
     settings: ClassVar[Mapping[str, Any]] = {
-        "suites": tuple(name for name in SUITES if name != "libero_90"),  # libero_90, with 90 more tasks, must be named
+        # all suites but libero_90, whose 90 tasks are used only if a recipe names it
+        "suites": tuple(name for name in SUITES if name != "libero_90"),
         "limits": "common",  # environment steps of an episode: 512 in all suites; `openvla`: by suite, 220 to 520
         "max_steps": None,  # environment steps of an episode; overrides `limits`
         "size": 256,  # height and width of the pictures
@@ -104,7 +105,7 @@ class Libero(Simulator):
     def _as_constructed(self) -> None:
         """Reset the state that a reset without rebuilding the scene would keep from the last episode."""
         for observable in self._env.env._observables.values():
-            observable.reset()  # resets the observable's clock
+            observable.reset()
             observable._sampled = False
         self._env.seed(0)
         self._reset()

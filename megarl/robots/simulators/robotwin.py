@@ -180,7 +180,10 @@ def _seeds(file: str | None, task: str) -> list[int]:
         raise ValueError('RoboTwin: `seeds` must name a JSON file {"TASK": {"success_seeds": [...]}}')
     listed = json.loads(Path(file).expanduser().read_text())
     if task not in listed:
-        raise ValueError(f"RoboTwin: {file} has no seeds for {task!r}; it has {', '.join(listed)}")
+        raise ValueError(
+            f"RoboTwin: {file} has no seeds for the task {task!r}, only for {', '.join(listed)}; choose one of these "
+            "tasks, or name a file with this task in `seeds`"
+        )
     return list(listed[task]["success_seeds"])
 
 

@@ -39,7 +39,7 @@ from .protocol import Observation, Outcome, Recording, Simulator, TaskSpec
 from .registry import simulator_class
 from .wire import Inbox, clip_places, pack, places, plain_spec
 
-_TEXT = 2000  # most characters of an error's message, and of an instruction
+_TEXT = 2000  # maximum number of characters of an error's message, and of an instruction
 
 
 class _Refused(Exception):

@@ -183,7 +183,10 @@ class WeightInbox:
     def set_version(self, version: str) -> None:
         """Mark the parameters as complete weights of `version`."""
         if self._missing:
-            raise Refused(f"the update lacks {len(self._missing)} tensors, for example {min(self._missing)}")
+            raise Refused(
+                f"the update lacks {len(self._missing)} tensors, for example {min(self._missing)}; send all tensors "
+                "before set_version"
+            )
         self.version, self._whole = version, True
 
     def held_version(self) -> dict[str, str]:

@@ -84,7 +84,7 @@ class Recipe:
         """
         weight, bias, adapter = linear.weight, bias_of(linear), adapter_of(linear)
         if bias is not None and is_summed(linear) and linear.tp_group.rank() > 0:
-            bias = None  # the sum over the ranks has it once
+            bias = None  # the outputs are summed over ranks, so only the first rank adds the bias
         if adapter is None or not adapter.enabled:
             return self.linear(weight, bias)
         if self.pack_rows or self.dtype != weight.dtype:

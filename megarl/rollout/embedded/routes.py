@@ -13,12 +13,12 @@ from megarl.models.layers.passes import Room
 
 
 class RouteRecord:
-    """The routes of each cache row, which are copied with the row (a `Store` without positions of its own).
+    """The expert routes of the tokens in each cache row; a copied row keeps its routes. It implements `Store`.
 
     Args:
-        form: of the whole model's routes.
-        layers: places, among the model's layers with experts, of those of this process.
-        stages: pipeline stages, which have the other layers.
+        form: form of the routes of the whole model.
+        layers: indices of this process's layers with experts among all layers with experts.
+        stages: the pipeline stages, which hold the other layers.
     """
 
     length = 0

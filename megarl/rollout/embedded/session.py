@@ -278,7 +278,8 @@ class Session:
         self._caches.reserve(*self._extent(rows))
         length, padded = self._caches.length, self._padded(rows)
         if self._caches.fixed:
-            if self._stage.kernels is None:  # kernels read only each row's own length
+            # torch's attention reads all rows up to one length; kernels read each row up to its own length
+            if self._stage.kernels is None:
                 length = length_bucket(self._reach + 1, length)
             self._state.numbers[:, rows:padded] = self._idle
         if self._graphs is not None:
@@ -295,7 +296,7 @@ class Session:
         """Decode one token in each of the first `rows` rows, with device operations only, as graphs need."""
         sample, token, position, count = self._state.numbers[:, :rows]
         done = self._state.done[:rows]
-        # A state changes with every token, so rows that have ended, and padding, must read none.
+        # A token that is read changes the row's state, so rows that have ended, and padding, read no token.
         live = ~done & (sample < len(self._tokens) - 1) if self._stage.keeps_state else None
         turned = position if self._shifts is None else position + self._shifts[sample]
         step = DecodeStep(self._caches, position, length, live, routes=self._new_routes())

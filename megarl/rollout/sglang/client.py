@@ -34,8 +34,9 @@ _HEALTH_EVERY_S = 5.0
 # its server be dropped, so the client reuses no connection that was idle for longer than this.
 _IDLE_S = 1.0
 _PREFILL_ALONE = 256  # prompt tokens from which the first sample's prefill is worth waiting for
-_INTERRUPTIONS = 100  # most interruptions of a sample; more mean that a server answers without making progress
-_LATE = 2  # most late requests per sample that are sent again; each repeats the same work
+# maximum number of interruptions of a sample; more mean that a server answers without making progress
+_INTERRUPTIONS = 100
+_LATE = 2  # maximum number of late requests per sample that are sent again; each repeats the same work
 _UNBOUNDED = 1 << 30
 _ABORT_AGAIN_S = 1.0  # a server ignores an abort that arrives before its request
 _REFUSED = range(400, 500)  # HTTP status of an invalid request, which every server would reject

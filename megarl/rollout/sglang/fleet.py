@@ -134,7 +134,7 @@ class Fleet:
         self._end_failed()
 
     def ended(self) -> list[LostServer]:
-        """Return the running servers of which a process owned by this rank has ended."""
+        """Return the running servers that have lost a process owned by this rank."""
         lost = []
         for number, process in self._owned.items():
             server = self.servers[number]

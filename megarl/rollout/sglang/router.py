@@ -1,4 +1,4 @@
-"""Chooses the server of each sample: the server of its prompt, or the least loaded one. Without I/O."""
+"""Chooses the server of each sample: the server of its prompt, or the least loaded one. This module does no I/O."""
 
 from __future__ import annotations
 

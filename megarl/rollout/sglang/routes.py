@@ -41,6 +41,7 @@ def read_routes(meta: dict[str, Any], form: RouteForm, tokens: int) -> Tensor | 
     routes = numbers.view(shape)[:, torch.tensor(form.sparse)].flatten(1)
     if len(routes) and not 0 <= int(routes.min()) <= int(routes.max()) < form.experts:
         raise ValueError(
-            f"the answer has routes to experts {int(routes.min())} to {int(routes.max())} of {form.experts}"
+            f"the server's answer has routes to experts {int(routes.min())} to {int(routes.max())}, but the model has "
+            f"{form.experts} experts"
         )
     return routes.to(form.dtype)

@@ -90,7 +90,8 @@ def check_colocated(config: RunConfig, checks: Checklist) -> None:
             if most
             else f"set rollout.sglang.tp_size={workers} rollout.sglang.servers={nnodes}, or a lower tp_size",
         )
-    if not (config.actor.engine.offload or (gpus and servers.memory_fraction)):  # otherwise the memory check decides
+    # with offload, or a memory fraction on GPUs, the check of memory decides
+    if not (config.actor.engine.offload or (gpus and servers.memory_fraction)):
         checks.warn(
             key,
             "the optimizer state stays on the devices while the servers generate there",

@@ -315,7 +315,8 @@ class ServerTurns:
             return
         groups: dict[tuple[int, ...], list[ServedSample]] = {}
         for sample in self._to_send.values():
-            # Later turns of an episode have the same prompt number, but more tokens.
+            # Later turns of an episode have the prompt number of the first turn, but more tokens, so turns are grouped
+            # by tokens.
             tokens: Sequence[int] = () if self._whole else sample.prompt_ids
             groups.setdefault((sample.prompt, len(sample.token_ids), *tokens), []).append(sample)
         self._to_send = {}

@@ -31,7 +31,7 @@ class Transport:
     device = torch.device("cpu")
     in_parts = True
     live = False
-    sent_bytes: int | None = None  # bytes sent since `start`, if not simply every bucket to every receiver
+    sent_bytes: int | None = None  # bytes sent since `start`; None: every bucket was sent to every receiver
 
     def buffer(self, nbytes: int) -> Tensor:
         """Return a uint8 [nbytes] buffer for buckets."""

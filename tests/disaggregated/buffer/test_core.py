@@ -207,14 +207,14 @@ def test_a_fifth_replica_and_a_finished_step_are_refused() -> None:
 def test_a_group_that_nobody_has_given_is_named() -> None:
     core = Core(placed(), 4, "dealt")
     give(core, "train", 0, 1, BOTH, groups(0))
-    with pytest.raises(HandoverError, match="group 'u9' is not one of the 1 groups that team 'train' has given"):
+    with pytest.raises(HandoverError, match="group 'u9' is not one of the 1 groups that team 'train' has handed over"):
         core.fetch("ref", 1, BOTH, ["u0", "u9"])
 
 
 def test_a_step_without_any_group_is_named() -> None:
     core = Core(placed(), 4, "dealt")
     give(core, "train", 0, 1, BOTH, [])
-    with pytest.raises(HandoverError, match="team 'train' has given no groups"):
+    with pytest.raises(HandoverError, match="team 'train' has handed over no groups"):
         core.fetch("ref", 1, BOTH, [])
 
 

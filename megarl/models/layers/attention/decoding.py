@@ -351,7 +351,7 @@ def attend_gpu(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: flo
 
 
 def window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return bool [length, length]: which positions each prompt position reads; None: the window hides no position."""
+    """Return bool [length, length], the positions that each prompt position attends to; None: all earlier ones."""
     if window is None or length <= window:
         return None
     at = torch.arange(length, device=device)

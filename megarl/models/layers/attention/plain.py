@@ -71,7 +71,7 @@ class Attention(Mixer):
 
     @property
     def factor(self) -> float:
-        """Factor of the scores before the softmax."""
+        """The factor by which attention scores are multiplied before the softmax."""
         return self.width**-0.5 if self.scale is None else self.scale
 
     def widths(self) -> dict[str, int]:
@@ -144,7 +144,13 @@ def attention_rules(*, norms: Norms = "before", fused: bool = False, gate: bool 
 
 
 def _groups(parts: list[tuple[str, int, int]], tail: tuple[int, ...], groups: range) -> Cut:
-    """Return the cut of key/value groups; parts: source, first row, and rows of a group of queries, keys and values."""
+    """Return the cut that puts the query, key and value rows of each key/value group side by side.
+
+    Args:
+        parts: for queries, keys and values each: the source tensor, its first row, and its rows per group.
+        tail: shape of a row.
+        groups: numbers of the groups that the cut contains.
+    """
     pieces, offset = [], 0
     for group in groups:
         for name, first, height in parts:

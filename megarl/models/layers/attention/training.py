@@ -110,7 +110,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scale: floa
 class VarlenCall:
     """The lengths of one variable-length kernel call: the last queries of every sequence, and the keys up to them.
 
-    If a sequence has more keys than queries, the last query sees all keys, and each query before it one key less.
+    If a sequence has more keys than queries, the last query sees all keys, and each earlier query sees one key fewer.
 
     Attributes:
         cu_q, cu_k: int32 [sequences + 1], offset of the first query and key of each sequence, and the total.
@@ -181,7 +181,8 @@ def plan_varlen(packed: PackedSequences, where: torch.device) -> VarlenPlan:
     chunks, starts, key_place = lengths // (2 * cp), lengths.cumsum(0) - lengths, places_on_ranks(packed.lengths, cp)
     ends = lambda sizes: F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32).to(where)  # noqa: E731
     calls, order = [], []
-    for half, seen in enumerate((rank + 1, 2 * cp - rank)):  # number of chunks of each sequence up to this rank's
+    # number of chunks of each sequence up to and including this rank's chunk in this half
+    for half, seen in enumerate((rank + 1, 2 * cp - rank)):
         local = starts // cp + half * chunks
         order += [torch.arange(begin, begin + n) for begin, n in zip(local.tolist(), chunks.tolist(), strict=True)]
         keys = [
@@ -290,7 +291,7 @@ class AttentionBucket:
     q_positions: Tensor | None
     """[count or 1, q_length] positions of queries, if plain causality does not hold (context parallelism)."""
     open_from: Tensor | None = None
-    """[count], position from which on tokens see their whole sequence; None: all tokens are causal."""
+    """int64 [count], first position whose tokens attend to the whole sequence; None: all tokens are causal."""
     ends: Tensor | None = None
     """[count], lengths of the sequences, if `open_from` is given."""
 

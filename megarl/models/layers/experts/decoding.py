@@ -85,7 +85,8 @@ class MoE:
         weights, experts = self._route(everyone)
         if routes is not None:
             routes.append(experts[axis.rank * lockstep :][:n])
-        experts = experts.masked_fill(~everyone.any(dim=1, keepdim=True), -1)  # padding: a real row is never all zero
+        # drop the rows of padding, which are all zero; a real row never is
+        experts = experts.masked_fill(~everyone.any(dim=1, keepdim=True), -1)
         # Ranks of a tensor-parallel group send the same tokens; each reads back the results of its own copy.
         total = axis.all_sum(self._run(everyone, weights, experts))
         return total[axis.rank * lockstep :][:n]

@@ -113,7 +113,8 @@ class ExpertRouter(MegatronModule):
         weights, experts = route(logits, self.expert_bias, self.rules, routes)
         weights_of_all = weights.new_zeros(logits.shape).scatter(1, experts, weights)
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
-        if self.counts is not None and self.training and torch.is_grad_enabled():  # once, if the layer is recomputed
+        # count tokens once: a layer that is recomputed runs first without gradients
+        if self.counts is not None and self.training and torch.is_grad_enabled():
             counted = chosen if padding_mask is None else chosen & ~padding_mask.view(-1, 1)
             self.counts += counted.sum(0)
         return weights_of_all, chosen

@@ -229,7 +229,7 @@ def skip_pinning() -> None:
 
 
 def fork_processes() -> None:
-    """Fork the server's processes from this one, because new processes would import for ten seconds each. Forking is
+    """Fork the server's processes from this one, because a new process would spend ten seconds on imports. Forking is
     safe without CUDA while OpenMP has not started threads.
     """
 
