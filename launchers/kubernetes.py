@@ -381,9 +381,17 @@ def create(job: KubernetesJob) -> str:
     try:
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
     except subprocess.TimeoutExpired as error:
-        raise UnavailableError(f"the cluster did not reply within {_ANSWER_S:.0f} s", where="kubectl") from error
+        raise UnavailableError(
+            f"the cluster did not reply within {_ANSWER_S:.0f} s",
+            where="kubectl",
+            fix="check the current context with `kubectl cluster-info`",
+        ) from error
     if done.returncode:
-        raise UserError(f"the cluster refuses the job: {done.stderr.strip()}", where="kubectl create")
+        raise UserError(
+            f"the cluster refuses the job: {done.stderr.strip()}",
+            where="kubectl create",
+            fix="correct the keys of launch.kubernetes that it names; `megarl launch --dry-run` shows the manifest",
+        )
     return done.stdout.strip()
 
 

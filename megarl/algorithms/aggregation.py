@@ -3,8 +3,9 @@
 The weights are computed once per mini-batch from counts over all ranks. For any split of the mini-batch into
 micro-batches or over ranks, the parts add up to the same loss and the same gradient.
 
-    counts = all_sum(local_counts(mask, offsets)) weights = aggregation_weights("token-mean", mask, counts,
-    offsets=offsets) loss = (weights * token_loss).sum()
+    counts = all_sum(local_counts(mask, offsets))
+    weights = aggregation_weights("token-mean", mask, counts, offsets=offsets)
+    loss = (weights * token_loss).sum()
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def over_valid(fn: Dense, rows: Rows, mask: Tensor, inputs: Sequence[Tensor], n_
         n_outputs: number of tensors `fn` returns.
 
     Returns:
-        Tensors in the shape of `mask`, zero where it hides, of the widest dtype among the inputs and float32.
+        Tensors in the shape of `mask`, zero where the mask is False, of the widest dtype among the inputs and float32.
     """
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in inputs], torch.float32)
     outputs = [torch.empty(mask.shape, dtype=dtype, device=mask.device) for _ in range(n_outputs)]

@@ -108,7 +108,7 @@ def whiten_(
     The variance is unbiased. With fewer than two valid tokens, all results are zero.
 
     Args:
-        values: padded or packed, contiguous, zero where `mask` hides.
+        values: padded or packed, contiguous, zero where `mask` is False.
         mask: bool, same shape.
         rows: rows of `mask`.
         all_sum: adds over ranks; every rank must call it.

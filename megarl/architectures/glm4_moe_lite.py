@@ -20,7 +20,9 @@ from megarl.architectures.sigmoid_routing import check_routing
 
 
 def _check_lite(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
-    """Refuse another number of dense layers, which only other programs read, and RoPE on fewer dimensions."""
+    """Refuse RoPE on a part of the rope dimensions, and a `first_k_dense_replace`, which only other programs read, that
+    contradicts the list of layers.
+    """
     dense = _dense_layers(values)
     if raw.get("first_k_dense_replace", dense) != dense:
         allowed = f"{dense}, the dense layers of mlp_layer_types, or no such key"

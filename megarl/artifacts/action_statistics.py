@@ -81,7 +81,11 @@ class ActionStatistics:
         try:
             rows = {name: np.asarray(content[name], dtype=np.float64) for name in NAMES}
         except (TypeError, ValueError) as problem:
-            raise DataError(f"the statistics must be lists of numbers: {problem}", where=where) from None
+            raise DataError(
+                f"the statistics must be lists of numbers: {problem}",
+                where=where,
+                fix="correct this entry, or write the file again",
+            ) from None
         mask = np.asarray(content.get("mask", [True] * rows["mean"].size))
         sizes = {name: list(row.shape) for name, row in [*rows.items(), ("mask", mask)]}
         if len({tuple(size) for size in sizes.values()}) != 1 or mask.ndim != 1 or not mask.size:
@@ -92,7 +96,12 @@ class ActionStatistics:
                 allowed="lists of equal length",
             )
         if mask.dtype != np.bool_:
-            raise DataError("`mask` must be a list of true and false", where=where, found=mask.tolist())
+            raise DataError(
+                "`mask` must be a list of true and false",
+                where=where,
+                found=mask.tolist(),
+                fix="write true for every number that is normalised, else false",
+            )
         for name, row in rows.items():
             _finite(row, f"{where}.{name}")
         return cls(**rows, mask=mask, bounds=bounds)
@@ -210,7 +219,11 @@ class StatisticsCollector:
             bounds: the statistics that are scaled to -1 and 1.
         """
         if not self.actions:
-            raise DataError("cannot compute statistics without episodes", where="demonstrations")
+            raise DataError(
+                "cannot compute statistics without episodes",
+                where="demonstrations",
+                fix="name demonstrations that contain episodes",
+            )
         action = ActionStatistics.of(np.concatenate(self.actions), mask, bounds)
         state = ActionStatistics.of(np.concatenate(self.states), None, bounds) if self.states else None
         return DatasetStatistics(action, state, sum(map(len, self.actions)), len(self.actions))
@@ -221,7 +234,9 @@ def read_statistics(path: Path, bounds: Bounds = "q99") -> dict[str, DatasetStat
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
-        raise DataError(f"cannot read the action statistics: {problem}", where=str(path)) from None
+        raise DataError(
+            f"cannot read the action statistics: {problem}", where=str(path), fix="copy or download the file again"
+        ) from None
     return parse_statistics(content, str(path), bounds)
 
 

@@ -123,7 +123,12 @@ def _settings(text: str) -> tuple[str, ...]:
     if not split:
         raise UserError("--what-if is empty, so it sets nothing", where="--what-if", found=text, allowed="KEY=VALUE")
     if depth or quote:
-        raise UserError("a bracket or a quote is not closed", where="--what-if", found=text)
+        raise UserError(
+            "a bracket or a quote is not closed",
+            where="--what-if",
+            found=text,
+            fix="close it, and put the whole argument in quotes for the shell",
+        )
     if wrong := [part for part in split if "=" not in part]:
         allowed = "KEY=VALUE, several separated by spaces"
         raise UserError(f"{wrong[0]!r} sets nothing", where="--what-if", found=text, allowed=allowed)

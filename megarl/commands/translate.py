@@ -96,7 +96,13 @@ def read_settings(file: Path) -> OtherSettings:
     try:
         words = shlex.split(file.read_text(encoding="utf-8").replace("\\\n", " "), comments=True)
     except (OSError, ValueError) as error:
-        raise UserError("the file cannot be read as a command line", where=str(file), found=str(error)) from error
+        raise UserError(
+            "the file cannot be read as a command line",
+            where=str(file),
+            found=str(error),
+            allowed="a shell script with one command, or YAML",
+            fix="leave only the training command in the file",
+        ) from error
     return _of_words(words)
 
 

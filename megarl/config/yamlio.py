@@ -191,7 +191,9 @@ def _walk(node: yaml.Node, path: tuple[str, ...], file: str, document: Document,
         document.replaced.add(path)
     if id(node) in open_nodes:
         raise ConfigError(
-            "an alias leads back to the mapping that contains it", where=f"{file}:{node.start_mark.line + 1}"
+            "an alias leads back to the mapping that contains it",
+            where=f"{file}:{node.start_mark.line + 1}",
+            fix="write the values in place of the alias",
         )
     seen: dict[str, int] = {}
     for key_node, value_node in node.value:

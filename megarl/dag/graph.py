@@ -23,7 +23,9 @@ class TaskGraph:
         self.nodes: dict[str, Node] = {}
         for node in nodes:
             if node.id in self.nodes:
-                raise UserError(f"two nodes have the id {node.id!r}", where=self._where)
+                raise UserError(
+                    f"two nodes have the id {node.id!r}", where=self._where, fix="give every node its own id"
+                )
             self.nodes[node.id] = node.resolved()
         if not self.nodes:
             raise UserError("the pipeline has no nodes", where=self._where, fix="add one with Pipeline.add")

@@ -54,7 +54,12 @@ class Pipeline:
             path = func if isinstance(func, str) else getattr(func, "__name__", "")
             id = path.rpartition(":")[2].rpartition(".")[2]
         if not id or "/" in id:
-            raise UserError("a node id must be a non-empty word without '/'", where=where, found=id)
+            raise UserError(
+                "a node id must be a non-empty word without '/'",
+                where=where,
+                found=id,
+                fix="pass another id to Pipeline.add",
+            )
         if id in self._nodes:
             raise UserError(f"two nodes have the id {id!r}", where=where, fix="give every node its own id")
         if isinstance(deps, str):

@@ -173,7 +173,7 @@ def make_row(value: Any, source: str, number: int, unit: str) -> Row:
     row = Row({}, source, number, unit)
     for name, item in value.items():
         if not isinstance(name, str):
-            raise DataError("a column name must be text", where=row.where, found=name)
+            raise DataError("a column name must be text", where=row.where, found=name, fix="rename the column")
         check_text(name, "a column name", row)
         row[name] = _plain(item, row, name)
     return row
@@ -225,7 +225,11 @@ def _plain(value: Any, row: Row, column: str, depth: int = 0) -> Any:
     if value is None or type(value) in (float, bool, bytes) or hasattr(value, "getexif"):
         return value
     if depth > MAX_DEPTH:
-        raise DataError(f"column {column!r} nests lists and objects more than {MAX_DEPTH} levels deep", where=row.where)
+        raise DataError(
+            f"column {column!r} nests lists and objects more than {MAX_DEPTH} levels deep",
+            where=row.where,
+            fix="store this value as JSON text",
+        )
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         for key in value:
             check_text(key, f"a name in column {column!r}", row)

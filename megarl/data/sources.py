@@ -189,7 +189,11 @@ def _read_file(path: Path) -> list[Row]:
             raise DataError(f"the file is {kind[0]}, not text", where=str(path), fix=kind[1])
         return list(reader(path))
     except OSError as error:
-        raise DataError(f"the file cannot be read: {error.strerror or error}", where=str(path)) from error
+        raise DataError(
+            f"the file cannot be read: {error.strerror or error}",
+            where=str(path),
+            fix="check that the file exists on this machine and that you may read it",
+        ) from error
 
 
 def files_of_folder(folder: Path) -> list[Path]:
@@ -291,8 +295,8 @@ def _read_json(path: Path) -> Iterator[Row]:
     try:
         values = _parse_json(text)
     except json.JSONDecodeError as error:
-        hint = "; name a file with one object per line .jsonl" if error.msg == "Extra data" else ""
-        raise DataError(f"broken JSON: {error.msg}{hint}", where=f"{path}:{error.lineno}") from error
+        fix = "name a file with one object per line .jsonl" if error.msg == "Extra data" else "repair this line"
+        raise DataError(f"broken JSON: {error.msg}", where=f"{path}:{error.lineno}", fix=fix) from error
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"broken JSON: {_json_trouble(error)}", where=f"{path} row {_failing_row(text)}", fix="repair the row"
@@ -363,7 +367,7 @@ def _not_utf8(error: UnicodeDecodeError, path: Path) -> DataError:
                     allowed="UTF-8",
                     fix=encoding_fix(raw, str(path)),
                 )
-    return DataError(f"not UTF-8 text: {error}", where=str(path))
+    return DataError(f"not UTF-8 text: {error}", where=str(path), fix="convert the file to UTF-8")
 
 
 def _read_csv(path: Path) -> Iterator[Row]:
@@ -440,7 +444,11 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         values = table.to_pylist()
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # text that is not UTF-8, dates before year 1
         column, number = _unreadable_cell(table)
-        raise DataError(f"column {column!r} cannot be read: {error}", where=f"{path} row {number}") from error
+        raise DataError(
+            f"column {column!r} cannot be read: {error}",
+            where=f"{path} row {number}",
+            fix="correct the value, or drop the column",
+        ) from error
     for number, value in enumerate(values, 1):
         yield _row_of_table(value, str(path), number)
 

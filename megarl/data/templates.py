@@ -108,7 +108,10 @@ def prompt_formatter(template: str | None) -> Callable[[str, Row], str]:
         compiled = environment.from_string(text)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
-            f"broken template: {error.message}", where=f"{key}, line {error.lineno}", found=text
+            f"broken template: {error.message}",
+            where=f"{key}, line {error.lineno}",
+            found=text,
+            fix="correct the Jinja syntax in this line",
         ) from error
 
     def render(content: str, row: Row) -> str:

@@ -78,6 +78,7 @@ def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files:
                 f"transformers refuses this configuration: {_first_line(error)}",
                 where="model.hf_config",
                 found=model.hf_config,
+                fix="correct the key that the message names",
             ) from error
     else:
         raise ConfigError(

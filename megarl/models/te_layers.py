@@ -85,7 +85,7 @@ class TEExpertLinear(GroupedLinear):
 class TEExperts(GroupedExperts):
     """The experts of this process by Transformer Engine's grouped products, which need row counts on the host.
 
-    In FP8 each expert's rows are padded with zeros to a multiple of what its products take.
+    In FP8 each expert's rows are padded with zeros to the multiple that FP8 products need (`expert_unit`).
     """
 
     linear = TEExpertLinear

@@ -79,7 +79,9 @@ class JudgeSettings(EndpointSettings):
         try:
             _template(self.prompt or _PROMPT)
         except ValueError as error:
-            errors.append(ConfigError(f"broken template: {error}", where=f"{path}.prompt"))
+            errors.append(
+                ConfigError(f"broken template: {error}", where=f"{path}.prompt", fix="correct the Jinja syntax")
+            )
         return errors
 
     def sample_names(self) -> set[str]:

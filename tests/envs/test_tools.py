@@ -49,7 +49,7 @@ def test_the_schema_comes_from_signature_and_docstring():
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("untyped", "'a' of the tool 'untyped' has no type"), ("silent", "needs a docstring")]
+    ("name", "message"), [("untyped", "'a' of the tool 'untyped' has no type"), ("silent", "has no docstring")]
 )
 def test_functions_that_tell_a_model_too_little_are_refused(name, message):
     with pytest.raises(ConfigError, match=message):

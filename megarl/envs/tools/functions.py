@@ -36,7 +36,12 @@ def load_tools(names: Sequence[str]) -> list[Tool]:
         module = import_source(source, _KEY)
         function = getattr(module, function_name, None)
         if not callable(function):
-            raise ConfigError(f"{source} has no function {function_name!r}", where=_KEY, found=name)
+            raise ConfigError(
+                f"{source} has no function {function_name!r}",
+                where=_KEY,
+                found=name,
+                fix="correct the name, or define the function there",
+            )
         tools.append(tool_of(function))
     names_ = [tool.name for tool in tools]
     twice = sorted({name for name in names_ if names_.count(name) > 1})

@@ -344,6 +344,7 @@ def check_servers(servers: Mapping[str, McpServer]) -> None:
                 f"the command of the MCP server {name!r} does not exist",
                 where=f"{_KEY}.{name}.command",
                 found=server.command,
+                fix="install the program, or name its full path",
             )
 
 

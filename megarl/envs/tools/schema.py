@@ -82,7 +82,11 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     name = getattr(function, "__name__", repr(function))
     summary, described = _docstring(function)
     if not summary:
-        raise ConfigError(f"the tool {name!r} needs a docstring, which tells the model what it does", where="env.tools")
+        raise ConfigError(
+            f"the tool {name!r} has no docstring, so the model cannot see what it does",
+            where="env.tools",
+            fix="write a docstring that describes the tool and its arguments",
+        )
     hints = typing.get_type_hints(function)
     fields: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
@@ -92,9 +96,14 @@ def tool_of(function: Callable[..., Any]) -> Tool:
             raise ConfigError(
                 f"the tool {name!r} has the parameter {parameter}, which a JSON object cannot provide",
                 where="env.tools",
+                fix="give every parameter a name that a call can use: no *args, **kwargs or positional-only parameters",
             )
         if parameter.name not in hints:
-            raise ConfigError(f"the argument {parameter.name!r} of the tool {name!r} has no type", where="env.tools")
+            raise ConfigError(
+                f"the argument {parameter.name!r} of the tool {name!r} has no type",
+                where="env.tools",
+                fix=f"annotate it, for example {parameter.name}: str",
+            )
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (
             hints[parameter.name],
@@ -105,7 +114,9 @@ def tool_of(function: Callable[..., Any]) -> Tool:
         parameters = arguments.model_json_schema()
     except (PydanticSchemaGenerationError, TypeError, NameError) as error:
         raise ConfigError(
-            f"the arguments of the tool {name!r} have no JSON schema: {error}", where="env.tools"
+            f"the arguments of the tool {name!r} have no JSON schema: {error}",
+            where="env.tools",
+            fix="annotate the arguments with JSON types: str, int, float, bool, list, dict, or a pydantic model",
         ) from error
     uses_images = IMAGES in inspect.signature(function).parameters
     return Tool(function, arguments, as_schema(name, summary, parameters), uses_images)

@@ -24,7 +24,7 @@ class ResidualAdd(torch.nn.Module):
         self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon) if normed else None
 
     def forward(self, training: bool, fused: bool) -> Add:
-        """Return the function (result and its bias, residual stream, dropout) -> residual stream, as Megatron asks for.
+        """Return the function (result and its bias, residual stream, dropout) -> residual stream, as Megatron calls it.
 
         No model here has dropout."""
         return self._add

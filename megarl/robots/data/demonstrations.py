@@ -28,6 +28,8 @@ LIBERO_STATE = ("ee_pos", "ee_ori", "gripper_states")
 #: The arm stands still if the norm of an action, without the gripper's value, is below this.
 STILL = 1e-4
 _FRAMES = "frames."
+_AGAIN = "download the file again"
+_ONE_EACH = "one entry per environment step in every part"
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,14 @@ class Demonstration:
     def __post_init__(self) -> None:
         steps = {name: len(value) for name, value in self._arrays().items()}
         if len(set(steps.values())) != 1:
-            raise DataError("the parts of a demonstration differ in length", where=self.task, found=steps)
+            raise DataError(
+                "the parts of a demonstration differ in length", where=self.task, found=steps, allowed=_ONE_EACH
+            )
         wrong = {name: (v.dtype.name, v.shape) for name, v in self.frames.items() if v.dtype != np.uint8 or v.ndim != 4}
         if wrong:
-            raise DataError("these frames are not uint8 [T, H, W, 3]", where=self.task, found=wrong)
+            raise DataError(
+                "these frames have a wrong dtype or shape", where=self.task, found=wrong, allowed="uint8 [T, H, W, 3]"
+            )
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         frames = {f"{_FRAMES}{camera}": frame for camera, frame in self.frames.items()}
@@ -71,13 +77,20 @@ class OpenDemonstration:
     def __post_init__(self) -> None:
         steps = {"states": len(self.states), "actions": len(self.actions)}
         if len(set(steps.values())) != 1:
-            raise DataError("the parts of a demonstration differ in length", where=self.where, found=steps)
+            raise DataError(
+                "the parts of a demonstration differ in length", where=self.where, found=steps, allowed=_ONE_EACH
+            )
         for name, table in (("states", self.states), ("actions", self.actions)):
             wrong = np.argwhere(~np.isfinite(table))
             if len(wrong):
                 step, number = (int(place) for place in wrong[0])
                 place = f"{self.where}: {name}[{step}, {number}]"
-                raise DataError("a value is not a finite number", where=place, found=float(table[step, number]))
+                raise DataError(
+                    "a value is not a finite number",
+                    where=place,
+                    found=float(table[step, number]),
+                    fix="correct this number, or leave the demonstration out",
+                )
 
     def __len__(self) -> int:
         """Return the number of environment steps, T."""
@@ -145,14 +158,19 @@ def _libero_file(path: str | Path) -> Iterator[Any]:
     try:
         file = h5py.File(path, "r")
     except OSError as error:
-        raise DataError(f"this HDF5 file cannot be read: {error}", where=str(path)) from None
+        raise DataError(f"this HDF5 file cannot be read: {error}", where=str(path), fix=_AGAIN) from None
     with file:
         yield file
 
 
 def _part(group: Any, name: str, path: str | Path) -> Any:
     if name not in group:
-        raise DataError(f"{group.name} lacks {name!r}", where=str(path), found=sorted(group))
+        raise DataError(
+            f"the group {group.name} lacks {name!r}",
+            where=str(path),
+            found=sorted(group),
+            fix="use files of LIBERO's demonstrations",
+        )
     return group[name]
 
 
@@ -222,7 +240,9 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
                 )
             yield file, facts
     except (SafetensorError, OSError) as error:
-        raise DataError(f"this file is damaged: {error}", where=str(path)) from None
+        raise DataError(
+            f"this file is damaged: {error}", where=str(path), fix="write the demonstrations again"
+        ) from None
 
 
 def _files(folder: Path) -> list[Path]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 INFO = "meta/info.json"
 ACTION, STATE, PICTURES = "action", "observation.state", "observation.images."
 VERSIONS = ("v2.0", "v2.1", "v3.0")
+_AGAIN = "download the data set again, or write it again with LeRobot's own tools"
 #: A step's picture is the one nearest in time. If it is further away than this fraction of the time between two
 #: pictures, the video has no picture for the step.
 _NEAR = 0.5
@@ -64,14 +65,23 @@ class LeRobotFolder:
             info: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             version, features = info["codebase_version"], info["features"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"this folder is not a LeRobot data set: {error!r}", where=str(path)) from None
+            raise DataError(
+                f"this folder is not a LeRobot data set: {error!r}",
+                where=str(path),
+                fix="name the folder that contains meta/info.json",
+            ) from None
         if version not in VERSIONS:
             raise DataError(
                 "this version of LeRobot's format is not supported", where=str(path), found=version, allowed=VERSIONS
             )
         missing = [name for name in (ACTION, "episode_index", "task_index") if name not in features]
         if missing:
-            raise DataError(f"the data set has no feature {missing[0]!r}", where=str(path), found=sorted(features))
+            raise DataError(
+                f"the data set has no feature {missing[0]!r}",
+                where=str(path),
+                found=sorted(features),
+                fix="record the data set with LeRobot's own tools",
+            )
         return info
 
     @property
@@ -108,7 +118,7 @@ class LeRobotFolder:
         else:
             rows = _lines(self.folder / "meta/episodes.jsonl")
         if not rows:
-            raise DataError("the data set has no episodes", where=str(self.folder / "meta"))
+            raise DataError("the data set has no episodes", where=str(self.folder / "meta"), fix=_AGAIN)
         episodes = [_Episode(int(row["episode_index"]), row) for row in rows]
         return sorted(episodes, key=lambda episode: episode.number)
 
@@ -134,26 +144,30 @@ class LeRobotFolder:
                 f"the placeholders in the pattern of file paths cannot be filled: {error!r}",
                 where=f"{self.folder / INFO}: {key}",
                 found=form,
+                allowed="a pattern as in LeRobot's own data sets",
             ) from None
         if place.is_absolute() or ".." in place.parts:  # links are allowed: a hub's cache consists of them
             raise DataError(
                 "the pattern of file paths leads outside of the data set",
                 where=f"{self.folder / INFO}: {key}",
                 found=str(place),
+                allowed="a relative path without ..",
             )
         return str(place)
 
     def _info(self, key: str) -> Any:
         """Return the value of a key in meta/info.json."""
         if key not in self.info:
-            raise DataError(f"the file lacks the key {key!r}", where=str(self.folder / INFO), found=sorted(self.info))
+            raise DataError(
+                f"the file lacks the key {key!r}", where=str(self.folder / INFO), found=sorted(self.info), fix=_AGAIN
+            )
         return self.info[key]
 
     def _of(self, episode: _Episode, key: str) -> Any:
         """Return an episode's value in a column of meta/episodes."""
         if key not in episode.row:
             where = f"{self.folder / 'meta/episodes'}: episode {episode.number}"
-            raise DataError(f"the episode lacks the column {key!r}", where=where, found=sorted(episode.row))
+            raise DataError(f"the episode lacks the column {key!r}", where=where, found=sorted(episode.row), fix=_AGAIN)
         return episode.row[key]
 
     def numbers(self, episode: _Episode) -> tuple[pa.Table, list[int]]:
@@ -164,7 +178,7 @@ class LeRobotFolder:
         columns = [name for name in (STATE, ACTION) if name in self.info["features"]]
         groups = _groups(path).get(episode.number)
         if groups is None:
-            raise DataError(f"episode {episode.number} is not in its file", where=str(path))
+            raise DataError(f"episode {episode.number} is not in its file", where=str(path), fix=_AGAIN)
         table = _groups_read(path, groups, [*columns, "episode_index", "task_index"])
         return table.filter(pa.array(np.asarray(table["episode_index"]) == episode.number)), groups
 
@@ -177,7 +191,9 @@ class LeRobotFolder:
         if self.info["features"][camera]["dtype"] == "video":
             path = self.video_file(episode, camera)
             if not path.is_file():
-                raise DataError("the video file does not exist", where=str(path))
+                raise DataError(
+                    "the video file does not exist", where=str(path), fix="download the data set with its videos"
+                )
             first = float(self._of(episode, f"videos/{camera}/from_timestamp")) if self._many else 0.0
             fps = float(self._info("fps"))
             return lambda step: _picture_at(path, first + step / fps, _NEAR / fps)
@@ -240,7 +256,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        raise DataError(f"this file cannot be read: {error}", where=str(path)) from None
+        raise DataError(f"this file cannot be read: {error}", where=str(path), fix=_AGAIN) from None
 
 
 @contextmanager
@@ -253,7 +269,7 @@ def _file(path: Path) -> Iterator[Any]:
         with pq.ParquetFile(path, memory_map=True) as file:
             yield file
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"this parquet file cannot be read: {error}", where=str(path)) from None
+        raise DataError(f"this parquet file cannot be read: {error}", where=str(path), fix=_AGAIN) from None
 
 
 def _table(path: Path) -> pa.Table:
@@ -266,7 +282,10 @@ def _groups_read(path: Path, groups: Sequence[int], columns: Sequence[str]) -> p
         missing = [name for name in columns if name not in file.schema_arrow.names]
         if missing:
             raise DataError(
-                f"the parquet file lacks the column {missing[0]!r}", where=str(path), found=file.schema_arrow.names
+                f"the parquet file lacks the column {missing[0]!r}",
+                where=str(path),
+                found=file.schema_arrow.names,
+                fix=_AGAIN,
             )
         return file.read_row_groups(list(groups), columns=list(columns))
 
@@ -298,7 +317,7 @@ def _decoded(data: bytes | None, path: Path) -> NDArray[np.uint8]:
     from PIL import Image
 
     if data is None:
-        raise DataError("the parquet file lacks the bytes of a picture", where=str(path))
+        raise DataError("the parquet file lacks the bytes of a picture", where=str(path), fix=_AGAIN)
     with readable(str(path)):
         return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"), np.uint8)
 
@@ -314,7 +333,7 @@ def _picture_at(path: Path, second: float, near: float) -> NDArray[np.uint8]:
     try:
         with av.open(str(path)) as video:
             if not video.streams.video:
-                raise DataError("the file contains no video", where=str(path))
+                raise DataError("the file contains no video", where=str(path), fix=_AGAIN)
             stream = video.streams.video[0]
             assert stream.time_base is not None, "every video stream has a time base"
             # seeks to the key frame before this time
@@ -328,10 +347,10 @@ def _picture_at(path: Path, second: float, near: float) -> NDArray[np.uint8]:
                 if frame.time >= second:
                     break
             if best is None or apart > near:
-                raise DataError(f"the video has no picture at {second:.3f} s", where=str(path))
+                raise DataError(f"the video has no picture at {second:.3f} s", where=str(path), fix=_AGAIN)
             return np.asarray(best.to_ndarray(format="rgb24"), np.uint8)
     except av.FFmpegError as error:
-        raise DataError(f"this video cannot be read: {error}", where=str(path)) from None
+        raise DataError(f"this video cannot be read: {error}", where=str(path), fix=_AGAIN) from None
 
 
 def cameras_of(spec_cameras: Sequence[str], recorded: Mapping[str, str], where: str) -> dict[str, str]:

@@ -49,7 +49,9 @@ class PicturePipeline:
 
     def __post_init__(self) -> None:
         if self.size < 2:
-            raise ConfigError("a picture must have at least 2 x 2 pixels", where="size", found=self.size)
+            raise ConfigError(
+                "a picture must have at least 2 x 2 pixels", where="size", found=self.size, allowed="2 or more"
+            )
         if self.resize is not None:
             choose(KERNELS, self.resize, "unknown filter for resizing", where="resize")
         if self.crop is not None and not 0 < self.crop <= 1:

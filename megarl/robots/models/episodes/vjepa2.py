@@ -20,6 +20,7 @@ from megarl.robots.simulators.protocol import Recording
 from megarl.system.errors import ConfigError
 
 _PATH = "robot.reward.embedding.path"
+_AGAIN = "download the checkpoint again, or name another one"
 
 
 class VideoEmbedder(EpisodeEmbedder):
@@ -76,10 +77,15 @@ def _encoder(folder: Path, device: torch.device) -> tuple[Any, Any]:
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the config.json of the encoder cannot be read: {error}", where=_PATH, found=str(folder)
+            f"the config.json of the encoder cannot be read: {error}", where=_PATH, found=str(folder), fix=_AGAIN
         ) from error
     if kind != "vjepa2":
-        raise ConfigError("the model is not a V-JEPA 2 encoder", where=_PATH, found=kind, allowed="vjepa2")
+        raise ConfigError(
+            "the model is not a V-JEPA 2 encoder",
+            where=_PATH,
+            found=kind,
+            allowed="a checkpoint whose model_type is vjepa2",
+        )
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
         model, loaded = VJEPA2Model.from_pretrained(
@@ -87,9 +93,9 @@ def _encoder(folder: Path, device: torch.device) -> tuple[Any, Any]:
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"the weights of the encoder cannot be read: {error}", where=_PATH, found=str(folder)
+            f"the weights of the encoder cannot be read: {error}", where=_PATH, found=str(folder), fix=_AGAIN
         ) from error
     missing = sorted(name for name in loaded["missing_keys"] if name.startswith("encoder."))
     if missing:
-        raise ConfigError("the checkpoint lacks weights of the encoder", where=_PATH, found=missing[:4])
+        raise ConfigError("the checkpoint lacks weights of the encoder", where=_PATH, found=missing[:4], fix=_AGAIN)
     return model.encoder.to(device).eval().requires_grad_(False), model.config

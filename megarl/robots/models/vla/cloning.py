@@ -160,7 +160,11 @@ class CloningExamples:
 
     def _check(self, prompts: Mapping[str, Sequence[int]]) -> None:
         if not self._shown:
-            raise DataError("no examples to clone: no demonstration has an environment step", where="demonstrations")
+            raise DataError(
+                "no examples to clone: no demonstration has an environment step",
+                where="demonstrations",
+                fix="name demonstrations with at least one step in sft.train_files",
+            )
         wide = self._shown[0].states.shape[1]
         for shown in self._shown:
             problem = "the policy has no prompt for the task of this demonstration"
