@@ -161,7 +161,9 @@ class RayWorkers:
                 self._run(team)
         except ray.exceptions.GetTimeoutError as error:
             limit = f"cluster.start_timeout_s = {self._limit_s:g} s"
-            raise WorkerError(f"processes that Ray started did not reply within {limit}") from error
+            raise WorkerError(
+                f"processes that Ray started did not reply within {limit}; raise it if this machine is slow or busy"
+            ) from error
 
     def _within_shared_memory(self, wanted: int) -> int:
         """Return `wanted` bytes, or fewer if shared memory is smaller: Ray refuses a larger size, or silently uses slow
@@ -188,7 +190,8 @@ class RayWorkers:
         if not self._group.wait(self._seconds_left()):
             raise WorkerError(
                 f"Ray did not free {len(reservation.bundles)} x {reservation.bundles[0]} within "
-                f"cluster.start_timeout_s = {self._limit_s:g} s; available are {ray.available_resources()}"
+                f"cluster.start_timeout_s = {self._limit_s:g} s; available are {ray.available_resources()}. End jobs "
+                "that use the rest, or wait longer"
             )
         self._bundles = list(reservation.places)
         self._actors = [self._new_actor(bundle) for bundle in self._bundles]

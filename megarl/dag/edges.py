@@ -139,7 +139,7 @@ class Inputs:
     waits: list[str]  # nodes that must run before this node, in the graph's order
     # the writer of each field that the node uses, except fields of the entry and fields that no node wrote
     sources: dict[str, str]
-    samples: str | None  # the node that made its samples by resampling; None: it gets the samples that enter the graph
+    samples: str | None  # the last node before it that resamples; None: it gets the samples of the graph's input batch
 
 
 def derive(nodes: Sequence[Node], entry: Iterable[str], where: str) -> dict[str, Inputs]:
@@ -147,7 +147,7 @@ def derive(nodes: Sequence[Node], entry: Iterable[str], where: str) -> dict[str,
 
     Args:
         nodes: resolved nodes in reading order.
-        entry: fields of the batch that enters the graph.
+        entry: fields of the graph's input batch.
     """
     place = {node.id: number for number, node in enumerate(nodes)}
     history, inputs = _History(entry), dict[str, Inputs]()

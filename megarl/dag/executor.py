@@ -84,7 +84,7 @@ class Executor:
 
         Args:
             context: first argument of every node's function.
-            prompts: this rank's part of the batch that enters the graph; None: its team starts with samples of another
+            prompts: this rank's part of the graph's input batch; None: its team starts with samples of another
                 team.
             more: later prompts, for a stage that declares `refills`.
 

@@ -70,6 +70,6 @@ class Pipeline:
         return self
 
     def build(self, entry: Iterable[str] = LOADER_FIELDS) -> TaskGraph:
-        """Check the nodes and return the graph; `entry` names the fields of the batch that enters it."""
+        """Check the nodes and return the graph; `entry` names the fields of its input batch."""
         nodes = [node.resolved(self.config) for node in self._nodes.values()]
         return TaskGraph(self.id, self.description, nodes, entry)

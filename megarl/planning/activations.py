@@ -170,7 +170,8 @@ class Activations:
         return self.parallel.most_layers(self.facts.layers) * each + self.stream
 
     def in_flight(self, *, last: bool) -> float:
-        """Return the most micro-batches whose activations the first stage holds at once; with `last` the last stage."""
+        """Return the maximum number of micro-batches whose activations the first stage holds at once; with `last`, the
+        last stage."""
         pp, vpp = self.parallel.pp, self.parallel.vpp or 1
         if pp == 1:
             return 1.0
@@ -199,7 +200,7 @@ class Activations:
 
     @property
     def _expert_rows(self) -> float:
-        """Most temporary bytes of a layer's expert rows, in the backward pass or while divided experts are summed."""
+        """Maximum temporary bytes of a layer's expert rows, in the backward pass or the sum of divided experts."""
         ways, element = self.parallel.expert_tp, self.element
         backward = 4 * element * ways
         # Results of experts in their own order and in token order; the latter in fp32; rows of two ranks that are being

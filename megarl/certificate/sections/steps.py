@@ -83,7 +83,7 @@ def on_gpus(model: str, engine: str, gpus: int, tp: int, memory_gb: float) -> li
 
 
 def fitting(model: str, engine: str, gpus: int, kind: Hardware | None) -> list[str] | None:
-    """Return the overrides with the least tensor parallelism that fits by the planner's estimate; None if none does."""
+    """Return the overrides with the smallest tensor-parallel size that fits by the plan; None if none fits."""
     import torch
 
     memory = torch.cuda.get_device_properties(0).total_memory / 1e9

@@ -135,7 +135,7 @@ class AnswerReader(ExpressionReader):
             ):
                 self.at += 1
         if self.next_is("&", "\\\\") or self._at_end(environment):
-            raise UnreadError(f"a cell of the environment {environment!r} is empty")
+            raise UnreadError(f"a cell of the LaTeX environment {environment!r} is empty")
         items, marks = [self.statement()], []
         while self.next_is(",", "and", "or"):
             mark = self.step().text

@@ -181,7 +181,10 @@ def require_hooks() -> None:
         apply()
         missing = wanted - HookRegistry._patched
         if missing:
-            raise RuntimeError(f"megarl cannot work with this version of SGLang, which lacks {', '.join(missing)}")
+            raise RuntimeError(
+                f"megarl cannot work with this version of SGLang, which lacks {', '.join(missing)}; install the one "
+                "that `make sglang-env` installs"
+            )
 
     HookRegistry.apply_hooks = apply_all
 
