@@ -83,7 +83,7 @@ def test_what_does_not_go_together_is_refused(arguments, said, capsys):
 def test_another_model_than_the_runs_is_said(capsys):
     keys = ["model.hf_config.hidden_size=128", "--run", RUN, "--steps", "6"]
     _, shown, _ = run(capsys, RUN, *keys)
-    assert "the seconds come from a run with another model" in shown
+    assert "the seconds come from a run whose model differs" in shown
     _, shown, _ = run(capsys, RUN, "--run", RUN, "--steps", "6")
     assert "run's model" not in shown
 

@@ -112,7 +112,7 @@ def test_a_checkpoint_says_its_own_normalisation():
     ("content", "text"),
     [
         ({"means": MEANS}, "stds"),
-        ({"means": MEANS, "stds": STDS[:1]}, "three numbers for each tower"),
+        ({"means": MEANS, "stds": STDS[:1]}, "three numbers for each vision tower"),
         ({"means": MEANS, "stds": [[1, 1, 0], [1, 1, 1]]}, "above 0"),
         ({"means": MEANS[:1], "stds": STDS[:1]}, "does not fit the model's vision towers"),
         ({"means": MEANS, "stds": STDS, "input_sizes": [[3, 384, 384]] * 2}, "does not fit the model's vision towers"),
