@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
-from megarl.models.layers.experts.plain import Mixture
+from megarl.models.layers.attention.plain import AttentionTraits
+from megarl.models.layers.experts.plain import MixtureTraits
 from megarl.models.layers.mixer import Mixer
 from megarl.models.layers.rules import WeightRule
-from megarl.models.layers.wiring import Wiring
+from megarl.models.layers.wiring import LLAMA, Wiring
 
 #: refuse(key, found, allowed, problem) raises a ConfigError that names the key.
 Refuse = Callable[..., None]
@@ -17,60 +18,66 @@ Refuse = Callable[..., None]
 Refusal = Callable[[Mapping[str, Any], Mapping[str, Any], Refuse], None]
 
 
+#: The types of layers in `layer_types`.
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+
+@dataclass(frozen=True)
+class RopeTraits:
+    """The rotary positions of a class of models."""
+
+    types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")  # the supported kinds of RoPE
+    width_key: str = "head_dim"  # the key with the width of the part of a head that RoPE rotates
+    # RoPE rotates the first `partial_rotary_factor` of a head; other classes ignore the key
+    partial: bool = False
+    # layers with a window have RoPE settings of their own; these are their theta, or the key that has it, and its
+    # default. `rope_parameters` then has one section for each kind of layer.
+    local_theta: tuple[str, float] | None = None
+    # whether each layer rotates queries and keys, from the values of `keys`; None: all layers do
+    rotating: Callable[[Mapping[str, Any]], list[bool]] | None = None
+
+
 @dataclass(frozen=True)
 class Architecture:
-    """One model class of transformers."""
+    """One model class of transformers: its kinds of layers and their rules, and what its config.json means."""
 
     model_type: str  # the architecture's name in config.json
     # keys of config.json that the class reads and that change the computation, with the defaults of its configuration
     # class. The key `num_experts` stands for both names of the number of experts.
     keys: dict[str, Any]
     null: tuple[str, ...]  # keys that may be null
-    # layers with a sliding window: `none`; `all`, when `sliding_window` is a number; `all_if_used`, when
-    # `use_sliding_window` is also set; `chosen`, those of `layer_types`, by default from layer
-    # `max_window_layers` on; `every_other`, those of `layer_types`, by default the first, third, ... before that layer
-    windows: Literal["none", "all", "all_if_used", "chosen", "every_other"]
     tensors: tuple[WeightRule, ...]  # rules of the model's weights, without the head
+    attention: AttentionTraits = field(default_factory=AttentionTraits)  # its softmax attention
+    rope: RopeTraits = field(default_factory=RopeTraits)
+    experts: MixtureTraits | None = None  # its mixtures of experts; None: the class has none
+    # types of layers with another mixer than softmax attention, and the mixer from the values of `keys`. All layers of
+    # a class without `layer_types` have the type `FULL`.
+    mixers: Mapping[str, Callable[[Mapping[str, Any]], Mixer]] = field(default_factory=dict)
+    # `layer_types` of a config without it; None: by `max_window_layers`
+    layer_types: Callable[[Mapping[str, Any]], list[str]] | None = None
+    # differences from Llama outside mixers and experts, from the values of `keys`
+    wiring: Callable[[Mapping[str, Any]], Wiring] = lambda values: LLAMA
     fields: tuple[str, ...] = ()  # other fields of the configuration class, which do not change the computation here
-    # the field and the other name of the number of experts. transformers stores both in one attribute; if a config has
-    # both, the name that is not a field of the class is set last and wins.
-    experts_keys: tuple[str, str] | None = None
-    # the mixer of each layer, from the values of `keys`; None: softmax attention in all layers
-    mixers: Callable[[Mapping[str, Any]], tuple[Mixer, ...]] | None = None
-    head_key: str = "head_dim"  # the key with the width of the part of a head that RoPE rotates
+    # the configuration class requires hidden_size to be a multiple of the number of heads, even with `head_dim`
+    even_hidden: bool = False
     # checkpoints may have further layers, which predict more than one token ahead; they are not read
     predicts_ahead: bool = False
     # keys of an exported config.json that transformers does not write and others read, from the values of `keys`
     written: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
-    # the mixtures of experts, from the values of `keys`; None: the class has none
-    mixture: Callable[[Mapping[str, Any]], Mixture] | None = None
-    qkv_bias: bool | str = False  # the projections to query, key and value have a bias; or the key that says so
-    qk_norm: bool | str = False  # queries and keys are normalised per head; or the key that says so
-    wide_norm: bool = False  # queries and keys are normalised over all heads together
-    out_bias: bool | str = False  # the projection of attention's result has a bias; or the key that says so
-    mlp_bias: bool | str = False  # the projections of a dense MLP have biases; or the key that says so
-    # the factor of attention's scores, from the values of `keys`; None: 1 / sqrt(width of a head)
-    scale: Callable[[Mapping[str, Any]], float] | None = None
-    # `layer_types` of a config without it; None: by `max_window_layers`
-    layer_types: Callable[[Mapping[str, Any]], list[str]] | None = None
-    # whether each layer rotates queries and keys; None: all layers do
-    rotating: Callable[[Mapping[str, Any]], list[bool]] | None = None
-    # layers with a window have RoPE settings of their own; these are their theta, or the key that has it, and its
-    # default. `rope_parameters` then has one section for each kind of layer.
-    local_theta: tuple[str, float] | None = None
-    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")  # the supported kinds of RoPE
     # why SGLang 0.5.23 computes another model from the same files; None: it computes the same
     wrong_in_sglang: str | None = None
-    # differences from Llama outside mixers and experts, from the values of `keys`; None: none but `mlp_bias`
-    wiring: Callable[[Mapping[str, Any]], Wiring] | None = None
-    # RoPE rotates the first `partial_rotary_factor` of a head; other classes ignore the key
-    partial_rotary: bool = False
-    zero_centered_norms: bool = False  # the norms of layers, heads and the end store their factor minus 1
-    layer_kinds: tuple[str, ...] = ("full_attention", "sliding_attention")  # the values of `layer_types`
-    # the configuration class requires hidden_size to be a multiple of the number of heads, even with `head_dim`
-    even_hidden: bool = False
-    experts_optional: bool = False  # a config without experts is a dense model
     refusals: tuple[Refusal, ...] = ()  # further refusals, one function each
+
+    @property
+    def experts_keys(self) -> tuple[str, str] | None:
+        """See `MixtureTraits.names`."""
+        return None if self.experts is None else self.experts.names
+
+    @property
+    def legal_types(self) -> tuple[str, ...]:
+        """The types of layers that `layer_types` may have."""
+        others = [kind for kind in self.mixers if kind != FULL]
+        return (FULL, *others) if others else (FULL, SLIDING)
 
 
 #: RoPE settings that are read although they are not fields of a configuration class.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.architectures import architecture
-from megarl.architectures.base import Architecture, Refuse
+from megarl.architectures.base import FULL, SLIDING, Architecture, Refuse
 from megarl.architectures.generic import check_generic
 from megarl.architectures.values import (
     head_width,
@@ -18,6 +18,7 @@ from megarl.architectures.values import (
     rope_tables,
     rotated_width,
     sparse_layers,
+    wiring,
 )
 from megarl.system.errors import ConfigError
 
@@ -99,7 +100,8 @@ def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     dropout = values["attention_dropout"]
     if not (_number(dropout) and 0 <= dropout <= 1) and not (dropout is None and "attention_dropout" in known.null):
         refuse("attention_dropout", dropout, "number from 0 to 1")
-    for key, expected in (("attention_bias", known.qkv_bias), ("mlp_bias", known.mlp_bias)):
+    read = {"attention_bias": known.attention.qkv_bias, "mlp_bias": wiring(values).mlp_bias}
+    for key, expected in read.items():
         if key in values and expected != key and values[key] is not expected:
             refuse(key, values[key], str(expected).lower(), "this variant is not supported")
     if values.get("hidden_act", "silu") not in ("silu", "swish"):  # both names mean the same function
@@ -133,8 +135,8 @@ def _check_heads(values: dict[str, Any], found: Architecture, refuse: Refuse) ->
     if head_width(values) % 2 or not head_width(values):
         # RoPE rotates the two halves of a head, so its width must be even.
         # transformers rotates a part of the head, whose width may be even
-        text = "this variant is not supported" if found.partial_rotary else None
-        refuse(found.head_key, head_width(values), "even number > 0", text)
+        text = "this variant is not supported" if found.rope.partial else None
+        refuse(found.rope.width_key, head_width(values), "even number > 0", text)
 
 
 def _check_experts(values: dict[str, Any], found: Architecture, refuse: Refuse) -> None:
@@ -153,7 +155,7 @@ def _check_experts(values: dict[str, Any], found: Architecture, refuse: Refuse) 
     if not any(sparse_layers({**values, "num_experts": 1})):
         return  # all layers are dense, whatever the numbers of experts are
     experts, chosen = values["num_experts"], values["num_experts_per_tok"]
-    least = 0 if found.experts_optional else 1
+    least = 0 if found.experts and found.experts.optional else 1
     if not _whole(experts) or experts < least:
         refuse("num_experts", experts, f"integer >= {least}")
     if experts and chosen > experts:
@@ -161,7 +163,7 @@ def _check_experts(values: dict[str, Any], found: Architecture, refuse: Refuse) 
 
 
 def _check_windows(raw: Mapping[str, Any], values: dict[str, Any], known: Architecture, refuse: Refuse) -> None:
-    types, count, kinds = raw.get("layer_types"), values["num_hidden_layers"], known.layer_kinds
+    types, count, kinds = raw.get("layer_types"), values["num_hidden_layers"], known.legal_types
     if types is not None and not (isinstance(types, (list, tuple)) and all(kind in kinds for kind in types)):
         refuse("layer_types", types, f"a list of {', '.join(kinds)}", "this variant is not supported")
     if types is not None and len(types) != count:
@@ -174,10 +176,10 @@ def _check_windows(raw: Mapping[str, Any], values: dict[str, Any], known: Archit
     if any(size is not None and size < 1 for size in layer_windows(values)):
         refuse("sliding_window", window, "integer > 0, or null")
     wanted = layer_types(values) if known.layer_types else values.get("layer_types") or ()
-    if "sliding_attention" in wanted and all(size is None for size in layer_windows(values)):
+    if SLIDING in wanted and all(size is None for size in layer_windows(values)):
         refuse(
             "layer_types",
-            "sliding_attention",
+            SLIDING,
             "full_attention, or use_sliding_window: true and a number in sliding_window",
             "the config has layers with a sliding window, but no window size",
         )
@@ -196,10 +198,10 @@ def _check_rope(raw: Mapping[str, Any], values: dict[str, Any], known: Architect
     key = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
     if values[key] is not None and not isinstance(values[key], Mapping):
         refuse(key, values[key], "a mapping, or null")
-    if known.local_theta is None:
+    if known.rope.local_theta is None:
         return _check_table(raw, values, known, refuse, key, rope_scaling(values))
     sections = values["rope_parameters"]
-    names = {"full_attention", "sliding_attention"}
+    names = {FULL, SLIDING}
     if sections is not None and not all(isinstance(sections.get(name, {}), Mapping) for name in names):
         refuse("rope_parameters", sections, "mappings for full_attention and sliding_attention")
     if sections and (sections.keys() - names or (values["rope_scaling"] and "full_attention" not in sections)):
@@ -218,15 +220,15 @@ def _check_table(
     scaling: dict[str, Any],
 ) -> None:
     kind, theta = scaling["rope_type"], scaling["rope_theta"]
-    if kind not in known.rope_types:
-        refuse(key, kind, ", ".join(known.rope_types), "this variant is not supported")
+    if kind not in known.rope.types:
+        refuse(key, kind, ", ".join(known.rope.types), "this variant is not supported")
     if any(isinstance(value, Mapping) for value in scaling.values()):
         refuse(key, sorted(scaling), "one set of numbers for all layers", "this variant is not supported")
     least = 1 if kind == "yarn" else 0  # yarn divides by the logarithm of theta
     if not _number(theta) or theta <= least:
         refuse("rope_theta", theta, f"number > {least}")
     partial = scaling["partial_rotary_factor"]
-    if known.partial_rotary and not (partial is None or (_number(partial) and 0 < partial <= 1)):
+    if known.rope.partial and not (partial is None or (_number(partial) and 0 < partial <= 1)):
         refuse("partial_rotary_factor", partial, "number above 0, at most 1")
     if not rotated_width(values):
         refuse(
@@ -237,7 +239,7 @@ def _check_table(
     beside = "original_max_position_embeddings"
     if kind in ("llama3", "yarn") and beside in raw and raw[beside] is None:
         refuse(beside, None, "integer > 0, or no such key", "transformers would use null for RoPE's own number")
-    if partial not in (None, 1) and not known.partial_rotary:
+    if partial not in (None, 1) and not known.rope.partial:
         refuse("partial_rotary_factor", partial, "1", "this variant is not supported")
     if not _whole(scaling["original_max_position_embeddings"]) or scaling["original_max_position_embeddings"] < 1:
         refuse(key, scaling, "original_max_position_embeddings: integer > 0")

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.architectures.base import COMMON, COMMON_NULL, Architecture, Refuse
-from megarl.architectures.sigmoid_routing import ROUTING, check_routing, sigmoid_router
+from megarl.architectures.base import COMMON, COMMON_NULL, FULL, Architecture, Refuse, RopeTraits
+from megarl.architectures.sigmoid_routing import ROUTING, check_routing, shared_mixture
 from megarl.architectures.tensors import OUTER
-from megarl.models.layers.experts.plain import Mixture, expert_rules
+from megarl.models.layers.experts.plain import MixtureTraits, expert_rules
 from megarl.models.layers.mla.plain import MLA, mla_of, mla_rules
 from megarl.models.layers.mlp.plain import DENSE
 
@@ -43,17 +43,11 @@ LATENT_TENSORS = (
 )
 
 
-def latent_layers(values: Mapping[str, Any]) -> tuple[MLA, ...]:
+def latent_attention(values: Mapping[str, Any]) -> MLA:
     """Return the latent attention of every layer."""
     from megarl.architectures.values import rope_scaling  # which imports all architectures
 
-    return (mla_of(values, rope_scaling(values)),) * int(values["num_hidden_layers"])
-
-
-def shared_mixture(values: Mapping[str, Any]) -> Mixture:
-    """Return a mixture whose shared experts are one MLP of their summed width."""
-    width = values["moe_intermediate_size"]
-    return Mixture(sigmoid_router(values), width, shared_width=values["n_shared_experts"] * width)
+    return mla_of(values, rope_scaling(values))
 
 
 def check_latent(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
@@ -91,13 +85,11 @@ ARCHITECTURE = Architecture(
         "routed_scaling_factor": 2.5,
     },
     null=(*COMMON_NULL, "head_dim", "num_key_value_heads", "q_lora_rank"),
-    windows="none",
     tensors=LATENT_TENSORS,
+    rope=RopeTraits(width_key="qk_rope_head_dim"),
+    experts=MixtureTraits(shared_mixture, names=("n_routed_experts", "num_local_experts")),
     fields=("output_router_logits", "pretraining_tp", "num_mtp_layers", "num_nextn_predict_layers"),
-    experts_keys=("n_routed_experts", "num_local_experts"),
-    mixers=latent_layers,
-    mixture=shared_mixture,
-    head_key="qk_rope_head_dim",
+    mixers={FULL: latent_attention},
     predicts_ahead=True,
     written=serving_keys,
     refusals=(check_latent, check_routing),

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.architectures.base import COMMON, COMMON_NULL, Architecture, Refuse
+from megarl.architectures.base import COMMON, COMMON_NULL, Architecture, Refuse, RopeTraits
 from megarl.architectures.tensors import OUTER
-from megarl.models.layers.attention.plain import attention_rules
+from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.mlp.plain import DENSE
 from megarl.models.layers.wiring import Wiring
 
@@ -23,7 +23,7 @@ def layer_types(values: Mapping[str, Any]) -> list[str]:
 def wiring(values: Mapping[str, Any]) -> Wiring:
     """Return the places of the norms, the factor of the embeddings, and the activation."""
     width = values["hidden_size"] ** 0.5
-    return Wiring(norms="both", embedding=width, embedding_rounded=True, activation="gelu_tanh")
+    return Wiring(norms="both", embedding=width, embedding_rounded=True, activation="gelu_tanh", zero_centered=True)
 
 
 def scale(values: Mapping[str, Any]) -> float:
@@ -68,18 +68,15 @@ ARCHITECTURE = Architecture(
         "use_bidirectional_attention": False,
     },
     null=(*COMMON_NULL, "layer_types", "attention_dropout"),
-    windows="chosen",
     tensors=OUTER + attention_rules(norms="both") + DENSE,
+    attention=AttentionTraits(
+        windows="chosen", qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, scale=scale
+    ),
+    rope=RopeTraits(local_theta=("rope_local_base_freq", 10000.0)),
     # transformers stores attn_logit_softcapping, but does not apply it
     fields=("attn_logit_softcapping",),
-    qkv_bias="attention_bias",
-    out_bias="attention_bias",
-    qk_norm=True,
-    scale=scale,
     layer_types=layer_types,
-    local_theta=("rope_local_base_freq", 10000.0),
     wiring=wiring,
     even_hidden=True,
-    zero_centered_norms=True,
     refusals=(refuse_variants,),
 )

@@ -5,23 +5,14 @@ whose tensors are not read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from megarl.architectures.base import COMMON, COMMON_NULL, Architecture
-from megarl.architectures.sigmoid_routing import ROUTING, check_routing, sigmoid_router
+from megarl.architectures.base import COMMON, COMMON_NULL, Architecture, RopeTraits
+from megarl.architectures.sigmoid_routing import ROUTING, check_routing, shared_mixture
 from megarl.architectures.tensors import OUTER
-from megarl.models.layers.attention.plain import attention_rules
-from megarl.models.layers.experts.plain import Mixture, expert_rules
+from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
+from megarl.models.layers.experts.plain import MixtureTraits, expert_rules
 from megarl.models.layers.mlp.plain import DENSE
 
 CORRECTION = "gate.e_score_correction_bias"
-
-
-def mixture(values: Mapping[str, Any]) -> Mixture:
-    """Return the routed and shared experts of a sparse layer."""
-    width = values["moe_intermediate_size"]
-    return Mixture(sigmoid_router(values), width, shared_width=values["n_shared_experts"] * width)
 
 
 ARCHITECTURE = Architecture(
@@ -46,17 +37,14 @@ ARCHITECTURE = Architecture(
         "use_qk_norm": False,
     },
     null=COMMON_NULL,
-    windows="none",
     tensors=OUTER
     + attention_rules()
     + DENSE
     + expert_rules("mlp", "gate_proj", "up_proj", "down_proj", shared="shared_experts", correction=CORRECTION),
+    attention=AttentionTraits(qkv_bias="attention_bias", qk_norm="use_qk_norm"),
+    rope=RopeTraits(partial=True),
+    experts=MixtureTraits(shared_mixture, names=("n_routed_experts", "num_local_experts")),
     fields=("num_mtp_layers", "num_nextn_predict_layers"),
     predicts_ahead=True,
-    experts_keys=("n_routed_experts", "num_local_experts"),
-    mixture=mixture,
-    qkv_bias="attention_bias",
-    qk_norm="use_qk_norm",
-    partial_rotary=True,
     refusals=(check_routing,),
 )

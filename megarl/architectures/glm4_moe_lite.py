@@ -7,16 +7,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.architectures.base import COMMON_NULL, Architecture, Refuse
+from megarl.architectures.base import COMMON_NULL, FULL, Architecture, Refuse, RopeTraits
 from megarl.architectures.deepseek_v3 import (
     LATENT,
     LATENT_TENSORS,
     check_latent,
-    latent_layers,
+    latent_attention,
     serving_keys,
-    shared_mixture,
 )
-from megarl.architectures.sigmoid_routing import check_routing
+from megarl.architectures.sigmoid_routing import check_routing, shared_mixture
+from megarl.models.layers.experts.plain import MixtureTraits
 
 
 def _check_lite(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
@@ -60,13 +60,11 @@ ARCHITECTURE = Architecture(
         "mlp_layer_types": None,
     },
     null=(*COMMON_NULL, "head_dim", "q_lora_rank", "mlp_layer_types"),
-    windows="none",
     tensors=LATENT_TENSORS,
+    rope=RopeTraits(width_key="qk_rope_head_dim"),
+    experts=MixtureTraits(shared_mixture, names=("n_routed_experts", "num_local_experts")),
     fields=("output_router_logits", "pretraining_tp"),
-    experts_keys=("n_routed_experts", "num_local_experts"),
-    mixers=latent_layers,
-    mixture=shared_mixture,
-    head_key="qk_rope_head_dim",
+    mixers={FULL: latent_attention},
     predicts_ahead=True,
     written=lambda values: serving_keys(values) | {"first_k_dense_replace": _dense_layers(values)},
     refusals=(check_latent, check_routing, _check_lite),

@@ -8,17 +8,18 @@ from typing import Any
 
 from megarl.architectures.base import COMMON, COMMON_NULL, Architecture
 from megarl.architectures.tensors import OUTER
-from megarl.models.layers.attention.plain import attention_rules
+from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.mlp.plain import DENSE
 from megarl.models.layers.wiring import Wiring
 
 
 def wiring(values: Mapping[str, Any]) -> Wiring:
-    """Return the model's factors."""
+    """Return the model's factors, and whether MLPs have biases."""
     return Wiring(
         residual=values["residual_multiplier"],
         embedding=values["embedding_multiplier"],
         logits=values["logits_scaling"],
+        mlp_bias=values["mlp_bias"],
     )
 
 
@@ -43,11 +44,7 @@ ARCHITECTURE = Architecture(
         "attention_multiplier": 1.0,
     },
     null=(*COMMON_NULL, "num_key_value_heads"),
-    windows="none",
     tensors=OUTER + attention_rules() + DENSE,
-    qkv_bias="attention_bias",
-    out_bias="attention_bias",
-    mlp_bias="mlp_bias",
-    scale=scale,
+    attention=AttentionTraits(qkv_bias="attention_bias", out_bias="attention_bias", scale=scale),
     wiring=wiring,
 )

@@ -66,7 +66,7 @@ def unknown_keys(hf_config: dict[str, Any]) -> list[tuple[str, str]]:
     mistakes = [(name, _fix(name, model_type, legal)) for name in _not_in(hf_config, legal) if name not in foreign]
     rope_keys = ROPE_NUMBERS | {"type"}  # the older name of rope_type
     sections: dict[str, Any] = {name: hf_config.get(name) for name in ("rope_parameters", "rope_scaling")}
-    if ARCHITECTURES[model_type].local_theta is not None and isinstance(sections["rope_parameters"], dict):
+    if ARCHITECTURES[model_type].rope.local_theta is not None and isinstance(sections["rope_parameters"], dict):
         sections |= {f"rope_parameters.{name}": values for name, values in sections.pop("rope_parameters").items()}
     for section, values in sections.items():
         if isinstance(values, dict):

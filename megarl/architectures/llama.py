@@ -19,7 +19,6 @@ ARCHITECTURE = Architecture(
         "mlp_bias": False,
     },
     null=(*COMMON_NULL, "num_key_value_heads", "head_dim", "attention_dropout"),
-    windows="none",
     tensors=OUTER + attention_rules() + DENSE,
     fields=("pretraining_tp",),
     even_hidden=True,

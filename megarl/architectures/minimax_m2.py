@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.architectures.base import COMMON, COMMON_NULL, ROUTER, Architecture, Refuse
+from megarl.architectures.base import COMMON, COMMON_NULL, ROUTER, Architecture, Refuse, RopeTraits
 from megarl.architectures.tensors import OUTER
-from megarl.models.layers.attention.plain import attention_rules
-from megarl.models.layers.experts.plain import Mixture, RouterRules, expert_rules
+from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
+from megarl.models.layers.experts.plain import Mixture, MixtureTraits, RouterRules, expert_rules
 
 # Keys that published files have and transformers ignores, with the value that its computation stands for.
 _FIXED = {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer"}
@@ -52,13 +52,11 @@ ARCHITECTURE = Architecture(
         "router_jitter_noise": 0.0,
     },
     null=(*COMMON_NULL, "rotary_dim"),
-    windows="none",
     tensors=OUTER
     + attention_rules()
     + expert_rules("block_sparse_moe", "w1", "w3", "w2", correction="e_score_correction_bias"),
-    experts_keys=("num_local_experts", "num_experts"),
-    mixture=mixture,
-    wide_norm=True,
-    partial_rotary=True,
+    attention=AttentionTraits(wide_norm=True),
+    rope=RopeTraits(partial=True),
+    experts=MixtureTraits(mixture, names=("num_local_experts", "num_experts")),
     refusals=(_check,),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.architectures.base import COMMON_NULL, MISTRAL, Architecture, Refuse
 from megarl.architectures.tensors import OUTER
-from megarl.models.layers.attention.plain import attention_rules
+from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.mlp.plain import DENSE
 
 
@@ -21,7 +21,7 @@ ARCHITECTURE = Architecture(
     model_type="mistral",
     keys={**MISTRAL, "sliding_window": 4096},
     null=(*COMMON_NULL, "head_dim", "sliding_window"),
-    windows="all",
     tensors=OUTER + attention_rules() + DENSE,
+    attention=AttentionTraits(windows="all"),
     refusals=(_no_layer_types,),
 )

@@ -7,8 +7,8 @@ from typing import Any
 
 from megarl.architectures.base import COMMON_NULL, MISTRAL, ROUTER, Architecture, Refuse
 from megarl.architectures.tensors import OUTER
-from megarl.models.layers.attention.plain import attention_rules
-from megarl.models.layers.experts.plain import Mixture, RouterRules, expert_rules
+from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
+from megarl.models.layers.experts.plain import Mixture, MixtureTraits, RouterRules, expert_rules
 
 
 def _head_dim_for_yarn(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
@@ -38,9 +38,8 @@ ARCHITECTURE = Architecture(
         "router_jitter_noise": 0.0,
     },
     null=(*COMMON_NULL, "head_dim", "sliding_window"),
-    windows="all",
     tensors=OUTER + attention_rules() + expert_rules("block_sparse_moe", "w1", "w3", "w2"),
-    experts_keys=("num_local_experts", "num_experts"),
-    mixture=mixture,
+    attention=AttentionTraits(windows="all"),
+    experts=MixtureTraits(mixture, names=("num_local_experts", "num_experts")),
     refusals=(_head_dim_for_yarn,),
 )

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.architectures.base import COMMON, COMMON_NULL, Architecture
+from megarl.architectures.base import COMMON, COMMON_NULL, Architecture, RopeTraits
 from megarl.architectures.tensors import OUTER
-from megarl.models.layers.attention.plain import attention_rules
+from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.mlp.plain import DENSE
 from megarl.models.layers.wiring import Wiring
 
@@ -37,14 +37,11 @@ ARCHITECTURE = Architecture(
         "layer_types": None,
     },
     null=(*COMMON_NULL, "num_key_value_heads", "layer_types"),
-    windows="chosen",
     tensors=OUTER + attention_rules(norms="after") + DENSE,
-    qkv_bias="attention_bias",
-    out_bias="attention_bias",
-    wide_norm=True,
+    attention=AttentionTraits(windows="chosen", qkv_bias="attention_bias", out_bias="attention_bias", wide_norm=True),
+    rope=RopeTraits(local_theta=("default_theta", THETA)),
     layer_types=layer_types,
     # the class reads `rope_theta` for layers without a window only
-    local_theta=("default_theta", THETA),
     wrong_in_sglang="SGLang does not read the two sections of rope_parameters",
     wiring=lambda values: Wiring(norms="after"),
 )

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.architectures.base import COMMON, COMMON_NULL, Architecture, Refuse
+from megarl.architectures.base import COMMON, COMMON_NULL, Architecture, Refuse, RopeTraits
 from megarl.architectures.tensors import OUTER
-from megarl.models.layers.attention.plain import attention_rules
+from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.mlp.plain import FUSED
 
 
@@ -45,10 +45,9 @@ ARCHITECTURE = Architecture(
         "sliding_window": None,
     },
     null=(*COMMON_NULL, "num_key_value_heads", "sliding_window"),
-    windows="all",
     tensors=OUTER + attention_rules(fused=True) + FUSED,
+    attention=AttentionTraits(windows="all"),
+    rope=RopeTraits(partial=True, types=("default", "longrope")),
     fields=("embd_pdrop", "original_max_position_embeddings"),
-    partial_rotary=True,
-    rope_types=("default", "longrope"),
     refusals=(refuse_factors,),
 )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from megarl.architectures.base import COMMON_NULL, LAYER_WINDOWS, QWEN, Architecture
 from megarl.architectures.tensors import OUTER
-from megarl.models.layers.attention.plain import attention_rules
+from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.mlp.plain import DENSE
 
 ARCHITECTURE = Architecture(
     model_type="qwen2",
     keys={**QWEN, **LAYER_WINDOWS},
     null=(*COMMON_NULL, "num_key_value_heads", "sliding_window", "layer_types"),
-    windows="chosen",
     tensors=OUTER + attention_rules() + DENSE,
-    qkv_bias=True,
+    attention=AttentionTraits(windows="chosen", qkv_bias=True),
 )

@@ -7,8 +7,8 @@ from typing import Any
 
 from megarl.architectures.base import COMMON_NULL, LAYER_WINDOWS, QWEN, ROUTER, Architecture
 from megarl.architectures.tensors import OUTER
-from megarl.models.layers.attention.plain import attention_rules
-from megarl.models.layers.experts.plain import Mixture, RouterRules, expert_rules, shared_gate
+from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
+from megarl.models.layers.experts.plain import Mixture, MixtureTraits, RouterRules, expert_rules, shared_gate
 from megarl.models.layers.mlp.plain import DENSE
 
 
@@ -43,13 +43,11 @@ ARCHITECTURE = Architecture(
         "mlp_only_layers": None,
     },
     null=(*COMMON_NULL, "sliding_window", "layer_types", "mlp_only_layers"),
-    windows="every_other",
     tensors=OUTER
     + attention_rules()
     + DENSE
     + expert_rules("mlp", "gate_proj", "up_proj", "down_proj", shared="shared_expert")
     + (shared_gate("mlp.shared_expert_gate"),),
-    mixture=mixture,
-    qkv_bias="qkv_bias",
-    experts_optional=True,
+    attention=AttentionTraits(windows="every_other", qkv_bias="qkv_bias"),
+    experts=MixtureTraits(mixture, optional=True),
 )

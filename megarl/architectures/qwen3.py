@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from megarl.architectures.base import COMMON_NULL, LAYER_WINDOWS, QWEN, Architecture
 from megarl.architectures.tensors import OUTER
-from megarl.models.layers.attention.plain import attention_rules
+from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.mlp.plain import DENSE
 
 ARCHITECTURE = Architecture(
     model_type="qwen3",
     keys={**QWEN, **LAYER_WINDOWS, "head_dim": 128, "attention_bias": False},
     null=(*COMMON_NULL, "num_key_value_heads", "sliding_window", "layer_types"),
-    windows="chosen",
     tensors=OUTER + attention_rules() + DENSE,
-    qk_norm=True,
+    attention=AttentionTraits(windows="chosen", qk_norm=True),
 )

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from megarl.architectures.base import COMMON, COMMON_NULL, Architecture
-from megarl.architectures.qwen3_next import EXPERTS, KEYS, KINDS, MIXTURE, hybrid_mixers, mixture, refuse_odd_heads
+from megarl.architectures.base import COMMON, COMMON_NULL, Architecture, RopeTraits
+from megarl.architectures.qwen3_next import (
+    ATTENTION,
+    EXPERTS,
+    KEYS,
+    MIXERS,
+    MIXTURE,
+    hybrid_types,
+    hybrid_wiring,
+    mixture,
+    refuse_odd_heads,
+)
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import attention_rules
+from megarl.models.layers.experts.plain import MixtureTraits
 from megarl.models.layers.gated_delta.plain import gated_delta_rules
 
 ARCHITECTURE = Architecture(
@@ -20,14 +31,13 @@ ARCHITECTURE = Architecture(
         "num_experts_per_tok": 8,
     },
     null=(*COMMON_NULL, "layer_types"),
-    windows="none",
     tensors=OUTER + attention_rules(gate=True) + gated_delta_rules(by_key_head=False) + MIXTURE,
+    attention=ATTENTION,
+    rope=RopeTraits(partial=True),
+    experts=MixtureTraits(mixture),
     fields=("num_experts",),
-    mixers=hybrid_mixers,
-    mixture=mixture,
-    qk_norm=True,
-    partial_rotary=True,
-    zero_centered_norms=True,
-    layer_kinds=KINDS,
+    mixers=MIXERS,
+    layer_types=hybrid_types,
+    wiring=hybrid_wiring,
     refusals=(refuse_odd_heads,),
 )

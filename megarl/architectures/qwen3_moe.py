@@ -7,8 +7,8 @@ from typing import Any
 
 from megarl.architectures.base import COMMON_NULL, QWEN, ROUTER, Architecture
 from megarl.architectures.tensors import OUTER
-from megarl.models.layers.attention.plain import attention_rules
-from megarl.models.layers.experts.plain import Mixture, RouterRules, Score, expert_rules
+from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
+from megarl.models.layers.experts.plain import Mixture, MixtureTraits, RouterRules, Score, expert_rules
 from megarl.models.layers.mlp.plain import DENSE
 
 
@@ -37,10 +37,7 @@ ARCHITECTURE = Architecture(
         "mlp_only_layers": None,
     },
     null=(*COMMON_NULL, "sliding_window", "mlp_only_layers"),
-    windows="all_if_used",
     tensors=OUTER + attention_rules() + DENSE + expert_rules("mlp", "gate_proj", "up_proj", "down_proj"),
-    experts_keys=("num_experts", "num_local_experts"),
-    mixture=mixture,
-    qk_norm=True,
-    experts_optional=True,
+    attention=AttentionTraits(windows="all_if_used", qk_norm=True),
+    experts=MixtureTraits(mixture, names=("num_experts", "num_local_experts"), optional=True),
 )

@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.architectures.base import COMMON, COMMON_NULL, ROUTER, Architecture, Refuse
+from megarl.architectures.base import COMMON, COMMON_NULL, FULL, LINEAR, ROUTER, Architecture, Refuse, RopeTraits
 from megarl.architectures.tensors import OUTER
-from megarl.models.layers.attention.plain import Attention, attention_rules
-from megarl.models.layers.experts.plain import Mixture, RouterRules, expert_rules, shared_gate
+from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
+from megarl.models.layers.experts.plain import Mixture, MixtureTraits, RouterRules, expert_rules, shared_gate
 from megarl.models.layers.gated_delta.plain import gated_delta_of, gated_delta_rules
-from megarl.models.layers.mixer import Mixer
 from megarl.models.layers.mlp.plain import DENSE
+from megarl.models.layers.wiring import Wiring
 
-LINEAR, FULL = "linear_attention", "full_attention"
-KINDS = (FULL, LINEAR)
+#: Softmax attention, and the mixers of layers without it.
+ATTENTION = AttentionTraits(qk_norm=True, gate=True)
+MIXERS = {LINEAR: gated_delta_of}
 #: Keys that this family adds, with the default sizes of its configuration classes.
 KEYS: dict[str, Any] = {
     "layer_types": None,
@@ -37,15 +38,15 @@ KEYS: dict[str, Any] = {
 }
 
 
-def hybrid_mixers(values: Mapping[str, Any]) -> tuple[Mixer, ...]:
-    """Return the mixer of each layer: those of `layer_types`, or softmax attention in every
-    `full_attention_interval`-th one."""
+def hybrid_types(values: Mapping[str, Any]) -> list[str]:
+    """Return the default type of each layer: softmax attention in every `full_attention_interval`-th one."""
     interval, count = values["full_attention_interval"], values["num_hidden_layers"]
-    types = values["layer_types"] or [LINEAR if (layer + 1) % interval else FULL for layer in range(count)]
-    sizes = {"heads": values["num_attention_heads"], "groups": values["num_key_value_heads"]}
-    attention = Attention(**sizes, width=values["head_dim"], qk_norm=True, gate=True)
-    delta = gated_delta_of(values)
-    return tuple(delta if kind == LINEAR else attention for kind in types)
+    return [LINEAR if (layer + 1) % interval else FULL for layer in range(count)]
+
+
+def hybrid_wiring(values: Mapping[str, Any]) -> Wiring:
+    """Return the form of the norms."""
+    return Wiring(zero_centered=True)
 
 
 def refuse_odd_heads(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
@@ -88,15 +89,13 @@ ARCHITECTURE = Architecture(
         "mlp_only_layers": None,
     },
     null=(*COMMON_NULL, "layer_types", "mlp_only_layers"),
-    windows="none",
     tensors=OUTER + attention_rules(gate=True) + gated_delta_rules(by_key_head=True) + DENSE + MIXTURE,
+    attention=ATTENTION,
+    rope=RopeTraits(partial=True),
+    experts=MixtureTraits(mixture, optional=True),
     fields=("num_experts",),
-    mixers=hybrid_mixers,
-    mixture=mixture,
-    qk_norm=True,
-    partial_rotary=True,
-    zero_centered_norms=True,
-    layer_kinds=KINDS,
-    experts_optional=True,
+    mixers=MIXERS,
+    layer_types=hybrid_types,
+    wiring=hybrid_wiring,
     refusals=(refuse_odd_heads,),
 )

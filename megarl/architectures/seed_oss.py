@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from megarl.architectures.base import COMMON, COMMON_NULL, Architecture
 from megarl.architectures.tensors import OUTER
-from megarl.models.layers.attention.plain import attention_rules
+from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.mlp.plain import DENSE
+from megarl.models.layers.wiring import Wiring
 
 ARCHITECTURE = Architecture(
     model_type="seed_oss",
@@ -25,10 +26,8 @@ ARCHITECTURE = Architecture(
         "residual_dropout": 0.1,
     },
     null=(*COMMON_NULL, "num_key_value_heads", "head_dim"),
-    windows="none",
     tensors=OUTER + attention_rules() + DENSE,
+    attention=AttentionTraits(qkv_bias="attention_bias", out_bias="attention_out_bias"),
     fields=("pretraining_tp",),
-    qkv_bias="attention_bias",
-    out_bias="attention_out_bias",
-    mlp_bias="mlp_bias",
+    wiring=lambda values: Wiring(mlp_bias=values["mlp_bias"]),
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.architectures.base import Refuse
-from megarl.models.layers.experts.plain import RouterRules
+from megarl.models.layers.experts.plain import Mixture, RouterRules
 
 ROUTING: dict[str, Any] = {
     "n_group": 1,
@@ -33,6 +33,12 @@ def sigmoid_router(values: Mapping[str, Any]) -> RouterRules:
         chosen_groups=values["topk_group"],
         correction=True,
     )
+
+
+def shared_mixture(values: Mapping[str, Any]) -> Mixture:
+    """Return a mixture whose shared experts are one MLP of their summed width."""
+    width = values["moe_intermediate_size"]
+    return Mixture(sigmoid_router(values), width, shared_width=values["n_shared_experts"] * width)
 
 
 def check_routing(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:

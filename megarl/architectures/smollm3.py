@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.architectures.base import COMMON, COMMON_NULL, Architecture, Refuse
+from megarl.architectures.base import COMMON, COMMON_NULL, Architecture, Refuse, RopeTraits
 from megarl.architectures.tensors import OUTER
-from megarl.models.layers.attention.plain import attention_rules
+from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.mlp.plain import DENSE
+from megarl.models.layers.wiring import Wiring
 
 
 def rotating(values: Mapping[str, Any]) -> list[bool]:
@@ -56,12 +57,10 @@ ARCHITECTURE = Architecture(
         "mlp_bias": False,
     },
     null=(*COMMON_NULL, "num_key_value_heads", "sliding_window", "layer_types", "no_rope_layers"),
-    windows="chosen",
     tensors=OUTER + attention_rules() + DENSE,
-    qkv_bias="attention_bias",
-    out_bias="attention_bias",
-    mlp_bias="mlp_bias",
+    attention=AttentionTraits(windows="chosen", qkv_bias="attention_bias", out_bias="attention_bias"),
+    rope=RopeTraits(rotating=rotating),
+    wiring=lambda values: Wiring(mlp_bias=values["mlp_bias"]),
     layer_types=layer_types,
-    rotating=rotating,
     refusals=(refuse_short_lists,),
 )

@@ -7,14 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.architectures import ARCHITECTURES
-from megarl.models.layers.attention.plain import LOCAL_ROPE, ROPE, Attention
+from megarl.architectures.base import FULL, SLIDING
+from megarl.models.layers.attention.plain import LOCAL_ROPE, ROPE
 from megarl.models.layers.experts.plain import Mixture
 from megarl.models.layers.mixer import Mixer
-from megarl.models.layers.wiring import LLAMA, Wiring
+from megarl.models.layers.wiring import Wiring
 from megarl.system.errors import ConfigError
-
-# the first `max_window_layers` layers have full attention, the others a sliding window
-_BY_POSITION = ("full_attention", "sliding_attention")
 
 
 def read_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,14 +29,14 @@ def read_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def head_width(values: Mapping[str, Any]) -> int:
     """Return the width of one attention head."""
-    width: int | None = values[ARCHITECTURES[values["model_type"]].head_key]
+    width: int | None = values[ARCHITECTURES[values["model_type"]].rope.width_key]
     return values["hidden_size"] // values["num_attention_heads"] if width is None else width
 
 
 def rotated_width(values: Mapping[str, Any]) -> int:
     """Return how many numbers of a head, from its first one on, RoPE rotates."""
     factor = rope_scaling(values)["partial_rotary_factor"]
-    partial = ARCHITECTURES[values["model_type"]].partial_rotary and factor is not None
+    partial = ARCHITECTURES[values["model_type"]].rope.partial and factor is not None
     return int(head_width(values) * factor) if partial else head_width(values)
 
 
@@ -60,8 +58,8 @@ def sparse_layers(values: Mapping[str, Any]) -> list[bool]:
 
 def mixture(values: Mapping[str, Any]) -> Mixture | None:
     """Return the mixture of the layers that have one; None if no layer has experts."""
-    described = ARCHITECTURES[values["model_type"]].mixture
-    return described(values) if described is not None and any(sparse_layers(values)) else None
+    traits = ARCHITECTURES[values["model_type"]].experts
+    return traits.describe(values) if traits is not None and any(sparse_layers(values)) else None
 
 
 def dense_width(values: Mapping[str, Any]) -> int:
@@ -92,27 +90,17 @@ def dimensions(values: Mapping[str, Any]) -> dict[str, int]:
 def mixers(values: Mapping[str, Any]) -> tuple[Mixer, ...]:
     """Return the mixer of each layer."""
     known = ARCHITECTURES[values["model_type"]]
-    if known.mixers is not None:
-        return known.mixers(values)
-    attention = Attention(
-        heads=values["num_attention_heads"],
-        groups=key_value_heads(values),
-        width=head_width(values),
-        qk_norm=flag(values, known.qk_norm),
-        qkv_bias=flag(values, known.qkv_bias),
-        out_bias=flag(values, known.out_bias),
-        wide_norm=known.wide_norm,
-        scale=known.scale(values) if known.scale else None,
-    )
-    windows, tables = layer_windows(values), _layer_tables(values)
-    return tuple(replace(attention, window=window, rope=rope) for window, rope in zip(windows, tables, strict=True))
+    types = layer_types(values) if known.mixers and "layer_types" in values else [FULL] * values["num_hidden_layers"]
+    others = {kind: describe(values) for kind, describe in known.mixers.items()}
+    sizes = values["num_attention_heads"], key_value_heads(values), head_width(values)
+    attention = known.attention.with_sizes(values, *sizes)
+    layers = zip(types, layer_windows(values), _layer_tables(values), strict=True)
+    return tuple(others.get(kind) or replace(attention, window=window, rope=rope) for kind, window, rope in layers)
 
 
 def wiring(values: Mapping[str, Any]) -> Wiring:
     """Return the differences from Llama outside mixers and experts."""
-    known = ARCHITECTURES[values["model_type"]]
-    described = known.wiring(values) if known.wiring else LLAMA
-    return replace(described, mlp_bias=flag(values, known.mlp_bias))
+    return ARCHITECTURES[values["model_type"]].wiring(values)
 
 
 def layer_types(values: Mapping[str, Any]) -> list[str]:
@@ -124,35 +112,30 @@ def layer_types(values: Mapping[str, Any]) -> list[str]:
         return known.layer_types(values)
     count = values["num_hidden_layers"]
     most = values.get("max_window_layers", count)
-    if known.windows == "every_other":
-        return [_BY_POSITION[layer < most and layer % 2 == 0] for layer in range(count)]
-    return [_BY_POSITION[layer >= most] for layer in range(count)]
+    if known.attention.windows == "every_other":
+        return [(FULL, SLIDING)[layer < most and layer % 2 == 0] for layer in range(count)]
+    return [(FULL, SLIDING)[layer >= most] for layer in range(count)]
 
 
 def _layer_tables(values: Mapping[str, Any]) -> list[str | None]:
     """Return the name of the RoPE tables of each layer; None: the layer does not rotate queries and keys."""
-    known = ARCHITECTURES[values["model_type"]]
+    known = ARCHITECTURES[values["model_type"]].rope
     if known.local_theta is not None:
-        return [LOCAL_ROPE if kind == "sliding_attention" else ROPE for kind in layer_types(values)]
+        return [LOCAL_ROPE if kind == SLIDING else ROPE for kind in layer_types(values)]
     count = values["num_hidden_layers"]
     rotating = known.rotating(values) if known.rotating else [True] * count
     return [ROPE if rotates else None for rotates in rotating[:count]]
 
 
-def flag(values: Mapping[str, Any], given: bool | str) -> bool:
-    """Return a property of an architecture that is the same for all its models, or the value of a key."""
-    return values[given] if isinstance(given, str) else given
-
-
 def layer_windows(values: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Return, for each layer, the largest number of keys that a query sees, itself included; None: all before it."""
-    count, kind = values["num_hidden_layers"], ARCHITECTURES[values["model_type"]].windows
+    count, kind = values["num_hidden_layers"], ARCHITECTURES[values["model_type"]].attention.windows
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
     if kind == "none":
         return (None,) * count
     if kind not in ("chosen", "every_other"):
         return (window,) * count
-    return tuple(window if name == "sliding_attention" else None for name in layer_types(values))
+    return tuple(window if name == SLIDING else None for name in layer_types(values))
 
 
 ONLY_IN_TRAINING = ("attention_dropout", "residual_dropout", "resid_pdrop", "router_jitter_noise")
@@ -162,7 +145,7 @@ ONLY_IN_TRAINING = ("attention_dropout", "residual_dropout", "resid_pdrop", "rou
 def only_in_training(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys and values that transformers applies in training only and that this trainer does not apply."""
     ignored = {key: values.get(key) for key in ONLY_IN_TRAINING if values.get(key)}
-    if values.get("output_router_logits") and values["router_aux_loss_coef"]:
+    if values.get("output_router_logits") and values.get("router_aux_loss_coef"):
         ignored["output_router_logits"] = True
     return ignored
 
@@ -196,7 +179,7 @@ def max_positions(values: Mapping[str, Any]) -> int:
 def rope_tables(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the settings of each of the model's RoPE tables, by the tables' names; see `rope_scaling`."""
     tables = {ROPE: rope_scaling(values)}
-    local = ARCHITECTURES[values["model_type"]].local_theta
+    local = ARCHITECTURES[values["model_type"]].rope.local_theta
     if local is not None:
         key, default = local
         section = dict((values["rope_parameters"] or {}).get("sliding_attention") or {})
@@ -211,7 +194,7 @@ def rope_scaling(values: Mapping[str, Any]) -> dict[str, Any]:
     `rope_scaling`, the older name, takes precedence over `rope_parameters`; the kind is in `rope_type`; keys that may
     also be outside the section are included.
     """
-    if ARCHITECTURES[values["model_type"]].local_theta is not None:
+    if ARCHITECTURES[values["model_type"]].rope.local_theta is not None:
         section = (values["rope_parameters"] or {}).get("full_attention") or {}
         # in transformers' objects both names have the sections; in a config.json the older one has no sections
         older = {} if values["rope_scaling"] == values["rope_parameters"] else values["rope_scaling"] or {}
@@ -222,7 +205,7 @@ def rope_scaling(values: Mapping[str, Any]) -> dict[str, Any]:
 def _complete(scaling: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Add to RoPE's settings what may stand outside their section."""
     scaling.setdefault("rope_type", scaling.get("type", "default"))
-    if scaling["rope_type"] == "yarn" and "longrope" in ARCHITECTURES[values["model_type"]].rope_types:
+    if scaling["rope_type"] == "yarn" and "longrope" in ARCHITECTURES[values["model_type"]].rope.types:
         scaling["rope_type"] = "longrope"  # an older name of this kind, which transformers also accepts
     for key in ("rope_theta", "partial_rotary_factor"):
         scaling.setdefault(key, values[key])

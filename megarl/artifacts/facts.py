@@ -93,9 +93,8 @@ class ModelFacts:
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:
         """The mixer of each layer."""
-        known = ARCHITECTURES[self.model_type]
-        sizes = self.heads, self.kv_heads, self.head_dim, known.qk_norm is True, known.qkv_bias is True
-        alike = Attention(None, *sizes, wide_norm=known.wide_norm)
+        known, sizes = ARCHITECTURES[self.model_type].attention, (self.heads, self.kv_heads, self.head_dim)
+        alike = Attention(None, *sizes, known.qk_norm is True, known.qkv_bias is True, wide_norm=known.wide_norm)
         return self.given_mixers or (alike,) * self.layers
 
     @cached_property

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megarl.architectures import ARCHITECTURES
 from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.models.hf import (
@@ -121,7 +120,7 @@ def _model_fields(hf: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "qk_layernorm": any(isinstance(mixer, Attention) and mixer.qk_norm for mixer in mixers_of(hf)),
         "add_qkv_bias": any(isinstance(mixer, Attention) and mixer.qkv_bias for mixer in mixers_of(hf)),
-        "layernorm_zero_centered_gamma": ARCHITECTURES[hf.model_type].zero_centered_norms,
+        "layernorm_zero_centered_gamma": wiring_of(hf).zero_centered,
         "attention_output_gate": any(isinstance(mixer, Attention) and mixer.gate for mixer in mixers_of(hf)),
         "add_bias_linear": False,
         "gated_linear_unit": True,

@@ -340,7 +340,7 @@ EQUAL = [
     ("qwen3_moe", {"num_local_experts": 3}),
     ("qwen3_moe", {"mlp_only_layers": [0, 1]}),
     ("qwen3_moe", {"mlp_only_layers": [1], "tie_word_embeddings": True}),
-    ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "n_group": 2, "topk_group": 1}),
+    ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "n_group": 2, "output_router_logits": True}),
     ("glm4_moe", {"first_k_dense_replace": 2}),
     ("deepseek_v3", {"first_k_dense_replace": 1, "rope_interleave": False, "q_lora_rank": None}),
     ("deepseek_v3", {"first_k_dense_replace": 0, "num_local_experts": 6, "n_group": 3, "topk_group": 2}),

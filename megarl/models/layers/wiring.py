@@ -33,6 +33,8 @@ class Wiring:
     """The activation of the gate in a dense MLP."""
     mlp_bias: bool = False
     """Whether the projections of a dense MLP have biases."""
+    zero_centered: bool = False
+    """Whether the norms of layers, heads and the end store their factor minus 1."""
 
 
 LLAMA = Wiring()

@@ -13,9 +13,8 @@ import torch
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from megarl.architectures import ARCHITECTURES
 from megarl.architectures.adapters import MODULE, is_adapter
-from megarl.models.hf import last_read_layer, vision_of
+from megarl.models.hf import last_read_layer, vision_of, wiring_of
 from megarl.models.layers.rules import TensorRegion
 from megarl.models.policy import PolicyModel
 from megarl.models.weight_table import Coordinate, Shard, as_index, region_numel, region_shape
@@ -150,7 +149,7 @@ def draw_tensor(hf: PretrainedConfig, name: str, shape: tuple[int, ...], seed: i
         return torch.empty(shape).uniform_(0.01, 16, generator=generator_of(name, seed)).log_()
     if name.endswith(".dt_bias"):
         return torch.ones(shape)
-    if "norm" in name and "linear_attn" not in name and ARCHITECTURES[hf.model_type].zero_centered_norms:
+    if "norm" in name and "linear_attn" not in name and wiring_of(hf).zero_centered:
         return torch.zeros(shape)
     if "norm" in name or ".ln_q." in name or name.endswith(".scale_factor"):
         return torch.ones(shape)

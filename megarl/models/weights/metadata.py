@@ -145,7 +145,7 @@ def _older_keys(written: dict[str, Any], architecture: str, experts: int | None)
     if "sliding_attention" in parameters:  # the older keys are those of layers without a window
         local = {"rope_local_base_freq": parameters["sliding_attention"]["rope_theta"]}
         parameters = parameters["full_attention"]
-    key = ARCHITECTURES[architecture].local_theta
+    key = ARCHITECTURES[architecture].rope.local_theta
     older = older_rope_keys(parameters, written["max_position_embeddings"])
     older |= local if key is not None and key[0] in ARCHITECTURES[architecture].keys else {}
     return older | dict.fromkeys(ARCHITECTURES[architecture].experts_keys or (), experts)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 from megarl.models.layers.mixer import Mixer
 from megarl.models.layers.rules import (
@@ -101,6 +102,43 @@ class Attention(Mixer):
     def gathered_elements(self, tp: int, cp: int) -> float:
         """Implement `Mixer.gathered_elements`."""
         return 2 * self.groups * self.width / tp
+
+
+@dataclass(frozen=True)
+class AttentionTraits:
+    """The softmax attention of a class of models. Where a trait may be a string, it is the key of config.json that says
+    whether a model has the trait; see `Attention` for the others.
+
+    windows: the layers with a sliding window: `none`; `all`, if `sliding_window` is a number; `all_if_used`, if
+    `use_sliding_window` is also set; `chosen`, those of `layer_types`, by default from layer `max_window_layers` on;
+    `every_other`, those of `layer_types`, by default the first, third, ... before that layer.
+    """
+
+    windows: Literal["none", "all", "all_if_used", "chosen", "every_other"] = "none"
+    qkv_bias: bool | str = False
+    out_bias: bool | str = False
+    qk_norm: bool | str = False
+    wide_norm: bool = False
+    gate: bool = False
+    scale: Callable[[Mapping[str, Any]], float] | None = None  # from the values of config.json; None: 1 / sqrt(width)
+
+    def with_sizes(self, values: Mapping[str, Any], heads: int, groups: int, width: int) -> Attention:
+        """Return the attention of a layer without a window, for the values of a config.json."""
+
+        def has(trait: bool | str) -> bool:
+            return values[trait] if isinstance(trait, str) else trait
+
+        return Attention(
+            heads=heads,
+            groups=groups,
+            width=width,
+            qk_norm=has(self.qk_norm),
+            qkv_bias=has(self.qkv_bias),
+            gate=self.gate,
+            wide_norm=self.wide_norm,
+            out_bias=has(self.out_bias),
+            scale=self.scale(values) if self.scale else None,
+        )
 
 
 def attention_rules(*, norms: Norms = "before", fused: bool = False, gate: bool = False) -> tuple[WeightRule, ...]:

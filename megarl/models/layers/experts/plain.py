@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megarl.models.layers.mlp.plain import mlp_rules
 from megarl.models.layers.rules import COPY, HF, MCORE, WeightRule, WeightSource
@@ -52,6 +53,21 @@ class Mixture:
     shared_gate: bool = False  # the shared MLP's output is multiplied by sigmoid(w x)
     bias: bool = False  # experts' projections have biases
     clamped: ClampedGate | None = None  # None: SwiGLU
+
+
+@dataclass(frozen=True)
+class MixtureTraits:
+    """The mixtures of experts of a class of models.
+
+    describe: returns the mixture of a layer that has one, from the values of config.json.
+    names: the field and the other name of the number of experts. transformers stores both in one attribute; if a config
+    has both, the name that is not a field of the class is set last and wins. None: the name is `num_experts`.
+    optional: a config without experts is a dense model.
+    """
+
+    describe: Callable[[Mapping[str, Any]], Mixture]
+    names: tuple[str, str] | None = None
+    optional: bool = False
 
 
 def expert_rules(
