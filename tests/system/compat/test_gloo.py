@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,8 @@ def after_a_fork(_: int) -> int:
     if not child:
         group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, datetime.timedelta(seconds=20))
         group.allreduce([torch.ones(1)]).wait()
+        while not loops():  # the thread of a device names itself when it first runs
+            time.sleep(0.01)
         os._exit(0 if loops() == 1 else 1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 

@@ -16,16 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
@@ -33,6 +26,7 @@ from megarl.models.layers.gated_delta.exchange import Exchange
 from megarl.models.layers.gated_delta.plain import GatedDelta
 from megarl.models.layers.gated_delta.rule import DeltaInputs, causal_conv, delta_rule, gated_norm, log_decay
 from megarl.models.layers.mixer import Mixer
+from megarl.models.layers.packed_mixer import PackedMixer
 from megarl.models.norm import RMSNorm
 from megarl.models.packing import PackedSequences
 from megarl.system.device import device
@@ -41,43 +35,22 @@ if TYPE_CHECKING:
     from megarl.models.config import PolicyConfig
 
 
-class GatedDeltaNet(MegatronModule):
+class GatedDeltaNet(PackedMixer[GatedDelta]):
     """The gated delta net within each sequence of a packed stream."""
 
-    def __init__(
-        self,
-        config: PolicyConfig,
-        submodules: object = None,
-        *,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
-        **_: object,
-    ) -> None:
-        super().__init__(config=config)
-        mixer = config.mixers[layer_number - 1]
-        assert isinstance(mixer, GatedDelta)
-        self.mixer, self.groups = mixer, pg_collection
-        tp = pg_collection.tp.size()
+    kind = GatedDelta
+
+    def build(self, mixer: GatedDelta, config: PolicyConfig) -> None:
+        """Implement `PackedMixer.build`."""
+        tp = self.groups.tp.size()
         self.sections = mixer.sections(tp)
-        common: dict[str, Any] = {
-            "config": config,
-            "init_method": config.init_method,
-            "bias": False,
-            "skip_bias_add": False,
-            "tp_group": pg_collection.tp,
-        }
-        self.in_proj = ColumnParallelLinear(config.hidden_size, tp * sum(self.sections.values()), **common)
+        self.in_proj = self.columns(config.hidden_size, tp * sum(self.sections.values()))
         self.conv1d = _Convolution(mixer.channels(tp), mixer.taps, config.params_dtype)
         self.A_log, self.dt_bias = (_split_parameter(config.params_dtype, self.sections["beta"]) for _ in range(2))
         self.out_norm = RMSNorm(config, mixer.value, config.layernorm_epsilon)
         # its gradient is summed below, whatever the parallelism
         self.out_norm.weight.sequence_parallel = False  # type: ignore[attr-defined]
-        self.out_proj = RowParallelLinear(
-            mixer.value_heads * mixer.value, config.hidden_size, input_is_parallel=True, **common
-        )
-        self._recompute = config.recompute_granularity == "selective" and "core_attn" in (
-            config.recompute_modules or ()
-        )
+        self.out_proj = self.rows(mixer.value_heads * mixer.value, config.hidden_size)
 
     def forward(
         self, hidden: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: PackedSequences, **_: object
@@ -85,7 +58,9 @@ class GatedDeltaNet(MegatronModule):
         """Return the output [s, 1, h] of this layer's mixer for `hidden` [s, 1, h]."""
         projected = self.in_proj(hidden)[0].squeeze(1)
         qkv, z, b, a = split_projection(projected, self.mixer, self.sections)
-        taps, a_log, dt_bias = self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias
+        taps: Tensor = self.conv1d.weight.squeeze(1)
+        a_log: Tensor = self.A_log
+        dt_bias: Tensor = self.dt_bias
         exchange = None
         if packed_seq_params.cp_size > 1:
             exchange = Exchange.of(packed_seq_params, self.groups.cp, hidden.device)
@@ -100,10 +75,7 @@ class GatedDeltaNet(MegatronModule):
             inputs = delta_inputs(mixed, b, a, a_log, dt_bias, self.mixer)
             return delta_rule(inputs, lengths, memo)[0].flatten(1)
 
-        if self._recompute and self.training:
-            out = tensor_parallel.checkpoint(outputs, False, qkv, b, a)
-        else:
-            out = outputs(qkv, b, a)
+        out = self.recomputed(outputs, qkv, b, a)
         if exchange is not None:
             out = exchange.tokens_for_heads(out)
         # Each rank has a part of the heads, and so of the gradient of the norm's weight.

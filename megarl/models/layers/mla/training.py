@@ -16,14 +16,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import tensor_parallel
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
@@ -31,6 +27,7 @@ from megarl.models.layers.attention.training import attend
 from megarl.models.layers.linear import ReplicatedLinear
 from megarl.models.layers.mixer import Mixer
 from megarl.models.layers.mla.plain import MLA
+from megarl.models.layers.packed_mixer import PackedMixer
 from megarl.models.norm import RMSNorm
 from megarl.models.packing import PackedSequences
 
@@ -38,43 +35,24 @@ if TYPE_CHECKING:
     from megarl.models.config import PolicyConfig
 
 
-class LatentAttention(MegatronModule):
+class LatentAttention(PackedMixer[MLA]):
     """Causal multi-head latent attention within each sequence of a packed stream."""
 
-    def __init__(
-        self,
-        config: PolicyConfig,
-        submodules: object = None,
-        *,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
-        **_: object,
-    ) -> None:
-        super().__init__(config=config)
-        mixer = config.mixers[layer_number - 1]
-        assert isinstance(mixer, MLA)
-        self.mixer, self.groups = mixer, pg_collection
+    kind = MLA
+
+    def build(self, mixer: MLA, config: PolicyConfig) -> None:
+        """Implement `PackedMixer.build`."""
         hidden, heads = config.hidden_size, mixer.heads
-        common: dict[str, Any] = {
-            "config": config,
-            "init_method": config.init_method,
-            "bias": False,
-            "skip_bias_add": False,
-            "tp_group": pg_collection.tp,
-        }
         if mixer.q_rank is None:
-            self.linear_q_proj = ColumnParallelLinear(hidden, heads * mixer.key, **common)
+            self.linear_q_proj = self.columns(hidden, heads * mixer.key)
         else:
             self.linear_q_down_proj = ReplicatedLinear(hidden, mixer.q_rank, config)
             self.q_layernorm = RMSNorm(config, mixer.q_rank, mixer.eps)
-            self.linear_q_up_proj = ColumnParallelLinear(mixer.q_rank, heads * mixer.key, **common)
+            self.linear_q_up_proj = self.columns(mixer.q_rank, heads * mixer.key)
         self.linear_kv_down_proj = ReplicatedLinear(hidden, mixer.cached, config)
         self.kv_layernorm = RMSNorm(config, mixer.kv_rank, mixer.eps)
-        self.linear_kv_up_proj = ColumnParallelLinear(mixer.kv_rank, heads * (mixer.nope + mixer.value), **common)
-        self.linear_proj = RowParallelLinear(heads * mixer.value, hidden, input_is_parallel=True, **common)
-        self._recompute = config.recompute_granularity == "selective" and "core_attn" in (
-            config.recompute_modules or ()
-        )
+        self.linear_kv_up_proj = self.columns(mixer.kv_rank, heads * (mixer.nope + mixer.value))
+        self.linear_proj = self.rows(heads * mixer.value, hidden)
 
     def forward(
         self, hidden: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: PackedSequences, **_: object
@@ -87,10 +65,7 @@ class LatentAttention(MegatronModule):
         def context(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(q, k, v, packed_seq_params, self.mixer.scale, None)
 
-        if self._recompute and self.training:
-            out = tensor_parallel.checkpoint(context, False, q, k, v)
-        else:
-            out = context(q, k, v)
+        out = self.recomputed(context, q, k, v)
         return self.linear_proj(out.reshape(len(out), 1, -1))[0], None
 
     def _queries(self, hidden: Tensor) -> Tensor:
