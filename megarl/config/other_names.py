@@ -315,8 +315,9 @@ _ABSENT = {
     _PENALTY: "repetition_penalty frequency_penalty presence_penalty",
     "the model's own configuration is used here, with model.dtype and model.trust_remote_code": "model_init_kwargs",
     "pairs and prompts that are too long are left out here, never truncated (data.overlong)": "truncation_mode",
-    f"{_ALWAYS}: actor.engine.recompute sets which activations are recomputed": (
-        "gradient_checkpointing_kwargs activation_offloading enable_activation_offload"
+    f"{_ALWAYS}: actor.engine.recompute sets which activations are recomputed": "gradient_checkpointing_kwargs",
+    "activations stay on the device here: recompute more of them with actor.engine.recompute": (
+        "activation_offloading enable_activation_offload fine_grained_activation_offloading offload_modules"
     ),
     "rows are read and rendered by the trainer's processes here, without data workers": (
         "dataset_num_proc dataloader_num_workers filter_overlong_prompts_workers dataset_kwargs remove_unused_columns "
