@@ -75,7 +75,8 @@ def kto_loss(
         if count := int(examples.sum()):
             metrics.mean(f"rewards/{name}", float(rewards[examples].sum()), count)
             metrics.mean(f"logps/{name}", float(response_logp.detach().double()[examples].sum()), count)
-    if counts.desirable and counts.undesirable:  # the margin is a difference of means over the whole mini-batch
+    # the margin is a difference of two means over the mini-batch, so it needs examples of both kinds
+    if counts.desirable and counts.undesirable:
         shares = rewards.new_tensor([-counts.all / counts.undesirable, counts.all / counts.desirable])
         metrics.mean("rewards/margins", float((rewards * shares[labels.long()]).sum()), len(rewards))
     return losses.sum() / counts.all, metrics

@@ -31,7 +31,7 @@ def smallest(keys: Tensor, among: Tensor, count: int, all_sum: AllSum = one_rank
         histogram = all_sum(torch.bincount(digits, minlength=256).double().cpu())
         below = histogram.cumsum(0)
         if float(below[-1]) < left:
-            return among  # there are fewer than `count` keys; found in the first round, by all ranks
+            return among  # fewer than `count` candidates exist: all ranks see this in the first round, and return here
         digit = int((below < left).sum())
         left -= int(below[digit] - histogram[digit])
         prefix = prefix << _DIGIT | digit

@@ -85,6 +85,7 @@ def architecture(model_type: object, source: str) -> Architecture:
             where=source,
             found=model_type,
             allowed=supported_model_types(),
-            fix="choose a model of one of these architectures",  # similar names are other models
+            # no hint of a similar name, because that is a different model
+            fix="choose a model of one of these architectures",
         )
     return ARCHITECTURES[str(model_type)]

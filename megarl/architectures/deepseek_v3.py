@@ -45,7 +45,7 @@ LATENT_TENSORS = (
 
 def latent_attention(values: Mapping[str, Any]) -> MLA:
     """Return the latent attention of every layer."""
-    from megarl.architectures.values import rope_scaling  # which imports all architectures
+    from megarl.architectures.values import rope_scaling  # imported here, because `values` imports all architectures
 
     return mla_of(values, rope_scaling(values))
 

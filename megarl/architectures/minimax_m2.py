@@ -12,7 +12,8 @@ from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.experts.plain import Mixture, MixtureTraits, RouterRules, expert_rules
 
-# Keys that published files have and transformers ignores, with the value that its computation stands for.
+# Keys that published files have and transformers ignores, each with the value that describes what transformers
+# computes.
 _FIXED = {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer"}
 
 

@@ -16,7 +16,8 @@ ROUTING: dict[str, Any] = {
 }
 """Keys of config.json, with the defaults of most classes."""
 
-# Keys that published files have and transformers ignores, with the value that its computation stands for.
+# Keys that published files have and transformers ignores, each with the value that describes what transformers
+# computes.
 _FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
 
@@ -43,7 +44,7 @@ def shared_mixture(values: Mapping[str, Any]) -> Mixture:
 
 def check_routing(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
     """Refuse groups that do not divide the experts or hold too few, and values that mean another model."""
-    from megarl.architectures.values import sparse_layers  # which imports all architectures
+    from megarl.architectures.values import sparse_layers  # imported here, because `values` imports all architectures
 
     for key, value in _FIXED.items():
         if raw.get(key, value) != value:

@@ -51,7 +51,7 @@ def make_plan(
     """
     machine = this_machine()
     checked = check_config(config, launcher=launcher, job=job, machine=machine)
-    # the readers of a file report its problems too
+    # The checks in `more` also read files: a problem at a key that has failed already is listed once.
     known = {check.key for check in checked.items if check.status == "fail"}
     checks = [*checked.items, *(check for check in more if check.status != "fail" or check.key not in known)]
     sections = {"Configuration": _config_text(config, full=full)}

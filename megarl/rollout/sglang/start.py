@@ -45,7 +45,7 @@ def start_servers(host: EngineHost, key: str | None = None, address: str | None 
     config, layout, servers = host.config, host.layout, host.config.rollout.sglang
     if layout.rank == 0:
         logs = host.run_dir / "servers"
-        # docs/servers.md has the measurement of these 17 s.
+        # docs/servers.md has the measurement of the 17 s in this message
         where = (
             f" at {', '.join(servers.urls)}" if servers.urls else f": about 17 s on two free cores; their logs: {logs}"
         )
