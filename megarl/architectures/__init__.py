@@ -64,7 +64,7 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 
 
 def standard_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json with the model type of its architecture; code that an alias ships with is left out."""
+    """Return a config.json with the model type of its architecture, without an alias's `auto_map` to its own code."""
     if (kind := raw.get("model_type")) not in ALIASES:
         return dict(raw)
     return {key: value for key, value in raw.items() if key != "auto_map"} | {"model_type": ALIASES[kind]}
