@@ -50,8 +50,8 @@ class Architecture:
     attention: AttentionTraits = field(default_factory=AttentionTraits)  # its softmax attention
     rope: RopeTraits = field(default_factory=RopeTraits)
     experts: MixtureTraits | None = None  # its mixtures of experts; None: the class has none
-    # types of layers with another mixer than softmax attention, and the mixer from the values of `keys`. All layers of
-    # a class without `layer_types` have the type `FULL`.
+    # type of layers whose mixer is not softmax attention -> function from the values of `keys` to the mixer. All layers
+    # of a class without `layer_types` have the type `FULL`.
     mixers: Mapping[str, Callable[[Mapping[str, Any]], Mixer]] = field(default_factory=dict)
     # `layer_types` of a config without it; None: by `max_window_layers`
     layer_types: Callable[[Mapping[str, Any]], list[str]] | None = None

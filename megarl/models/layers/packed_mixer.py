@@ -1,4 +1,4 @@
-"""What the modules of mixers other than softmax attention share: their linear layers, and recomputation."""
+"""The base of the modules of mixers other than softmax attention: their linear layers, and recomputation."""
 
 from __future__ import annotations
 

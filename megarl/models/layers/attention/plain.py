@@ -120,7 +120,8 @@ class AttentionTraits:
     qk_norm: bool | str = False
     wide_norm: bool = False
     gate: bool = False
-    scale: Callable[[Mapping[str, Any]], float] | None = None  # from the values of config.json; None: 1 / sqrt(width)
+    # function from the values of config.json to the factor of the scores; None: 1 / sqrt(width)
+    scale: Callable[[Mapping[str, Any]], float] | None = None
 
     def with_sizes(self, values: Mapping[str, Any], heads: int, groups: int, width: int) -> Attention:
         """Return the attention of a layer without a window, for the values of a config.json."""
