@@ -34,6 +34,13 @@ def _check(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) ->
         refuse("rotary_dim", turned, "integer > 1, or null")
 
 
+def serving_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that SGLang reads and transformers does not write; without them it computes another model."""
+    from megarl.architectures.values import head_width, rope_scaling  # which imports all architectures
+
+    return {**_FIXED, "rotary_dim": int(head_width(values) * (rope_scaling(values)["partial_rotary_factor"] or 1))}
+
+
 ARCHITECTURE = Architecture(
     model_type="minimax_m2",
     keys={
@@ -59,5 +66,6 @@ ARCHITECTURE = Architecture(
     attention=AttentionTraits(wide_norm=True),
     rope=RopeTraits(partial=True),
     experts=MixtureTraits(mixture, names=("num_local_experts", "num_experts")),
+    written=serving_keys,
     refusals=(_check,),
 )

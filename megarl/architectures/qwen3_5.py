@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from megarl.architectures.base import COMMON, COMMON_NULL, Architecture, RopeTraits
-from megarl.architectures.qwen3_next import ATTENTION, KEYS, MIXERS, hybrid_types, hybrid_wiring, refuse_odd_heads
+from megarl.architectures.qwen3_next import (
+    ATTENTION,
+    KEYS,
+    MIXERS,
+    hybrid_types,
+    hybrid_wiring,
+    refuse_odd_heads,
+    serving_keys,
+)
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import attention_rules
 from megarl.models.layers.gated_delta.plain import gated_delta_rules
@@ -19,5 +27,6 @@ ARCHITECTURE = Architecture(
     mixers=MIXERS,
     layer_types=hybrid_types,
     wiring=hybrid_wiring,
+    written=serving_keys,
     refusals=(refuse_odd_heads,),
 )

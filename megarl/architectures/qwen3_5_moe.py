@@ -13,6 +13,7 @@ from megarl.architectures.qwen3_next import (
     hybrid_wiring,
     mixture,
     refuse_odd_heads,
+    serving_keys,
 )
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import attention_rules
@@ -39,5 +40,6 @@ ARCHITECTURE = Architecture(
     mixers=MIXERS,
     layer_types=hybrid_types,
     wiring=hybrid_wiring,
+    written=serving_keys,
     refusals=(refuse_odd_heads,),
 )

@@ -49,6 +49,13 @@ def hybrid_wiring(values: Mapping[str, Any]) -> Wiring:
     return Wiring(zero_centered=True)
 
 
+def serving_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the key that SGLang reads in place of `layer_types`, which is what transformers writes."""
+    kinds = values["layer_types"] or hybrid_types(values)
+    first = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
+    return {"full_attention_interval": first}
+
+
 def refuse_odd_heads(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
     """Refuse value heads that key heads do not divide, and models without the output gate."""
     keys, heads = values["linear_num_key_heads"], values["linear_num_value_heads"]
@@ -97,5 +104,6 @@ ARCHITECTURE = Architecture(
     mixers=MIXERS,
     layer_types=hybrid_types,
     wiring=hybrid_wiring,
+    written=serving_keys,
     refusals=(refuse_odd_heads,),
 )

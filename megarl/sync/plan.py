@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from megarl.models.layers.rules import TensorRegion
@@ -50,7 +50,10 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor to send, at `offset` bytes in its bucket; `source` is the Hugging Face tensor that it comes from."""
+    """One tensor to send, at `offset` bytes in its bucket; `source` is the Hugging Face tensor that it comes from.
+
+    Tensors of a bucket with the same name in `together` are always delivered together; empty: alone.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -58,6 +61,7 @@ class Entry:
     offset: int
     nbytes: int
     source: str
+    together: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,12 @@ class Bucket:
     entries: tuple[Entry, ...]
     nbytes: int
     frozen: bool = False
+
+    def with_partners(self, numbers: Iterable[int]) -> list[Entry]:
+        """Return the entries with these numbers, and those that are delivered together with one of them."""
+        chosen = set(numbers)
+        units = {self.entries[number].together for number in chosen} - {""}
+        return [entry for i, entry in enumerate(self.entries) if i in chosen or entry.together in units]
 
     def sources(self) -> list[str]:
         """Return the names of the Hugging Face tensors in the bucket, in order."""
@@ -136,6 +146,7 @@ def make_plan(
     one_replica: bool = False,
     senders_per_stage: int | None = None,
     frozen: Container[str] = (),
+    together: Callable[[str], str] | None = None,
 ) -> SyncPlan:
     """Plan a weight synchronisation.
 
@@ -151,18 +162,27 @@ def make_plan(
         one_replica: whether the first replica sends to all receivers.
         senders_per_stage: largest number of senders per pipeline stage; None: every holder of a tensor may send it.
         frozen: tensors that training does not change; they have separate buckets, which each sender sends first.
+        together: see `ReceiverLayout.together`; None: receivers take each tensor alone.
 
     Raises:
         ValueError: a receiver's host has no trainer rank although `same_host` needs one.
     """
     count = min(len(who) for tensor in tensors.values() for _, who in tensor.regions)
     members = _replicas(tensors, count)
-    routes = []
+    routes, units = [], _units(tensors, together)
     sharing = members[:1] if one_replica else members
     for replica, host, served in _share_out(sharing, ranks, hosts, gpus if same_host else None):
         pools = _pools(members[replica], ranks, host, senders_per_stage)
-        routes.append(_route(tensors, replica, count, served, pools, ranks, dtype, fp8, bucket_bytes, frozen))
+        routes.append(_route(tensors, units, replica, count, served, pools, ranks, dtype, fp8, bucket_bytes, frozen))
     return SyncPlan(tuple(hosts), tuple(routes))
+
+
+def _units(tensors: Iterable[str], together: Callable[[str], str] | None) -> dict[str, list[str]]:
+    """Return the tensors of each unit, which one bucket has; a tensor without partners is a unit of its own name."""
+    units: dict[str, list[str]] = {}
+    for name in tensors:
+        units.setdefault(name if together is None else together(name), []).append(name)
+    return units
 
 
 def _in_replica(who: tuple[int, ...], replica: int, count: int) -> tuple[int, ...]:
@@ -217,6 +237,7 @@ def _pools(
 
 def _route(
     tensors: dict[str, Held],
+    units: dict[str, list[str]],
     replica: int,
     count: int,
     receivers: tuple[int, ...],
@@ -231,22 +252,22 @@ def _route(
         name: tuple((region, _in_replica(who, replica, count)) for region, who in tensor.regions)
         for name, tensor in tensors.items()
     }
-    sender_of = _assign(tensors, holders, pools, ranks, ITEMSIZE[dtype])
+    sender_of = _assign(tensors, units, holders, pools, ranks, ITEMSIZE[dtype])
     givers = {
         name: tuple((region, _provider(who, sender_of[name], ranks)) for region, who in regions)
         for name, regions in holders.items()
     }
-    names: dict[int, list[str]] = {}
-    for name in tensors:
-        names.setdefault(sender_of[name], []).append(name)
+    sent: dict[int, list[str]] = {}
+    for unit, members in units.items():
+        sent.setdefault(sender_of[members[0]], []).append(unit)
     bound = max(bucket_bytes - SLAB_BYTES, 1)
     senders: dict[int, tuple[Bucket, ...]] = {}
-    for sender in sorted(names):
+    for sender in sorted(sent):
         for is_frozen in (True, False):
             on_wire = [
-                wire_tensors(name, tensors[name].shape, "float32" if tensors[name].float32 else dtype, fp8)
-                for name in names[sender]
-                if (name in frozen) == is_frozen
+                _wire_unit(unit, {name: tensors[name] for name in units[unit]}, dtype, fp8)
+                for unit in sent[sender]
+                if all(name in frozen for name in units[unit]) == is_frozen
             ]
             buckets = _in_turn(_buckets(on_wire, bound), bound)
             senders[sender] = (*senders.get(sender, ()), *(replace(bucket, frozen=is_frozen) for bucket in buckets))
@@ -263,12 +284,13 @@ def _provider(who: tuple[int, ...], sender: int, ranks: Sequence[TrainerRank]) -
 
 def _assign(
     tensors: dict[str, Held],
+    units: dict[str, list[str]],
     holders: dict[str, tuple[tuple[TensorRegion, tuple[int, ...]], ...]],
     pools: dict[int, tuple[int, ...]],
     ranks: Sequence[TrainerRank],
     itemsize: int,
 ) -> dict[str, int]:
-    """Choose one sender per tensor: largest tensors first, each to the candidate with the fewest bytes so far."""
+    """Choose one sender per tensor: largest units first, each to the candidate with the fewest bytes so far."""
     candidates: dict[str, tuple[int, ...]] = {}
     known: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}
     for name, regions in holders.items():
@@ -278,15 +300,26 @@ def _assign(
             holding = {rank for who in key for rank in who}
             known[key] = tuple(rank for rank in pool if rank in holding) or pool
         candidates[name] = known[key]
-    size = {name: math.prod(tensor.shape) * itemsize for name, tensor in tensors.items()}
+    size = {unit: sum(math.prod(tensors[name].shape) for name in names) * itemsize for unit, names in units.items()}
+    ranks_of = {unit: candidates[names[0]] for unit, names in units.items()}
     load: dict[int, int] = {}
     chosen: dict[str, int] = {}
-    # Assign tensors with only one candidate first; the others balance the load.
-    for name in sorted(tensors, key=lambda n: (len(candidates[n]) > 1, -size[n])):
-        sender = min(candidates[name], key=lambda rank: (load.get(rank, 0), rank))
-        chosen[name] = sender
-        load[sender] = load.get(sender, 0) + size[name]
+    # Assign units with only one candidate first; the others balance the load.
+    for unit in sorted(units, key=lambda u: (len(ranks_of[u]) > 1, -size[u])):
+        sender = min(ranks_of[unit], key=lambda rank: (load.get(rank, 0), rank))
+        chosen |= dict.fromkeys(units[unit], sender)
+        load[sender] = load.get(sender, 0) + size[unit]
     return chosen
+
+
+def _wire_unit(unit: str, tensors: dict[str, Held], dtype: str, fp8: bool) -> list[Entry]:
+    """Return the entries of the tensors of a unit."""
+    entries = [
+        entry
+        for name, tensor in tensors.items()
+        for entry in wire_tensors(name, tensor.shape, "float32" if tensor.float32 else dtype, fp8)
+    ]
+    return [replace(entry, together=unit) for entry in entries] if len(tensors) > 1 else entries
 
 
 def _buckets(on_wire: list[list[Entry]], bound: int) -> Iterable[Bucket]:

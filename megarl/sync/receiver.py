@@ -75,6 +75,11 @@ class ReceiverLayout(Protocol):
             parameter), in the order in which a checkpoint's tensors are written.
         """
 
+    def together(self, tensor: str) -> str:
+        """Return a name that is the same for all tensors that the receiver must get in one bucket: the tensor's own
+        name, or that of the parameter that it forms with others.
+        """
+
     def make_checksum(self, nbytes: int) -> Checksum:
         """Return the checksum that the receiver computes for a parameter of `nbytes` bytes."""
 

@@ -92,6 +92,7 @@ class WeightSync:
             one_replica=kind.one_replica,
             senders_per_stage=kind.senders_per_stage,
             frozen=chunks[0].weight_table.names_of(freeze),
+            together=next((receiver.layout.together for receiver in receivers.all), None),
         )
         # receivers whose updates this rank opens and closes
         self._led = {number for route in self.plan.routes if route.lead == world.rank for number in route.receivers}

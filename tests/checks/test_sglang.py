@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import get_args
@@ -17,6 +18,7 @@ from megarl.rollout.sglang import server_places
 from megarl.system.compat import sglang
 from megarl.system.device import DTYPES
 from megarl.system.errors import ConfigError
+from tests.models.tiny import EXTRA, tiny_dict
 
 BLOCKS = ["model.hf_config={head_dim: 128, intermediate_size: 512}"]  # whole blocks of FP8
 URLS = "rollout.sglang.urls=[http://127.0.0.1:1]"
@@ -300,6 +302,33 @@ def test_servers_have_experts_in_all_layers_of_a_mixture(failures, on, dense) ->
     found = [check.key for check in failures(*on, mixture) if check.key.startswith("model:")]
     assert found == ([] if dense.endswith("[]") else ["model: mlp_only_layers, decoder_sparse_step"])
     assert not [check for check in failures(mixture) if check.key.startswith("model:")], "the embedded engine can"
+
+
+_LAYERS = "[full_attention, linear_attention, linear_attention, linear_attention]"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "key"),
+    [
+        ("deepseek_v3", [], None),
+        ("deepseek_v3", ["sync.fp8=true", "model.dtype=bf16"], "sync.fp8"),
+        ("glm4_moe", [], None),
+        ("glm4_moe_lite", ["model.hf_config={mlp_layer_types: [sparse, dense, sparse, sparse]}"], "rollout.engine"),
+        ("minimax_m2", [], "rollout.engine"),
+        ("minimax_m2", ["cluster.device_memory_gb=80"], None),
+        ("qwen3_5_text", [], "rollout.engine"),
+        ("qwen3_next", ["cluster.device_memory_gb=80"], None),
+        (
+            "qwen3_next",
+            ["cluster.device_memory_gb=80", f"model.hf_config={{layer_types: {_LAYERS}}}"],
+            "rollout.engine",
+        ),
+    ],
+)
+def test_models_that_servers_would_compute_otherwise_are_refused(failures, on, model_type, overrides, key) -> None:
+    sizes = {"head_dim": 8, **EXTRA[model_type]}  # in place of the recipe's
+    model = f"model.hf_config={json.dumps(tiny_dict(model_type, vocab_size=20, **sizes))}"
+    assert [check.key for check in failures(*on, model, *overrides)] == ([key] if key else [])
 
 
 def test_replicas_inside_a_server_become_servers_only_where_there_are_gpus(failures, on) -> None:

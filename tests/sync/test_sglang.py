@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megarl.config.sglang import SGLangConfig
+from megarl.models.weights.metadata import write_metadata
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.probe import greedy_probe
 from megarl.system.compat.sglang import find_python
@@ -39,7 +40,8 @@ def serving(folder: Path, name: str, dtype: str = "float32", tp_size: int = 1, *
     """Address of a server that was started with a tiny model, saved in folder/model."""
     from megarl.rollout.sglang.server import ServerProcess, ServerSpec, health
 
-    save_tiny(folder / "model", name, **changes)
+    model = save_tiny(folder / "model", name, **changes)
+    write_metadata(folder / "model", model.config, None, torch.float32)  # with the keys that only servers read
     config = SGLangConfig(max_total_tokens=4096, context_length=128, tp_size=tp_size)
     spec = ServerSpec(0, config, folder / "model", dtype, "127.0.0.1", KEY, folder, cuda=False)
     server = ServerProcess(spec)
@@ -238,6 +240,8 @@ def push_scaled(
     return found
 
 
+#: Latent attention and shared experts; transformers' norms of latents ignore any other `rms_norm_eps`.
+NARROW = {"moe_intermediate_size": 64, "n_shared_experts": 1, "rms_norm_eps": 1e-6, "first_k_dense_replace": 1}
 PP2, VPP2, TP2_PP2 = {"pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 2}
 
 
@@ -258,12 +262,25 @@ def assert_all_verified(run_dir: Path, url: str, runs: list[tuple[int, list]], t
         # 64: on a CPU the server pads the width of experts to a multiple of 32
         ("qwen3_moe", {"moe_intermediate_size": 64}, {2: [{"ep": 2}]}, 39),
         ("qwen2", {"tie_word_embeddings": True}, {2: [VPP2], 4: [TP2_PP2]}, 30),
-        pytest.param("llama", {}, {2: [PP2, VPP2]}, 27, marks=pytest.mark.campaign("servers")),
+        ("deepseek_v3", {**NARROW, "intermediate_size": 128}, {2: [{"ep": 2}]}, 55),
+        *(
+            pytest.param(*case, marks=pytest.mark.campaign("servers"))
+            for case in (
+                ("llama", {}, {2: [PP2, VPP2]}, 27),
+                ("deepseek_v3", {**NARROW, "q_lora_rank": None}, {2: [{"tp": 2}, PP2], 4: [TP2_PP2]}, 51),
+                ("glm4_moe_lite", {**NARROW, "q_lora_rank": 24}, {2: [{"tp": 2}, PP2]}, 55),
+                ("glm4_moe", NARROW, {2: [{"tp": 2}, PP2, {"ep": 2}]}, 50),
+            )
+        ),
     ],
 )
 def test_other_architectures_and_layouts(tmp_path, name, changes, layouts, parameters):
     runs = [(processes, [(layout, {}) for layout in several]) for processes, several in layouts.items()]
     with serving(tmp_path, name, **changes) as url:
+        answer = greedy_probe(ServerApi(url, KEY, "server 0"), PROMPT, 8, 60.0)
+        choice, logps = oracle(tmp_path / "model", answer.token_ids, negated=False)
+        assert answer.token_ids == choice
+        torch.testing.assert_close(torch.tensor(answer.logprobs), torch.tensor(logps), atol=1e-4, rtol=0)
         assert_all_verified(tmp_path, url, runs, 1, parameters)
 
 

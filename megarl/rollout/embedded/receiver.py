@@ -72,6 +72,10 @@ class EngineLayout:
             part = tensor[as_index(region)].to(torch.float32 if name in self._float32 else self.dtype)
             yield part_name(name, region, number), part, part.numel()
 
+    def together(self, tensor: str) -> str:
+        """Implement `ReceiverLayout.together`: an engine takes each tensor alone."""
+        return tensor
+
     def make_checksum(self, nbytes: int) -> Checksum:
         """Return an empty checksum over `nbytes` bytes, of the kind that the engine's device computes."""
         return make_checksum(nbytes, on_gpu=self.on_gpu)

@@ -17,7 +17,8 @@ from megarl.config.rollout import HeldOutSamplingConfig, SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.config.sglang import SGLangConfig, url_problem
 from megarl.dag.placement import Placement
-from megarl.rollout.sglang.layout import SERVED
+from megarl.models.layers.attention.plain import Attention
+from megarl.models.layers.gated_delta.plain import GatedDelta
 from megarl.rollout.sglang.server_places import NAME as _NAME
 from megarl.rollout.sglang.server_places import check_colocated, check_gpus
 from megarl.system.compat.cuda import check_same_nccl, driver_problem, toolkit_problem, version_in
@@ -44,6 +45,8 @@ _STARTED = (
     *("servers", "gpus", "host", "memory_fraction", "max_total_tokens", "context_length", "attention_backend"),
     *("deterministic", "speculative", "extra_args"),
 )
+#: Architectures, besides those with gated delta nets, that SGLang cannot compute on a CPU.
+_NEEDS_GPU = ("minimax_m2", "qwen2_moe")
 #: Number of tokens by which an input must be shorter than a server's capacity, one generated token included.
 _FREE_TOKENS = 6
 
@@ -288,16 +291,7 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
     servers = config.rollout.sglang
     heads = f"the ranks of a server cannot evenly share the model's {facts.heads} attention heads"
     _check_divides("tp_size", servers.tp_size, facts.heads, heads, checks)
-    if others := sorted({mixer.kind for mixer in facts.mixers} - SERVED):
-        checks.fail(
-            "rollout.engine",
-            f"weights of these layers cannot be sent to SGLang servers: {', '.join(others)}",
-            found=f"sglang with a {facts.model_type}",
-            allowed="embedded",
-            fix="set rollout.engine=embedded",
-        )
-        return
-    if why := ARCHITECTURES[facts.model_type].wrong_in_sglang:
+    if why := ARCHITECTURES[facts.model_type].wrong_in_sglang or _odd_layers(facts):
         checks.fail(
             "rollout.engine",
             why,
@@ -306,9 +300,12 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
             fix="set rollout.engine=embedded",
         )
         return
+    _check_processor(config, facts, checks)
     experts = f"expert-parallel ranks cannot evenly share the model's {facts.experts} experts"
     _check_divides("ep_size", servers.ep_size, facts.experts or 1, experts, checks)
-    if facts.is_moe and facts.dense_layers:  # SGLang 0.5.23 reads neither key
+    if (
+        facts.dense_layers and "mlp_only_layers" in ARCHITECTURES[facts.model_type].keys
+    ):  # SGLang 0.5.23 reads neither key
         checks.fail(
             "model: mlp_only_layers, decoder_sparse_step",
             "SGLang expects experts in every layer, and this model has layers without experts",
@@ -318,8 +315,47 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
         )
 
 
+def _check_processor(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
+    """Check that servers without GPUs can compute the model."""
+    if config.rollout.sglang.urls or config.cluster.device_memory_gb is not None or nvidia_devices():
+        return
+    if facts.model_type in _NEEDS_GPU or any(mixer.kind == GatedDelta.kind for mixer in facts.mixers):
+        checks.fail(
+            "rollout.engine",
+            "SGLang has kernels for this model on GPUs only",
+            found=f"sglang with a {facts.model_type} on CPUs",
+            allowed="embedded; sglang on GPUs",
+            fix="set rollout.engine=embedded, or cluster.device_memory_gb to check the recipe for GPUs",
+        )
+
+
+def _odd_layers(facts: ModelFacts) -> str | None:
+    """Return why SGLang would put other layers in other places; None if it puts them where the model has them."""
+    kinds = [mixer.kind for mixer in facts.mixers]
+    if GatedDelta.kind in kinds:
+        every = kinds.index(Attention.kind) + 1 if Attention.kind in kinds else len(kinds) + 1
+        if any((kind == Attention.kind) != (layer % every == 0) for layer, kind in enumerate(kinds, 1)):
+            return "SGLang expects softmax attention in every n-th layer, and this model has it in other layers"
+    if (
+        facts.sparse
+        and "mlp_only_layers" not in ARCHITECTURES[facts.model_type].keys
+        and facts.sparse != tuple(sorted(facts.sparse))
+    ):
+        return "SGLang expects all layers without experts before those with experts"
+    return None
+
+
 def _check_fp8(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
     if not config.sync.fp8:
+        return
+    if others := sorted({mixer.kind for mixer in facts.mixers} - {Attention.kind}):
+        checks.fail(
+            "sync.fp8",
+            f"weights of these layers cannot be sent as FP8: {', '.join(others)}",
+            found=True,
+            allowed="false",
+            fix="set sync.fp8=false",
+        )
         return
     from megarl.rollout.sglang.block_fp8 import unsplittable  # imports torch
     from megarl.sync.plan import FP8_BLOCK

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,18 +14,23 @@ from torch import Tensor
 
 from megarl.artifacts.facts import ModelFacts
 from megarl.models.hf import facts_of
+from megarl.models.layers.attention.plain import Attention
+from megarl.models.layers.gated_delta.plain import GatedDelta
+from megarl.models.layers.mixer import Mixer
+from megarl.models.layers.mla.plain import MLA
 from megarl.sync.checksum import Checksum, make_checksum
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-#: Kinds of layers (`megarl.models.layers.mixer`) whose tensors `ServerLayout` knows.
-SERVED = {"attention"}
 _VOCAB_MULTIPLE = 64  # the server pads the rows of embedding and head with zeros to a multiple of it
 _ANY_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
-_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
-_FUSED["up_proj"] = "gate_up_proj"
+#: Modules whose rows are those of heads, each rank's after the other's, and that no other module is fused with.
+_BY_HEAD = ("in_proj_qkvz", "in_proj_ba", "q_b_proj", "kv_b_proj", "q_proj")
+#: Architectures whose routers are float32 parameters of the server, whatever the model's dtype.
+_WIDE_ROUTERS = ("glm4_moe", "glm4_moe_lite", "minimax_m2")
+_LATENT = "fused_qkv_a_proj_with_mqa"
 #: Linear layers of a vision encoder that are split by rows, and those that are split by columns.
 _BY_ROWS = ("gate_proj", "up_proj", "linear_fc1", "merger.mlp.0")
 _BY_COLUMNS = ("attn.proj", "down_proj", "linear_fc2", "merger.mlp.2")
@@ -82,24 +88,78 @@ class ServerLayout:
                 else:
                     yield f"{experts}.w13_weight", tensor.chunk(ways)[rank % ways], 2 * size
             return
-        module = name.rsplit(".", 2)[-2]
-        param = name.replace(module, _FUSED.get(module, module))
-        if module in ("k_proj", "v_proj") and facts.kv_heads < tp:  # each group is on several ranks
-            part = tensor.chunk(facts.kv_heads)[rank * facts.kv_heads // tp]
-        elif module in _FUSED:
-            part = tensor.chunk(tp)[rank]
-        elif module in ("o_proj", "down_proj"):
-            part = tensor.chunk(tp, 1)[rank]
-        elif module in ("embed_tokens", "lm_head"):
-            part = _padded_rows(tensor, tp, rank)
-        else:
-            part = tensor
-        total = part.numel()
-        if param != name:
-            kv = max(facts.kv_heads // tp, 1)
-            rows = (facts.heads // tp + 2 * kv) * facts.head_dim if "qkv" in param else 2 * part.shape[0]
-            total = rows * math.prod(part.shape[1:])
-        yield param, part, total
+        module, leaf = name.rsplit(".", 2)[-2:]
+        param = name.replace(module, self._fusions.get(module, module))
+        if GatedDelta.kind in self._mixers:
+            param = param.replace(".self_attn", "")
+        part = self._part(rank, module, leaf, tensor)
+        rows = self._fused_rows.get(self._fusions.get(module, ""), 2 * len(part))
+        yield param, part, part.numel() if module not in self._fusions else rows * math.prod(part.shape[1:])
+
+    def _part(self, rank: int, module: str, leaf: str, tensor: Tensor) -> Tensor:
+        """Return the part of a tensor outside experts that `rank` stores, in the dtype of the server's parameter."""
+        tp, kv_heads = self.tp, self.facts.kv_heads
+        if module == "gate" and self.facts.model_type in _WIDE_ROUTERS:
+            return tensor.float()
+        if module in ("k_proj", "v_proj", "k_norm" if self._wide_norms else "") and kv_heads < tp:
+            return tensor.chunk(kv_heads)[rank * kv_heads // tp]  # each group is on several ranks
+        if module in ("in_proj_qkv", "conv1d"):  # queries, keys and values, each with its heads
+            keys, values = (self.facts.dimensions[name] for name in ("delta_keys", "delta_values"))
+            return torch.cat([part.chunk(tp)[rank] for part in tensor.split([keys, keys, values])])
+        if module == "linear_attn":  # parameters of the value heads
+            return tensor.chunk(tp)[rank].float() if leaf == "A_log" else tensor.chunk(tp)[rank]
+        if module in ("o_proj", "down_proj", "out_proj"):
+            return tensor.chunk(tp, 1)[rank] if leaf == "weight" else tensor
+        if module in ("embed_tokens", "lm_head"):
+            return _padded_rows(tensor, tp, rank)
+        by_rows = module in _BY_HEAD or (module in self._fusions and self._fusions[module] != _LATENT)
+        return tensor.chunk(tp)[rank] if by_rows or (self._wide_norms and module in ("q_norm", "k_norm")) else tensor
+
+    @cached_property
+    def _mixers(self) -> dict[str, Mixer]:
+        """A mixer of each kind."""
+        return {mixer.kind: mixer for mixer in self.facts.mixers}
+
+    @cached_property
+    def _wide_norms(self) -> bool:
+        """Whether norms of queries and keys have a factor for each head."""
+        mixer = self._mixers.get(Attention.kind)
+        return isinstance(mixer, Attention) and mixer.wide_norm
+
+    @cached_property
+    def _fusions(self) -> dict[str, str]:
+        """Modules of the checkpoint that are parts of one module of the server, and its name."""
+        fused = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+        if Attention.kind in self._mixers:
+            fused |= dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
+        if GatedDelta.kind in self._mixers:
+            fused |= dict.fromkeys(("in_proj_qkv", "in_proj_z"), "in_proj_qkvz")
+            fused |= dict.fromkeys(("in_proj_b", "in_proj_a"), "in_proj_ba")
+        latent = self._mixers.get(MLA.kind)
+        if isinstance(latent, MLA) and latent.q_rank is not None:
+            fused |= dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), _LATENT)
+        return fused
+
+    @cached_property
+    def _fused_rows(self) -> dict[str, int]:
+        """The rows on a rank of modules whose parts have different numbers of rows."""
+        facts, tp, rows = self.facts, self.tp, {}
+        for mixer in self._mixers.values():
+            if isinstance(mixer, Attention):
+                heads = facts.heads // tp * (2 if mixer.gate else 1)
+                rows["qkv_proj"] = (heads + 2 * max(facts.kv_heads // tp, 1)) * facts.head_dim
+            elif isinstance(mixer, GatedDelta):
+                rows["in_proj_qkvz"] = mixer.channels(tp) + mixer.sections(tp)["z"]
+            elif isinstance(mixer, MLA) and mixer.q_rank is not None:
+                rows[_LATENT] = mixer.q_rank + mixer.cached
+        return rows
+
+    def together(self, tensor: str) -> str:
+        """Implement `ReceiverLayout.together`: the server joins these projections only if one call brings both."""
+        for module, fused in self._fusions.items():
+            if fused == _LATENT and f".{module}." in tensor:
+                return tensor.replace(module, fused)
+        return tensor
 
     def make_checksum(self, nbytes: int) -> Checksum:
         """Return an empty checksum over `nbytes` bytes, of the kind that the servers' device computes."""

@@ -132,7 +132,8 @@ class ServerSpec:
             "--enable-memory-saver": c.colocated and self.cuda,
         }
         chosen = [switch for switch, wanted in switches.items() if wanted]
-        chosen += ["--custom-weight-loader", LOADER, PATCH_LOADER]
+        # A fused shared expert would be one more expert, and checksums and recorded routes expect the model's experts.
+        chosen += ["--disable-shared-experts-fusion", "--custom-weight-loader", LOADER, PATCH_LOADER]
         return [*listed, *chosen, *([] if self.cuda else cpu_arguments()), *c.extra_args]
 
 

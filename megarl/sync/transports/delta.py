@@ -131,7 +131,7 @@ class DeltaTransport(Transport):
         # A receiver on the previous version lacks the changes since; any other receiver lacks everything.
         put = self._put[number]
         delta = put.delta if receiver.number in self._current and receiver.version == put.base else None
-        changed = bucket.entries if delta is None else [bucket.entries[i] for i in delta.touched]
+        changed = bucket.entries if delta is None else bucket.with_partners(delta.touched)
         if not changed:
             return
         step = UpdateStep("bucket", self.deadline_s)

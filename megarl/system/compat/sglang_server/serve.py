@@ -231,6 +231,20 @@ def skip_pinning() -> None:
     hook("sglang.srt.mem_cache.pool_host.common._cuda_host_register", lambda call, *args, **kwargs: None)
 
 
+def absorb_latents() -> None:
+    """Use the form of latent attention that attends to the cached latents, also for prompts: SGLang's attention in
+    plain torch reads all keys and values from the cache.
+    """
+
+    def handler(call: Any, *args: Any) -> Any:
+        from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+        return lambda attention, batch: AttnForwardMethod.MLA
+
+    registry = "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry"
+    hook(f"{registry}.get_handler", handler)
+
+
 def fork_processes() -> None:
     """Fork the server's processes from this one, because a new process would spend ten seconds on imports. Forking is
     safe without CUDA while OpenMP has not started threads.
@@ -270,6 +284,7 @@ if INSTANCE:
 if ON_CPU:
     honour_seeds()
     skip_pinning()
+    absorb_latents()
     fork_processes()
     sleep_while_paused()
 require_hooks()

@@ -191,3 +191,6 @@ def patch(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
         for place in places[name]:
             place.write(positions, elements)
         steps, values = steps[count:], values[count * kind.itemsize :]
+    for module in model.modules():  # norms whose factor is stored minus 1 keep a copy of the whole factor
+        if hasattr(module, "refresh_gemma_weight"):
+            module.refresh_gemma_weight()

@@ -57,5 +57,7 @@ for _name in (
     "fused_qk_gemma_rmsnorm_cpu",
     "fused_qk_gemma_rmsnorm_with_gate_cpu",
     "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_gating_delta_rule_update_cpu",
+    "fused_gdn_gating_cpu",
 ):
     _LIBRARY.define(f"{_name}() -> ()")

@@ -1,0 +1,105 @@
+"""SGLang's own classes load the stream of weights: every parameter gets its numbers, whatever bucket they come in.
+
+On a CPU SGLang builds models that it cannot run there, so weights of these models are checked here.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.models.weight_table import Coordinate, WeightTable
+from megarl.models.weights.metadata import write_metadata
+from megarl.rollout.sglang.layout import ServerLayout
+from megarl.sync.delta import make_delta, patch_header
+from megarl.sync.plan import ITEMSIZE, SLAB_BYTES, Bucket, holdings, make_plan
+from megarl.sync.verify import expected_checksums
+from megarl.system.comm import WorkerGroup
+from megarl.system.compat.sglang import LOADERS, STAND_INS
+from tests.rollout.forked import run_program
+from tests.rollout.servers import need_interpreter
+from tests.sync.layouts import HERE, config, ranks_of
+
+pytestmark = pytest.mark.servers
+PROGRAM = Path(__file__).with_name("server_class.py")
+#: On a CPU the server pads the widths of experts and MLPs on a rank to multiples of 32.
+WIDE = {"moe_intermediate_size": 64, "intermediate_size": 128}
+CASES = {
+    "deepseek_v3": {"n_shared_experts": 1, **WIDE},
+    "deepseek_v3 with one projection of queries": {"n_shared_experts": 1, "q_lora_rank": None, **WIDE},
+    "glm4_moe": {"first_k_dense_replace": 1, **WIDE},
+    "glm4_moe_lite": {"q_lora_rank": 24, **WIDE},
+    "minimax_m2": {"intermediate_size": 64},
+    "qwen2_moe": {**WIDE, "shared_expert_intermediate_size": 64},
+    "qwen3_5_moe_text": {**WIDE, "shared_expert_intermediate_size": 64},
+    "qwen3_5_text": WIDE,
+    "qwen3_next": {**WIDE, "shared_expert_intermediate_size": 64},
+}
+DERIVING = ("deepseek_v3", "glm4_moe_lite")  # these compute further weights after loading, so they take whole tensors
+SOON = [("deepseek_v3", 2), ("minimax_m2", 1), ("qwen3_5_text", 1), ("qwen3_next", 2)]
+LATER = [(name, tp) for name in CASES for tp in (1, 2) if (name, tp) not in SOON]
+
+
+def weights(hf, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    table, g = WeightTable.of(hf), torch.Generator().manual_seed(seed)
+    wide = table.float32()
+    drawn = {name: torch.randn(shape, generator=g) for name, shape in table.shapes().items()}
+    return {name: tensor if name in wide else tensor.to(dtype) for name, tensor in drawn.items()}
+
+
+def filled(bucket: Bucket, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The bytes of a bucket."""
+    flat = torch.zeros(bucket.nbytes, dtype=torch.uint8)
+    for entry in bucket.entries:
+        flat[entry.offset : entry.offset + entry.nbytes] = tensors[entry.source].contiguous().view(-1).view(torch.uint8)
+    return flat
+
+
+def write_buckets(folder: Path, buckets: tuple[Bucket, ...], old: dict, new: dict) -> None:
+    """Files with what a server gets: all buckets of `old`, and what changes to `new`."""
+    whole, changes = [], []
+    for number, bucket in enumerate(buckets, 1):
+        entries = [[e.name, e.shape, e.dtype, e.offset, e.nbytes] for e in bucket.entries]
+        header = {"tensors": entries, "update": "1", "sender": "a", "last": number == len(buckets)}
+        before, now = filled(bucket, old), filled(bucket, new)
+        whole.append((json.dumps(header), before))
+        parts = [[flat[e.offset : e.offset + e.nbytes].clone() for e in bucket.entries] for flat in (before, now)]
+        delta = make_delta(*parts, [ITEMSIZE[e.dtype] for e in bucket.entries], 10**9)
+        assert delta is not None
+        changes.append((json.dumps(patch_header(bucket.entries, delta)), torch.cat([delta.distances, delta.values])))
+    torch.save(whole, folder / "buckets")
+    torch.save(changes, folder / "changes")
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"), [*SOON, *(pytest.param(*case, marks=pytest.mark.campaign("servers")) for case in LATER)]
+)
+def test_every_parameter_of_the_class_gets_its_numbers(tmp_path, name, tp):
+    need_interpreter()
+    hf = config(name.split()[0], **CASES[name])
+    table, layout = WeightTable.of(hf), ServerLayout.of(hf, tp)
+    write_metadata(tmp_path, hf, None, torch.bfloat16)
+    at = [Coordinate()]
+    sizes = {"bucket_bytes": SLAB_BYTES + 12_000, "dtype": "bfloat16"}  # a few tensors in each bucket
+    plan = make_plan(holdings(table, at), ranks_of(at), [HERE], together=layout.together, **sizes)
+    old, new = (weights(hf, seed, torch.bfloat16) for seed in (1, 2))
+    new = {key: torch.where(torch.rand(new[key].shape) < 0.1, new[key], old[key]) for key in old}
+    write_buckets(tmp_path, plan.routes[0].senders[0], old, new)
+    files = {key: str(tmp_path / key) for key in ("buckets", "changes", "out")}
+    (tmp_path / "cases").write_text(json.dumps([{"folder": str(tmp_path), "dtype": "bfloat16", "tp": tp, **files}]))
+    log = tmp_path / "log"
+    paths = [str(tmp_path / "cases"), *map(str, (LOADERS, *STAND_INS))]
+    assert run_program(PROGRAM, paths, log) == 0, log.read_text()[-3000:]
+    expected = [
+        expected_checksums(tensors.items(), [layout], torch.bfloat16, WorkerGroup.alone(), table.float32())[layout]
+        for tensors in (old, new)
+    ]
+    for rank in range(tp):
+        report = json.loads((tmp_path / f"out.{rank}").read_text())
+        assert report["loaded"] == expected[0][rank]
+        assert report["derived"] == []
+        if name.startswith(DERIVING):
+            assert "derives further weights" in report["refused"]
+        else:
+            assert report["patched"] == expected[1][rank]
