@@ -52,7 +52,7 @@ class Held:
 class Entry:
     """One tensor to send, at `offset` bytes in its bucket; `source` is the Hugging Face tensor that it comes from.
 
-    Tensors of a bucket with the same name in `together` are always delivered together; empty: alone.
+    Tensors of a bucket with the same name in `together` are always delivered together; empty: it has no partners.
     """
 
     name: str
@@ -162,27 +162,22 @@ def make_plan(
         one_replica: whether the first replica sends to all receivers.
         senders_per_stage: largest number of senders per pipeline stage; None: every holder of a tensor may send it.
         frozen: tensors that training does not change; they have separate buckets, which each sender sends first.
-        together: see `ReceiverLayout.together`; None: receivers take each tensor alone.
+        together: see `ReceiverLayout.together`; None: receivers take each tensor by itself.
 
     Raises:
         ValueError: a receiver's host has no trainer rank although `same_host` needs one.
     """
     count = min(len(who) for tensor in tensors.values() for _, who in tensor.regions)
     members = _replicas(tensors, count)
-    routes, units = [], _units(tensors, together)
+    units: dict[str, list[str]] = {}  # tensors that one bucket must have; most have no partner
+    for name in tensors:
+        units.setdefault(name if together is None else together(name), []).append(name)
+    routes = []
     sharing = members[:1] if one_replica else members
     for replica, host, served in _share_out(sharing, ranks, hosts, gpus if same_host else None):
         pools = _pools(members[replica], ranks, host, senders_per_stage)
         routes.append(_route(tensors, units, replica, count, served, pools, ranks, dtype, fp8, bucket_bytes, frozen))
     return SyncPlan(tuple(hosts), tuple(routes))
-
-
-def _units(tensors: Iterable[str], together: Callable[[str], str] | None) -> dict[str, list[str]]:
-    """Return the tensors of each unit, which one bucket has; a tensor without partners is a unit of its own name."""
-    units: dict[str, list[str]] = {}
-    for name in tensors:
-        units.setdefault(name if together is None else together(name), []).append(name)
-    return units
 
 
 def _in_replica(who: tuple[int, ...], replica: int, count: int) -> tuple[int, ...]:

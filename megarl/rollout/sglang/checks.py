@@ -45,7 +45,7 @@ _STARTED = (
     *("servers", "gpus", "host", "memory_fraction", "max_total_tokens", "context_length", "attention_backend"),
     *("deterministic", "speculative", "extra_args"),
 )
-#: Architectures, besides those with gated delta nets, that SGLang cannot compute on a CPU.
+#: Architectures without gated delta nets that SGLang cannot compute on a CPU.
 _NEEDS_GPU = ("minimax_m2", "qwen2_moe")
 #: Number of tokens by which an input must be shorter than a server's capacity, one generated token included.
 _FREE_TOKENS = 6
