@@ -16,7 +16,9 @@ from megarl.system.errors import ConfigError, UserError, count
 from megarl.system.machine import Machine, this_machine
 
 if TYPE_CHECKING:
+    from megarl.artifacts.facts import ModelFacts
     from megarl.checks.recipe import Checked
+    from megarl.config.model import ParallelConfig
     from megarl.config.run import RunConfig
     from megarl.data.rows import Row
 
@@ -89,6 +91,7 @@ _COMMENTS = {
     "reward.name": "an included reward, or file.py:function of yours",
     "reward.kwargs.extract": "which number of the response counts: whole, first, last",
     "rollout.engine": "embedded: on the training weights; sglang: on servers",
+    "rollout.replay_routes": "training uses the experts that generation chose",
     "rollout.sampling.n": "samples per prompt",
     "rollout.sampling.max_new_tokens": "maximum tokens of a response",
     "rollout.sglang.servers": "number of servers, with tp_size GPUs each",
@@ -156,7 +159,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megarl init`."""
     parser.add_argument("file", metavar="FILE", type=Path, help="the recipe to write, for example my_run.yaml")
     parser.add_argument("--algorithm", choices=tuple(ALGORITHMS), help="default: grpo")
-    parser.add_argument("--model", help=f"Hugging Face folder or hub name (default: {_MODEL})")
+    parser.add_argument(
+        "--model", help=f"folder or hub name of a supported model, see docs/models.md (default: {_MODEL})"
+    )
     other = "file with settings of TRL, verl or NeMo-RL to translate: YAML or JSON, or a text file with a command line"
     parser.add_argument("--from", dest="source", metavar="FILE", type=Path, help=other)
     kinds = "jsonl, json, csv, parquet file, folder, hub name org/name@split or pkg.mod:fn"
@@ -204,15 +209,17 @@ def run(arguments: argparse.Namespace) -> int:
     gpus = int(machine.has_gpu) if arguments.gpus is None else arguments.gpus
     facts = model_facts(ModelConfig(path=arguments.model))
     settings = _settings(arguments, gpus)
-    layouts = _layouts(gpus, arguments.engine, machine, experts=facts is not None and facts.is_moe)
+    if facts is not None and facts.is_moe and facts.encoder is None and "rollout.engine" in settings:
+        settings["rollout.replay_routes"] = True
+    layouts = _layouts(gpus, arguments.engine, machine, facts)
     if not layouts:
         raise _uneven(gpus)
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         config, checked = _write_first_fit(file, arguments, settings, layouts, machine)
         problems = problems_of(checked.items)
-        if any(check.name != "memory" for check in checked.items if check.status == "fail"):
-            raise_problems(problems)
+        # after another problem, the memory is that of a layout which was not chosen
+        raise_problems(problems_of([check for check in checked.items if check.name != "memory"]))
     # on an error, such as an unknown reward, remove the file: the corrected command must not find it
     except BaseException:
         file.unlink(missing_ok=True)
@@ -393,7 +400,7 @@ def reward_for(answers: list[Any], columns: Sequence[str]) -> _Settings:
     return {"reward.name": "math" if any("\\" in text or "$" in text for text in texts) else "exact_match"}
 
 
-def _layouts(gpus: int, engine: str, machine: Machine, *, experts: bool) -> list[_Settings]:
+def _layouts(gpus: int, engine: str, machine: Machine, facts: ModelFacts | None) -> list[_Settings]:
     """Return layouts to try, the fastest first. Later layouts need less memory."""
     full: _Settings = {"actor.engine.recompute": "full"}
     if not gpus:
@@ -406,10 +413,8 @@ def _layouts(gpus: int, engine: str, machine: Machine, *, experts: bool) -> list
     layouts = []
     memory = round(machine.gpu_memory / 1e9, 1) if machine.has_gpu and machine.gpu_memory else _GPU_GB
     nodes = math.ceil(gpus / _NODE)
-    sizes = [(tp, pp, ep) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) for ep in ((1, 8) if experts else (1,))]
-    for tp, pp, ep in sorted(sizes, key=lambda size: (size[0] * size[1], size)):
-        if gpus % (tp * pp * nodes) or (pp > 1 and nodes == 1) or gpus % (ep * pp * tp):
-            continue
+    for parallel in _splits(gpus, nodes, memory, facts):
+        tp, pp, ep = parallel.tp, parallel.pp, parallel.ep
         for saving in ({}, full):
             layout: _Settings = _batch(64, gpus // (tp * pp))
             layout |= {"cluster.nproc": gpus, "cluster.device_memory_gb": memory}
@@ -423,6 +428,42 @@ def _layouts(gpus: int, engine: str, machine: Machine, *, experts: bool) -> list
                 layout |= {"actor.engine.offload": True}
             layouts.append(layout | {"actor.engine.micro_batch_tokens": 8192} | saving)
     return layouts
+
+
+def _splits(gpus: int, nodes: int, memory: float, facts: ModelFacts | None) -> list[ParallelConfig]:
+    """Return the divisions of a model to try, from few model-parallel ranks to many.
+
+    Where the model's sizes are known, only those are returned that the model allows and whose state fits into the
+    memory of a GPU in GB; the last one that the model allows if none fits.
+    """
+    from megarl.artifacts.layout import layout_problems, makes_replicas
+    from megarl.config.model import ParallelConfig
+    from megarl.config.training import EngineConfig
+    from megarl.planning.shards import state_bytes
+
+    if gpus % nodes:
+        return []
+    sizes = [
+        (tp, pp, ep)
+        for tp in (1, 2, 4, 8)
+        for pp in ((1, 2, 4, 8, 16) if nodes > 1 else (1,))
+        for ep in ((1, 8, 16, 32, 64) if facts is not None and facts.is_moe else (1,))
+        if gpus // nodes % tp == 0
+    ]
+    splits = []
+    for tp, pp, ep in sorted(sizes, key=lambda size: (size[0] * size[1], size)):
+        parallel = ParallelConfig(tp=tp, pp=pp, ep=ep, etp=1 if ep > 1 else None, sp=tp > 1)
+        allowed = facts is None or not layout_problems("actor.parallel", parallel, facts)
+        if allowed and makes_replicas(gpus, parallel):
+            splits.append(parallel)
+    if facts is None:
+        return splits
+    engine = EngineConfig()
+
+    def state(split: ParallelConfig) -> float:
+        return sum(state_bytes(facts, split, engine, "bf16", gpus // split.model_parallel_size).values())
+
+    return [split for split in splits if state(split) < memory * 1e9] or splits[-1:]
 
 
 def _batch(prompts: int, replicas: int) -> _Settings:

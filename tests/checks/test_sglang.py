@@ -292,15 +292,23 @@ def test_a_setting_that_cannot_work_names_its_key(failures, on, overrides, key) 
     assert key in [check.key for check in failures(*on, *overrides)]
 
 
-@pytest.mark.parametrize("dense", ["mlp_only_layers: [1]", "decoder_sparse_step: 2", "mlp_only_layers: []"])
-def test_servers_have_experts_in_all_layers_of_a_mixture(failures, on, dense) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "dense", "keys"),
+    [
+        ("qwen3_moe", "mlp_only_layers: [1]", ["model: mlp_only_layers, decoder_sparse_step"]),
+        ("qwen3_moe", "decoder_sparse_step: 2", ["model: mlp_only_layers, decoder_sparse_step"]),
+        ("qwen3_moe", "mlp_only_layers: []", []),
+        ("glm4_moe", "first_k_dense_replace: 1, attention_bias: true", []),  # SGLang reads this key
+    ],
+)
+def test_servers_have_experts_in_all_layers_of_qwens_mixtures(failures, on, model_type, dense, keys) -> None:
     sizes = "hidden_size: 32, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8"
     sizes += (
         ", intermediate_size: 64, vocab_size: 20, num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16"
     )
-    mixture = f"model.hf_config={{model_type: qwen3_moe, {sizes}, {dense}}}"
+    mixture = f"model.hf_config={{model_type: {model_type}, {sizes}, {dense}}}"
     found = [check.key for check in failures(*on, mixture) if check.key.startswith("model:")]
-    assert found == ([] if dense.endswith("[]") else ["model: mlp_only_layers, decoder_sparse_step"])
+    assert found == keys
     assert not [check for check in failures(mixture) if check.key.startswith("model:")], "the embedded engine can"
 
 

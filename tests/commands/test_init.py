@@ -3,6 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl import artifacts
+from megarl.artifacts.facts import facts_from_config
 from megarl.checks.dry_run import make_plan
 from megarl.cli import main
 from megarl.commands.init import _COMMENTS, ALGORITHMS
@@ -10,6 +12,7 @@ from megarl.config.fields import find_key
 from megarl.config.load import load_config
 from megarl.recipes.components import COMPONENTS
 
+KNOWN = json.loads((Path(artifacts.__file__).parent / "known_models.json").read_text())
 SUMS = {"question": "2+2?", "answer": "4"}
 STORY = {"problem": "Anna has two apples.", "solution": "She has two.\n#### 2"}
 PAIR = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
@@ -96,6 +99,20 @@ def test_the_layout_is_the_first_that_fits(init):
     config = init("--model", "Qwen/Qwen3-30B-A3B", "--gpus", "16", "--engine", "sglang")
     assert config.actor.parallel.tp > 1
     assert (config.cluster.nnodes, config.launch.launcher, config.rollout.engine) == (2, "torchrun", "sglang")
+    Path("mine.yaml").unlink()
+    large = init("--model", "deepseek-ai/DeepSeek-V3", "--gpus", "256")
+    assert (large.actor.parallel.tp, large.actor.parallel.pp, large.actor.parallel.ep) == (1, 8, 32)
+    assert large.rollout.replay_routes
+
+
+@pytest.mark.campaign("families")
+@pytest.mark.parametrize("name", [name for name, raw in KNOWN.items() if "vision_config" not in raw])
+def test_every_known_model_has_a_recipe(init, name):
+    facts = facts_from_config(KNOWN[name], name)
+    if facts.vision is not None or facts.only_in_training:  # a robot's policy; dropout, which is refused
+        pytest.skip("not for init")
+    gpus = next(gpus for gpus in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if facts.parameters * 22 < gpus * 70e9)
+    assert init("--model", name, "--gpus", str(gpus)).rollout.replay_routes is facts.is_moe
 
 
 def test_a_file_that_exists_stays(init, tmp_path, capsys):

@@ -303,9 +303,8 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
     _check_processor(config, facts, checks)
     experts = f"expert-parallel ranks cannot evenly share the model's {facts.experts} experts"
     _check_divides("ep_size", servers.ep_size, facts.experts or 1, experts, checks)
-    if (
-        facts.dense_layers and "mlp_only_layers" in ARCHITECTURES[facts.model_type].keys
-    ):  # SGLang 0.5.23 reads neither key
+    lists = "mlp_only_layers" in ARCHITECTURES[facts.model_type].keys  # SGLang 0.5.23 reads neither of its two keys
+    if facts.dense_layers and lists:
         checks.fail(
             "model: mlp_only_layers, decoder_sparse_step",
             "SGLang expects experts in every layer, and this model has layers without experts",
