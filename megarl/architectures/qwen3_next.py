@@ -59,7 +59,7 @@ def serving_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_odd_heads(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
     """Refuse value heads that key heads do not divide, and models without the output gate."""
     keys, heads = values["linear_num_key_heads"], values["linear_num_value_heads"]
-    if heads % keys:
+    if heads % keys and LINEAR in (values["layer_types"] or hybrid_types(values)):
         refuse("linear_num_value_heads", heads, f"a multiple of the {keys} key heads")
     if raw.get("attn_output_gate", True) is not True:
         refuse("attn_output_gate", raw["attn_output_gate"], "true", "transformers ignores this key")

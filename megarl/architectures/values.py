@@ -91,7 +91,7 @@ def mixers(values: Mapping[str, Any]) -> tuple[Mixer, ...]:
     """Return the mixer of each layer."""
     known = ARCHITECTURES[values["model_type"]]
     types = layer_types(values) if known.mixers and "layer_types" in values else [FULL] * values["num_hidden_layers"]
-    others = {kind: describe(values) for kind, describe in known.mixers.items()}
+    others = {kind: describe(values) for kind, describe in known.mixers.items() if kind in types}
     sizes = values["num_attention_heads"], key_value_heads(values), head_width(values)
     attention = known.attention.with_sizes(values, *sizes)
     layers = zip(types, layer_windows(values), _layer_tables(values), strict=True)
