@@ -79,6 +79,9 @@ class _Model:
         yield torch.empty(0, device=self.receiver.device)
         yield from self.receiver.tensors.values()
 
+    def modules(self) -> Iterator[torch.nn.Module]:
+        return iter(())
+
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in named:
             self.receiver.keep(name, tensor)
