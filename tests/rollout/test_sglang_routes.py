@@ -27,7 +27,7 @@ def test_layers_without_experts_are_left_out_and_other_routes_are_refused():
     assert read_routes({}, form, tokens=3) is None
     with pytest.raises(ValueError, match="8 numbers as routes"):
         read_routes(meta, form, tokens=4)
-    with pytest.raises(ValueError, match="experts 0 to 3 of 3"):
+    with pytest.raises(ValueError, match="experts 0 to 3, but the model has 3"):
         read_routes(meta, RouteForm((False, True), chosen=2, experts=3), tokens=3)
     assert returning_routes(SGLangConfig(extra_args=["--x"])).extra_args == ["--x", SWITCH]
 
