@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -259,6 +260,23 @@ def test_shipped_recipe_passes_its_dry_run(name, tmp_path):
     plan = make_plan(load_config(name, servers), "torchrun")
     assert plan.problems == []
     assert " 0 warn" in plan.text
+
+
+def test_layouts_of_large_models_in_the_docs_fit():
+    page = (Path(__file__).parents[2] / "docs/planning.md").read_text()
+    _, _, section = page.partition("## Large models")
+    table, commands, _ = section.split("```")[:3]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    lines = [line for line in commands.splitlines() if line]
+    assert len(rows) == len(lines)
+    for (_, gpus, layers, memory, _), line in zip(rows, lines, strict=True):
+        _, _, recipe, _, *overrides = line.split()
+        config = load_config(recipe, overrides)
+        plan = make_plan(config, "torchrun")
+        assert plan.problems == [], line
+        assert config.cluster.nproc == int(gpus)
+        assert f"chunks of {layers}\n" in plan.text, line
+        assert f"the actor's update needs about {memory} of 80.0 GB" in plan.text, line
 
 
 @pytest.mark.parametrize("name", ["grpo_quickstart", "srpo_libero_openvla_oft_8gpu"])
