@@ -175,6 +175,9 @@ def _check_windows(raw: Mapping[str, Any], values: dict[str, Any], known: Archit
         refuse("sliding_window", window, "integer > 0, or null")
     if any(size is not None and size < 1 for size in layer_windows(values)):
         refuse("sliding_window", window, "integer > 0, or null")
+    if known.attention.windows == "every_other" and values["use_sliding_window"] and window is None:
+        # transformers makes the mask of such layers even if there are none
+        refuse("sliding_window", None, "integer > 0, or use_sliding_window: false")
     wanted = layer_types(values) if known.layer_types else values.get("layer_types") or ()
     if SLIDING in wanted and all(size is None for size in layer_windows(values)):
         refuse(
@@ -243,6 +246,8 @@ def _check_table(
         refuse("partial_rotary_factor", partial, "1", "this variant is not supported")
     if not _whole(scaling["original_max_position_embeddings"]) or scaling["original_max_position_embeddings"] < 1:
         refuse(key, scaling, "original_max_position_embeddings: integer > 0")
+    if kind == "yarn" and rotated_width(values) % 2:
+        refuse("partial_rotary_factor", partial, f"a factor that makes an even number of {head_width(values)} for yarn")
     numbers = {name: scaling.get(name) for name in _ROPE_NEEDS[kind]}
     optional = {name for name in _OPTIONAL.get(kind, ()) if name in scaling}
     for name in (*numbers, *optional):

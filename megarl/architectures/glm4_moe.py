@@ -20,7 +20,6 @@ ARCHITECTURE = Architecture(
     keys={
         **COMMON,
         **ROUTING,
-        "output_router_logits": False,
         "vocab_size": 151552,
         "intermediate_size": 10944,
         "num_hidden_layers": 46,
@@ -44,7 +43,8 @@ ARCHITECTURE = Architecture(
     attention=AttentionTraits(qkv_bias="attention_bias", qk_norm="use_qk_norm"),
     rope=RopeTraits(partial=True),
     experts=MixtureTraits(shared_mixture, names=("n_routed_experts", "num_local_experts")),
-    fields=("num_mtp_layers", "num_nextn_predict_layers"),
+    # transformers returns the router's logits, but computes no loss from them
+    fields=("num_mtp_layers", "num_nextn_predict_layers", "output_router_logits"),
     predicts_ahead=True,
     refusals=(check_routing,),
 )

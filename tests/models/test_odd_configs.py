@@ -7,7 +7,6 @@ the keys that only others read.
 import dataclasses
 import json
 import logging
-import math
 import re
 import tempfile
 from pathlib import Path
@@ -27,10 +26,10 @@ from megarl.models.hf import load_hf_config
 from megarl.models.packing import pack_stream
 from megarl.system.errors import ConfigError
 from tests.dist import single_process
+from tests.models.families import LENGTH, reference, token_ids
 from tests.models.tiny import build_tiny
 
 TOLERANCE = 1e-5  # of the largest logit, about 100 roundings of float32
-LENGTH = 20
 
 theta = st.sampled_from([100.0, 10000, 1e6])
 length = st.sampled_from([8, 16, 64])
@@ -193,50 +192,12 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     return raw
 
 
-def reference(raw: dict[str, Any], folder: Path, *, critic: bool) -> tuple[torch.nn.Module, torch.Tensor] | None:
-    """What transformers makes of `raw`: the model, saved to `folder`, and its outputs; None when it cannot."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
-
-    (folder / "config.json").write_text(json.dumps(raw))
-    kind = AutoModelForTokenClassification if critic else AutoModelForCausalLM
-    moe = "num_experts" in ARCHITECTURES[raw["model_type"]].keys
-    try:
-        config = AutoConfig.from_pretrained(folder)
-        if critic:
-            config.num_labels = 1
-        config._attn_implementation = config._experts_implementation = "eager"
-        torch.manual_seed(1)
-        model = kind.from_config(config).float().eval()
-        for name, module in model.named_modules():
-            if name.endswith("_a_layernorm"):  # of latents, whose epsilon is 1e-6 there whatever the config says
-                module.variance_epsilon = config.rms_norm_eps
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                # Large enough that every part shows in the outputs.
-                param.copy_(torch.randn_like(param) * (0.3 if param.dim() == 1 else 1 / math.sqrt(param.shape[-1])))
-                if "norm" in name:
-                    param.add_(1.0)
-            # Of no layer with experts transformers fails to compute the loss that this would add.
-            lossless = {"output_router_logits": False} if moe and not critic else {}
-            outputs = model(input_ids=tokens(config.vocab_size)[None], use_cache=False, **lossless).logits[0]
-    except Exception:  # whatever a configuration or a model raises that does not run
-        return None
-    if not outputs.isfinite().all():
-        return None
-    model.save_pretrained(folder)
-    return model, outputs
-
-
-def tokens(vocab: int) -> torch.Tensor:
-    return torch.randint(0, vocab, (LENGTH,), generator=torch.Generator().manual_seed(3))
-
-
 def ours(folder: Path, vocab: int, *, critic: bool) -> torch.Tensor:
     (model,) = build_tiny(folder, value_head=critic)
     stream = pack_stream([LENGTH])
     with torch.no_grad():
         packed = {"packed_seq_params": stream.params}
-        hidden = model(stream.input_ids(tokens(vocab)), stream.position_ids, None, **packed)[:, 0]
+        hidden = model(stream.input_ids(token_ids(LENGTH, vocab)), stream.position_ids, None, **packed)[:, 0]
         return model.values(hidden) if critic else F.linear(hidden, model.lm_head_weight)
 
 
@@ -312,6 +273,7 @@ def test_drawn_configs_are_equal_or_refused():
 
 WINDOWS = {"sliding_window": 3, "use_sliding_window": True}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [4.0] * 4}
 # Keys that the class does not read change nothing; keys that it reads do what they do in transformers.
 EQUAL = [
@@ -320,6 +282,8 @@ EQUAL = [
     ("llama", {"num_experts": 4, "num_local_experts": 4, "norm_topk_prob": False}),
     ("llama", {"head_dim": 20, "num_attention_heads": 2}),
     ("llama", {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default"}}),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 16}),
+    ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 16}}),
     ("mistral", {"attention_bias": True, "mlp_bias": True}),
     ("mistral", {"sliding_window": 3, "use_sliding_window": False, "max_window_layers": 1}),
     ("mixtral", {"norm_topk_prob": False}),
@@ -339,6 +303,7 @@ EQUAL = [
     ("qwen3_moe", {"num_experts": 0, "output_router_logits": True}),
     ("qwen3_moe", {"num_local_experts": 3}),
     ("qwen3_moe", {"mlp_only_layers": [0, 1]}),
+    ("qwen3_moe", {"decoder_sparse_step": 2}),
     ("qwen3_moe", {"mlp_only_layers": [1], "tie_word_embeddings": True}),
     ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "n_group": 2, "output_router_logits": True}),
     ("glm4_moe", {"first_k_dense_replace": 2}),
@@ -353,6 +318,9 @@ EQUAL = [
         {**WINDOWS, "qkv_bias": False, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True},
     ),
     ("qwen2_moe", {**WINDOWS, "max_window_layers": 1, "shared_expert_intermediate_size": 8}),
+    ("glm4_moe", {"output_router_logits": True}),
+    ("glm4_moe", {"rope_scaling": LINEAR, "partial_rotary_factor": 1.0}),
+    ("qwen3_5_text", {"layer_types": ["full_attention"] * 2, "linear_num_value_heads": 3}),
     (
         "glm4_moe",
         {"num_local_experts": 6, "norm_topk_prob": False, "rope_parameters": {**LINEAR, "partial_rotary_factor": 0.25}},
@@ -385,6 +353,8 @@ REFUSED = [
     ),
     ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}),
     ("mistral", {"sliding_window": 0}),
+    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}),
+    ("qwen3_next", {"head_dim": 20, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}),
     ("mixtral", {"num_experts": 0}),
     ("mixtral", {"num_experts_per_tok": 5}),
     ("mixtral", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}),

@@ -10,7 +10,7 @@ from megarl.rollout.embedded.model import can_pack
 from megarl.rollout.engine import Request
 from megarl.rollout.stop_strings import StopStrings
 from tests.data.templates import tokenizer_of
-from tests.models.tiny import ARCHITECTURES, build_tiny, save_tiny
+from tests.models.tiny import ARCHITECTURES
 from tests.rollout.cases import (
     STOP,
     build,
@@ -38,15 +38,14 @@ def requests():
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
-@pytest.mark.parametrize("temperature", [0.7, 0.0])
-def test_logprobs_equal_a_full_forward_for_every_token(model_type, temperature, requests):
+def test_logprobs_equal_a_full_forward_for_every_token(model_type, requests):
     # A delta net's state is summed token by token while decoding, and by chunks in training: twice the rounding.
     tolerance = 2e-5 if model_type.startswith(("qwen3_5", "qwen3_next")) else 1e-5
     chunks = build(model_type)
-    results = engine(chunks).generate(requests, sampled(temperature=temperature), STOP)
+    results = engine(chunks).generate(requests, sampled(temperature=0.7), STOP)
     for request, group in zip(requests, results, strict=True):
         for completion in group:
-            expected = full_forward(chunks[0], request.prompt_ids, completion.token_ids, temperature or 1.0)
+            expected = full_forward(chunks[0], request.prompt_ids, completion.token_ids, 0.7)
             torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=tolerance)
 
 
@@ -73,23 +72,6 @@ def test_cpu_threads_share_samples_without_changing_them(dense):
     finally:
         torch.set_num_threads(1)
     assert tokens(shared) == tokens(alone)
-
-
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text", "qwen3_moe", "mistral", "deepseek_v3"])
-def test_greedy_tokens_equal_transformers_generate(model_type, tmp_path, requests):
-    oracle = save_tiny(tmp_path, model_type)
-    results = engine(build_tiny(tmp_path)).generate(requests, sampled(temperature=0.0), [])
-    for request, group in zip(requests, results, strict=True):
-        ids = torch.tensor([request.prompt_ids])
-        expected = oracle.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=20,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        assert [c.token_ids for c in group] == [expected[0, ids.shape[1] :].tolist()] * len(group)
 
 
 def test_a_sample_depends_on_its_own_seed_only(dense, requests):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 
 from megarl.runtime.health import read_beat
 from megarl.system.processes import has_nvidia_device, write_atomically
@@ -94,11 +95,15 @@ GUESSING = (
 )
 
 
-def write_recipe(folder: Path) -> Path:
-    """The tiny recipe and its reward file."""
+def write_recipe(folder: Path, hf_config: dict[str, Any] | None = None) -> Path:
+    """The tiny recipe and its reward file; `hf_config` replaces the model's, but for its vocabulary."""
     (folder / "reward.py").write_text(REWARD)
-    path = folder / "tiny.yaml"
-    path.write_text(RECIPE.replace("REWARD_FILE", str(folder / "reward.py")))
+    path, text = folder / "tiny.yaml", RECIPE.replace("REWARD_FILE", str(folder / "reward.py"))
+    if hf_config is not None:
+        recipe = yaml.safe_load(text)
+        recipe["model"]["hf_config"] = {**hf_config, "vocab_size": recipe["model"]["hf_config"]["vocab_size"]}
+        text = yaml.safe_dump(recipe)
+    path.write_text(text)
     return path
 
 

@@ -66,6 +66,9 @@ MODELS = {
 }
 
 
+_OWN = tuple(MODELS)
+
+
 def hf_config(name: str, **changes):
     from transformers import AutoConfig
 
@@ -83,7 +86,7 @@ def make_engine(model: str = "dense", parallel: ParallelConfig | None = None, **
 
     parallel = parallel or ParallelConfig()
     layout = kwargs.pop("layout", None) or layout_for(parallel)
-    hf = hf_config(model, num_hidden_layers=kwargs.pop("layers", 4))
+    hf = hf_config(model, num_hidden_layers=kwargs.pop("layers", MODELS[model]["num_hidden_layers"]))
     optim = None if kwargs.pop("frozen", False) else kwargs.pop("optim", OptimConfig(lr=1e-2, eps=1e-3))
     if model == "shared" and optim is not None:
         optim = optim.model_copy(update={"expert_bias_rate": 1e-5})
@@ -103,9 +106,11 @@ def make_engine(model: str = "dense", parallel: ParallelConfig | None = None, **
     )
 
 
-def layers_for(sizes: dict) -> int:
+def layers_for(name: str, sizes: dict) -> int:
     """Return how deep a model is that these sizes can cut: two stages of two parts need four layers; stages of
-    different depth have one more."""
+    different depth have one more. Models that a test has added to `MODELS` keep their depth."""
+    if name not in _OWN:
+        return int(MODELS[name]["num_hidden_layers"])
     return (4 if "vpp" in sizes else 2) + any(name.endswith("_stage_layers") for name in sizes)
 
 
@@ -116,7 +121,7 @@ def kind(name: str, layers: int) -> str:
 
 def kinds(layouts: list) -> dict[str, tuple[str, int]]:
     """Return name and depth of each model that a single process has to train for these (name, sizes, settings)."""
-    models = {(name, layers_for(sizes)) for name, sizes, _ in layouts}
+    models = {(name, layers_for(name, sizes)) for name, sizes, _ in layouts}
     return {kind(*model): model for model in sorted(models)}
 
 

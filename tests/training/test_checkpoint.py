@@ -55,7 +55,9 @@ def _steps(engine, first: int, count: int = 2) -> list[dict]:
 
 def _layers(name: str) -> int:
     """As few as the layouts of this model can cut."""
-    return max(cases.layers_for(sizes) for case, saver, loaders in TWO if case == name for sizes in (saver, *loaders))
+    return max(
+        cases.layers_for(case, sizes) for case, saver, loaders in TWO if case == name for sizes in (saver, *loaders)
+    )
 
 
 def _hashes(engine) -> list[str]:

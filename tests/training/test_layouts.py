@@ -103,7 +103,7 @@ def _compare(case: tuple, reference: dict) -> dict[str, float]:
     from megarl.models.weights.fill import local_shards
 
     name, sizes, settings = case
-    layers = cases.layers_for(sizes)
+    layers = cases.layers_for(name, sizes)
     defaults = {"micro_batch_tokens": 60, "logits_chunk_tokens": 16}
     got = _run(name, sizes, layers, EngineConfig(**{**defaults, **settings}))
     want, layout = reference[cases.kind(name, layers)], got["layout"]

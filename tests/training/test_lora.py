@@ -227,7 +227,7 @@ def compare(layouts: list, want: dict) -> list[dict[str, float]]:
 
     found = []
     for name, sizes, settings in layouts:
-        layers = cases.layers_for(sizes)
+        layers = cases.layers_for(name, sizes)
         single = want[cases.kind(name, layers)]
         got = run(name, sizes, {"micro_batch_tokens": 60, "logits_chunk_tokens": 16} | settings, layers)
         errors = {

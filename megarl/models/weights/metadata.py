@@ -98,15 +98,15 @@ def older_rope_keys(rope_parameters: dict[str, Any], max_positions: int) -> dict
             length, which transformers 4 needs as a number.
     """
     scaling = {key: value for key, value in rope_parameters.items() if key not in ("rope_theta", "type")}
+    # Version 4 looks for this key outside, and so does version 5 if there is the older section, which takes precedence.
+    partial = scaling.pop("partial_rotary_factor", None)
+    older: dict[str, Any] = {} if partial is None else {"partial_rotary_factor": partial}
     if scaling.get("rope_type", "default") == "default":
         sections = {key: value for key, value in scaling.items() if key.startswith("mrope_")}
         scaled = {"rope_type": "default", **sections} if sections else None
-        return {"rope_theta": rope_parameters["rope_theta"], "rope_scaling": scaled}
-    # the older section takes precedence in transformers 5, too, which then looks for this key outside of it
-    partial = scaling.pop("partial_rotary_factor", None)
+        return {"rope_theta": rope_parameters["rope_theta"], "rope_scaling": scaled, **older}
     if scaling["rope_type"] == "yarn" and scaling.get("factor") is None:
         scaling["factor"] = max_positions / scaling["original_max_position_embeddings"]
-    older = {} if partial in (None, 1) else {"partial_rotary_factor": partial}
     return {"rope_theta": rope_parameters["rope_theta"], "rope_scaling": scaling, **older}
 
 

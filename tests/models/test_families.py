@@ -1,0 +1,339 @@
+"""Every architecture against transformers, in configurations drawn from what its class reads."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, Phase, given, settings
+
+from megarl.architectures import ARCHITECTURES
+from megarl.artifacts.facts import facts_from_config, model_facts
+from megarl.artifacts.layout import layout_problems
+from megarl.checks.weights import check_weights
+from megarl.config.model import LoraConfig, ModelConfig, ParallelConfig
+from megarl.config.training import EngineConfig
+from megarl.data.tokenizer import character_tokenizer
+from megarl.models.packing import pack_stream
+from megarl.models.weight_table import as_index
+from megarl.models.weights import export_weights
+from megarl.models.weights.adapters import adapter_tensors
+from megarl.models.weights.files import CheckpointReader
+from megarl.models.weights.fill import local_shards
+from megarl.rollout.engine import Request
+from megarl.system.errors import ConfigError
+from tests.dist import run_distributed, single_process, world
+from tests.models import families
+from tests.models.test_older_readers import read_by_transformers_4
+from tests.models.tiny import build_tiny, tiny_dict
+from tests.rollout.cases import engine, sampled
+from tests.runtime import harness
+from tests.training import cases, test_layouts
+
+LENGTHS = [20, 7, 1, 29]
+LOGPROBS = 1e-5  # float32; log-probs have a size of about 5
+PROMPTS = 20
+LEAST = 30  # equal configurations of each architecture in the campaign
+NOT_IN_TRANSFORMERS_4 = ("glm4_moe_lite", "minimax_m2", "qwen3_5_moe_text", "qwen3_5_text")
+#: Refusals of what transformers runs.
+NOT_SUPPORTED = ("is not supported",)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _parallel():
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    single_process()
+
+
+def samples(vocab: int) -> list[torch.Tensor]:
+    return [families.token_ids(length, vocab, seed) for seed, length in enumerate(LENGTHS)]
+
+
+def packed_logits(model: Any, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Logits of each sequence, all in one packed stream."""
+    lengths = [len(part) for part in parts]
+    stream = pack_stream(lengths)
+    hidden = model(stream.input_ids(torch.cat(parts)), stream.position_ids, None, packed_seq_params=stream.params)
+    return list(F.linear(hidden[:, 0], model.lm_head_weight).split(lengths))
+
+
+def log_probs(logits: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [part.float().log_softmax(-1) for part in logits]
+
+
+def loss(logits: list[torch.Tensor], parts: list[torch.Tensor]) -> torch.Tensor:
+    """Every position predicts a token, the last one the first."""
+    return sum(F.cross_entropy(out, part.roll(-1), reduction="sum") for out, part in zip(logits, parts, strict=True))
+
+
+def close(ours: list[torch.Tensor], theirs: list[torch.Tensor], what: str, tolerance: float) -> None:
+    worst = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
+    assert worst < tolerance, f"{what}: log-probs differ by {worst:.2g}"
+
+
+def of_transformers(model: torch.nn.Module, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Logits of each sequence alone."""
+    return [model(input_ids=part[None], use_cache=False, output_router_logits=False).logits[0] for part in parts]
+
+
+def gradients_of(model: torch.nn.Module, folder: Path) -> CheckpointReader:
+    """The gradients of a model of transformers, under the names of checkpoints."""
+    values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        model.save_pretrained(folder)
+        for name, parameter in model.named_parameters():
+            parameter.copy_(values[name])
+    return CheckpointReader(folder)
+
+
+def check_gradients(model: Any, theirs: CheckpointReader, bound: float) -> None:
+    for shard, parameter in local_shards([model]):
+        for piece in shard.pieces if parameter.requires_grad else ():
+            ours, wanted = parameter.grad[as_index(piece.target_region)], theirs.read(piece.source, piece.source_region)
+            size = max(theirs.read(piece.source).abs().max().item(), 0.1)
+            worst = (ours - wanted).abs().max().item()
+            assert worst < 10 * bound * size, f"gradient of {piece.source}: {worst:.2g} of {size:.2g}"
+
+
+def check_greedy(model: Any, oracle: torch.nn.Module, vocab: int, bound: float) -> None:
+    """Each generated token is the most likely one of transformers, for what was generated before it."""
+    lengths = [1 + number % 5 * 4 for number in range(PROMPTS)]
+    prompts = [families.token_ids(length, vocab, 100 + number) for number, length in enumerate(lengths)]
+    requests = [Request(prompt.tolist(), [number]) for number, prompt in enumerate(prompts)]
+    results = engine([model]).generate(requests, sampled(temperature=0.0, max_new_tokens=8), [])
+    for length in sorted(set(lengths)):
+        rows = [
+            (prompt.tolist(), group[0]) for prompt, group in zip(prompts, results, strict=True) if len(prompt) == length
+        ]
+        ids = torch.tensor([prompt + completion.token_ids for prompt, completion in rows])
+        with torch.no_grad():
+            out = oracle(input_ids=ids, use_cache=False, output_router_logits=False).logits[:, length - 1 : -1]
+        wanted = out.float().log_softmax(-1)
+        drawn = ids[:, length:]
+        theirs = wanted.gather(-1, drawn[..., None])[..., 0]
+        # Two tokens may be equally likely up to rounding.
+        assert (wanted.max(-1).values - theirs).max() < bound, "greedy tokens differ"
+        close([torch.tensor([completion.logprobs for _, completion in rows])], [theirs], "generated tokens", bound)
+
+
+def check_export(model: Any, folder: Path, oracle: torch.nn.Module, parts: list[torch.Tensor], bound: float) -> None:
+    export_weights([model], folder, model.hf_config, character_tokenizer("0123456789+="), world=world())
+    facts = model_facts(ModelConfig(path=str(folder)))
+    check_weights(folder, facts)
+    source, written = CheckpointReader(folder.parent), CheckpointReader(folder)
+    assert set(source.names()) == set(written.names())
+    for name in source.names():
+        assert torch.equal(source.read(name), written.read(name)), f"{name} is another tensor in the export"
+    again = families.read(folder)
+    with torch.no_grad():
+        close(log_probs(of_transformers(again, parts)), log_probs(of_transformers(oracle, parts)), "export", bound)
+
+
+def with_adapters(folder: Path, facts: Any) -> Any:
+    from megarl.models.build import build_policy
+    from megarl.models.config import load_hf_config, transformer_config
+    from megarl.models.lora import freeze_base, init_adapters
+    from megarl.models.weights import load_weights
+
+    hf = load_hf_config(ModelConfig(path=str(folder)))
+    names = ["attention", *(["mlp"] if not facts.is_moe or not all(facts.sparse) else [])]
+    lora = LoraConfig(rank=2, alpha=3, targets=names + (["experts"] if facts.is_moe else []))
+    config = transformer_config(hf, ParallelConfig(), dtype=torch.float32, engine=EngineConfig(), lora=lora)
+    chunks = build_policy(hf, config)
+    init_adapters(chunks, lora, 0)
+    load_weights(chunks, folder)
+    for name, parameter in chunks[0].named_parameters():
+        if name.endswith("adapter.b"):
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    freeze_base(chunks)
+    return chunks[0]
+
+
+def check_adapters(folder: Path, facts: Any, parts: list[torch.Tensor], bound: float) -> None:
+    """The merged export is the model with adapters, whose gradients are those of the merged weights by the chain
+    rule."""
+    from megarl.models.lora import local_adapters
+
+    model = with_adapters(folder, facts)
+    logits = packed_logits(model, parts)
+    loss(logits, parts).backward()
+    export_weights([model], folder / "merged", model.hf_config, world=world())
+    oracle = families.read(folder / "merged")
+    theirs = of_transformers(oracle, parts)
+    close(log_probs(logits), log_probs(theirs), "adapters", 3 * bound)  # sums in another order
+    loss(theirs, parts).backward()
+    wanted = gradients_of(oracle, folder / "merged gradients")
+    lora = model.config.lora
+    values = {name: torch.zeros(shape) for name, shape in adapter_tensors(model.hf_config, lora).items()}
+    grads = {name: torch.zeros_like(value) for name, value in values.items()}
+    for shard, parameter in local_adapters([model], lora):
+        for piece in shard.pieces:
+            values[piece.source][as_index(piece.source_region)] = parameter.detach()[as_index(piece.target_region)]
+            grads[piece.source][as_index(piece.source_region)] = parameter.grad[as_index(piece.target_region)]
+    for stem in {name.rpartition(".lora_")[0] for name in values}:
+        a, b = (values[f"{stem}.lora_{side}.weight"] for side in "AB")
+        whole = wanted.read(f"{stem}.weight")
+        for side, expected in (("A", b.T @ whole * lora.scale), ("B", whole @ a.T * lora.scale)):
+            worst = (grads[f"{stem}.lora_{side}.weight"] - expected).abs().max().item()
+            size = max(expected.abs().max().item(), 0.1)
+            assert worst < 10 * bound * size, f"gradient of {stem}, adapter {side}: {worst:.2g} of {size:.2g}"
+
+
+def check(raw: dict[str, Any], folder: Path, *, adapters: bool = True) -> str:
+    """`equal`, or `refused` before the start; anything else fails."""
+    made = families.reference(raw, folder)
+    refusal = None
+    try:
+        facts = model_facts(ModelConfig(path=str(folder)))
+        if made is not None:
+            check_weights(folder, facts)
+    except ConfigError as error:
+        refusal = str(error)
+    if refusal is not None:
+        assert made is None or any(re.search(reason, refusal) for reason in NOT_SUPPORTED), refusal
+        return "refused"
+    assert made is not None, "transformers does not run this, and the checks accept it"
+    oracle, _ = made
+    parts = samples(raw["vocab_size"])
+    # Some drawn models double an error that is in the last place more often than others.
+    bound = max(LOGPROBS, 2 * families.last_place(oracle, parts))
+    (model,) = build_tiny(folder)
+    logits, theirs = packed_logits(model, parts), of_transformers(oracle, parts)
+    close(log_probs(logits), log_probs(theirs), "packed", bound)
+    with torch.no_grad():
+        close(log_probs([packed_logits(model, [part])[0] for part in parts]), log_probs(theirs), "alone", bound)
+    loss(logits, parts).backward()
+    loss(theirs, parts).backward()
+    check_gradients(model, gradients_of(oracle, folder / "gradients"), bound)
+    check_greedy(model, oracle, raw["vocab_size"], bound)
+    check_export(model, folder / "export", oracle, parts, bound)
+    if adapters:
+        check_adapters(folder, facts, parts, bound)
+    return "equal"
+
+
+@pytest.mark.parametrize("number", range(len(ARCHITECTURES)), ids=sorted(ARCHITECTURES))
+def test_a_small_model_equals_transformers(number, tmp_path):
+    raw = tiny_dict(sorted(ARCHITECTURES)[number], tie_word_embeddings=number % 2 == 0)
+    assert check(raw, tmp_path, adapters=False) == "equal"
+
+
+@pytest.mark.campaign("families")
+@pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
+def test_drawn_configurations_are_equal_or_refused(model_type, tmp_path, capsys):
+    results: collections.Counter[str] = collections.Counter()
+    seen: list[str] = []
+
+    @settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(raw=families.fitting(model_type))
+    def each(raw: dict[str, Any]) -> None:
+        if results["equal"] >= LEAST:
+            return
+        folder = tmp_path / str(len(seen))
+        folder.mkdir()
+        seen.append(json.dumps(raw))
+        results[check(raw, folder)] += 1
+
+    each()
+    exports = [folder for number in range(len(seen)) if (folder := tmp_path / str(number) / "export").exists()]
+    older = model_type not in NOT_IN_TRANSFORMERS_4
+    if older:
+        differences = read_by_transformers_4(exports)
+        for folder, worst in differences.items():
+            assert worst < LOGPROBS, (worst, (Path(folder).parent / "config.json").read_text())
+    with capsys.disabled():
+        print(f"\n{model_type}: {dict(results)}, read by transformers 4: {len(exports) if older else 'no class'}")
+    assert results["equal"] >= LEAST
+
+
+# -- layouts, in real processes ----------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "tp2": {"tp": 2},
+    "tp2+sp": {"tp": 2, "sp": True},
+    "pp2": {"pp": 2},
+    "ep2": {"ep": 2},
+    "cp2": {"cp": 2},
+}
+
+
+def allowed(raw: dict[str, Any], sizes: dict[str, int]) -> bool:
+    facts = facts_from_config(raw, "config.json")
+    return not layout_problems("actor.parallel", ParallelConfig(**sizes), facts)
+
+
+def _reference(raws: dict[str, dict[str, Any]], layouts: list) -> dict:
+    cases.MODELS.update(raws)
+    return test_layouts._reference(layouts)
+
+
+def _compare(raws: dict[str, dict[str, Any]], layouts: list, reference: dict) -> list:
+    cases.MODELS.update(raws)
+    return test_layouts._all_cases(layouts, reference)
+
+
+def configurations(model_type: str, count: int) -> dict[str, dict[str, Any]]:
+    """Drawn configurations that are supported, by a name."""
+    found: list[dict[str, Any]] = []
+
+    @settings(max_examples=2 * count, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @given(raw=families.fitting(model_type))
+    def each(raw: dict[str, Any]) -> None:
+        with contextlib.suppress(ConfigError):
+            facts_from_config(raw, "config.json")
+            found.append(raw)
+
+    each()
+    return {f"{model_type} {number}": raw for number, raw in enumerate(found[:count])}
+
+
+@pytest.mark.campaign("families")
+@pytest.mark.procs
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
+def test_two_processes_equal_one(model_type, capsys):
+    """Log-probs, loss, norm of all gradients, and weights after two steps."""
+    raws = configurations(model_type, LEAST)
+    layouts = [(name, sizes, {}) for name, raw in raws.items() for sizes in LAYOUTS.values() if allowed(raw, sizes)]
+    (reference,) = run_distributed(_reference, 1, 600, raws, layouts)
+    ranks = run_distributed(_compare, 2, 900, raws, layouts, reference)
+    for number, case in enumerate(layouts):
+        worst = {key: max(rank[number][key] for rank in ranks) for key in ranks[0][number]}
+        assert max(worst["logp"], worst["entropy"]) < LOGPROBS, (case, worst, raws[case[0]])
+        assert max(value for key, value in worst.items() if key.startswith("step")) < 5e-6, (case, worst)
+        assert worst["weights"] < 5e-6, (case, worst, raws[case[0]])
+    counts = collections.Counter(name for _, sizes, _ in layouts for name in LAYOUTS if LAYOUTS[name] == sizes)
+    with capsys.disabled():
+        print(f"\n{model_type}: {dict(counts)}")
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.campaign("families")
+@pytest.mark.procs
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
+def test_a_killed_run_goes_on_to_the_same_numbers(model_type, tmp_path):
+    recipe = harness.write_recipe(tmp_path, tiny_dict(model_type, num_hidden_layers=2))
+    short = ("trainer.steps=3", "cluster.nproc=1", "sft.steps=1")
+    whole = harness.train(recipe, tmp_path / "whole", *short)
+    assert whole[3]["actor/grad_norm"] > 0
+    with harness.held_at(recipe, tmp_path / "killed" / "checkpoints" / "step_2"):
+        process = harness.start(recipe, tmp_path / "killed", *short)
+        harness.wait_for((tmp_path / "killed" / "checkpoints" / "step_2").exists, process)
+        harness.wait_for(lambda: harness.workers(tmp_path / "killed"), process)
+        harness.kill(harness.workers(tmp_path / "killed")[0])
+    harness.finish(process)
+    assert process.returncode == 1
+    assert harness.train(recipe, tmp_path / "killed", *short) == whole
