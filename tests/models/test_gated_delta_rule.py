@@ -71,6 +71,15 @@ def test_steps_update_the_states_in_place():
     assert torch.equal(kept, states(3)), "rows without decay and correction keep their state bit for bit"
 
 
+def test_training_follows_decoding_in_the_same_process():
+    """What they share is made by the first one of them."""
+    x, length = inputs(11), 11
+    rule._above.cache_clear()
+    with torch.inference_mode():
+        chunked(inputs(length), ChunkPlan.of([length], x.q.device))
+    chunked(x, ChunkPlan.of([length], x.q.device))[0].sum().backward()
+
+
 def test_narrow_inputs_are_computed_in_float32():
     x = inputs(40, torch.bfloat16)
     wide = DeltaInputs(*(y.detach().double() for y in (x.q, x.k, x.v, x.g, x.beta)))

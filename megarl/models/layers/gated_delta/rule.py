@@ -247,7 +247,8 @@ class _UnitInverse(torch.autograd.Function):
 @functools.cache
 def _above(size: int, device: torch.device) -> Tensor:
     """Return bool [size, size], True above the diagonal."""
-    return torch.ones(size, size, dtype=torch.bool, device=device).triu(1)
+    with torch.inference_mode(False):  # decoding may be the first caller, and training needs a tensor that it can save
+        return torch.ones(size, size, dtype=torch.bool, device=device).triu(1)
 
 
 #: Keyword arguments of flash-linear-attention's function that this module passes.
