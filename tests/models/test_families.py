@@ -80,7 +80,7 @@ def close(ours: list[torch.Tensor], theirs: list[torch.Tensor], what: str, toler
 
 
 def of_transformers(model: torch.nn.Module, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Logits of each sequence alone."""
+    """Logits of each sequence, one forward pass for each."""
     return [model(input_ids=part[None], use_cache=False, output_router_logits=False).logits[0] for part in parts]
 
 
