@@ -27,6 +27,7 @@ from megarl.checks.files import (
 from megarl.checks.gpus import check_machine_gpus
 from megarl.checks.graph import build, check_graph
 from megarl.checks.images import check_images
+from megarl.checks.kept_tokens import check_kept_tokens
 from megarl.checks.layout import check_cluster, check_layouts
 from megarl.checks.lora import check_lora
 from megarl.checks.machine import check_machine
@@ -156,7 +157,8 @@ def _check_learning(
 def _check_parts(config: RunConfig, facts: ModelFacts | None, placement: Placement | None, checks: Checklist) -> None:
     """Check the model's parts other than the decoder, and the placement of the servers."""
     check_lora(config, facts, placement, checks)
-    check_routes(config, facts, checks)
+    check_routes(config, facts, checks.of("rollout"))
+    check_kept_tokens(config, checks.of("rollout"))
     check_images(config, placement, facts, checks)
     check_places(config, checks)
 

@@ -261,15 +261,17 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
     corrected = training.logprobs == "processed" and config.rollout_correction.resolved().active
     plain = SamplingConfig()
     filters = [key for key in ("top_p", "top_k", "min_p") if getattr(training, key) != getattr(plain, key)]
-    if filters and not corrected:
+    replayed = config.rollout.replay_kept_tokens
+    if filters and not corrected and not replayed:
         checks.warn(
             f"rollout.sampling.{filters[0]}",
             "tokens are sampled from a truncated distribution and scored under the full one, which is off-policy",
             found=getattr(training, filters[0]),
-            fix="set rollout.sampling.top_p=1, top_k=0 and min_p=0, or rollout.sampling.logprobs=processed and a "
-            "preset of rollout_correction, for example decoupled_token_is",
+            fix="set rollout.replay_kept_tokens=true and a top_k, which trains on this distribution, or "
+            "rollout.sampling.top_p=1, top_k=0 and min_p=0, or rollout.sampling.logprobs=processed and a preset of "
+            "rollout_correction, for example decoupled_token_is",
         )
-    if training.min_new_tokens > 0:
+    if training.min_new_tokens > 0 and not replayed:
         checks.warn(
             "rollout.sampling.min_new_tokens",
             "the first tokens are sampled without end tokens but scored with them, which is off-policy",

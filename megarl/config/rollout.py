@@ -50,6 +50,11 @@ class SamplingConfig(Section):
     )
     ignore_eos: bool = Field(False, description="ignore end tokens and always generate max_new_tokens (for benchmarks)")
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether every token is sampled from at most `top_k` tokens."""
+        return self.top_k > 0 and self.temperature > 0
+
 
 class LimitsConfig(Section):
     """Limits of a multi-turn episode; `sampling.max_new_tokens` limits each turn."""
@@ -101,6 +106,11 @@ class RolloutConfig(Section):
     replay_routes: bool = Field(
         False,
         description="mixtures of experts: log-probs and updates of the policy use the experts chosen in generation",
+    )
+    replay_kept_tokens: bool = Field(
+        False,
+        description="log-probs and updates are of the distribution that was sampled: the tokens that top_k, top_p and "
+        "min_p kept for each token",
     )
     cuda_graphs: bool = Field(True, description="capture decode steps as CUDA graphs (embedded)")
 

@@ -3,11 +3,12 @@
 Importing a stage of megarl that declares an unlisted field is an error, and so is a node that returns a listed field in
 another form. A user's stage may add fields under other names. `page` returns docs/fields.md.
 
-    dtype     of a tensor (int64, float32, bool, uint8; float32 or bfloat16 for the model's states; uint8 or int16 for
-              routes), or type of the values of a column, which is a list (str, int, dict)
+    dtype     of a tensor (int64, int32, float32, bool, uint8; float32 or bfloat16 for the model's states; uint8 or
+              int16 for routes), or type of the values of a column, which is a list (str, int, dict)
     shape     [B] one entry per sample; [B, prompt], [B, response], [B, mismatched], [B, tokens], [B, turns],
-              [B, calls], [B, runs]: a Jagged, with as many entries as the sample has tokens of the prompt, its response
-              or the mismatched one, tokens of both but the last one, turns, policy calls, runs of versions
+              [B, calls], [B, runs], [B, kept]: a Jagged, with as many entries as the sample has tokens of the prompt,
+              its response or the mismatched one, tokens of both but the last one, turns, policy calls, runs of
+              versions, tokens kept by the sampling filters
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ DATA_IMAGES = tuple(f"data_{name}" for name in IMAGES)
 #: The field of routes (`megarl.data.routes`).
 ROUTES = "routes"
 
+#: The fields of kept tokens (`megarl.data.kept_tokens`).
+KEPT = KEPT_COUNTS, KEPT_IDS = "kept_counts", "kept_ids"
+
 _MODEL_DTYPE = "float32 or bfloat16"
 _ROUTES_DTYPE = "uint8 or int16"
-_TENSORS = ("int64", "float32", "bool", "uint8", _MODEL_DTYPE, _ROUTES_DTYPE)
+_TENSORS = ("int64", "int32", "float32", "bool", "uint8", _MODEL_DTYPE, _ROUTES_DTYPE)
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,14 @@ FIELDS: dict[str, Field] = {
         "experts that each layer with experts chose for the token; the number of experts: no choice is known",
         "[[3, 0, 1, 2]]",
     ),
+    "kept_counts": Field(
+        "int32",
+        "[B, response]",
+        "rollout",
+        "number of tokens that the sampling filters kept; 0: no record",
+        "[2, 1, 1]",
+    ),
+    "kept_ids": Field("int32", "[B, kept]", "rollout", "these tokens, one after the other", "[21, 9, 23, 2]"),
     "weight_versions": Field("int64", "[B, runs]", "rollout", "weights that generated each run of tokens", "[3, 4]"),
     "version_tokens": Field("int64", "[B, runs]", "rollout", "length of each of these runs", "[2, 1]"),
     "sample_id": Field("str", "[B]", "rollout; loader of pairs", "the sample's name: uid and number", '"0:17#2"'),

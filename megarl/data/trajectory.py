@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from megarl.data.batch import Batch, Jagged
-from megarl.data.fields import ROUTES
+from megarl.data.fields import KEPT_COUNTS, KEPT_IDS, ROUTES
 from megarl.data.image_set import ImageSet, fields_of_sets
+from megarl.data.kept_tokens import KeptTokens
 from megarl.data.routes import RouteForm, continued, from_text, to_text
 from megarl.data.versions import VersionRuns, append_runs, version_values
+from megarl.system.errors import MegarlError
 
 PLAIN = "answer"
 """`Trajectory.ended_by` of a sample without an environment."""
@@ -32,8 +34,8 @@ PLAIN = "answer"
 class Trajectory:
     """A sample: an episode of any number of turns, or a plain answer, which has one turn.
 
-    It is partial while `ended_by` is empty. All fields except `images` and `routes` are JSON values. A turn is sampled
-    in one segment, or in several if generation is interrupted.
+    It is partial while `ended_by` is empty. All fields except `images`, `routes` and `kept` are JSON values. A turn is
+    sampled in one segment, or in several if generation is interrupted.
 
     Attributes:
         token_ids, sampled, logprobs: one entry per token after the prompt: its id, whether the policy sampled it (False
@@ -66,6 +68,8 @@ class Trajectory:
     images: ImageSet | None = field(default=None, compare=False)  # images of the prompt and of observations
     # routes of the first tokens of prompt and response (`megarl.data.routes`); None: not recorded
     routes: Tensor | None = field(default=None, compare=False)
+    # kept tokens of each token after the prompt (`megarl.data.kept_tokens`); None: not recorded
+    kept: KeptTokens | None = field(default=None, compare=False)
 
     def add_segment(
         self,
@@ -73,15 +77,19 @@ class Trajectory:
         logprobs: Sequence[float],
         versions: VersionRuns,
         routes: Tensor | None = None,
+        kept: KeptTokens | None = None,
     ) -> None:
         """Append a segment of sampled tokens; the first one begins a turn. A segment without tokens is ignored.
 
-        `routes` are those of the whole sequence so far.
+        `routes` are those of the whole sequence so far, `kept` those of the segment.
         """
         if not token_ids:
             return
         if not self.in_turn:
             self.turn_starts.append(len(self.token_ids))
+        if kept is not None:
+            before = KeptTokens.from_lists([]) if self.kept is None else self.kept
+            self.kept = KeptTokens.joined([before.extended(len(self.token_ids)), kept])
         self._append(token_ids, sampled=True, logprobs=logprobs, versions=versions)
         if routes is not None:
             self.routes = continued(self.routes, routes)
@@ -135,6 +143,7 @@ class Trajectory:
             self.versions[-1][1] -= dropped  # the observation has the version of the turn before it
         for per_token in (self.token_ids, self.sampled, self.logprobs):
             del per_token[end:]
+        self.kept = None if self.kept is None else self.kept.first(end)
         self.bodies = [run for run in self.bodies if run[1] <= end]
         if self.images is not None:
             self.images = self.images.between(0, len(self.prompt_ids) + end)
@@ -206,7 +215,8 @@ class Trajectory:
         """Return the fields as JSON values; images are stored without their patches."""
         images = self.images
         layout = None if images is None else {n: getattr(images, n) for n in ("places", "sizes", "digests")}
-        return {**vars(self), "images": layout, "routes": to_text(self.routes)}
+        kept = None if self.kept is None else self.kept.to_text()
+        return {**vars(self), "images": layout, "routes": to_text(self.routes), "kept": kept}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], patches: Mapping[int, Tensor]) -> Trajectory:
@@ -216,7 +226,8 @@ class Trajectory:
             places = tuple((start, rows, columns) for start, rows, columns in layout["places"])
             whole = torch.cat([patches[digest] for digest in layout["digests"]])
             images = ImageSet(whole, places, tuple(layout["sizes"]), tuple(layout["digests"]))
-        values = {**fields, "images": images, "routes": from_text(fields.get("routes"))}
+        kept = None if fields.get("kept") is None else KeptTokens.from_text(fields["kept"])
+        values = {**fields, "images": images, "routes": from_text(fields.get("routes")), "kept": kept}
         if "drawn" in values:  # its name in checkpoints of older versions
             values["sampled"] = values.pop("drawn")
         return cls(**values)
@@ -237,6 +248,7 @@ def trajectory_values(
     patch_values: int | None = None,
     bodies: bool = False,
     routes: RouteForm | None = None,
+    kept: bool = False,
 ) -> dict[str, Tensor | Jagged | list]:
     """Return the batch fields and columns of trajectories, one entry per sample.
 
@@ -246,6 +258,7 @@ def trajectory_values(
         patch_values: numbers per image patch, for episodes with images; None: there are no images.
         bodies: whether episodes get the mask of the observations' own tokens.
         routes: form of the routes that samples must have; None: the samples get none.
+        kept: whether samples get the kept tokens of each token.
     """
 
     def jagged(rows: list[list[Any]]) -> Jagged:
@@ -268,6 +281,8 @@ def trajectory_values(
             [len(t.prompt_ids) + len(t.token_ids) - 1 for t in trajectories],
             [len(t.prompt_ids) + t.last_sampled if t.last_sampled >= 0 else 0 for t in trajectories],
         )
+    if kept:
+        values |= _kept_fields(trajectories, responses)
     if not by_turn:
         return values
     ends = jagged([t.turn_ends for t in trajectories])
@@ -284,6 +299,28 @@ def trajectory_values(
         "ended_by": [t.ended_by for t in trajectories],
         "env_info": [t.info for t in trajectories],
         "env_error": [t.error for t in trajectories],
+    }
+
+
+def _kept_fields(trajectories: Sequence[Trajectory], responses: Jagged) -> dict[str, Jagged]:
+    """Return the kept tokens of samples as fields.
+
+    Raises:
+        MegarlError: a token that the policy sampled has none.
+    """
+    none = KeptTokens.from_lists([])
+    records = [(t.kept or none).extended(len(t.token_ids)) for t in trajectories]
+    for number, (trajectory, record) in enumerate(zip(trajectories, records, strict=True)):
+        if bool((record.counts[torch.tensor(trajectory.sampled, dtype=torch.bool)] == 0).any()):
+            raise MegarlError(
+                f"the generation engine returned tokens of sample {number} without the tokens that the filters kept\n"
+                "  where:   rollout.replay_kept_tokens\n"
+                "  fix:     set rollout.replay_kept_tokens=false, or use an engine that returns them"
+            )
+    counts = torch.cat([none.counts, *(record.counts for record in records)])
+    return {
+        KEPT_COUNTS: responses.like(counts),
+        KEPT_IDS: Jagged.from_list([none.ids, *(record.ids for record in records)]).slice(1, len(records) + 1),
     }
 
 

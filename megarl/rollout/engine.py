@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol
 
 from megarl.config.rollout import SamplingConfig
+from megarl.data.kept_tokens import KeptTokens
+from megarl.data.routes import from_text, to_text
 from megarl.data.versions import VersionRuns
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class Completion:
 
     `cached`: input tokens that were in the prefix cache; None if the engine does not count them. `routes`: those of the
     whole sequence, prompt included, if `rollout.replay_routes` is set (`megarl.data.routes`); None: not recorded.
+    `kept`: tokens that the filters kept for each token, if `rollout.replay_kept_tokens` is set.
     """
 
     token_ids: list[int]
@@ -62,6 +65,18 @@ class Completion:
     versions: VersionRuns
     cached: int | None = None
     routes: Tensor | None = None
+    kept: KeptTokens | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        kept = None if self.kept is None else self.kept.to_text()
+        return {**vars(self), "routes": to_text(self.routes), "kept": kept}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Completion:
+        """Restore a completion from `to_json`."""
+        kept = None if fields["kept"] is None else KeptTokens.from_text(fields["kept"])
+        return cls(**{**fields, "routes": from_text(fields["routes"]), "kept": kept})
 
 
 def ignore_progress(samples: int) -> None:

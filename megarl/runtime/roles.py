@@ -363,6 +363,7 @@ class RolloutRole:
     player: TaskPlayer | None = None  # plays the episodes of a task other than text; None: the engine generates text
     stale: StaleWeights | None = None  # generates training samples with older weights (`rollout.stale_steps`)
     routes: RouteForm | None = None  # form of the routes that samples have (`rollout.replay_routes`)
+    keeps_tokens: bool = False  # whether samples have the tokens that the filters kept (`rollout.replay_kept_tokens`)
     link: WeightLink = field(default_factory=WeightLink)  # transfers new weights to the engine
 
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:

@@ -83,6 +83,7 @@ def samples_of(
     width = samples[PATCHES].values.shape[1] if by_turn and PATCHES in samples.names() else None
     bodies = rollout.episodes is not None and rollout.episodes.bodies
     forms: dict[str, Any] = {"patch_values": width, "bodies": bodies, "routes": rollout.routes}
+    forms["kept"] = rollout.keeps_tokens and sampling.is_bounded
     values = trajectory_values(trajectories, by_turn=by_turn, **forms) | {
         "sample_id": [f"{uid}#{i % n}" for i, uid in enumerate(samples["uid"])],
         "response_text": _turn_texts(rollout, sampling, [t.last_turn for t in trajectories]),

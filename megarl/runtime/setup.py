@@ -244,7 +244,15 @@ class _Source:
             stale = StaleWeights(chunks, embedded, lag) if lag else None
         by_environment = episodes is not None and episodes.scores
         return {
-            "rollout": RolloutRole(engine, tokenizer, self.eos_ids, episodes, stale=stale, routes=routes),
+            "rollout": RolloutRole(
+                engine,
+                tokenizer,
+                self.eos_ids,
+                episodes,
+                stale=stale,
+                routes=routes,
+                keeps_tokens=config.rollout.replay_kept_tokens,
+            ),
             "scorer": ScorerRole(self.reward, by_environment, prompt_column(config)),
         }
 

@@ -8,7 +8,7 @@ sure that the gradient is counted once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from megarl.models.noise import exponential_noise
 from megarl.models.policy import PolicyModel
 from megarl.system.comm import WorkerGroup
 from megarl.system.compat import megatron as compat
+from megarl.training.kept_logprob import kept_logprob
 from megarl.training.logprob import linear_logprob
 from megarl.training.microbatch import MicroBatch
 
@@ -42,7 +43,10 @@ class Head(Protocol):
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Computes the log-prob of each row's target token and optionally the entropy; ranks split the vocabulary."""
+    """Computes the log-prob of each row's target token and optionally the entropy; ranks split the vocabulary.
+
+    Where the micro-batch has kept tokens, log-probs are among them; the entropy is always of the whole distribution.
+    """
 
     temperature: float  # divides the logits
     chunk_tokens: int  # number of rows whose logits exist at the same time
@@ -59,17 +63,17 @@ class LogProbs:
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
         """Return (log-probs [n],) or (log-probs [n], entropies [n])."""
         rows, weight, start = head_rows(hidden, model, micro, self.columns)
-        both = linear_logprob(
-            rows,
-            weight,
-            micro.targets,
-            temperature=self.temperature,
-            vocab_start=start,
-            chunk_tokens=self.chunk_tokens,
-            entropy=self.entropy,
-            group=self.group,
-        )
-        return both if self.entropy else both[:1]
+        place: dict[str, Any] = {
+            "temperature": self.temperature,
+            "vocab_start": start,
+            "chunk_tokens": self.chunk_tokens,
+            "group": self.group,
+        }
+        if micro.kept is None:
+            both = linear_logprob(rows, weight, micro.targets, entropy=self.entropy, **place)
+            return both if self.entropy else both[:1]
+        logp = kept_logprob(rows, weight, micro.targets, micro.kept, **place)
+        return (logp, linear_logprob(rows, weight, micro.targets, **place)[1]) if self.entropy else (logp,)
 
 
 def head_rows(

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from megarl.data.batch import Batch
+from megarl.data.fields import KEPT, KEPT_COUNTS
+from megarl.data.kept_tokens import KeptTokens
 from megarl.data.packing import bundles, pack, split_to_count
 from megarl.models.packing import PackedSequences, pack_stream
 from megarl.training.parallel import Layout
@@ -33,6 +35,7 @@ class MicroBatch:
     order: Tensor  # int64 [n], which of the N response tokens each row predicts
     targets: Tensor  # int64 [n], the tokens to predict
     tokens: int  # N, the number of response tokens
+    kept: Tensor | None = None  # int64 [n, K], the tokens kept in sampling each target, where -1 is none
 
 
 def plan(
@@ -88,7 +91,8 @@ def build(
     The packed tokens are padded to `total` tokens (over all context-parallel ranks), if given, and so that each
     tensor-parallel rank has a multiple of `multiple` tokens.
     """
-    packed = sequences.pack(batch.select(list(samples))) if samples else sequences.filler()
+    rows_of = batch.select(list(samples))
+    packed = sequences.pack(rows_of) if samples else sequences.filler()
     tokens, predicts, lengths, opens = packed.tokens, packed.predicts, list(packed.lengths), list(packed.open_from)
     positions = packed.positions
     if total is not None:
@@ -129,7 +133,13 @@ def build(
         order=order.to(device),
         targets=packed.targets[order].to(device),
         tokens=len(packed.targets),
+        kept=_kept(rows_of)[order].to(device) if samples and KEPT_COUNTS in batch else None,
     )
+
+
+def _kept(rows: Batch) -> Tensor:
+    """Return the kept tokens of all response tokens, int64 [N, K], where -1 is none."""
+    return KeptTokens(*(rows[name].to("cpu").values for name in KEPT)).padded()
 
 
 def build_all(

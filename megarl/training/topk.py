@@ -20,6 +20,7 @@ from megarl.system.comm import WorkerGroup
 from megarl.training.heads import LogProbs, head_rows
 from megarl.training.logprob import VocabularyShard, local_columns
 from megarl.training.microbatch import MicroBatch
+from megarl.training.partition import chunks, joined_log_z, partition, scaled_logits
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class TopTokens:
     def _of(self, rows: Tensor, weight: Tensor, start: int) -> Tensor:
         """Return ids and log-probs [C, 2 K + 2] for a chunk of C rows."""
         logits, group = head_logits(rows, weight).float() / self.base.temperature, self.base.group
-        log_z = _log_z(*_partition(logits), group)
+        log_z = joined_log_z(*partition(logits), group)
         ids = torch.arange(start, start + logits.shape[1], device=logits.device)
         allowed = logits.masked_fill(ids >= self.limit, -torch.inf)
         best, place = allowed.topk(min(self.k, logits.shape[1]), dim=1)
@@ -58,7 +59,7 @@ class TopTokens:
             top = torch.cat(group.all_gather(top), 1)
             best, place = top[:, :, 1].topk(self.k, dim=1)
             top = torch.stack([top[:, :, 0].gather(1, place), best], 2)
-        log_rest = _log_z(*_partition(_without(logits, top[:, :, 0].long(), start)), group)
+        log_rest = joined_log_z(*partition(_without(logits, top[:, :, 0].long(), start)), group)
         others = (log_rest - log_z).clamp(min=EMPTY)[:, None]
         return torch.cat([top[:, :, 0], torch.full_like(others, -1), top[:, :, 1] - log_z[:, None], others], 1)
 
@@ -128,14 +129,14 @@ class _TokenLogprobs(torch.autograd.Function):
         picked, stats = hidden.new_zeros(ids.shape, dtype=wide), hidden.new_empty((4, len(hidden)), dtype=wide)
         for part in chunks(len(hidden), shard.chunk):
             logits = scaled_logits(hidden[part], weight, shard.inverse_temperature)
-            stats[0, part], stats[1, part] = _partition(logits)
+            stats[0, part], stats[1, part] = partition(logits)
             column, here = local_columns(ids[part], shard.start, logits.shape[1])
             if logits.shape[1]:
                 picked[part] = logits.gather(1, column) * here
-            stats[2, part], stats[3, part] = _partition(_without(logits, ids[part], shard.start))
+            stats[2, part], stats[3, part] = partition(_without(logits, ids[part], shard.start))
         if shard.group is not None and len(hidden):
             picked = shard.group.all_reduce(picked)
-        log_z, log_rest = (_log_z(stats[at], stats[at + 1], shard.group) for at in (0, 2))
+        log_z, log_rest = (joined_log_z(stats[at], stats[at + 1], shard.group) for at in (0, 2))
         ctx.shard = shard
         ctx.save_for_backward(hidden, weight, ids, log_z, log_rest)
         return torch.cat([picked, log_rest[:, None]], 1).sub_(log_z[:, None]).clamp_(min=EMPTY)
@@ -172,22 +173,6 @@ def of_rows(values: Jagged, micro: MicroBatch, count: int) -> Tensor:
     return values.values.new_zeros(count, *values.values.shape[1:])
 
 
-def log_partition(logits: Tensor, group: WorkerGroup | None) -> Tensor:
-    """Return log sum exp of each row of logits [C, v], over the columns of all ranks: [C]."""
-    return _log_z(*_partition(logits), group)
-
-
-def chunks(count: int, size: int) -> list[slice]:
-    """Return slices of at most `size` rows that cover `count` rows."""
-    return [slice(at, at + size) for at in range(0, count, size)]
-
-
-def scaled_logits(hidden: Tensor, weight: Tensor, inverse_temperature: float) -> Tensor:
-    """Return this rank's logits [C, v] in at least float32, divided by the temperature."""
-    logits = head_logits(hidden, weight)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)) * inverse_temperature
-
-
 def _without(logits: Tensor, ids: Tensor, start: int) -> Tensor:
     """Return a copy of this shard's logits [C, v] with -inf at `ids` [C, K]."""
     column, here = local_columns(ids, start, logits.shape[1])
@@ -195,20 +180,3 @@ def _without(logits: Tensor, ids: Tensor, start: int) -> Tensor:
         return logits.clone()
     # Ids of other shards add 0 to column 0; a plain scatter could overwrite an id that is in column 0.
     return logits.scatter_add(1, column, torch.where(here, -torch.inf, 0.0).to(logits.dtype))
-
-
-def _partition(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest logit of this shard's columns and the sum of exp(logit - largest), [C] each."""
-    if logits.shape[1] == 0:  # no column on this rank: a contribution of zero that stays finite
-        return logits.new_full((len(logits),), torch.finfo(logits.dtype).min / 2), logits.new_zeros(len(logits))
-    peak = logits.amax(1).clamp(min=torch.finfo(logits.dtype).min / 2)  # finite also for a row of -inf
-    return peak, (logits - peak[:, None]).exp_().sum(1)
-
-
-def _log_z(peak: Tensor, mass: Tensor, group: WorkerGroup | None) -> Tensor:
-    """Return log sum exp over the columns of all ranks, [N]."""
-    parts = torch.stack([peak, mass])[None]
-    if group is not None and group.size > 1 and len(peak):
-        parts = torch.stack(group.all_gather(parts[0]))
-    highest = parts[:, 0].amax(0)
-    return highest + (parts[:, 1] * (parts[:, 0] - highest).exp()).sum(0).log()

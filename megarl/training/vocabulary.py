@@ -19,7 +19,8 @@ from megarl.models.policy import PolicyModel
 from megarl.system.comm import WorkerGroup
 from megarl.training.heads import LogProbs, head_rows
 from megarl.training.microbatch import MicroBatch
-from megarl.training.topk import chunks, log_partition, of_rows, scaled_logits
+from megarl.training.partition import chunks, log_partition, scaled_logits
+from megarl.training.topk import of_rows
 
 #: Log-probs of teacher and policy [C, v] to the terms of a divergence [C, v].
 Terms = Callable[[Tensor, Tensor], Tensor]

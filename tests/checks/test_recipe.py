@@ -474,6 +474,17 @@ def test_truncated_sampling_is_fine_where_its_log_probs_are_kept_and_corrected(w
     top_p = ("rollout.sampling.top_p=0.9", "rollout.sampling.logprobs=processed")
     assert [check.key for check in warned(*top_p)] == ["rollout.sampling.top_p"]
     assert warned(*top_p, "rollout_correction.preset=decoupled_token_is") == []
+    assert warned(*top_p, "rollout.replay_kept_tokens=true", "rollout.sampling.top_k=50") == []
+
+
+@pytest.mark.parametrize("top_k", [0, 3000])
+def test_a_record_of_kept_tokens_needs_a_bound(failures, top_k):
+    problem = only(failures("rollout.replay_kept_tokens=true", f"rollout.sampling.top_k={top_k}"))
+    assert problem.key == "rollout.sampling.top_k"
+
+
+def test_a_model_without_experts_has_no_routes(failures):
+    assert only(failures("rollout.replay_routes=true")).key == "rollout.replay_routes"
 
 
 def test_user_module_in_the_current_folder_is_found(write, failures):

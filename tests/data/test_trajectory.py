@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algorithms.correction import staleness
 from megarl.data.batch import Batch, Jagged
+from megarl.data.kept_tokens import KeptTokens
 from megarl.data.trajectory import Trajectory, policy_tokens, trajectory_values
 from megarl.data.versions import runs_of, token_versions, tokens_by_version, version_values
+from megarl.system.errors import MegarlError
 from tests.trajectories import add_turn
 
 EOS = 2
@@ -96,3 +99,25 @@ def test_a_copy_is_equal_and_shares_no_list():
     for name, value in vars(one).items():
         assert value is not getattr(two, name) or not isinstance(value, list | dict), name
     assert not {id(run) for run in one.versions} & {id(run) for run in two.versions}
+
+
+def test_kept_tokens_follow_their_tokens_through_segments_observations_and_json():
+    trajectory = Trajectory([1])
+    trajectory.add_segment([5, 6], [-1.0, -1.0], [[0, 2]], kept=KeptTokens.from_lists([[5, 8], [6]]))
+    trajectory.add_segment([7], [-1.0], [[1, 1]], kept=KeptTokens.from_lists([[7, 3, 4]]))
+    trajectory.end_turn("stop")
+    trajectory.add_observation([9, 9])
+    trajectory.add_segment([4], [-1.0], [[1, 1]], kept=KeptTokens.from_lists([[4, 2]]))
+    trajectory.end_turn("stop")
+    trajectory.add_observation([9])
+    trajectory.end("done")
+    failed = Trajectory([1])
+    failed.mark_failed("no answer", EOS, 1)
+    restored = [Trajectory.from_json(t.to_json(), {}) for t in (trajectory, failed)]
+    batch = Batch(size=2).with_values(trajectory_values(restored, kept=True))
+    assert [row.tolist() for row in batch["kept_counts"].unbind()] == [[2, 1, 3, 0, 0, 2, 0], [0]]
+    assert [row.tolist() for row in batch["kept_ids"].unbind()] == [[5, 8, 6, 7, 3, 4, 4, 2], []]
+    assert Batch.concat([batch.select([1]), batch.select([0])])["kept_ids"].lengths.tolist() == [0, 8]
+    trajectory.add_segment([3], [-1.0], [[1, 1]])
+    with pytest.raises(MegarlError, match=r"rollout\.replay_kept_tokens"):
+        trajectory_values([trajectory], kept=True)

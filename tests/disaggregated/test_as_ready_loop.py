@@ -72,7 +72,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         pytest.param((), marks=pytest.mark.campaign("teams")),
         TWO_REPLICAS,
-        (PARTIAL, *LONG, IN_HAND),
+        (PARTIAL, *LONG, IN_HAND, *harness.KEPT),
         pytest.param((PARTIAL, *LONG, *TWO_REPLICAS), marks=pytest.mark.campaign("teams")),
     ],
 )
@@ -93,7 +93,7 @@ def test_episodes_of_a_slow_environment_are_trained_on_once_and_none_is_lost_in_
 ):
     file = tmp_path / "slow.py"
     file.write_text(SLOW.format(folder=str(Path(harness.__file__).parents[1] / "envs")))
-    episodes = (*harness.GUESSING, f"env.name={file}:Slow", *partial)
+    episodes = (*harness.GUESSING, *harness.KEPT, f"env.name={file}:Slow", *partial)
     work = killed_in_step_3 if killed == "actor" else rollout_killed
     numbers = killed_and_resumed(recipe, tmp_path, *episodes, work=work)
     check(tmp_path, STEPS)

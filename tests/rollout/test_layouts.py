@@ -58,11 +58,17 @@ def generate(model: str, layout: dict, sampling: str, hf: dict | None = None) ->
     chunks = build(model, hf=hf, **layout)
     rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     mine = list(enumerate(make_requests()))[rank::size]
-    made = engine(chunks, max_running=7, replay_routes=model == MOE)
+    made = engine(chunks, max_running=7, replay_routes=model == MOE, replay_kept_tokens=True)
     results = made.generate([r for _, r in mine], SAMPLINGS[sampling], STOP)
     return [
-        [i, tokens([group]) + routes_of(group), logprobs([group])] for (i, _), group in zip(mine, results, strict=True)
+        [i, tokens([group]) + routes_of(group) + kept_by(group), logprobs([group])]
+        for (i, _), group in zip(mine, results, strict=True)
     ]
+
+
+def kept_by(group: list) -> list:
+    """The tokens that the filters kept for each token, in ascending order, of samples that have some."""
+    return [done.kept.padded().sort(-1).values.tolist() for done in group if done.kept is not None]
 
 
 def routes_of(group: list) -> list:

@@ -115,6 +115,19 @@ def test_log_probs_of_the_distribution_that_tokens_are_sampled_from(filters):
     assert set(tokens.tolist()) == set(kept)
     assert logp.tolist() == pytest.approx([z[v] - total for v in tokens.tolist()], abs=1e-5)
     assert bool((logp > plain[1]).all()), "what is left out makes the rest likelier"
+    if "top_k" in filters:
+        recorded = make(30, **filters).sample_kept(logits.expand(500, -1), seeds, index)
+        assert torch.equal(recorded[0], tokens)
+        torch.testing.assert_close(recorded[1], logp)
+        assert {tuple(sorted(set(row) - {-1})) for row in recorded[2].tolist()} == {tuple(sorted(kept))}
+
+
+def test_top_k_bounds_the_record_of_tokens_that_tie():
+    logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    tokens, logp, kept = make(4, top_k=2).sample_kept(logits.expand(50, -1), torch.arange(50), torch.zeros(50).long())
+    assert kept.shape == (50, 2)
+    assert bool((kept == tokens[:, None]).any(1).all())
+    assert logp.tolist() == pytest.approx([-math.log(2)] * 50)
 
 
 def test_top_p_counts_the_mass_after_top_k():

@@ -46,7 +46,7 @@ def chosen_by(chunk, request: Request, done: Completion) -> torch.Tensor:
 @pytest.mark.procs
 @pytest.mark.servers
 @pytest.mark.timeout(300)
-def test_routes_of_a_real_server_replay(tmp_path):
+def test_routes_and_kept_tokens_of_a_real_server_replay(tmp_path):
     model = tmp_path / "model"
     save_tiny(model, "qwen3_moe", moe_intermediate_size=64)
     single_process()
@@ -56,9 +56,30 @@ def test_routes_of_a_real_server_replay(tmp_path):
         served = engine(fleet)
         served.routes = route_form(chunk.hf_config)
         groups = served.generate(requests, sampled(max_new_tokens=12), [2])
+        served.keeps_tokens, filters = True, sampled(max_new_tokens=12, top_k=9, top_p=0.9, temperature=0.8)
+        filtered = served.generate(requests, filters, [2])
     for request, group in zip(requests, groups, strict=True):
         for done in group:
             assert done.routes.shape == (len(request.prompt_ids) + len(done.token_ids) - 1, 4 * 2)
             assert torch.equal(done.routes.unflatten(1, (4, 2)).long().sort(-1).values, chosen_by(chunk, request, done))
             replayed = logprobs(chunk, request.prompt_ids, done.token_ids, done.routes)
             torch.testing.assert_close(replayed, torch.tensor(done.logprobs), atol=1e-4, rtol=0)
+    for request, group in zip(requests, filtered, strict=True):
+        for done in group:
+            assert 1 <= int(done.kept.counts.min()) <= int(done.kept.counts.max()) <= 9
+            expected = kept_logprobs(chunk, request, done, 0.8)
+            torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def kept_logprobs(chunk, request: Request, done: Completion, temperature: float) -> torch.Tensor:
+    """Log-probs of a response among the tokens that the filters kept."""
+    rows = [
+        [
+            logprobs(chunk, request.prompt_ids, [*done.token_ids[:place], int(token)], None)[-1]
+            for token in row
+            if token >= 0
+        ]
+        for place, row in enumerate(done.kept.padded())
+    ]
+    taken = logprobs(chunk, request.prompt_ids, done.token_ids, None) / temperature
+    return taken - torch.stack([torch.stack(row).div(temperature).logsumexp(0) for row in rows])

@@ -67,6 +67,8 @@ def first_is_digit(samples):
     """A score of 0 or 1 that many groups agree on."""
     return [{"overall": float(s["response"][:1].isdigit())} for s in samples]
 '''
+#: Samples of a truncated distribution, on which training is exact.
+KEPT = ("rollout.replay_kept_tokens=true", "rollout.sampling.top_k=12", "rollout.sampling.top_p=0.95")
 PPO = (
     "algorithm.pipeline=ppo",
     "algorithm.advantage={name: gae, lam: 0.9}",

@@ -168,6 +168,16 @@ def with_routes(batch: Batch, layers: int) -> Batch:
     return batch.with_values({"routes": Jagged(routes, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))})
 
 
+def with_kept(batch: Batch) -> Batch:
+    """Samples with random kept tokens, from none to seven for each token."""
+    rng = torch.Generator().manual_seed(6)
+    responses = batch["response_ids"]
+    counts = torch.randint(0, 8, (len(responses.values),), generator=rng, dtype=torch.int32)
+    ids = torch.rand(len(counts), VOCAB, generator=rng).argsort(1)[torch.arange(VOCAB) < counts[:, None]]
+    kept = Jagged.from_lengths(ids.to(torch.int32), responses.like(counts).sum())
+    return batch.with_values({"kept_counts": responses.like(counts), "kept_ids": kept})
+
+
 def split_over(batch: Batch, dp_rank: int, dp_size: int) -> Batch:
     """Uneven parts: the first rank has all but one sample for each other rank, the last rank none (from three on)."""
     if dp_size == 1:

@@ -77,6 +77,7 @@ def _run(name: str, sizes: dict, layers: int, engine: EngineConfig) -> dict:
     made = cases.make_engine(name, parallel, layout=layout, engine=engine, optim=OPTIM, layers=layers)
     whole = cases.make_batch(COUNT)
     whole = cases.with_routes(whole, layers) if name == "moe" else whole
+    whole = cases.with_kept(whole) if name == "tied" else whole
     batch = cases.split_over(whole, layout.dp_rank, layout.dp_size)
     before = cases.outputs(made, batch, 0.8)
     steps = [cases.train(made, batch, 0.8).result() for _ in range(STEPS)]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megarl.config.rollout import RolloutConfig, SamplingConfig
-from megarl.data.routes import from_text, to_text
 from megarl.models.hf import route_form
 from megarl.models.layers.mesh import Mesh
 from megarl.rollout.batched import BatchedGeneration
@@ -76,17 +75,10 @@ class EmbeddedEngine:
         stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
         parts = [self._run(share, sampling, stop_ids, advance)]
         if self._mesh.cp.group is not None:
-            plain = [(sample, to_text(routes)) for sample, routes in parts[0]]
-            gathered = self._mesh.cp.group.all_gather_json(plain)
-            parts = [[(sample, from_text(routes)) for sample, routes in part] for part in gathered]
+            gathered = self._mesh.cp.group.all_gather_json([sample.to_json() for sample in parts[0]])
+            parts = [[Completion.from_json(fields) for fields in part] for part in gathered]
         samples = iter(in_order(parts, requests, shares))
-        return [
-            [
-                Completion(tokens, logprobs, reason, [[self.weight_version, len(tokens)]], routes=routes)
-                for (tokens, logprobs, reason), routes in itertools.islice(samples, len(request.seeds))
-            ]
-            for request in requests
-        ]
+        return [list(itertools.islice(samples, len(request.seeds))) for request in requests]
 
     def open(self, sampling: SamplingConfig, eos_ids: Sequence[int], sequences: int, longest: int) -> Generation:
         """Implement `RolloutEngine.open`. Models with experts or context parallelism generate in rounds."""
@@ -94,7 +86,7 @@ class EmbeddedEngine:
             return BatchedGeneration(self.generate, self._any_replica, sampling, eos_ids)
         running = max(1, min(self._config.max_running, sequences))
         stage = DecoderStage(self.chunks, self._mesh, self._dtype, rows=running, steps=sampling.max_new_tokens)
-        limits = SessionLimits(running, self._config.max_prefill_tokens, self._config.cuda_graphs, sessions=1)
+        limits = self._limits(sampling, running, 1, routes=False)
         stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
         strings = StopStrings.of(sampling, self._tokenizer)
         session = TurnSession(stage, sampling, stop_ids, limits, sequences, longest, strings)
@@ -109,29 +101,33 @@ class EmbeddedEngine:
 
     def _run(
         self, requests: list[Request], sampling: SamplingConfig, stop_ids: list[int], advance: Callable[[int], None]
-    ) -> list[Any]:
-        """Return the samples of this process's requests, in order, each with its routes."""
+    ) -> list[Completion]:
+        """Return the samples of this process's requests, in order."""
         running = max(1, self._config.max_running // self._mesh.cp.size)
         lanes = self._lanes(requests, running)
         running = max(1, running // lanes)
         shares = share_out(requests, lanes)
         rows = min(running, max(sum(len(requests[i].seeds) for i in share) for share in shares))
         stage = DecoderStage(self.chunks, self._mesh, self._dtype, rows=rows, steps=sampling.max_new_tokens)
-        limits = SessionLimits(
-            running, self._config.max_prefill_tokens, self._config.cuda_graphs, lanes, self._route_form
-        )
+        limits = self._limits(sampling, running, lanes)
         strings = StopStrings.of(sampling, self._tokenizer)
         sessions = [
             (
                 lambda share=share: Session(
                     stage, [requests[i] for i in share], sampling, stop_ids, limits, advance, strings
-                ).run_with_routes()
+                ).completions(self.weight_version)
             )
             for share in shares
         ]
         if lanes == 1:
             return sessions[0]()
         return in_order(run_lanes(sessions), requests, shares)
+
+    def _limits(self, sampling: SamplingConfig, running: int, sessions: int, *, routes: bool = True) -> SessionLimits:
+        config = self._config
+        form = self._route_form if routes else None
+        limits = running, config.max_prefill_tokens, config.cuda_graphs, sessions, form
+        return SessionLimits(*limits, kept=config.replay_kept_tokens and sampling.is_bounded)
 
     def _lanes(self, requests: Sequence[Request], running: int) -> int:
         """Return how many sessions run side by side on this process's CPU threads; 1 on GPUs and if ranks use

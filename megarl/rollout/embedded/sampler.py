@@ -80,11 +80,7 @@ class Sampler:
         if logits.is_cuda and not self._filters and (kernels := decode_kernels(torch.float32)) is not None:
             place = {"start": self._start, "inverse_temperature": self._inv_temperature, "greedy": self._greedy}
             return self._join(_best(kernels.draw(logits.float(), seeds, index, **place)))
-        z = logits.float()
-        if self._inv_temperature != 1.0:
-            z = z * self._inv_temperature
-        if z.shape[1] < len(self._ids):  # vocabulary padding has no logits
-            z = F.pad(z, (0, len(self._ids) - z.shape[1]), value=-torch.inf)
+        z = self._scaled(logits)
         allowed = self._filter(z, index)
         total = torch.logsumexp(allowed if self._cfg.logprobs == "processed" else z, dim=-1)
         times = None if self._greedy else exponential_noise(seeds, index, self._ids)
@@ -95,12 +91,52 @@ class Sampler:
             return column, logit - total
         return self._join(torch.stack([best, self._ids[column], logit, total], dim=-1).double())
 
+    def sample_kept(self, logits: Tensor, seeds: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens int64 [n], their log-probs among the kept tokens float32 [n], and the kept tokens int64
+        [n, top_k], where -1 is none; equal on all ranks.
+
+        Arguments as in the call. Samples from the same distribution as the call with the same noise, but of tokens that
+        tie for the last place of top_k only some are kept, so that `top_k` bounds their number.
+        """
+        z = self._without_early_stops(self._scaled(logits), index)
+        most = self._cfg.top_k
+        top, places = torch.topk(z, min(most, z.shape[-1]), dim=-1)
+        ids = self._ids[places]
+        if self._tp.size > 1:
+            shards = self._tp.gather(torch.stack([top.double(), ids.double()], dim=-1))  # exact for token ids
+            both = shards.transpose(0, 1).flatten(1, 2)
+            _, places = torch.topk(both[..., 0], min(most, both.shape[1]), dim=-1)
+            top, ids = both[..., 0].gather(1, places).float(), both[..., 1].gather(1, places).long()
+        kept = top > -torch.inf
+        if self._cfg.top_p < 1.0:
+            probs = torch.softmax(top, dim=-1)
+            kept &= probs.cumsum(-1) - probs < self._cfg.top_p
+        if self._cfg.min_p > 0:
+            kept &= top >= top[:, :1] + math.log(self._cfg.min_p)
+        allowed = top.masked_fill(~kept, -torch.inf)
+        column = (allowed - exponential_noise(seeds, index, ids)).argmax(-1, keepdim=True)
+        logp = allowed.gather(1, column)[:, 0] - torch.logsumexp(allowed, dim=-1)
+        return ids.gather(1, column)[:, 0], logp, ids.masked_fill(~kept, -1)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """Return this rank's logits [n, V / tp] in float32, divided by the temperature."""
+        z = logits.float()
+        if self._inv_temperature != 1.0:
+            z = z * self._inv_temperature
+        if z.shape[1] < len(self._ids):  # vocabulary padding has no logits
+            z = F.pad(z, (0, len(self._ids) - z.shape[1]), value=-torch.inf)
+        return z
+
+    def _without_early_stops(self, z: Tensor, index: Tensor) -> Tensor:
+        if self._stops is None or not self._stops.numel():
+            return z
+        early = (index < self._cfg.min_new_tokens)[:, None]
+        return z.index_copy(1, self._stops, z[:, self._stops].masked_fill(early, -torch.inf))
+
     def _filter(self, z: Tensor, index: Tensor) -> Tensor:
         """Return `z` with the excluded tokens at -inf: stop tokens that come too early, then top-k, then top-p, then
         min-p, in the order of SGLang."""
-        if self._stops is not None and self._stops.numel():
-            early = (index < self._cfg.min_new_tokens)[:, None]
-            z = z.index_copy(1, self._stops, z[:, self._stops].masked_fill(early, -torch.inf))
+        z = self._without_early_stops(z, index)
         if 0 < self._cfg.top_k < self._vocab_size and not self._greedy:
             z = z.masked_fill(z < _kth_largest(z, self._cfg.top_k, self._tp), -torch.inf)
         if self._cfg.top_p < 1.0 and not self._greedy:

@@ -20,18 +20,20 @@ import torch
 from torch import Tensor
 
 from megarl.config.rollout import SamplingConfig
+from megarl.data.kept_tokens import KeptTokens
 from megarl.data.routes import RouteForm
 from megarl.models.layers.kinds import allocate, bytes_per_row
 from megarl.models.layers.passes import DecodeStep, Prompts, Room
 from megarl.models.vlm.model import next_position, positions_of
 from megarl.rollout.embedded.graphs import DecodeGraphs, cache_length, length_bucket, row_bucket, slots_below
+from megarl.rollout.embedded.kept import KeptRecord
 from megarl.rollout.embedded.memory import free_bytes
 from megarl.rollout.embedded.model import DecoderStage
 from megarl.rollout.embedded.routes import RouteRecord
 from megarl.rollout.embedded.sampler import Sampler
 from megarl.rollout.embedded.scheduler import Prefill, Scheduler
 from megarl.rollout.embedded.texts import RunningTexts, Sampled
-from megarl.rollout.engine import Request
+from megarl.rollout.engine import Completion, Request
 from megarl.rollout.stop_strings import StopStrings
 from megarl.system.errors import MegarlError
 from megarl.system.tracing import beat
@@ -53,6 +55,7 @@ class SessionLimits:
         graphs: whether to capture decode steps as CUDA graphs.
         sessions: number of sessions that share this process's memory.
         routes: form of the routes to record (`rollout.replay_routes`); None: none are recorded.
+        kept: whether to record the kept tokens of each sampled token (`rollout.replay_kept_tokens`).
     """
 
     max_running: int
@@ -60,6 +63,7 @@ class SessionLimits:
     graphs: bool
     sessions: int
     routes: RouteForm | None = None
+    kept: bool = False
 
 
 class _State:
@@ -118,13 +122,18 @@ class Session:
         wanted = min(limits.max_running, len(seeds))
         if fixed:
             longest, wanted = cache_length(longest), row_bucket(wanted, limits.max_running) if wanted else 0
-        slots = self._slots(wanted, longest, limits.sessions)
+        most = sampling.top_k if limits.kept else 0
+        slots = self._slots(wanted, longest, limits.sessions, KeptRecord.bytes_per_row(self._width, most))
         room = Room(slots, longest, self._mesh.tp.size, stage.dtype, device, fixed)
         self._caches = allocate(stage.mixers, room)
         self._routes, self._routes_of = None, dict[int, Tensor]()
         if limits.routes is not None:
             self._routes = RouteRecord(limits.routes, stage.expert_layers, self._mesh.pp, room)
             self._caches.add("routes", self._routes)
+        self._kept, self._kept_of = None, dict[int, KeptTokens]()
+        if limits.kept:
+            self._kept = KeptRecord(slots, self._width, most, self._mesh, device)
+            self._caches.add("kept", self._kept)
         # One extra sample, to which the padded rows of a captured graph write.
         self._state = _State(slots, idle=len(seeds), device=device)
         self._idle = torch.tensor([[len(seeds)], [0], [0], [0]], device=device)
@@ -164,11 +173,12 @@ class Session:
             sample, _, _, count = self._state.numbers[:, :rows]
             self._state.done[self._texts.ended(sample, count, self._tokens)] = True
 
-    def _slots(self, wanted: int, length: int, sessions: int) -> int:
-        """Return the number of cache rows that fit into memory, equal on all ranks of the replica."""
+    def _slots(self, wanted: int, length: int, sessions: int, extra: int) -> int:
+        """Return the number of cache rows, with `extra` bytes each, that fit into memory, equal on all ranks of the
+        replica."""
         if wanted == 0:
             return 0
-        row = bytes_per_row(self._stage.mixers, length, self._mesh.tp.size, self._stage.dtype)
+        row = bytes_per_row(self._stage.mixers, length, self._mesh.tp.size, self._stage.dtype) + extra
         device = self._stage.device
         fit = min(wanted, int(free_bytes(device, sessions) // row))
         fit = -self._mesh.pp.all_max(self._mesh.tp.all_max(-fit, device), device)
@@ -180,16 +190,20 @@ class Session:
             )
         return slots_below(fit) if fit < wanted and device.type == "cuda" else fit
 
-    def run_with_routes(self) -> list[tuple[Sampled, Tensor | None]]:
-        """Return the samples of `run` with their routes; None: routes are not recorded."""
-        samples = self.run()
-        if self._routes is None:
-            return [(sample, None) for sample in samples]
+    def completions(self, version: int) -> list[Completion]:
+        """Return the samples of `run` with the routes and kept tokens that are recorded; `version`: of the weights."""
         prompts = [len(request.prompt_ids) for request in self._requests for _ in request.seeds]
         return [
-            (sample, self._routes_of[number][: prompt + len(sample[0]) - 1])
-            for number, (sample, prompt) in enumerate(zip(samples, prompts, strict=True))
+            self._completion(number, sample, prompt, version)
+            for number, (sample, prompt) in enumerate(zip(self.run(), prompts, strict=True))
         ]
+
+    def _completion(self, number: int, sample: Sampled, prompt: int, version: int) -> Completion:
+        """Return a finished sample with what is recorded about it; `prompt`: number of tokens before it."""
+        tokens, logprobs, reason = sample
+        routes = None if self._routes is None else self._routes_of[number][: prompt + len(tokens) - 1]
+        kept = self._kept_of.pop(number).first(len(tokens)) if number in self._kept_of else None
+        return Completion(tokens, logprobs, reason, [[version, len(tokens)]], routes=routes, kept=kept)
 
     @torch.inference_mode()
     def run(self) -> list[Sampled]:
@@ -304,7 +318,11 @@ class Session:
         if self._routes is not None and step.routes:
             self._routes.append(position, step.routes)
         if logits is not None:
-            sampled, logprobs = self._sampler(logits, self._seeds[sample], count)
+            if self._kept is None:
+                sampled, logprobs = self._sampler(logits, self._seeds[sample], count)
+            else:
+                sampled, logprobs, kept = self._sampler.sample_kept(logits, self._seeds[sample], count)
+                self._kept.append(count, kept)
             self._logprobs[sample, count] = logprobs
         else:
             sampled = torch.empty_like(token)
@@ -327,7 +345,14 @@ class Session:
         if self._routes is not None:
             sample, _, position, _ = self._state.numbers[:, finished].tolist()
             self._routes_of |= zip(sample, self._routes.read(finished, position), strict=True)
+        self._read_kept(finished)
         self._move(self._scheduler.finish(finished), len(self._scheduler.running))
+
+    def _read_kept(self, rows: list[int]) -> None:
+        """Read the kept tokens of the finished `rows`, if they are recorded."""
+        if self._kept is not None:
+            sample, _, _, count = self._state.numbers[:, rows].tolist()
+            self._kept_of |= zip(sample, self._kept.read(rows, count), strict=True)
 
     def _move(self, moves: Sequence[tuple[int, int]], running: int | None = None) -> None:
         """Copy (source, target) rows, all at once; `running`: number of rows that still run, if some have finished."""

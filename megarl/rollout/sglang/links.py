@@ -183,7 +183,9 @@ def engine_of(host: EngineHost, fleet: Fleet, run: str, catch_up: Callable[[], N
     layout = host.layout
     replica = Replica(layout.dp_rank, layout.dp_size, layout.mp_group, layout.world)
     routes = route_form(host.hf_config) if host.config.rollout.replay_routes else None
-    return SglangEngine(host.config.rollout.sglang, fleet, replica, catch_up, run, host.tokenizer, routes)
+    config = host.config.rollout
+    keeps = config.replay_kept_tokens
+    return SglangEngine(config.sglang, fleet, replica, catch_up, run, host.tokenizer, routes, keeps_tokens=keeps)
 
 
 def send_weights_to(host: EngineHost, fleet: Fleet) -> WeightSync:

@@ -32,7 +32,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
-from megarl.data.routes import from_text, to_text
 from megarl.rollout.engine import Completion, Request, ignore_progress
 from megarl.rollout.sglang.client import Dispatch, for_others
 from megarl.rollout.sglang.fleet import LostServer
@@ -229,18 +228,22 @@ class ServerTurns:
                 self._prompts[begin] = next(self._numbers)
         served = None if images is None else self._images.setdefault(key, ServedImages(images))
         prompt = self._prompts[self._begins[sequence]]
-        fields: dict[str, Any] = {"room": room, "strings": self._strings, "begun": begun, "form": self._engine.routes}
+        fields: dict[str, Any] = {"room": room, "begun": begun, **self._recorded()}
         sample = ServedSample(prompt, list(tokens), seed, images=served, **fields)
         self._samples[sequence] = self._to_send[sequence] = sample
+
+    def _recorded(self) -> dict[str, Any]:
+        """Return the fields of a sample that depend on the engine alone."""
+        kept = [] if self._engine.keeps_tokens and self._sampling.is_bounded else None
+        return {"strings": self._strings, "form": self._engine.routes, "kept": kept}
 
     def submit_all(self, requests: Sequence[Request]) -> None:
         """Submit the samples of all requests as sequences 0, 1, ..., in the order of requests and of their seeds."""
         for prompt, request in enumerate(requests if self._replica.is_first else ()):
-            fields: dict[str, Any] = {"room": request.room, "strings": self._strings, "begun": request.begun}
-            fields["form"] = self._engine.routes
+            fields: dict[str, Any] = {"room": request.room, "begun": request.begun}
             fields["images"] = None if request.images is None else ServedImages(request.images)
             for seed in request.seeds:
-                sample = ServedSample(prompt, request.prompt_ids, seed, **fields)
+                sample = ServedSample(prompt, request.prompt_ids, seed, **fields, **self._recorded())
                 self._samples[len(self._samples)] = sample
         self._to_send = dict(self._samples)
 
@@ -376,11 +379,6 @@ class ServerTurns:
         self._samples = {sequence: s for sequence, s in self._samples.items() if sequence not in over}
         self._engine.count_drafts(over.values())
         completions = {sequence: sample.completion() for sequence, sample in over.items()}
-        plain = [
-            [sequence, {**vars(completion), "routes": to_text(completion.routes)}]
-            for sequence, completion in completions.items()
-        ]
-        return {
-            sequence: Completion(**{**fields, "routes": from_text(fields["routes"])})
-            for sequence, fields in self._replica.group.broadcast_json(plain)
-        }
+        plain = [[sequence, completion.to_json()] for sequence, completion in completions.items()]
+        received = self._replica.group.broadcast_json(plain)
+        return {sequence: Completion.from_json(fields) for sequence, fields in received}

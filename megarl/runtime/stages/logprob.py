@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.divergences import chosen_divergence
 from megarl.algorithms.needs import component_fields
 from megarl.dag.stage import Kind, Role, stage
-from megarl.runtime.stages.needs import call_fields, policy_fields, teacher_fields
+from megarl.runtime.stages.needs import policy_fields, scored_fields, teacher_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ SURPLUS_LOGP, SURPLUS_SUM = "surplus_logp", "surplus_sum_pi_squared"
 
 
 #: A stage in which a model reads prompts and responses.
-_scores = partial(stage, reads=["prompt_ids", "response_ids"], needs=call_fields, kind=Kind.MODEL_INFERENCE)
+_scores = partial(stage, reads=["prompt_ids", "response_ids"], needs=scored_fields, kind=Kind.MODEL_INFERENCE)
 
 
 @_scores(optional=[SURPLUS_LOGP], needs=policy_fields, writes=["old_logp"], role=Role.ACTOR)

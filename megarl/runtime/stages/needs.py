@@ -15,7 +15,7 @@ from megarl.algorithms.needs import (
     loss_fields,
     reference_fields,
 )
-from megarl.data.fields import IMAGES, ROUTES
+from megarl.data.fields import IMAGES, KEPT, ROUTES
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -62,8 +62,19 @@ def echo_fields(config: RunConfig) -> list[str]:
 
 
 def policy_fields(config: RunConfig) -> list[str]:
-    """List the fields that the policy reads in addition to tokens: those of `call_fields`, and the rollout's routes."""
-    return [*call_fields(config), *([ROUTES] if config.rollout.replay_routes else [])]
+    """List the fields that the policy reads in addition to tokens: those of `scored_fields`, and routes to replay."""
+    return [*scored_fields(config), *([ROUTES] if config.rollout.replay_routes else [])]
+
+
+def scored_fields(config: RunConfig) -> list[str]:
+    """List the fields from which log-probs are computed in addition to tokens: of `call_fields`, and kept tokens."""
+    return [*call_fields(config), *(KEPT if config.rollout.replay_kept_tokens else ())]
+
+
+def replayed_fields(config: RunConfig) -> list[str]:
+    """List the fields that generation records for training to repeat its choices."""
+    rollout = config.rollout
+    return [*([ROUTES] if rollout.replay_routes else []), *(KEPT if rollout.replay_kept_tokens else ())]
 
 
 def needs_old_logp(config: RunConfig) -> bool:
@@ -83,4 +94,4 @@ def needs_old_logp(config: RunConfig) -> bool:
 
 def teacher_fields(config: RunConfig) -> list[str]:
     """List the fields that teachers read in addition to tokens; several teachers also need each prompt's row."""
-    return call_fields(config) + (["uid", "row", "data_source"] if config.teacher.models else [])
+    return scored_fields(config) + (["uid", "row", "data_source"] if config.teacher.models else [])

@@ -6,9 +6,9 @@ from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
-from megarl.data.fields import DATA_IMAGES, GRIDS, IMAGES, ROUTES
+from megarl.data.fields import DATA_IMAGES, GRIDS, IMAGES
 from megarl.data.versions import VERSION_FIELDS, token_versions
-from megarl.runtime.stages.needs import call_fields, echo_fields, needed_fields
+from megarl.runtime.stages.needs import call_fields, echo_fields, needed_fields, replayed_fields
 from megarl.system.errors import MegarlError
 
 if TYPE_CHECKING:
@@ -50,11 +50,11 @@ def _of_episodes(config: RunConfig) -> list[str]:
     """List the additional fields of samples that are episodes."""
     if not config.task.writes_text:
         return config.task.sample_fields(config)
-    routes = [ROUTES] if config.rollout.replay_routes else []
+    replayed = replayed_fields(config)
     if not config.has_turns:
-        return routes
+        return replayed
     return [
-        *routes,
+        *replayed,
         *TURN_FIELDS,
         *echo_fields(config),
         *_data_prompt(config),
@@ -82,9 +82,8 @@ def generated_fields(config: RunConfig) -> list[str]:
     """List the fields that generation writes for every sample."""
     if not config.task.writes_text:
         return [*SAMPLE_FIELDS, *_of_episodes(config)]
-    routes = [ROUTES] if config.rollout.replay_routes else []
     turns = (*TURN_FIELDS, *echo_fields(config)) if config.has_turns else ()
-    return [*SAMPLE_FIELDS, *routes, *turns, *_data_prompt(config)]
+    return [*SAMPLE_FIELDS, *replayed_fields(config), *turns, *_data_prompt(config)]
 
 
 class RolloutError(MegarlError):

@@ -216,11 +216,14 @@ def sample_by_token() -> None:
         from sglang.srt.layers.sampler import sampling_from_probs_torch
 
         *_, seed, positions = filters  # arguments after top_ks, top_ps, min_ps and the flag for min_ps
-        if seed is None or options.get("return_filtered_probs"):
+        if seed is None:
             return call(probs, *filters, **options)
         _, probabilities, tokens, _ = call(probs, *filters, **options | {"return_filtered_probs": True})
         filtered = torch.zeros_like(probs).scatter_(1, tokens.long(), probabilities)
-        return sampling_from_probs_torch(filtered, seed, positions)
+        sampled = sampling_from_probs_torch(filtered, seed, positions)
+        if not options.get("return_filtered_probs"):
+            return sampled
+        return sampled, probabilities, tokens, filtered.gather(1, sampled.long()[:, None])[:, 0]
 
     target = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
     hook(target, sample)

@@ -1,0 +1,74 @@
+"""Kept tokens: those from which each token was sampled, after top_k, top_p, min_p and min_new_tokens.
+
+Training on samples of a filtered distribution divides by the probability of the tokens that the filters kept, so it
+needs the same tokens, not those that another model's logits would keep.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class KeptTokens:
+    """The kept tokens of consecutive tokens of a sample, end to end; a token with count 0 has no record."""
+
+    counts: Tensor  # int32 [n]
+    ids: Tensor  # int32 [sum of counts]
+
+    @classmethod
+    def of(cls, rows: Tensor) -> KeptTokens:
+        """Return those of `rows` [n, k]; an id of -1 is none."""
+        kept = rows >= 0
+        return cls(kept.sum(1, dtype=torch.int32), rows[kept].to(torch.int32))
+
+    @classmethod
+    def joined(cls, parts: Sequence[KeptTokens]) -> KeptTokens:
+        """Return the record of the tokens of all parts."""
+        return cls(torch.cat([part.counts for part in parts]), torch.cat([part.ids for part in parts]))
+
+    @classmethod
+    def from_lists(cls, rows: Sequence[Sequence[int]]) -> KeptTokens:
+        """Return those of a list of ids per token."""
+        flat = [token for row in rows for token in row]
+        return cls(torch.tensor([len(row) for row in rows], dtype=torch.int32), torch.tensor(flat, dtype=torch.int32))
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def extended(self, tokens: int) -> KeptTokens:
+        """Return the record of `tokens` tokens, of which those after the first ones have none."""
+        return KeptTokens(torch.cat([self.counts, self.counts.new_zeros(tokens - len(self))]), self.ids)
+
+    def first(self, tokens: int) -> KeptTokens:
+        """Return the record of the first tokens."""
+        counts = self.counts[:tokens]
+        return KeptTokens(counts, self.ids[: int(counts.sum())])
+
+    def padded(self) -> Tensor:
+        """Return int64 [n, k], k the largest count; rows with fewer tokens end with -1."""
+        counts = self.counts.long()
+        places = torch.arange(int(counts.max()) if len(counts) else 0)
+        rows = torch.full((len(counts), len(places)), -1, dtype=torch.int64)
+        rows[places < counts[:, None]] = self.ids.long()
+        return rows
+
+    def to_text(self) -> list[str]:
+        """Return JSON values."""
+        return [base64.b64encode(part.numpy().tobytes()).decode() for part in (self.counts, self.ids)]
+
+    @classmethod
+    def from_text(cls, texts: Sequence[str]) -> KeptTokens:
+        """Return the record in the result of `to_text`."""
+        counts, ids = (
+            torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int32)
+            if text
+            else torch.zeros(0, dtype=torch.int32)
+            for text in texts
+        )
+        return cls(counts, ids)

@@ -1,0 +1,61 @@
+"""Log-probs among the tokens that the sampling filters kept, against loops over Python floats."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megarl.training.kept_logprob import kept_logprob
+
+NONE: list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("kept", "target", "logp", "gradient"),
+    [
+        (NONE, 1, -1.440190, [-0.643914, 0.763117, -0.087144, -0.032059]),
+        ([0, 1], 1, -1.313262, [-0.731059, 0.731059, 0.0, 0.0]),
+        ([0, 1], 2, -2.407606, [-0.665241, -0.244728, 0.909969, 0.0]),  # a target is always kept
+    ],
+)
+def test_numbers_worked_out_by_hand(kept, target, logp, gradient):
+    hidden, weight = (
+        torch.tensor([[2.0, 1.0, 0.0, -1.0]], dtype=torch.float64, requires_grad=True),
+        torch.eye(4).double(),
+    )
+    rows = torch.tensor([[*kept, -1]])
+    found = kept_logprob(hidden, weight, torch.tensor([target]), rows)
+    found.sum().backward()
+    assert found.item() == pytest.approx(logp, abs=1e-6)
+    assert hidden.grad[0].tolist() == pytest.approx(gradient, abs=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_values_and_gradients_equal_the_oracle_for_any_chunk(chunk):
+    rng = torch.Generator().manual_seed(5)
+    n, h, v, temperature = 9, 6, 23, 0.7
+    hidden = torch.randn(n, h, generator=rng, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(v, h, generator=rng, dtype=torch.float64, requires_grad=True)
+    ids = torch.rand(n, v, generator=rng).argsort(1)
+    counts, slots = [3, 0, 1, 5, 2, 4, 0, 5, 1], torch.randn(n, generator=rng, dtype=torch.float64)
+    kept = torch.full((n, 5), -1)
+    for row, count in enumerate(counts):
+        kept[row, :count] = ids[row, :count]
+    targets = torch.tensor([int(ids[row, max(counts[row] - 1, 0)]) for row in range(n)])
+    targets[3] = ids[3, 9]  # not among the kept tokens
+    found = kept_logprob(hidden, weight, targets, kept, temperature=temperature, chunk_tokens=chunk)
+    (found * slots).sum().backward()
+
+    z = (hidden.detach() @ weight.detach().t() / temperature).tolist()
+    slope = torch.zeros(n, v, dtype=torch.float64)
+    for row, count in enumerate(counts):
+        target = int(targets[row])
+        allowed = set(ids[row, :count].tolist()) | {target} if count else set(range(v))
+        total = sum(math.exp(z[row][token]) for token in allowed)
+        assert found[row].item() == pytest.approx(z[row][target] - math.log(total), abs=1e-12)
+        for token in allowed:
+            slope[row, token] = slots[row] * ((token == target) - math.exp(z[row][token]) / total) / temperature
+    torch.testing.assert_close(hidden.grad, slope @ weight.detach(), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(weight.grad, slope.t() @ hidden.detach(), rtol=1e-11, atol=1e-11)
