@@ -133,7 +133,7 @@ def build(
         order=order.to(device),
         targets=packed.targets[order].to(device),
         tokens=len(packed.targets),
-        kept=_kept(rows_of)[order].to(device) if samples and KEPT_COUNTS in batch else None,
+        kept=_kept(rows_of)[order].to(device) if samples and KEPT_COUNTS in batch.names() else None,
     )
 
 
