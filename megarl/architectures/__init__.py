@@ -33,7 +33,7 @@ from megarl.architectures import (
     smollm3,
 )
 from megarl.architectures.base import Architecture
-from megarl.architectures.vision_language import DECODERS, TEXT_PARTS
+from megarl.architectures.decoders import DECODERS
 from megarl.system.errors import ConfigError
 
 _MODULES = (
@@ -72,7 +72,7 @@ def standard_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def supported_model_types() -> list[str]:
     """Return the values of `model_type` that are supported, in order."""
-    return sorted([*ARCHITECTURES, *ALIASES, *DECODERS, *TEXT_PARTS])
+    return sorted([*ARCHITECTURES, *ALIASES, *DECODERS])
 
 
 def architecture(model_type: object, source: str) -> Architecture:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from megarl.architectures import ARCHITECTURES, standard_config
 from megarl.architectures.check import check_keys
+from megarl.architectures.decoders import DECODERS, decoder_config, reads_vision
 from megarl.architectures.tensors import UNTIED_HEAD, Elements, ModelPart, elements, part_of
 from megarl.architectures.values import (
     dense_width,
@@ -26,7 +27,7 @@ from megarl.architectures.values import (
     wiring,
 )
 from megarl.architectures.vision import VisionShape
-from megarl.architectures.vision_language import DECODERS, TEXT_PARTS, VisionEncoder, decoder_config, text_config
+from megarl.architectures.vision_language import VisionEncoder
 from megarl.artifacts.checkpoint_files import quantized_block
 from megarl.artifacts.model_files import no_model
 from megarl.artifacts.pipes import refuse_pipes
@@ -197,10 +198,14 @@ class ModelFacts:
         return sum(self.multiplied_of.values())
 
 
-def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
-    """Return the facts of a Hugging Face config; `source` names it in errors.
+def facts_from_config(raw: dict[str, Any], source: str, *, vision: bool | None = None) -> ModelFacts:
+    """Return the facts of a Hugging Face config.
 
-    For a robot policy these are the facts of its language model, with its vision part.
+    For a robot policy or a vision-language model these are the facts of its language model, with its vision part.
+
+    Args:
+        source: names the config in errors.
+        vision: see `megarl.architectures.decoders.reads_vision`.
     """
     raw = standard_config(raw)
     if raw.get("model_type") == VLA_TYPE:
@@ -209,9 +214,9 @@ def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
         return replace(facts, vision=VisionShape.from_config(raw, facts.hidden, source))
     if raw.get("model_type") in DECODERS:
         facts = facts_from_config(decoder_config(raw), f"{source}: text_config")
+        if not reads_vision(raw["model_type"], vision):
+            return facts
         return replace(facts, encoder=VisionEncoder.from_config(raw, facts.hidden, source))
-    if raw.get("model_type") in TEXT_PARTS:
-        return facts_from_config(text_config(raw), f"{source}: text_config")
     values = check_keys(raw, source)
     quantized_block(raw, source)
     experts, sparse = mixture(values), sparse_layers(values)
@@ -268,7 +273,9 @@ def model_facts(model: ModelConfig) -> ModelFacts | None:
     unsupported.
     """
     config = raw_config(model)
-    return None if config is None else replace(facts_from_config(*config), frozen=tuple(model.freeze))
+    if config is None:
+        return None
+    return replace(facts_from_config(*config, vision=model.vision), frozen=tuple(model.freeze))
 
 
 def raw_config(model: ModelConfig) -> tuple[dict[str, Any], str] | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megarl.architectures.vision_language import DECODERS, ImageSettings, VisionEncoder
+from megarl.architectures.decoders import DECODERS
+from megarl.architectures.vision_language import ImageSettings, VisionEncoder
 from megarl.artifacts.facts import ModelFacts, local_folder
 from megarl.artifacts.layout import image_problems
 from megarl.artifacts.vla_folder import read_preprocessor
@@ -10,6 +11,7 @@ from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement
 from megarl.rollout.families import family_of
+from megarl.system.errors import ConfigError
 
 _NAME = "images"
 
@@ -18,16 +20,10 @@ def check_images(config: RunConfig, placement: Placement | None, facts: ModelFac
     """Check that the model of a recipe with images can see them, and that engine and layout support it."""
     checks = checks.of(_NAME)
     key, encoder = config.data.image_key, None if facts is None else facts.encoder
-    if key is None and encoder is None:
+    if (problem := _vision_problem(config, facts)) is not None:
+        checks.from_error(problem)
         return
-    if facts is not None and encoder is None:
-        checks.fail(
-            "data.image_key",
-            "this model cannot see images",
-            found=f"{key!r} for a {facts.model_type}",
-            allowed=f"a vision-language model: {', '.join(DECODERS)}",
-            fix="choose such a model, or set data.image_key to null",
-        )
+    if key is None and encoder is None:
         return
     if facts is not None and encoder is not None:
         _check_numbers(config, encoder, facts.vocab, checks)
@@ -40,6 +36,47 @@ def check_images(config: RunConfig, placement: Placement | None, facts: ModelFac
     fits = len(checks.items) == before
     if facts is not None and encoder is not None and _deep_layers_fit(config, facts, checks) and fits:
         checks.ok(f"{encoder.model_type}, {facts.visual_parameters:,} parameters of its encoder")
+
+
+def _vision_problem(config: RunConfig, facts: ModelFacts | None) -> ConfigError | None:
+    """Return the error if `model.vision` or `data.image_key` does not suit the model."""
+    key, vision = config.data.image_key, config.model.vision
+    models = f"a vision-language model: {', '.join(DECODERS)}"
+    if key is not None and vision is False:
+        return ConfigError(
+            "the model cannot see the images of data.image_key without its vision encoder",
+            where="model.vision",
+            found=False,
+            allowed="true, or null",
+            fix="set model.vision to null, or data.image_key to null",
+        )
+    if facts is None:
+        return None
+    if key is not None and facts.encoder is None:
+        return ConfigError(
+            "this model cannot see images",
+            where="data.image_key",
+            found=f"{key!r} for a {facts.model_type}",
+            allowed=models,
+            fix="choose such a model, or set data.image_key to null",
+        )
+    if vision and facts.encoder is None and facts.vision is None:
+        return ConfigError(
+            "this model has no vision encoder",
+            where="model.vision",
+            found=f"true for a {facts.model_type}",
+            allowed=models,
+            fix="choose such a model, or set model.vision to null",
+        )
+    if vision is False and facts.vision is not None:
+        return ConfigError(
+            "this policy is always read with its vision towers",
+            where="model.vision",
+            found=False,
+            allowed="true, or null",
+            fix="set model.vision to null",
+        )
+    return None
 
 
 def _check_numbers(config: RunConfig, encoder: VisionEncoder, vocab: int, checks: Checklist) -> None:

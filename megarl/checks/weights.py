@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.architectures import ARCHITECTURES
+from megarl.architectures.decoders import canonical_name, is_left_out
 from megarl.architectures.tensors import HEAD, VALUE_BIAS, VALUE_HEAD, WeightRule
 from megarl.architectures.vision import LANGUAGE_MODEL, VisionShape
-from megarl.architectures.vision_language import canonical_name, is_left_out
 from megarl.artifacts.checkpoint_files import file_names, quantized_block, read_config, refuse_unread, weight_files
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.stacked_experts import cuts_of
@@ -49,8 +49,12 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
     place: dict[str, Stored] = {}
     for file in files:
         place |= {name: (file, dtype, shape) for name, (dtype, shape) in read_header(file).items()}
-    kind = raw.get("model_type")
-    place = {canonical_name(kind, name): stored for name, stored in place.items() if not is_left_out(kind, name)}
+    kind, sees = raw.get("model_type"), {"vision": facts.encoder is not None}
+    place = {
+        canonical_name(kind, name, **sees): stored
+        for name, stored in place.items()
+        if not is_left_out(kind, name, **sees)
+    }
     for name, (file, dtype, shape) in list(place.items()):
         if cuts := cuts_of(name, shape, facts.hidden):
             del place[name]
@@ -60,7 +64,10 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
     read: set[str] = {VALUE_HEAD.sources[0].name, VALUE_BIAS.sources[0].name} if value_head else set()
     _refuse_other_kind(folder, facts, place)
     for alternatives in expected_tensors(facts, value_head=value_head):
-        forms = [{prefix + canonical_name(kind, name): shape for name, shape in form.items()} for form in alternatives]
+        forms = [
+            {prefix + canonical_name(kind, name, **sees): shape for name, shape in form.items()}
+            for form in alternatives
+        ]
         _check_tensors(folder, forms, place, block)
         read |= {name for form in forms for name in form}
     sight = None

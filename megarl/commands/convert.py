@@ -42,7 +42,7 @@ def describe(folder: Path) -> str:
     """Describe a Hugging Face folder: tensors, dtypes, bytes, files."""
     from megarl.models.weights.files import CheckpointReader
 
-    reader = CheckpointReader(folder)
+    reader = CheckpointReader(folder, vision=True)
     dtypes = ", ".join(sorted({reader.dtype(name) for name in reader.names()}))
     size = sum(file.stat().st_size for file in reader.files) / 1e9
     files = count(len(reader.files), "file")

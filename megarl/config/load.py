@@ -540,6 +540,9 @@ def _validate(
     # set now, because an exported model of this run has another name
     if config.data.chat_template == "auto" and config.model.named_base:
         config = config.model_copy(update={"data": config.data.model_copy(update={"chat_template": False})})
+    if config.model.vision is None and config.data.image_key is not None:
+        # set now, because what reads the model's config has only this section
+        config = config.model_copy(update={"model": config.model.model_copy(update={"vision": True})})
     return config, problems
 
 

@@ -63,6 +63,11 @@ class ModelConfig(Section):
         None,
         description="train only low-rank adapters, also on the critic; null: train all weights",
     )
+    vision: bool | None = Field(
+        None,
+        description="read, train and export the vision encoder of a vision-language model; false: only its language "
+        "model; null: true, but for Qwen3.5 only with data.image_key",
+    )
     freeze: list[ModelPart] = Field(
         [],
         description="parts that stay frozen, also in the critic: tower, merger (projectors), language_model",

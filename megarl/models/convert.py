@@ -14,7 +14,7 @@ from megarl.artifacts.action_statistics import FILE as STATISTICS
 from megarl.artifacts.adapter_settings import CONFIG as ADAPTER_CONFIG
 from megarl.artifacts.conversion import check_target
 from megarl.config.model import ModelConfig
-from megarl.models.hf import last_read_layer, load_hf_config, stacks_experts, vision_of
+from megarl.models.hf import encoder_of, last_read_layer, load_hf_config, stacks_experts, vision_of
 from megarl.models.weight_table import WeightTable
 from megarl.models.weights.files import CheckpointReader, FolderWriter, resolve_folder
 from megarl.models.weights.metadata import copy_tokenizer, write_metadata
@@ -40,8 +40,9 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
     if (folder / ADAPTER_CONFIG).is_file():
         adapter = AdapterReader(folder, str(folder))
         folder = _base_folder(adapter)
-    hf = load_hf_config(ModelConfig(path=str(folder)), str(folder / "config.json"))
-    reader = CheckpointReader(folder)
+    # adapters are only trained for language models
+    hf = load_hf_config(ModelConfig(path=str(folder), vision=adapter is None), str(folder / "config.json"))
+    reader = CheckpointReader(folder, vision=encoder_of(hf) is not None)
     if adapter is not None:
         adapter.check_base(WeightTable.of(hf).shapes())
     value_head = "score.weight" in reader

@@ -13,17 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.architectures import ALIASES, ARCHITECTURES, standard_config, values
+from megarl.architectures.decoders import DECODERS, canonical_name, decoder_config, reads_vision
 from megarl.architectures.generic import MEANINGS
 from megarl.architectures.vision import LANGUAGE_MODEL
-from megarl.architectures.vision_language import (
-    DECODERS,
-    TEXT_PARTS,
-    ImageSettings,
-    VisionEncoder,
-    canonical_name,
-    decoder_config,
-    text_config,
-)
+from megarl.architectures.vision_language import ImageSettings, VisionEncoder
 from megarl.artifacts.facts import ModelFacts, facts_from_config
 from megarl.artifacts.layout import layout_problems
 from megarl.artifacts.model_files import no_model
@@ -56,10 +49,10 @@ def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files:
     raw, where = _raw_config(model, key)
     if raw.get("model_type") == VLA_TYPE:
         return _vla_policy(raw, where, model, key, follow_files=follow_files)
-    if raw.get("model_type") in DECODERS:
+    if reads_vision(raw.get("model_type"), model.vision):
         return _vision_language(raw, where, model, key)
-    if (kind := raw.get("model_type")) in TEXT_PARTS or kind in ALIASES:
-        part, section = (text_config(raw), ".text_config") if kind in TEXT_PARTS else (standard_config(raw), "")
+    if (kind := raw.get("model_type")) in DECODERS or kind in ALIASES:
+        part, section = (decoder_config(raw), ".text_config") if kind in DECODERS else (standard_config(raw), "")
         text = load_hf_config(ModelConfig(hf_config=part), f"{where}{section}")
         if model.path is not None and follow_files:
             _follow_files(text, model.path)
@@ -153,7 +146,7 @@ def _follow_files(config: PretrainedConfig, source: str) -> None:
     folder = resolve_folder(source)
     if not CheckpointReader.has_weights(folder):
         return  # only sizes are needed here; reading the weights raises the error
-    reader = CheckpointReader(folder)
+    reader = CheckpointReader(folder, vision=False)
     if "score.weight" in reader:
         config.token_classification_bias = "score.bias" in reader
     if config.tie_word_embeddings and reader.untied_head():
@@ -345,7 +338,7 @@ def checkpoint_names(hf: PretrainedConfig) -> Callable[[str], str]:
     if getattr(hf, "policy", None) is not None:
         return LANGUAGE_MODEL.__add__
     whole = getattr(hf, "vision_language", None)
-    return str if whole is None else partial(canonical_name, whole["model_type"])
+    return str if whole is None else partial(canonical_name, whole["model_type"], vision=True)
 
 
 def check_layout(hf: PretrainedConfig, parallel: ParallelConfig) -> None:

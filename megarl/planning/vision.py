@@ -74,7 +74,7 @@ def patch_bytes(encoder: VisionEncoder, element: int, *, recompute: bool) -> flo
 
 
 def _block_numbers(encoder: VisionEncoder) -> int:
-    narrow, wide = (13, 4) if encoder.model_type == "qwen2_5_vl" else (11, 2)
+    narrow, wide = (13, 4) if len(encoder.form.mlp) > 2 else (11, 2)
     return narrow * encoder.width + wide * encoder.ffn
 
 

@@ -21,7 +21,7 @@ from megarl.config.data import BY_MODEL
 from megarl.dag.messages import RunStart
 from megarl.data.tokenizer import load_tokenizer
 from megarl.models.config import load_hf_config
-from megarl.models.hf import check_trainable, checkpoint_names
+from megarl.models.hf import check_trainable, checkpoint_names, encoder_of
 from megarl.models.weights import init_random, load_weights
 from megarl.models.weights.files import CheckpointReader
 from megarl.runtime.frozen_models import SHARED_BASE, Frozen, now_at, record_base, record_frozen
@@ -97,7 +97,8 @@ def read_other_head(c: RankState, start: RunStart, field: str) -> Tensor | None:
     for key, path in paths.items():
         hf_config = read_other_config(c, path, key)
         name = checkpoint_names(hf_config)(EMBEDDINGS if hf_config.tie_word_embeddings else HEAD)
-        heads.append(CheckpointReader(path).read(name, (chunk.vocab_range, (0, hf_config.hidden_size))))
+        reader = CheckpointReader(path, vision=encoder_of(hf_config) is not None)
+        heads.append(reader.read(name, (chunk.vocab_range, (0, hf_config.hidden_size))))
     return torch.cat(heads, 1).to(device=engine.device, dtype=engine.dtype)
 
 

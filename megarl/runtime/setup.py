@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from megarl.algorithms.kl import KLController
-from megarl.architectures.vision_language import DECODERS
+from megarl.architectures.decoders import DECODERS
 from megarl.artifacts.layout import image_problems
 from megarl.config.base import raise_problems
 from megarl.config.run import RunConfig, repeated_problem, steps_of_epochs, steps_text

@@ -89,7 +89,7 @@ def test_the_number_of_experts_has_both_of_its_names(tmp_path: Path, model_type:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("rope", ["default", "yarn"])
-@pytest.mark.parametrize("kind", vlm_tiny.KINDS)
+@pytest.mark.parametrize("kind", vlm_tiny.OLDER_KINDS)
 def test_the_decoder_of_a_vision_language_model_has_the_older_keys(
     tmp_path: Path, kind: str, rope: str, tied: bool
 ) -> None:
@@ -191,7 +191,7 @@ def exports(folder: Path) -> list[Path]:
     models += [(f"{model_type}-{number}", model_type, changes) for number, (model_type, changes) in enumerate(OTHERS)]
     for name, model_type, changes in models:
         save_tiny(folder / "in" / name, model_type, **changes)
-    kinds = {f"{kind}-{tied}": (kind, tied) for kind in vlm_tiny.KINDS for tied in (False, True)}
+    kinds = {f"{kind}-{tied}": (kind, tied) for kind in vlm_tiny.OLDER_KINDS for tied in (False, True)}
     for name, (kind, tied) in kinds.items():
         vlm_tiny.save(folder / "in" / name, kind, {"tie_word_embeddings": tied}, tie_word_embeddings=tied)
     made = [folder / name for name in (*(name for name, _, _ in models), *kinds)]

@@ -3,6 +3,7 @@
 Tolerances: float32 of values of size 1 to 10, whose sums run in another order.
 """
 
+import functools
 import random
 
 import pytest
@@ -17,10 +18,11 @@ from megarl.models.vlm.model import next_position, positions_of
 from megarl.training.microbatch import build, plan
 from megarl.training.vlm_sequences import ImageLayout
 from tests.dist import layout_for, single_process
-from tests.models.tiny import build_tiny
-from tests.models.vlm_tiny import KINDS, batch_of, draw, logits_of, save
+from tests.models import tiny
+from tests.models.vlm_tiny import EVERY_KIND, batch_of, draw, logits_of, save
 
 CPU = torch.device("cpu")
+build_tiny = functools.partial(tiny.build_tiny, vision=True)
 SHAPES = [((2, 3),), (), ((1, 1), (4, 2)), ((3, 3),), ((1, 5),)]
 
 
@@ -29,12 +31,12 @@ def _parallel():
     single_process()
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=EVERY_KIND)
 def made(request, tmp_path_factory):
     """A model of each kind: folder, transformers' model, samples, image settings."""
     folder = tmp_path_factory.mktemp(request.param)
     reference = save(folder, request.param)
-    hf = load_hf_config(ModelConfig(path=str(folder)))
+    hf = load_hf_config(ModelConfig(path=str(folder), vision=True))
     rng, encoder, settings = random.Random(1), encoder_of(hf), image_settings(hf)
     samples = [draw(rng, encoder, *shapes) for shapes in SHAPES]
     samples.append(type(samples[0])(samples[0].prompt, [7, 8, 9], samples[0].images, samples[0].starts))  # of its group
@@ -85,8 +87,8 @@ def test_logprobs_and_gradients_equal_transformers_packed_with_shared_images_and
 
 def test_the_budget_of_a_micro_batch_is_of_tokens_and_of_the_patches_that_its_encoder_sees(made):
     folder, _, samples, settings = made
-    layout, encoder = layout_for(ParallelConfig()), encoder_of(load_hf_config(ModelConfig(path=str(folder))))
-    sequences, batch = ImageLayout(encoder), batch_of([*samples, *samples[::-1]], settings)
+    layout, hf = layout_for(ParallelConfig()), load_hf_config(ModelConfig(path=str(folder), vision=True))
+    sequences, batch = ImageLayout(encoder_of(hf)), batch_of([*samples, *samples[::-1]], settings)
     lengths = sequences.lengths(batch).tolist()
     for budget in (40, 60, 100):
         found = plan(batch, budget, layout, CPU, sequences, patch_tokens=0.5)
@@ -185,7 +187,7 @@ def test_an_export_is_the_same_model_for_transformers(made, tmp_path):
     ):
         assert torch.equal(first, second), name
     for place in (folder, tmp_path / "out"):  # of transformers, and of this package
-        check_weights(place, known_facts(ModelConfig(path=str(place)), ""))
+        check_weights(place, known_facts(ModelConfig(path=str(place), vision=True), ""))
     assert AutoImageProcessor.from_pretrained(tmp_path / "out", backend="pil").patch_size == settings.patch
 
 

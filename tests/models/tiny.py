@@ -191,13 +191,19 @@ def save_tiny(folder: Path, model_type: str, **changes: Any):
     return model
 
 
-def build_tiny(folder: Path | str, dtype: torch.dtype = torch.float32, value_head: bool = False, **layout: int):
+def build_tiny(
+    folder: Path | str,
+    dtype: torch.dtype = torch.float32,
+    value_head: bool = False,
+    vision: bool | None = None,
+    **layout: int,
+):
     """Load `folder` into Megatron chunks under the parallel state that is set up now."""
     from megarl.models.build import build_policy
     from megarl.models.config import load_hf_config, transformer_config
     from megarl.models.weights import load_weights
 
-    hf = load_hf_config(ModelConfig(path=str(folder)))
+    hf = load_hf_config(ModelConfig(path=str(folder), vision=vision))
     config = transformer_config(hf, ParallelConfig(**layout), dtype=dtype, engine=EngineConfig())
     chunks = build_policy(hf, config, value_head=value_head)
     load_weights(chunks, folder)

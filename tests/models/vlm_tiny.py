@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -16,7 +17,23 @@ from megarl.data.batch import Batch, Jagged
 from megarl.data.image_set import ImageSet, image_fields
 from megarl.data.images import patchify
 
-KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+#: Each kind of encoder and of decoder once; the others are cases of the campaign `exports`.
+KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5")
+EVERY_KIND = (
+    *KINDS,
+    *(pytest.param(kind, marks=pytest.mark.campaign("exports")) for kind in ("qwen3_vl", "qwen3_5_moe")),
+)
+#: Kinds whose classes transformers 4 has.
+OLDER_KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+#: Keys of Qwen3.5's layers.
+_HYBRID = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 BEGIN, IMAGE, END, VOCABULARY = 152, 150, 153, 200
 
 
@@ -35,8 +52,18 @@ def config_of(kind: str, **text: Any) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
     }
     vision = {"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
-    if kind == "qwen2_5_vl":
+    if kind == "qwen2_vl":
+        vision = {"depth": 3, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, "num_heads": 2, "patch_size": 14}
+    elif kind == "qwen2_5_vl":
         vision |= {"window_size": 56, "fullatt_block_indexes": [1], "patch_size": 14}
+    elif kind.startswith("qwen3_5"):
+        sizes |= _HYBRID
+        sizes["rope_parameters"] |= {
+            "mrope_section": [3, 3, 2],
+            "mrope_interleaved": True,
+            "partial_rotary_factor": 0.5,
+        }
+        vision |= {"num_position_embeddings": 64, "patch_size": 14}
     else:
         sizes |= {"head_dim": 16}
         sizes["rope_parameters"] |= {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
@@ -45,6 +72,9 @@ def config_of(kind: str, **text: Any) -> dict[str, Any]:
             "deepstack_visual_indexes": text.pop("deepstack", [0, 1]),
             "patch_size": 14,
         }
+    if kind == "qwen3_5_moe":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        sizes |= {"shared_expert_intermediate_size": 32}
     if kind == "qwen3_vl_moe":
         sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]}
     ids = {"image_token_id": IMAGE, "video_token_id": 151, "vision_start_token_id": BEGIN, "vision_end_token_id": END}

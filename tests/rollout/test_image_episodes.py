@@ -95,11 +95,11 @@ def made(request, tmp_path_factory):
     single_process()
     folder = tmp_path_factory.mktemp(request.param)
     reference = save(folder, request.param)
-    hf = load_hf_config(ModelConfig(path=str(folder)))
+    hf = load_hf_config(ModelConfig(path=str(folder), vision=True))
     rng, encoder = random.Random(1), encoder_of(hf)
     settings = image_settings(hf).limited(28 * 28, 28 * 28 * 64)
     samples = [draw(rng, encoder, *shapes) for shapes in (((4, 2),), ((2, 1), (2, 3)))]
-    chunks = build_tiny(folder)
+    chunks = build_tiny(folder, vision=True)
     engine = EmbeddedEngine(chunks, RolloutConfig(max_running=3), layout_for(ParallelConfig()))
     return SimpleNamespace(engine=engine, reference=reference, settings=settings, prompts=samples)
 

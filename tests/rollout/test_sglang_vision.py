@@ -26,7 +26,7 @@ from megarl.system.comm import WorkerGroup
 from megarl.system.compat.cuda import version_in
 from tests.dist import layout_for, single_process
 from tests.models.tiny import build_tiny
-from tests.models.vlm_tiny import IMAGE, KINDS, batch_of, draw, save
+from tests.models.vlm_tiny import IMAGE, batch_of, draw, save
 from tests.rollout.forked import forked_servers
 from tests.rollout.servers import engine, need_interpreter, start
 
@@ -87,9 +87,10 @@ def push(fleet: Fleet, sync: WeightSync, version: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "tp"),
     [
-        (KINDS[0], 1),
-        pytest.param(KINDS[0], 2, marks=pytest.mark.campaign("servers")),
-        *(pytest.param(KINDS[1], tp, marks=pytest.mark.campaign("servers")) for tp in (1, 2)),
+        ("qwen2_5_vl", 1),
+        pytest.param("qwen2_5_vl", 2, marks=pytest.mark.campaign("servers")),
+        *(pytest.param("qwen2_vl", tp, marks=pytest.mark.campaign("servers")) for tp in (1, 2)),
+        *(pytest.param("qwen3_vl", tp, marks=pytest.mark.campaign("servers")) for tp in (1, 2)),
         pytest.param("qwen3_vl_moe", 1, marks=pytest.mark.campaign("servers")),
     ],
 )

@@ -14,7 +14,7 @@ from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.data.batch import Jagged
 from tests.dist import fresh_layout, run_distributed
-from tests.models.vlm_tiny import KINDS, batch_of, config_of, draw
+from tests.models.vlm_tiny import batch_of, config_of, draw
 from tests.training import cases
 
 pytestmark = pytest.mark.procs
@@ -22,19 +22,25 @@ pytestmark = pytest.mark.procs
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_grad=0.5, schedule="cosine", warmup_steps=1)
 #: Rows and columns of the images of each sample; samples of one rank have none in some layouts.
 SHAPES = [((2, 3),), ((1, 1), (3, 2)), ((2, 2),), (), ()]
-LAYOUTS = [
-    ({"tp": 2}, {}),
-    ({"tp": 2, "sp": True}, {"recompute": "full"}),
-    ({"pp": 2}, {"recompute": "full"}),
+TENSOR = [({"tp": 2}, {}), ({"tp": 2, "sp": True}, {"recompute": "full"})]
+PIPELINE = [({"pp": 2}, {"recompute": "full"})]
+DATA = [
     ({}, {"overlap_grad_reduce": True, "micro_batch_tokens": 60}),
     ({}, {"micro_batch_tokens": 1, "distributed_optimizer": False}),
 ]
 MIXTURE = [({"tp": 2, "ep": 2}, {}), ({"ep": 2}, {"recompute": "full"})]
+LAYOUTS = {
+    "qwen2_vl": TENSOR[1:] + PIPELINE,
+    "qwen2_5_vl": TENSOR[:1] + PIPELINE + DATA[:1],
+    "qwen3_vl": TENSOR + PIPELINE + DATA,
+    "qwen3_vl_moe": MIXTURE,
+    "qwen3_5": TENSOR[1:] + PIPELINE + DATA[:1],
+}
 #: With parts that do not learn; of the first one a stage has nothing that does.
 FROZEN = [({"pp": 2}, {"recompute": "full"}, ("language_model",)), ({"tp": 2, "sp": True}, {}, ("tower",))]
 #: By test: the model, and layouts with settings of the engine and the parts that do not learn.
 CASES = {
-    **{kind: (kind, [(*one, ()) for one in (MIXTURE if kind == "qwen3_vl_moe" else LAYOUTS)]) for kind in KINDS},
+    **{kind: (kind, [(*layout, ()) for layout in layouts]) for kind, layouts in LAYOUTS.items()},
     "frozen": ("qwen3_vl", FROZEN),
 }
 
@@ -62,7 +68,7 @@ def engine_of(kind: str, parallel: ParallelConfig, engine: EngineConfig, optim: 
     from megarl.training.engine import MegatronEngine
     from megarl.training.vlm_sequences import ImageLayout
 
-    hf, seed = load_hf_config(ModelConfig(hf_config=config_of(kind))), settings.pop("seed", 3)
+    hf, seed = load_hf_config(ModelConfig(hf_config=config_of(kind), vision=True)), settings.pop("seed", 3)
     return MegatronEngine(
         hf,
         parallel,

@@ -221,8 +221,14 @@ def build_encoder(hf: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     from transformers.initialization import no_init_weights
 
     config = AutoConfig.for_model(**hf.vision_language).vision_config
+    form: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
     with no_init_weights():
-        return AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        if hf.vision_language["model_type"] != "qwen2_vl":
+            return AutoModel.from_config(config, **form)
+        # transformers does not find this class by its configuration
+        from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+
+        return Qwen2VisionTransformerPretrainedModel._from_config(config, **form)
 
 
 def positions_of(tokens: int, images: Sequence[Place]) -> npt.NDArray[np.int64]:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.architectures.decoders import canonical_name, is_left_out, reads_vision
 from megarl.architectures.tensors import EMBEDDINGS, HEAD
 from megarl.architectures.vision import VisionShape
-from megarl.architectures.vision_language import canonical_name, is_left_out
 from megarl.artifacts.checkpoint_files import (
     INDEX,
     file_names,
@@ -75,23 +75,27 @@ class CheckpointReader:
 
     It uses the files that transformers would use (artifacts/checkpoint_files.py) and dequantises block-wise fp8
     weights. Tied embeddings that are stored only as `lm_head.weight` can be read under either name.
+
+    Args:
+        vision: see `megarl.architectures.decoders.reads_vision`.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, vision: bool | None = None) -> None:
         self.folder = resolve_folder(folder)
         config = read_config(self.folder)
         self._block = quantized_block(config, str(self.folder / "config.json"))
         self.files = weight_files(self.folder, config)
         self._open = {file: _open_file(file) for file in self.files}
         kind = config.get("model_type")
+        sees = reads_vision(kind, vision)
         stored = [(file, name) for file in self.files for name in self._open[file].keys()]  # noqa: SIM118
-        read = [(file, name) for file, name in stored if not is_left_out(kind, name)]
+        read = [(file, name) for file, name in stored if not is_left_out(kind, name, vision=sees)]
         self._left_out = len(stored) - len(read)
-        self._place = {canonical_name(kind, name): (file, name) for file, name in read}
+        self._place = {canonical_name(kind, name, vision=sees): (file, name) for file, name in read}
         self._cuts: dict[str, Cut] = {}
         self._take_stacks_apart(config)
         self._add_projector(config)
-        self._embeddings = canonical_name(config.get("model_type"), EMBEDDINGS)
+        self._embeddings = canonical_name(kind, EMBEDDINGS, vision=sees)
         if config.get("tie_word_embeddings") and self._embeddings not in self and HEAD in self:
             self._place[self._embeddings] = self._place[HEAD]
 
@@ -144,7 +148,7 @@ class CheckpointReader:
         """Return the folder and its files, in one line for messages."""
         fp8 = ", weights dequantised from fp8" if self._block else ""
         if self._left_out:
-            fp8 += f", {self._left_out} tensors of parts that are not supported are not read and will not be exported"
+            fp8 += f", {self._left_out} tensors of parts that are not used are not read and will not be exported"
         return f"{self.folder}: {len(self._place)} tensors in {file_names(self.files)}{fp8}"
 
     def _slice(self, name: str) -> Any:

@@ -14,7 +14,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from megarl.architectures.adapters import MODULE, is_adapter
-from megarl.models.hf import last_read_layer, vision_of, wiring_of
+from megarl.models.hf import encoder_of, last_read_layer, vision_of, wiring_of
 from megarl.models.layers.rules import TensorRegion
 from megarl.models.policy import PolicyModel
 from megarl.models.weight_table import Coordinate, Shard, as_index, region_numel, region_shape
@@ -104,10 +104,11 @@ def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
     `load_hf_config` has already compared a stored head with tied embeddings. A critic built on a policy's checkpoint,
     which has no `score.weight`, starts with a value head of zeros. Global rank 0 prints which files are read.
     """
-    reader = CheckpointReader(source_dir)
+    hf = chunks[0].hf_config
+    reader = CheckpointReader(source_dir, vision=encoder_of(hf) is not None)
     if is_first_process():
         print(f"weights: {reader.describe()}", flush=True)
-    wanted, hf = chunks[0].weight_table.shapes(), chunks[0].hf_config
+    wanted = chunks[0].weight_table.shapes()
     if chunks[0].has_value_head and "score.bias" in reader and "score.bias" not in wanted:
         raise ValueError(f"{reader.folder} has score.bias, but the critic was built without one")
     reader.check(wanted, vision_of(hf), layers=last_read_layer(hf))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megarl.models.hf import encoder_of
 from megarl.models.layers.rules import Piece, TensorRegion
 from megarl.models.policy import PolicyModel
 from megarl.models.weight_table import Coordinate, Shard, WeightTable, as_index, region_numel
@@ -52,6 +53,7 @@ class WeightWriter:
     def __init__(self, chunks: Sequence[PolicyModel]) -> None:
         self.shapes = chunks[0].weight_table.shapes()
         self._places: dict[str, list[tuple[Piece, Tensor]]] = {}
+        self._sees = encoder_of(chunks[0].hf_config) is not None
         for shard, param in local_shards(chunks):
             _clear_padding(shard, param)
             for piece in shard.pieces:
@@ -88,7 +90,7 @@ class WeightWriter:
     @torch.no_grad()
     def read_folder(self, folder: Path) -> None:
         """Copy this process's parts of the tensors in safetensors files."""
-        reader = CheckpointReader(folder)
+        reader = CheckpointReader(folder, vision=self._sees)
         for name, places in self._places.items():
             for piece, param in places:
                 param[as_index(piece.target_region)].copy_(reader.read(name, piece.source_region))
