@@ -15,11 +15,12 @@ from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.models.hf import encoder_of, image_settings, load_hf_config
 from megarl.models.vlm.model import next_position, positions_of
+from megarl.models.weights.fill import draw_tensor
 from megarl.training.microbatch import build, plan
 from megarl.training.vlm_sequences import ImageLayout
 from tests.dist import layout_for, single_process
 from tests.models import tiny
-from tests.models.vlm_tiny import EVERY_KIND, batch_of, draw, logits_of, save
+from tests.models.vlm_tiny import EVERY_KIND, batch_of, config_of, draw, logits_of, save
 
 CPU = torch.device("cpu")
 build_tiny = functools.partial(tiny.build_tiny, vision=True)
@@ -210,3 +211,12 @@ def test_both_published_forms_of_names_are_read(made, prefixes, tmp_path):
     (again,) = build_tiny(tmp_path)
     for (name, first), second in zip(model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(first, second), name
+
+
+def test_norms_of_a_random_encoder_store_their_factor_itself():
+    hf = load_hf_config(ModelConfig(hf_config=config_of("qwen3_5"), vision=True))
+    drawn = {
+        name: draw_tensor(hf, name, (2,), 0).tolist()
+        for name in ("model.visual.merger.norm.weight", "model.norm.weight")
+    }
+    assert drawn == {"model.visual.merger.norm.weight": [1, 1], "model.norm.weight": [0, 0]}

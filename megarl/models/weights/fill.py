@@ -150,7 +150,8 @@ def draw_tensor(hf: PretrainedConfig, name: str, shape: tuple[int, ...], seed: i
         return torch.empty(shape).uniform_(0.01, 16, generator=generator_of(name, seed)).log_()
     if name.endswith(".dt_bias"):
         return torch.ones(shape)
-    if "norm" in name and "linear_attn" not in name and wiring_of(hf).zero_centered:
+    centered = not any(part in name for part in ("linear_attn.", "visual.")) and wiring_of(hf).zero_centered
+    if "norm" in name and centered:
         return torch.zeros(shape)
     if "norm" in name or ".ln_q." in name or name.endswith(".scale_factor"):
         return torch.ones(shape)
