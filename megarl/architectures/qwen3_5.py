@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from megarl.architectures.base import COMMON, COMMON_NULL, Architecture, RopeTraits
-from megarl.architectures.qwen3_next import (
-    ATTENTION,
-    KEYS,
-    MIXERS,
-    hybrid_types,
-    hybrid_wiring,
-    refuse_odd_heads,
-    serving_keys,
-)
+from megarl.architectures.base import COMMON, COMMON_NULL
+from megarl.architectures.qwen3_next import KEYS, hybrid
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import attention_rules
 from megarl.models.layers.gated_delta.plain import gated_delta_rules
 from megarl.models.layers.mlp.plain import DENSE
 
-ARCHITECTURE = Architecture(
+ARCHITECTURE = hybrid(
     model_type="qwen3_5_text",
     keys={**COMMON, **KEYS, "num_key_value_heads": 4, "intermediate_size": 12288, "vocab_size": 248320},
     null=(*COMMON_NULL, "layer_types"),
     tensors=OUTER + attention_rules(gate=True) + gated_delta_rules(by_key_head=False) + DENSE,
-    attention=ATTENTION,
-    rope=RopeTraits(partial=True),
-    mixers=MIXERS,
-    layer_types=hybrid_types,
-    wiring=hybrid_wiring,
-    written=serving_keys,
-    refusals=(refuse_odd_heads,),
 )

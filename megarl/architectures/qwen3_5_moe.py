@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from megarl.architectures.base import COMMON, COMMON_NULL, Architecture, RopeTraits
-from megarl.architectures.qwen3_next import (
-    ATTENTION,
-    EXPERTS,
-    KEYS,
-    MIXERS,
-    MIXTURE,
-    hybrid_types,
-    hybrid_wiring,
-    mixture,
-    refuse_odd_heads,
-    serving_keys,
-)
+from megarl.architectures.base import COMMON, COMMON_NULL
+from megarl.architectures.qwen3_next import EXPERTS, KEYS, MIXTURE, hybrid, mixture
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import attention_rules
 from megarl.models.layers.experts.plain import MixtureTraits
 from megarl.models.layers.gated_delta.plain import gated_delta_rules
 
-ARCHITECTURE = Architecture(
+ARCHITECTURE = hybrid(
     model_type="qwen3_5_moe_text",
     keys={
         **COMMON,
@@ -33,13 +22,6 @@ ARCHITECTURE = Architecture(
     },
     null=(*COMMON_NULL, "layer_types"),
     tensors=OUTER + attention_rules(gate=True) + gated_delta_rules(by_key_head=False) + MIXTURE,
-    attention=ATTENTION,
-    rope=RopeTraits(partial=True),
     experts=MixtureTraits(mixture),
     fields=("num_experts",),
-    mixers=MIXERS,
-    layer_types=hybrid_types,
-    wiring=hybrid_wiring,
-    written=serving_keys,
-    refusals=(refuse_odd_heads,),
 )

@@ -7,6 +7,7 @@ shared expert. Not supported: biases in attention, multi-token prediction, whose
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from megarl.architectures.base import COMMON, COMMON_NULL, FULL, LINEAR, ROUTER, Architecture, Refuse, RopeTraits
@@ -80,7 +81,19 @@ MIXTURE = (
 )
 EXPERTS = {**ROUTER, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "hidden_size": 2048}
 
-ARCHITECTURE = Architecture(
+#: The constructor of an architecture with what all models of this family share.
+hybrid = partial(
+    Architecture,
+    attention=ATTENTION,
+    rope=RopeTraits(partial=True),
+    mixers=MIXERS,
+    layer_types=hybrid_types,
+    wiring=hybrid_wiring,
+    written=serving_keys,
+    refusals=(refuse_odd_heads,),
+)
+
+ARCHITECTURE = hybrid(
     model_type="qwen3_next",
     keys={
         **COMMON,
@@ -97,13 +110,6 @@ ARCHITECTURE = Architecture(
     },
     null=(*COMMON_NULL, "layer_types", "mlp_only_layers"),
     tensors=OUTER + attention_rules(gate=True) + gated_delta_rules(by_key_head=True) + DENSE + MIXTURE,
-    attention=ATTENTION,
-    rope=RopeTraits(partial=True),
     experts=MixtureTraits(mixture, optional=True),
     fields=("num_experts",),
-    mixers=MIXERS,
-    layer_types=hybrid_types,
-    wiring=hybrid_wiring,
-    written=serving_keys,
-    refusals=(refuse_odd_heads,),
 )

@@ -11,15 +11,19 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from megarl.architectures.decoders import canonical_name
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.models.hf import encoder_of, image_settings, load_hf_config
+from megarl.models.packing import pack_stream
 from megarl.models.vlm.model import next_position, positions_of
-from megarl.models.weights.fill import draw_tensor
+from megarl.models.weight_table import as_index
+from megarl.models.weights.fill import draw_tensor, local_shards
 from megarl.training.microbatch import build, plan
 from megarl.training.vlm_sequences import ImageLayout
 from tests.dist import layout_for, single_process
 from tests.models import tiny
+from tests.models.test_gated_delta import single_experts
 from tests.models.vlm_tiny import EVERY_KIND, batch_of, config_of, draw, logits_of, save
 
 CPU = torch.device("cpu")
@@ -78,12 +82,21 @@ def test_logprobs_and_gradients_equal_transformers_packed_with_shared_images_and
     theirs = dict(reference.model.visual.named_parameters())
     for name, parameter in model.visual.named_parameters():
         torch.testing.assert_close(parameter.grad, theirs[name].grad, atol=2e-4, rtol=1e-4, msg=name)
-    torch.testing.assert_close(
-        model.embedding.word_embeddings.weight.grad,
-        reference.model.language_model.embed_tokens.weight.grad,
-        atol=2e-4,
-        rtol=1e-4,
-    )
+    kind = model.hf_config.vision_language["model_type"]
+    every = {
+        canonical_name(kind, each, vision=True): part
+        for name, tensor in reference.named_parameters()
+        for each, part in single_experts(name, tensor.grad)
+    }
+    for shard, parameter in local_shards([model]):
+        for piece in () if shard.param.startswith("visual.") else shard.pieces:
+            torch.testing.assert_close(
+                parameter.grad[as_index(piece.target_region)],
+                every[piece.source][as_index(piece.source_region)],
+                atol=5e-4,
+                rtol=1e-3,
+                msg=lambda text, piece=piece: f"{piece.source}: {text}",
+            )
 
 
 def test_the_budget_of_a_micro_batch_is_of_tokens_and_of_the_patches_that_its_encoder_sees(made):
@@ -220,3 +233,17 @@ def test_norms_of_a_random_encoder_store_their_factor_itself():
         for name in ("model.visual.merger.norm.weight", "model.norm.weight")
     }
     assert drawn == {"model.visual.merger.norm.weight": [1, 1], "model.norm.weight": [0, 0]}
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_5_moe"])
+def test_the_language_model_can_be_used_without_its_encoder(kind, tmp_path):
+    reference = save(tmp_path, kind)
+    (model,) = tiny.build_tiny(tmp_path, vision=False)
+    tokens = torch.arange(5, 25)[None]
+    stream = pack_stream([20])
+    hidden = model(stream.input_ids(tokens[0]), stream.position_ids, None, packed_seq_params=stream.params)
+    with torch.no_grad():
+        expected = reference(input_ids=tokens).logits[0]
+    torch.testing.assert_close(F.linear(hidden[:, 0], model.lm_head_weight), expected, atol=1e-5, rtol=1e-5)
+    assert not any(name.startswith("visual.") for name, _ in model.named_parameters())
+    assert not any("visual" in name or "language_model" in name for name in model.weight_table.shapes())

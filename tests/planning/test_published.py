@@ -18,6 +18,7 @@ import pytest
 
 from megarl import artifacts
 from megarl.architectures import standard_config, supported_model_types
+from megarl.architectures.decoders import DECODERS
 from megarl.artifacts.facts import facts_from_config
 from megarl.planning.flops import FlopCounter, token_flops
 from megarl.planning.shards import key_value_bytes, sequence_state_bytes
@@ -62,6 +63,19 @@ def test_parameters_are_those_of_transformers_classes():
         total = sum(tensor.numel() for tensor in tensors.values())
         idle = experts * (facts.experts - config.num_experts_per_tok) // facts.experts if experts else 0
         assert (facts.parameters, facts.active_parameters) == (total, total - idle), name
+
+
+@pytest.mark.campaign("families")
+def test_parameters_with_a_vision_encoder_are_those_of_transformers_classes():
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    for name, raw in KNOWN.items():
+        if raw["model_type"] in DECODERS:
+            with torch.device("meta"):
+                model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**raw))
+            total = sum(parameter.numel() for parameter in model.parameters())
+            assert facts_from_config(raw, name, vision=True).parameters == total, name
 
 
 @pytest.mark.parametrize("name", COUNTED)

@@ -89,7 +89,6 @@ def push(fleet: Fleet, sync: WeightSync, version: int) -> None:
     [
         ("qwen2_5_vl", 1),
         pytest.param("qwen2_5_vl", 2, marks=pytest.mark.campaign("servers")),
-        *(pytest.param("qwen2_vl", tp, marks=pytest.mark.campaign("servers")) for tp in (1, 2)),
         *(pytest.param("qwen3_vl", tp, marks=pytest.mark.campaign("servers")) for tp in (1, 2)),
         pytest.param("qwen3_vl_moe", 1, marks=pytest.mark.campaign("servers")),
     ],

@@ -220,9 +220,10 @@ def _write_vision_language(folder: Path, hf_config: PretrainedConfig, dtype: str
 
 
 def _complete_decoder(file: Path, hf_config: PretrainedConfig, dtype: str) -> None:
-    """Add to a vision-language model's config.json what transformers 4 reads.
+    """Add to a vision-language model's config.json what transformers 4 and SGLang read.
 
-    These are the position sections in RoPE's keys, and the embedding tie in the decoder's part."""
+    These are the position sections in RoPE's keys, the embedding tie in the decoder's part, and `Architecture.written`.
+    """
     encoder = encoder_of(hf_config)
     assert encoder is not None, "a vision-language model"
     written = json.loads(file.read_text(encoding="utf-8"))
@@ -230,6 +231,8 @@ def _complete_decoder(file: Path, hf_config: PretrainedConfig, dtype: str) -> No
     text["rope_parameters"]["mrope_section"] = list(encoder.sections)
     if encoder.interleaved:
         text["rope_parameters"]["mrope_interleaved"] = True
+    if (further := ARCHITECTURES[hf_config.model_type].written) is not None:
+        text |= further(read_keys({**text, "model_type": hf_config.model_type}))
     text |= _older_keys(text, hf_config.model_type, num_experts(hf_config))
     text["tie_word_embeddings"] = written["tie_word_embeddings"] = hf_config.tie_word_embeddings
     written["torch_dtype"] = dtype
