@@ -35,6 +35,7 @@ class TowerForm:
     processor: dict[str, Any]  # the content of preprocessor_config.json of the published models
     mlp: tuple[str, ...]  # linear layers of a block's MLP; the last one leads back to the width
     merger: tuple[str, str, str]  # a merger's norm and its two linear layers
+    wide_results: int = 2  # results of the MLP's width that a block keeps for its backward pass
     norm_bias: bool = True  # norms have a bias
     learned: bool = False  # the patches' layer has a bias, and patches have learned positions
     windows: bool = False  # blocks attend to windows, except those of `fullatt_block_indexes`
@@ -46,6 +47,7 @@ _QWEN2 = TowerForm(
     sizes={"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4, "patch_size": 14},
     processor=_CLIP,
     mlp=("mlp.fc1", "mlp.fc2"),
+    wide_results=3,
     merger=("ln_q", "mlp.0", "mlp.2"),
     width="embed_dim",
     out="hidden_size",
@@ -60,6 +62,7 @@ _QWEN2_5 = TowerForm(
     },
     processor=_CLIP,
     mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    wide_results=4,
     merger=("ln_q", "mlp.0", "mlp.2"),
     norm_bias=False,
     windows=True,

@@ -63,9 +63,9 @@ def patch_bytes(encoder: VisionEncoder, element: int, *, recompute: bool) -> flo
     """Return the bytes that an encoder keeps of one patch until its gradient is computed.
 
     They are its pixels, and per block: queries, keys and values before and after rotation, the inputs of the four
-    linear layers and the norms, and the wide layer before and after its activation (with a gate in Qwen2.5-VL, whose
-    norms also keep parts). With `recompute` they are every block's input and all of one block. A merger keeps the
-    inputs of its two products and the first product's result.
+    linear layers and the norms, and the wide layer before and after its activation (with the sigmoid in Qwen2-VL, with
+    a gate in Qwen2.5-VL, whose norms also keep parts). With `recompute` they are every block's input and all of one
+    block. A merger keeps the inputs of its two products and the first product's result.
     """
     block = _block_numbers(encoder)
     kept = encoder.blocks * encoder.width + block if recompute else encoder.blocks * block
@@ -74,8 +74,8 @@ def patch_bytes(encoder: VisionEncoder, element: int, *, recompute: bool) -> flo
 
 
 def _block_numbers(encoder: VisionEncoder) -> int:
-    narrow, wide = (13, 4) if len(encoder.form.mlp) > 2 else (11, 2)
-    return narrow * encoder.width + wide * encoder.ffn
+    narrow = 11 if encoder.form.norm_bias else 13
+    return narrow * encoder.width + encoder.form.wide_results * encoder.ffn
 
 
 def patch_tokens(facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, *, learns: bool) -> float:

@@ -40,6 +40,17 @@ def test_chunks_give_the_outputs_states_and_gradients_of_single_tokens(lengths):
         torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)
 
 
+def test_gradients_can_be_computed_after_generation():
+    """Generation runs in inference mode, and may be the first to need a mask that is kept."""
+    x, plan = inputs(4), ChunkPlan.of([4], torch.device("cpu"))
+    rule._above.cache_clear()
+    with torch.inference_mode():
+        chunked(x, plan)
+    out, _ = chunked(x, plan)
+    out.sum().backward()
+    assert x.g.grad is not None
+
+
 def test_a_sequence_does_not_depend_on_its_neighbours_in_the_stream():
     lengths = [5, 70, 2]
     x = inputs(sum(lengths), torch.float32)

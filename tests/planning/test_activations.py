@@ -236,7 +236,7 @@ def test_a_divergence_over_the_vocabulary_has_so_many_tensors_of_logits_at_once(
     assert logit_copies(config) == pytest.approx((storages.peak - before) / (4 * 128 * 20_000), abs=0.2)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_a_vision_encoder_keeps_of_a_patch_what_the_formula_says(kind):
     """Storages that autograd keeps of transformers' module, without parameters; statistics of rows are left out."""
     import torch
@@ -248,7 +248,8 @@ def test_a_vision_encoder_keeps_of_a_patch_what_the_formula_says(kind):
     from tests.models.vlm_tiny import config_of
 
     raw = config_of(kind)
-    raw["vision_config"] |= {"depth": 6, "hidden_size": 128, "intermediate_size": 320}
+    sizes = {"embed_dim": 128} if kind == "qwen2_vl" else {"hidden_size": 128, "intermediate_size": 320}
+    raw["vision_config"] |= {"depth": 6, **sizes}
     hf = load_hf_config(ModelConfig(hf_config=raw))
     module, encoder = build_encoder(hf, torch.float32), encoder_of(hf)
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
