@@ -14,7 +14,7 @@ def _heads(x: Tensor, start: int, end: int, times: int) -> Tensor:
     return x[start:end].float().transpose(0, 1).repeat_interleave(times, 0)
 
 
-def _chances(q: Tensor, k: Tensor, scale: float, window: list[int] | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, scale: float, window: list[int] | None) -> Tensor:
     scores = q @ k.transpose(1, 2) * scale
     place = torch.arange(k.shape[1])
     at = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]  # the last query is at the last key
@@ -24,7 +24,7 @@ def _chances(q: Tensor, k: Tensor, scale: float, window: list[int] | None) -> Te
         hidden |= place > at + right
     if left >= 0:
         hidden |= place < at - left
-    return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return scores.masked_fill(hidden, -torch.inf)
 
 
 def _sequences(cu: Tensor, cu_k: Tensor) -> zip[tuple[tuple[int, int], tuple[int, int]]]:
@@ -41,29 +41,30 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, cu_k: Tensor) -> None:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, cu_k: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Output [t, heads, d], log-sum-exp (not computed) and random state."""
+    """Output [t, heads, d], log-sum-exp [heads, t] and random state."""
     _check(q, k, v, cu, cu_k)
     scale, window, times = rest[3] or q.shape[-1] ** -0.5, rest[4], q.shape[1] // k.shape[1]
-    out = torch.empty_like(q)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
     for own, seen in _sequences(cu, cu_k):
-        chances = _chances(_heads(q, *own, 1), _heads(k, *seen, times), scale, window)
-        out[slice(*own)] = (chances @ _heads(v, *seen, times)).transpose(0, 1)
-    return out, torch.zeros(q.shape[1], q.shape[0]), torch.zeros(2, dtype=torch.uint64)
+        scores = _scores(_heads(q, *own, 1), _heads(k, *seen, times), scale, window)
+        lse[:, slice(*own)] = scores.logsumexp(-1)
+        out[slice(*own)] = (scores.softmax(-1) @ _heads(v, *seen, times)).transpose(0, 1)
+    return out, lse, torch.zeros(2, dtype=torch.uint64)
 
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu: Tensor, cu_k: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Gradients of q, k and v, from the given output and log-sum-exps as in the kernels."""
     scale, window = rest[4] or q.shape[-1] ** -0.5, rest[5]
     times, groups = q.shape[1] // k.shape[1], k.shape[1]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for own, seen in _sequences(cu, cu_k):
         wide_q, wide_k, wide_v = _heads(q, *own, 1), _heads(k, *seen, times), _heads(v, *seen, times)
         up = _heads(grad, *own, 1)
-        chances = _chances(wide_q, wide_k, scale, window)
-        toward = up @ wide_v.transpose(1, 2)
-        scores = chances * (toward - (toward * chances).sum(-1, keepdim=True)) * scale
+        chances = (_scores(wide_q, wide_k, scale, window) - lse[:, slice(*own), None]).exp()
+        along = (up * _heads(out, *own, 1)).sum(-1, keepdim=True)
+        scores = chances * (up @ wide_v.transpose(1, 2) - along) * scale
         dq[slice(*own)] = (scores @ wide_k).transpose(0, 1)
         for found, wide in ((dk, scores.transpose(1, 2) @ wide_q), (dv, chances.transpose(1, 2) @ up)):
             found[slice(*seen)] = wide.view(groups, times, *wide.shape[1:]).sum(1).transpose(0, 1)

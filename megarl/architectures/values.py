@@ -78,6 +78,7 @@ def dimensions(values: Mapping[str, Any]) -> dict[str, int]:
         "ffn": dense_width(values),
         "experts": experts.router.experts if experts else 0,
         "expert_ffn": experts.width if experts else dense_width(values),
+        "expert_gate_up": 2 * experts.width if experts else 0,
         "shared_ffn": experts.shared_width if experts else 0,
         "gate_up": 2 * dense_width(values),
         "mlp_bias": int(wiring(values).mlp_bias),
@@ -199,7 +200,8 @@ def rope_scaling(values: Mapping[str, Any]) -> dict[str, Any]:
         # in transformers' objects both names have the sections; in a config.json the older one has no sections
         older = {} if values["rope_scaling"] == values["rope_parameters"] else values["rope_scaling"] or {}
         return _complete({**section, **older}, values)
-    return _complete(dict(values["rope_scaling"] or values["rope_parameters"] or {}), values)
+    default = ARCHITECTURES[values["model_type"]].keys["rope_parameters"]
+    return _complete(dict(values["rope_scaling"] or values["rope_parameters"] or default or {}), values)
 
 
 def _complete(scaling: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from megarl.architectures.tensors import HEAD
 from megarl.architectures.vision import STATE_PROJECTOR, VisionShape
+from megarl.artifacts.mxfp4 import has_stacks
 from megarl.system.errors import ConfigError, count
 
 _SHOWN = ("quant_method", "fmt", "weight_block_size", "scale_fmt", "activation_scheme")
@@ -92,14 +93,16 @@ def _named_by_index(index: Path) -> list[Path]:
 
 
 def quantized_block(raw: Mapping[str, Any], source: str) -> tuple[int, int] | None:
-    """Return the rows and columns that share a scale in block-wise fp8 (DeepSeek-V3, Qwen3-FP8); None: not quantised.
-    Such weights are dequantised when they are read.
+    """Return the rows and columns that share a scale in block-wise fp8 (DeepSeek-V3, Qwen3-FP8); None: not quantised, or
+    stacks of experts in mxfp4. Such weights are dequantised when they are read.
     """
     section = raw.get("quantization_config") or raw.get("compression_config")
     if not section:
         return None
     settings = section if isinstance(section, Mapping) else {}
     method = settings.get("quant_method")
+    if method == "mxfp4" and has_stacks(raw.get("model_type")):
+        return None
     block: Any = settings.get("weight_block_size")
     exact = (
         method == "fp8"
@@ -115,7 +118,7 @@ def quantized_block(raw: Mapping[str, Any], source: str) -> tuple[int, int] | No
             "the model is quantised in a way that is not supported",
             where=f"{source}: quantization_config",
             found={key: settings[key] for key in _SHOWN if key in settings} or section,
-            allowed="none, or fp8 (e4m3) with weight_block_size [rows, columns] and dynamic activations",
+            allowed="none; fp8 (e4m3) with weight_block_size [rows, columns] and dynamic activations; mxfp4 of gpt_oss",
             fix="use the unquantised model",
         )
     return int(block[0]), int(block[1])

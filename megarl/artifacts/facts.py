@@ -113,6 +113,7 @@ class ModelFacts:
             "ffn": self.dense_ffn if self.is_moe else self.ffn,
             "experts": self.experts,
             "expert_ffn": self.ffn,
+            "expert_gate_up": 2 * self.ffn if self.is_moe else 0,
             "shared_ffn": self.mixture.shared_width if self.mixture else 0,
             "gate_up": 2 * (self.dense_ffn if self.is_moe else self.ffn),
             "mlp_bias": int(self.wiring.mlp_bias),

@@ -19,6 +19,7 @@ from megarl.architectures.tensors import HEAD, VALUE_BIAS, VALUE_HEAD, WeightRul
 from megarl.architectures.vision import LANGUAGE_MODEL, VisionShape
 from megarl.artifacts.checkpoint_files import file_names, quantized_block, read_config, refuse_unread, weight_files
 from megarl.artifacts.facts import ModelFacts
+from megarl.artifacts.mxfp4 import BLOCKS, SCALES, has_stacks, packed_tensors
 from megarl.artifacts.stacked_experts import cuts_of
 from megarl.artifacts.vla_folder import VLA_TYPE, complete_config, projector_file, read_projector
 from megarl.system.errors import ConfigError
@@ -55,10 +56,7 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
         for name, stored in place.items()
         if not is_left_out(kind, name, **sees)
     }
-    for name, (file, dtype, shape) in list(place.items()):
-        if cuts := cuts_of(name, shape, facts.hidden):
-            del place[name]
-            place |= {matrix: (file, dtype, cut.shape) for matrix, cut in cuts.items()}
+    _replace_stacks(place, facts, folder)
     policy = kind == VLA_TYPE
     prefix = LANGUAGE_MODEL if policy else ""
     read: set[str] = {VALUE_HEAD.sources[0].name, VALUE_BIAS.sources[0].name} if value_head else set()
@@ -86,6 +84,19 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
     ahead = ARCHITECTURES[facts.model_type].predicts_ahead
     refuse_unread(place, read, sight, str(folder), layers=facts.layers if ahead else None)
     return f"{len(place)} tensors in {file_names(files)}"
+
+
+def _replace_stacks(place: dict[str, Stored], facts: ModelFacts, folder: Path) -> None:
+    """Replace tensors of all experts of a layer by the tensors that the model's rules name."""
+    if has_stacks(facts.model_type):
+        for name, shape in packed_tensors({name: stored[2] for name, stored in place.items()}, str(folder)).items():
+            (file, *_), _ = (place.pop(name + part) for part in (BLOCKS, SCALES))
+            place[name] = (file, _DTYPES[1], shape)
+        return
+    for name, (file, dtype, shape) in list(place.items()):
+        if cuts := cuts_of(name, shape, facts.hidden):
+            del place[name]
+            place |= {matrix: (file, dtype, cut.shape) for matrix, cut in cuts.items()}
 
 
 def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -174,6 +185,9 @@ def _shapes(rule: WeightRule, layer: int, experts: int, sizes: dict[str, int]) -
         shape = tuple(sizes[name] for name in source.shape)
         if 0 in shape:
             continue  # a tensor that this model does not have
+        if rule.stacked:
+            yield source.name.format(i=layer), (experts, *shape)
+            continue
         for expert in range(experts if rule.part == "expert" else 1):
             yield source.name.format(i=layer, e=expert), shape
 

@@ -27,6 +27,7 @@ from megarl.models.layers.attention.wide_norm import WideNorm
 from megarl.models.layers.experts.deepep import DeepEPDispatcher
 from megarl.models.layers.experts.replay import replay_routes
 from megarl.models.layers.experts.router import ExpertRouter
+from megarl.models.layers.experts.stacked import StackedExperts
 from megarl.models.layers.experts.training import GroupedExperts, TokenDispatcher, expert_groups
 from megarl.models.layers.kinds import KINDS
 from megarl.models.layers.linear import ColumnsWithBias, RowsWithBias
@@ -163,7 +164,8 @@ def local_layer_spec(config: PolicyConfig, *, sparse: bool) -> ModuleSpec:
         attention.linear_proj = RowsWithBias
     if sparse:
         mixture = parts_of(parts.mlp)
-        mixture.router, mixture.experts = ExpertRouter, ModuleSpec(module=GroupedExperts)
+        stacked = config.mixture is not None and config.mixture.stacked
+        mixture.router, mixture.experts = ExpertRouter, ModuleSpec(module=StackedExperts if stacked else GroupedExperts)
         parts_of(mixture.shared_experts).activation_func = SwiGLU
     else:
         mlp = parts_of(parts.mlp)

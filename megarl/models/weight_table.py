@@ -14,7 +14,7 @@ from megarl.architectures import ARCHITECTURES
 from megarl.architectures.tensors import TIED_HEAD, UNTIED_HEAD, VALUE_BIAS, VALUE_HEAD, part_of
 from megarl.config.model import split_layers
 from megarl.models.hf import checkpoint_names, dimensions, mixers_of, moe_layers, value_bias, visual_tensors
-from megarl.models.layers.rules import COPY, Piece, Sources, TensorRegion, WeightRule, existing
+from megarl.models.layers.rules import COPY, Piece, Sources, TensorRegion, WeightRule, existing, of_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -95,7 +95,8 @@ class WeightTable:
         """Return name and shape of every tensor of the whole model in Hugging Face form, in export order."""
         shapes: dict[str, tuple[int, ...]] = {}
         for rule, _, names in self.instances(Coordinate()):
-            shapes |= sources_of(rule, names, self.sizes)
+            sources = sources_of(rule, names, self.sizes)
+            shapes |= [(name, (self.sizes["experts"], *shape)) for name, shape in sources] if rule.stacked else sources
         return shapes | dict(self.visual.values())
 
     def float32(self) -> frozenset[str]:
@@ -111,9 +112,9 @@ class WeightTable:
         """Return every parameter of the process at `at`, and the regions it is filled from."""
         shards = []
         for rule, (chunk, param), names in self.instances(at):
-            sources = sources_of(rule, names, self.sizes)
             ways, rank = (at.etp, at.etp_rank) if rule.part == "expert" else (at.tp, at.tp_rank)
-            shards.append(Shard(chunk, param, *rule.split.cut(sources, ways, rank, self.sizes)))
+            cut = rule.split.cut(sources_of(rule, names, self.sizes), ways, rank, self.sizes)
+            shards.append(Shard(chunk, param, *(of_experts(cut, self._experts(at)) if rule.stacked else cut)))
         visual = self.visual.items() if at.pp_rank == 0 else ()
         return shards + [Shard(0, param, *COPY.cut([source], 1, 0, self.sizes)) for param, source in visual]
 
@@ -122,11 +123,7 @@ class WeightTable:
         present = [rule for rule in self.rules if all(self.sizes[size] for s in rule.sources for size in s.shape)]
         if at.pp_rank == 0:
             yield from self._outer("embedding", 0)
-        counts, per_rank = (
-            split_layers(len(self.sparse), at.pp * at.vpp, at.first, at.last),
-            self.sizes["experts"] // at.ep,
-        )
-        local_experts = range(at.ep_rank * per_rank, (at.ep_rank + 1) * per_rank)
+        counts, local_experts = split_layers(len(self.sparse), at.pp * at.vpp, at.first, at.last), self._experts(at)
         for chunk in range(at.vpp):
             place = chunk * at.pp + at.pp_rank
             first = sum(counts[:place])
@@ -134,13 +131,18 @@ class WeightTable:
                 mlp = ("moe", "shared", "expert") if self.sparse[layer] else ("dense",)
                 parts = ("layer", self.kinds[layer], *mlp)
                 for rule in (rule for rule in present if rule.part in parts):
-                    experts = local_experts if rule.part == "expert" else range(1)
+                    experts = local_experts if rule.part == "expert" and not rule.stacked else range(1)
                     sources = (s.name.format(i=layer, e=expert) for expert in experts for s in rule.sources)
                     yield rule, (chunk, rule.param.format(i=layer - first)), tuple(map(self.in_checkpoint, sources))
         if at.pp_rank == at.pp - 1:
             yield from self._outer("final", at.vpp - 1)
             if not (TIED_HEAD in self.rules and at.pp * at.vpp == 1):  # otherwise the head is the embedding
                 yield from self._outer("head", at.vpp - 1)
+
+    def _experts(self, at: Coordinate) -> range:
+        """Return the numbers of the experts at `at`."""
+        per_rank = self.sizes["experts"] // at.ep
+        return range(at.ep_rank * per_rank, (at.ep_rank + 1) * per_rank)
 
     def _outer(self, part: str, chunk: int) -> Iterator[Instance]:
         for rule in self.rules:

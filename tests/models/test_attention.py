@@ -32,9 +32,9 @@ def tensors(total: int, heads: int, groups: int, dtype: torch.dtype, values: int
 
 
 def oracle(
-    q, k, v, lengths: list[int], scale: float, window: int | None = None, open_from: Sequence[int] = ()
+    q, k, v, lengths: list[int], scale: float, window: int | None = None, open_from: Sequence[int] = (), sinks=None
 ) -> torch.Tensor:
-    """Per sequence, head and query: softmax over the keys it sees."""
+    """Per sequence, head and query: softmax over the keys it sees, and over the sink of the head."""
     per, out, start = q.shape[1] // k.shape[1], [], 0
     for number, length in enumerate(lengths):
         span = slice(start, start + length)
@@ -46,8 +46,10 @@ def oracle(
             hidden |= place[None, :] <= place[:, None] - window
         if open_from:
             hidden &= place[:, None] < open_from[number]
-        chances = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        out.append(torch.einsum("hqk,khd->qhd", chances, values))
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, length, 1)), -1)
+        out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], values))
         start += length
     return torch.cat(out)
 
@@ -62,9 +64,13 @@ def check(
     atol: float,
     open_from: Sequence[int] = (),
     values: int = 16,
+    *,
+    sinks: bool = False,
 ) -> None:
     inputs = tensors(sum(lengths), heads, groups, dtype, values)
-    expected = oracle(*inputs, lengths, 0.25, window, open_from)
+    if sinks:
+        inputs.append(torch.linspace(-1, 3, heads, dtype=dtype).requires_grad_())
+    expected = oracle(*inputs[:3], lengths, 0.25, window, open_from, *inputs[3:])
     upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     wanted = torch.autograd.grad(expected, inputs, upstream)
     found = fn(*inputs)
@@ -107,6 +113,38 @@ def test_a_kernel_and_the_chunks_of_context_parallel_ranks_equal_the_loop(length
         return whole
 
     check(all_ranks, padded, 4, 2, torch.float64, window, 1e-12)
+
+
+SINKS = {
+    "compiled": (torch.float32, 1e-5, None, 1),
+    "compiled, bf16": (torch.bfloat16, 0.03, None, 1),
+    "products": (torch.float64, 1e-12, None, 1),
+    "buckets": (torch.float64, 1e-12, 7, 1),
+    "buckets of ranks": (torch.float64, 1e-12, None, 2),
+    "kernel": (torch.float64, 1e-12, 7, 1),
+    "kernel of ranks": (torch.float64, 1e-12, None, 2),
+}
+
+
+@pytest.mark.parametrize("path", SINKS)
+def test_sinks_are_further_scores_without_values_in_every_path(path, monkeypatch):
+    dtype, atol, window, cp = SINKS[path]
+    if "kernel" in path:
+        monkeypatch.setattr(attention, "varlen_kernel", lambda q: varlen.kernel)
+        monkeypatch.setattr(attention, "TorchVarlen", varlen.Kernel)
+    lengths = CASES["near"] if "compiled" in path else CASES["mixed"]
+    padded = list(pack_stream(lengths, cp_size=cp).params.lengths)
+    held = [torch.arange(sum(padded)) if cp == 1 else cp_split(padded, cp, rank) for rank in range(cp)]
+
+    def all_ranks(q, k, v, sinks):
+        keys, values = (torch.cat([x[mine] for mine in held]) for x in (k, v))
+        whole = torch.empty_like(q)
+        for rank, mine in enumerate(held):
+            packed = pack_stream(lengths, cp_size=cp, cp_rank=rank).params
+            whole = whole.index_copy(0, mine, attention.attend(q[mine], keys, values, packed, 0.25, window, sinks))
+        return whole
+
+    check(all_ranks, padded, 4, 2, dtype, window, atol, sinks=True)
 
 
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "torch"])

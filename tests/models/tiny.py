@@ -92,6 +92,21 @@ EXTRA: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
     },
+    "gpt_oss": {
+        "head_dim": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "sliding_window": 8,
+        "swiglu_limit": 1.5,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+        "pad_token_id": None,
+    },
     "granite": {
         "embedding_multiplier": 3.0,
         "logits_scaling": 2.0,
@@ -151,7 +166,7 @@ EXTRA: dict[str, dict[str, Any]] = {
 }
 ARCHITECTURES = sorted(EXTRA)
 LOCAL_ONLY = (
-    *("deepseek_v3", "gemma3_text", "glm4_moe_lite", "granite", "minimax_m2", "olmo3"),
+    *("deepseek_v3", "gemma3_text", "glm4_moe_lite", "gpt_oss", "granite", "minimax_m2", "olmo3"),
     *("phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "smollm3"),
 )
 """Models whose layers Transformer Engine does not have."""
@@ -174,7 +189,7 @@ def tiny_hf(model_type: str, **changes: Any):
     model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if param.dim() == 1:
+            if param.dim() == 1 or name.endswith("_bias"):  # stacked biases have two dimensions
                 param.add_(torch.randn_like(param) * (0.1 if "norm" in name else 0.3))
             else:
                 param.mul_(3.0)

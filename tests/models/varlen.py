@@ -13,7 +13,12 @@ def kernel(q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float, wind
     assert call.cu_q.dtype == call.cu_k.dtype == torch.int32
     assert call.cu_q[-1] == len(q)
     assert call.cu_k[-1] == len(k) == len(v)
-    per, out = q.shape[1] // k.shape[1], []
+    return torch.cat([part for part, _ in attended(q, k, v, call, scale, window)])
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float, window: int | None):
+    """Yield the result [t, heads, d] and the log-sum-exps [t, heads] of each sequence."""
+    per = q.shape[1] // k.shape[1]
     sizes = [cu.diff().tolist() for cu in (call.cu_q, call.cu_k)]
     assert [max(each) for each in sizes] == [call.longest_q, call.longest_k]
     for mine, keys, values in zip(q.split(sizes[0]), k.split(sizes[1]), v.split(sizes[1]), strict=True):
@@ -23,6 +28,27 @@ def kernel(q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float, wind
         hidden = place > at if call.causal else place < 0
         if window is not None:
             hidden = hidden | (place <= at - window)
-        chances = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        out.append(torch.einsum("hqk,khd->qhd", chances, values.repeat_interleave(per, 1)))
-    return torch.cat(out)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values.repeat_interleave(per, 1))
+        yield out, scores.logsumexp(-1).t()
+
+
+class Kernel:
+    """The interface of `TorchVarlen`. The backward pass of a kernel is that of its result, whose softmax has the given
+    sum: a factor for each query, and a gradient that has no part of this sum."""
+
+    def __init__(self, call: VarlenCall, scale: float, window: int | None) -> None:
+        self._rest = call, scale, window
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        parts = list(attended(q, k, v, *self._rest))
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            plain, sums = self.forward(*inputs)
+            factor = (sums - lse).exp()
+            # of sum_j exp(x_j - lse) (v_j . grad - out . grad)
+            loss = (plain * grad).sum(-1) * factor - factor * (out * grad).sum(-1).detach()
+            return torch.autograd.grad(loss.sum(), inputs)

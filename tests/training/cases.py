@@ -53,6 +53,15 @@ _SHARED = {
     "first_k_dense_replace": 1,
 }
 _WIDE = {"model_type": "minimax_m2", "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}
+_SINKS = {
+    "model_type": "gpt_oss",
+    "intermediate_size": 48,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "swiglu_limit": 1.0,
+    "pad_token_id": None,
+}
 _TIED = {**_DENSE, "tie_word_embeddings": True}
 MODELS = {
     "dense": _DENSE,
@@ -61,6 +70,7 @@ MODELS = {
     "latent": {**{key: value for key, value in _DENSE.items() if key != "head_dim"}, **_LATENT},
     "shared": {**_DENSE, **_SHARED},  # with biases that follow the load of experts
     "wide": {**_DENSE, **_WIDE},  # norms of queries and keys over all heads
+    "sinks": {**_DENSE, **_SINKS},  # with windows, and biases everywhere
     "critic": _TIED,  # with a value head
     "moe critic": {**_DENSE, **_EXPERTS},
 }

@@ -58,7 +58,9 @@ class WeightRule:
     expert. part: which layers and pipeline chunks have it: `embedding`, `final`, `head`; `layer` (every layer); the
     kind of the layer's mixer (`megarl.models.layers.mixer`), such as `attention`; `dense`; of mixtures `moe`, `shared`
     (the MLP that all tokens pass), and `expert`, whose `sources` are those of each expert. buffer: it is float32 in
-    every model, has no gradient, and is not counted as a parameter.
+    every model, has no gradient, and is not counted as a parameter. stacked: the parameter of experts has one dimension
+    more, and so has the one tensor of all experts in a checkpoint, whose name has no number; shapes of `sources` are
+    without it.
 
     A model does not have a tensor one of whose sizes, or of the sizes `needs`, is 0.
     """
@@ -69,6 +71,7 @@ class WeightRule:
     sources: tuple[WeightSource, ...]
     buffer: bool = False
     needs: tuple[str, ...] = ()
+    stacked: bool = False
 
 
 def existing(rules: Iterable[WeightRule], size: Mapping[str, int]) -> tuple[WeightRule, ...]:
@@ -125,6 +128,20 @@ def _columns(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> Cu
         pieces.append(Piece(name, source_region, ((offset, offset + rows), (0, columns))))
         offset += rows
     return (offset, columns), tuple(pieces)
+
+
+def of_experts(cut: Cut, experts: range) -> Cut:
+    """Return the cut of a stack's `experts` from that of one expert, which is the same for all of them."""
+    shape, pieces = cut
+    count = len(experts)
+    return (count, *shape), tuple(
+        Piece(
+            piece.source,
+            ((experts.start, experts.stop), *piece.source_region),
+            ((0, count), *piece.target_region),
+        )
+        for piece in pieces
+    )
 
 
 COPY = Split("copy", None, _copy)  # not split

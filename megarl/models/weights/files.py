@@ -25,6 +25,7 @@ from megarl.artifacts.checkpoint_files import (
     refuse_unread,
     weight_files,
 )
+from megarl.artifacts.mxfp4 import BLOCKS, SCALES, PackedSlice, has_stacks, packed_tensors
 from megarl.artifacts.stacked_experts import Cut, ExpertSlice, Stacks, cuts_of
 from megarl.artifacts.vla_folder import VLA_TYPE, projector_file, read_projector
 from megarl.models.layers.rules import TensorRegion
@@ -73,8 +74,9 @@ def resolve_folder(
 class CheckpointReader:
     """Reads tensors, or regions of them, of a Hugging Face folder by name.
 
-    It uses the files that transformers would use (artifacts/checkpoint_files.py) and dequantises block-wise fp8
-    weights. Tied embeddings that are stored only as `lm_head.weight` can be read under either name.
+    It uses the files that transformers would use (artifacts/checkpoint_files.py) and dequantises block-wise fp8 weights
+    and stacks of experts in mxfp4. Tied embeddings that are stored only as `lm_head.weight` can be read under either
+    name.
 
     Args:
         vision: see `megarl.architectures.decoders.reads_vision`.
@@ -93,7 +95,11 @@ class CheckpointReader:
         self._left_out = len(stored) - len(read)
         self._place = {canonical_name(kind, name, vision=sees): (file, name) for file, name in read}
         self._cuts: dict[str, Cut] = {}
-        self._take_stacks_apart(config)
+        self._packed: dict[str, tuple[Any, Any]] = {}  # blocks and scales of each tensor in mxfp4
+        if has_stacks(kind):
+            self._find_packed()
+        else:
+            self._take_stacks_apart(config)
         self._add_projector(config)
         self._embeddings = canonical_name(kind, EMBEDDINGS, vision=sees)
         if config.get("tie_word_embeddings") and self._embeddings not in self and HEAD in self:
@@ -108,6 +114,14 @@ class CheckpointReader:
                 del self._place[name]
                 self._place |= dict.fromkeys(cuts, (file, stored))
                 self._cuts |= cuts
+
+    def _find_packed(self) -> None:
+        """Replace the blocks and scales of tensors in mxfp4 by one entry for each tensor."""
+        slices = {name: self._open[file].get_slice(stored) for name, (file, stored) in self._place.items()}
+        shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+        for name in packed_tensors(shapes, str(self.folder)):
+            self._place[name], _ = (self._place.pop(name + part) for part in (BLOCKS, SCALES))
+            self._packed[name] = slices[name + BLOCKS], slices[name + SCALES]
 
     def _add_projector(self, config: Mapping[str, Any]) -> None:
         """Add the tensors of a VLA policy that are in a separate torch file."""
@@ -147,6 +161,7 @@ class CheckpointReader:
     def describe(self) -> str:
         """Return the folder and its files, in one line for messages."""
         fp8 = ", weights dequantised from fp8" if self._block else ""
+        fp8 += ", experts dequantised from mxfp4" if self._packed else ""
         if self._left_out:
             fp8 += f", {self._left_out} tensors of parts that are not used are not read and will not be exported"
         return f"{self.folder}: {len(self._place)} tensors in {file_names(self.files)}{fp8}"
@@ -160,6 +175,8 @@ class CheckpointReader:
                 allowed="a checkpoint whose tensors match its config.json",
                 fix="check that config.json belongs to these files",
             )
+        if name in self._packed:
+            return PackedSlice(*self._packed[name])
         file, stored = self._place[name]
         part = self._open[file].get_slice(stored)
         return ExpertSlice(part, self._cuts[name]) if name in self._cuts else part

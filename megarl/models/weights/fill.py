@@ -156,7 +156,7 @@ def draw_tensor(hf: PretrainedConfig, name: str, shape: tuple[int, ...], seed: i
     if "norm" in name or ".ln_q." in name or name.endswith(".scale_factor"):
         return torch.ones(shape)
     std = getattr(hf, "initializer_range", 0.02)
-    if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")):
+    if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj", "w2.weight")):
         std /= math.sqrt(2 * hf.num_hidden_layers)
     return torch.empty(shape).normal_(0.0, std, generator=generator_of(name, seed))
 

@@ -9,6 +9,9 @@ stream sorted by length is fastest; queries go in blocks, each with the keys up 
 causal half is computed. Scores and softmax are fp32, the other products use the model's dtype, as in flash attention;
 unlike there, the probabilities are kept for the gradient. The compiled loop computes everything in fp32, and the
 probabilities again in the backward pass.
+
+Sinks (sinks.py) are a further column of the scores in the products; the compiled loop is one of the kernels that need
+not know them.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megarl.kernels import cpu
+from megarl.models.layers.attention.sinks import attend_with_sinks, with_sink_column
 
 LONGEST = 1024
 """Longer sequences use torch's kernel, which does not store scores."""
@@ -74,7 +78,9 @@ def _from_group(x: Tensor, count: int, length: int) -> Tensor:
 
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float, sinks: Tensor | None
+    ) -> Tensor:
         heads, groups, size, width = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
         per, exact = heads // groups, torch.promote_types(q.dtype, torch.float32)
         out = torch.empty(len(q), heads, width, dtype=q.dtype)
@@ -89,19 +95,23 @@ class _CausalAttention(torch.autograd.Function):
                 block = _by_group(queries[:, a:b].reshape(-1, heads, size), count, groups).to(exact) * scale
                 scores = torch.bmm(block, keys[:, :, :b])
                 scores.view(-1, b - a, b)[:, :, a:].add_(_future(b - a))
-                chances = torch.softmax(scores, -1).to(q.dtype)
+                if sinks is None:
+                    chances = torch.softmax(scores, -1).to(q.dtype)
+                else:
+                    chances = with_sink_column(scores, _of_rows(sinks, count, groups, b - a)).to(q.dtype)
                 context[:, a:b] = _from_group(torch.bmm(chances, values[:, :b]), count, b - a)
                 probabilities.append(chances)
-        ctx.save_for_backward(q, k, v, *probabilities)
+        ctx.save_for_backward(q, k, v, sinks, *probabilities)
         ctx.lengths, ctx.scale = lengths, scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, k, v, *probabilities = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, Tensor | None]:
+        q, k, v, sinks, *probabilities = ctx.saved_tensors
         heads, groups, size, width = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
         per = heads // groups
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+        dsinks = None if sinks is None else torch.zeros(heads, dtype=torch.promote_types(q.dtype, torch.float32))
         chances_of = iter(probabilities)
         for start, count, length in runs(ctx.lengths, heads):
             span = slice(start, start + count * length)
@@ -115,12 +125,30 @@ class _CausalAttention(torch.autograd.Function):
                 up = _by_group(upstream[:, a:b].reshape(-1, heads, width), count, groups)
                 dvalues[:, :b] += torch.bmm(chances.transpose(1, 2), up)
                 dchances = torch.bmm(up, values[:, :b].transpose(1, 2))
+                if dsinks is not None:
+                    dsinks += _sink_gradient(chances, dchances, count, heads)
                 dscores = torch._softmax_backward_data(dchances, chances, -1, q.dtype).mul_(ctx.scale)
                 dqueries[:, a:b] = _from_group(torch.bmm(dscores, keys[:, :b]), count, b - a)
                 dkeys[:, :b] += torch.bmm(dscores.transpose(1, 2), block)
             dk[span].view(count, length, groups, size).copy_(_from_group(dkeys, count, length).squeeze(3))
             dv[span].view(count, length, groups, width).copy_(_from_group(dvalues, count, length).squeeze(3))
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None, None, None if dsinks is None else dsinks.to(sinks.dtype)
+
+
+def _of_rows(sinks: Tensor, count: int, groups: int, length: int) -> Tensor:
+    """Return sinks [heads] for rows as those of `_by_group`, [count * groups, heads / groups * length, 1]."""
+    return sinks.view(groups, -1).repeat_interleave(length, 1).repeat(count, 1)[..., None]
+
+
+def _sink_gradient(chances: Tensor, dchances: Tensor, count: int, heads: int) -> Tensor:
+    """Return the gradient of the sinks [heads], whose probabilities are what is missing to 1.
+
+    Args:
+        chances, dchances: probabilities of the keys and their gradients [count * groups, heads / groups * length, keys].
+    """
+    wide = torch.promote_types(chances.dtype, torch.float32)
+    along = (chances.to(wide) * dchances).sum(-1) * (chances.sum(-1, dtype=wide) - 1)
+    return along.view(count, heads, -1).sum((0, 2))
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -145,9 +173,33 @@ class _FusedAttention(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
+class _CompiledLoop:
+    """The compiled loop as a kernel for attention with sinks."""
+
+    def __init__(self, kernels: cpu.CpuKernels, lengths: tuple[int, ...], scale: float) -> None:
+        self._kernels, self._longest, self._scale = kernels, max(lengths), scale
+        self._starts = torch.tensor([0, *itertools.accumulate(lengths)])
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Implement `Kernel.forward`."""
+        return self._kernels.causal_forward(q, k, v, self._starts, self._longest, self._scale)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Implement `Kernel.backward`."""
+        return self._kernels.causal_backward(q, k, v, out, lse, grad, self._starts, self._longest, self._scale)
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Return causal attention [t, heads, dv] of `q` [t, heads, d] to `k` [t, groups, d] and `v` [t, groups, dv], within
-    sequences of `lengths`."""
+    sequences of `lengths`, with `sinks` [heads] if they are given."""
     fits = max(lengths) <= _SHORT and q.shape[2] == v.shape[2] and cpu.CpuKernels.supports(q.dtype, q.shape[-1])
-    function = _FusedAttention if fits and cpu.load() is not None else _CausalAttention
-    return function.apply(q, k, v, lengths, scale)
+    kernels = cpu.load() if fits else None
+    if kernels is None:
+        return _CausalAttention.apply(q, k, v, lengths, scale, sinks)
+    if sinks is None:
+        return _FusedAttention.apply(q, k, v, lengths, scale)
+    return attend_with_sinks(q, k, v, sinks, _CompiledLoop(kernels, lengths, scale))

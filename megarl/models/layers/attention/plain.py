@@ -41,6 +41,7 @@ class Attention(Mixer):
     wide_norm: bool = False  # queries and keys are normalised over all heads together
     out_bias: bool = False  # the projection of the result has a bias
     scale: float | None = None  # factor of the scores; None: 1 / sqrt(width)
+    sinks: bool = False  # each head has a learned score that joins the softmax and has no value
     rope: str | None = ROPE  # the RoPE tables that rotate queries and keys; None: they are not rotated
 
     def dimensions(self) -> dict[str, int]:
@@ -58,6 +59,7 @@ class Attention(Mixer):
             "query_bias": self.heads * self.width if self.qkv_bias else 0,
             "kv_bias": self.groups * self.width if self.qkv_bias else 0,
             "out_bias": int(self.out_bias),
+            "sinks": self.heads if self.sinks else 0,
         }
 
     @property
@@ -68,7 +70,7 @@ class Attention(Mixer):
     @property
     def unusual(self) -> bool:
         """Whether Transformer Engine's layers cannot compute this attention."""
-        return self.out_bias or self.wide_norm or self.scale is not None or self.rope != ROPE
+        return self.out_bias or self.wide_norm or self.sinks or self.scale is not None or self.rope != ROPE
 
     @property
     def factor(self) -> float:
@@ -120,6 +122,7 @@ class AttentionTraits:
     qk_norm: bool | str = False
     wide_norm: bool = False
     gate: bool = False
+    sinks: bool = False
     # function from the values of config.json to the factor of the scores; None: 1 / sqrt(width)
     scale: Callable[[Mapping[str, Any]], float] | None = None
 
@@ -136,6 +139,7 @@ class AttentionTraits:
             qk_norm=has(self.qk_norm),
             qkv_bias=has(self.qkv_bias),
             gate=self.gate,
+            sinks=self.sinks,
             wide_norm=self.wide_norm,
             out_bias=has(self.out_bias),
             scale=self.scale(values) if self.scale else None,
@@ -177,6 +181,7 @@ def attention_rules(*, norms: Norms = "before", fused: bool = False, gate: bool 
         rule("q_layernorm.weight", ROWS, source("q_norm.weight", "normed_query")),
         rule("k_layernorm.weight", ROWS, source("k_norm.weight", "normed_kv")),
         rule("linear_proj.weight", COLUMNS, source("o_proj.weight", "hidden", "query")),
+        rule("core_attention.softmax_offset", ROWS, source("sinks", "sinks")),
         rule("linear_proj.bias", COPY, source("o_proj.bias", "hidden"), needs=("out_bias",)),
         *others,
     )

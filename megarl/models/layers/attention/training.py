@@ -8,6 +8,9 @@ sequences are plain matrix products (cpu.py). Otherwise sequences of similar len
 bucket, and each bucket is one scaled_dot_product_attention call; causality hides the padding after a sequence, so it
 needs no mask. Sliding windows and context parallelism need a mask and so use the buckets.
 
+A model may have sinks, further scores in the softmax (sinks.py). Every path computes them exactly, and since each query
+sees all of its keys on one rank, context parallelism changes nothing.
+
 In some streams the last tokens of a sequence attend to the whole sequence (`PackedSequences.open_from`: the actions of
 a robot policy). If all tokens of all sequences do, the variable-length kernel runs without causality; else the buckets.
 """
@@ -18,21 +21,25 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megarl.models.config import PolicyConfig
 from megarl.models.layers.attention.cpu import LONGEST, causal_attention
 from megarl.models.layers.attention.plain import Attention
+from megarl.models.layers.attention.sinks import attend_with_sinks, sink_key
 from megarl.models.packing import PackedSequences, inverse_order, places_on_ranks
 from megarl.models.rope import apply_rope
+from megarl.system.device import device
 
 _BUCKET_RATIO = 0.85  # shortest / longest sequence of a bucket: at most 1 - 0.85**2 = 28% of the work is padding
 
@@ -40,6 +47,9 @@ _BUCKET_RATIO = 0.85  # shortest / longest sequence of a bucket: at most 1 - 0.8
 class PackedAttention(MegatronModule):
     """Self-attention within each sequence of a packed stream, with grouped queries, sliding windows and context
     parallelism.
+
+    Attributes:
+        softmax_offset: the sinks of this rank's heads; None: the model has none.
 
     Raises, when it is called:
         ValueError: a sliding window is shorter than a sequence with bidirectional tokens.
@@ -59,7 +69,13 @@ class PackedAttention(MegatronModule):
         assert isinstance(mixer, Attention), "other kinds have their own modules"
         self.scale = softmax_scale or mixer.factor
         self.window, self.rope = mixer.window, mixer.rope
-        self.cp_group = pg_collection.cp
+        self.cp_group, self._tp_group = pg_collection.cp, pg_collection.tp
+        self.softmax_offset = None
+        if mixer.sinks:
+            heads = mixer.heads // config.tensor_model_parallel_size
+            sinks = torch.empty(heads, dtype=config.params_dtype, device=device())
+            self.softmax_offset = torch.nn.Parameter(sinks)
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: object, packed_seq_params: PackedSequences, **__: object
@@ -71,39 +87,51 @@ class PackedAttention(MegatronModule):
             cos, sin = packed_seq_params.cache[self.rope]
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         window = self.window if self.window and self.window < packed_seq_params.max_seqlen_q else None
-        out = attend_over_ranks(q, k, value.squeeze(1), packed_seq_params, self.scale, window, self.cp_group)
+        k, v = of_all_ranks(k, value.squeeze(1), packed_seq_params, self.cp_group)
+        out = attend(q, k, v, packed_seq_params, self.scale, window, self.softmax_offset)
         return out.reshape(out.shape[0], 1, -1)
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the sinks as a slice of those of all heads."""
+        groups = {"tp_group": self._tp_group, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
 
-def attend_over_ranks(
+
+def of_all_ranks(k: Tensor, v: Tensor, packed: PackedSequences, ranks: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of all context-parallel ranks from those of this rank's tokens."""
+    if packed.cp_size == 1:
+        return k, v
+    k = gather_from_sequence_parallel_region(k.contiguous(), group=ranks)
+    return k, gather_from_sequence_parallel_region(v.contiguous(), group=ranks)
+
+
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     packed: PackedSequences,
     scale: float,
     window: int | None,
-    ranks: ProcessGroup,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Call `attend` with the keys and values of all context-parallel ranks; all inputs are this rank's tokens."""
-    if packed.cp_size > 1:
-        k = gather_from_sequence_parallel_region(k.contiguous(), group=ranks)
-        v = gather_from_sequence_parallel_region(v.contiguous(), group=ranks)
-    return attend(q, k, v, packed, scale, window)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scale: float, window: int | None) -> Tensor:
     """Return attention [t, heads, dv] of `q` [t, heads, d] to `k` [t * cp, groups, d] and `v` [t * cp, groups, dv] by
     the fastest implementation.
+
+    Args:
+        sinks: [heads], see sinks.py; None: no sinks.
     """
     if packed.open_from and window is not None:
         raise ValueError(f"a sliding window ({window} tokens) cannot be combined with bidirectional attention")
-    out = varlen_attention(q, k, v, packed, scale, window)
+    out = varlen_attention(q, k, v, packed, scale, window, sinks)
     if out is not None:
         return out
     alone = packed.cp_size == 1
     if q.is_cpu and window is None and alone and not packed.open_from and packed.max_seqlen_q <= LONGEST:
-        return causal_attention(q, k, v, packed.lengths, scale)
-    return bucket_attention(q, k, v, packed, scale, window)
+        return causal_attention(q, k, v, packed.lengths, scale, sinks)
+    return bucket_attention(q, k, v, packed, scale, window, sinks)
 
 
 @dataclass(frozen=True)
@@ -139,12 +167,20 @@ class VarlenPlan:
 
 
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedSequences,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor | None:
     """Compute `attend` with a variable-length kernel; return None if no kernel takes these queries and sequences."""
     kernel = None if any(packed.open_from) else varlen_kernel(q)
     if kernel is None:
         return None
+    if sinks is not None:
+        kernel = functools.partial(_varlen_with_sinks, sinks)
     plan: VarlenPlan = packed.cache.get("varlen") or plan_varlen(packed, q.device)
     packed.cache["varlen"] = plan
     width = v.shape[2]
@@ -259,16 +295,54 @@ def _flash_varlen(q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: floa
     return flash(q, k, v, *lengths, softmax_scale=scale, causal=call.causal, window_size=span)
 
 
-def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float, window: int | None) -> Tensor:
+def _torch_varlen(
+    q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float, window: int | None, **further: Any
+) -> Any:
+    """Return the context, or a tuple with the outputs that `further` requests in addition."""
     from torch.nn.attention.varlen import varlen_attn
 
     lengths = call.cu_q, call.cu_k, call.longest_q, call.longest_k
-    span = (-1 if window is None else window - 1, 0) if call.causal else (-1, -1)
-    grouped: dict[str, Any] = (
-        {"enable_gqa": True} if q.shape[1] != k.shape[1] and _varlen_names_grouped_queries() else {}
-    )
-    context = varlen_attn(q, k, v, *lengths, scale=scale, window_size=span, **grouped)
-    return cast(Tensor, context)  # a tuple only if further outputs are requested
+    if q.shape[1] != k.shape[1] and _varlen_names_grouped_queries():
+        further["enable_gqa"] = True
+    return varlen_attn(q, k, v, *lengths, scale=scale, window_size=_span(call, window), **further)
+
+
+@dataclass(frozen=True)
+class TorchVarlen:
+    """torch's variable-length kernels for one call, with the sums of their softmax (`sinks.Kernel`)."""
+
+    call: VarlenCall
+    scale: float
+    window: int | None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Implement `Kernel.forward`."""
+        from torch.nn.attention.varlen import AuxRequest
+
+        out, lse = _torch_varlen(q, k, v, self.call, self.scale, self.window, return_aux=AuxRequest(lse=True))
+        return out, lse.t()  # the kernels have the heads first
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Implement `Kernel.backward`."""
+        call, span = self.call, _span(self.call, self.window)
+        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of dropout, of which there is none
+        lengths = call.cu_q, call.cu_k, call.longest_q, call.longest_k, span == (-1, 0), unused
+        given = grad, q, k, v, out, lse.t().contiguous(), *lengths, self.scale, list(span)
+        dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(*given)
+        return dq, dk, dv
+
+
+def _varlen_with_sinks(
+    sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float, window: int | None
+) -> Tensor:
+    return attend_with_sinks(q, k, v, sinks, TorchVarlen(call, scale, window))
+
+
+def _span(call: VarlenCall, window: int | None) -> tuple[int, int]:
+    """Return how many keys a query sees to its left and to its right, -1: all of them."""
+    return (-1 if window is None else window - 1, 0) if call.causal else (-1, -1)
 
 
 @functools.cache
@@ -396,7 +470,13 @@ class _ToBucket(torch.autograd.Function):
 
 
 def bucket_attention(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedSequences,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute `attend` by buckets of sequences of similar length."""
     plan: AttentionPlan = packed.cache.get("plan") or plan_buckets(packed, q.device)
@@ -418,6 +498,10 @@ def bucket_attention(
                 (v, bucket.k_index, bucket.k_length),
             )
         )
+        if sinks is not None:
+            if mask is None and causal:
+                mask = torch.ones(bucket.q_length, bucket.k_length, dtype=torch.bool, device=q.device).tril()
+            kb, vb, mask = sink_key(kb, vb, mask, sinks, bucket.q_length)
         out = F.scaled_dot_product_attention(
             qb,
             kb,

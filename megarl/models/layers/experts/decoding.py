@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.kernels.gpu import expert_kernels, layer_kernels
+from megarl.models.layers.experts.clamped import clamped_gate
 from megarl.models.layers.experts.router import route
+from megarl.models.layers.experts.stacked import StackedLinear
 from megarl.models.layers.experts.training import is_one_kernel
 from megarl.models.layers.mesh import Mesh
 from megarl.models.layers.passes import Preparation
@@ -55,6 +57,10 @@ class MoE:
         self._up, self._down = prepared.grouped(first), prepared.grouped(second)
         whole = all(is_one_kernel(linear.stacked, dtype) and adapter_of(linear) is None for linear in (first, second))
         self.waits = mesh.ep.size > 1 or not whole
+        self._clamped, self._biases = module.config.mixture.clamped, None
+        if isinstance(first, StackedLinear):  # the sum over the expert-tensor ranks has the second bias once
+            down = prepared.cast(second.bias) if mesh.etp.rank == 0 else torch.zeros_like(prepared.cast(second.bias))
+            self._biases = prepared.cast(first.bias), down
         self._count, self._first = first.experts, mesh.ep.rank * first.experts
         self._numbers = torch.arange(1, self._count + 1, device=router.weight.device)
         self._shared = None
@@ -104,7 +110,7 @@ class MoE:
         local, order = local.sort(stable=True)
         ends = torch.searchsorted(local, self._numbers, out_int32=True)
         tokens = order // topk
-        rows = self._down(_gated(self._up(x[tokens], ends), weights.flatten()[order]), ends)
+        rows = self._compute(x[tokens], weights.flatten()[order], local, ends)
         if self._mesh.ep.size > 1:
             rows = rows.masked_fill_((local == self._count)[:, None], 0)
         kernels = expert_kernels(rows)
@@ -112,6 +118,16 @@ class MoE:
             return torch.zeros_like(x).index_add_(0, tokens, rows)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return kernels.sum_rows(rows, places.view(experts.shape))
+
+
+    def _compute(self, rows: Tensor, weights: Tensor, local: Tensor, ends: Tensor) -> Tensor:
+        """Return the output of each row's expert times its weight, [n, h]; `local`: numbers of the rows' experts."""
+        if self._biases is None or self._clamped is None:
+            return self._down(_gated(self._up(rows, ends), weights), ends)
+        up, down = (bias[local.clamp(max=self._count - 1)] for bias in self._biases)
+        inner = clamped_gate(self._up(rows, ends) + up, self._clamped)
+        factors = weights[:, None]
+        return self._down((inner * factors).to(rows.dtype), ends) + (down * factors).to(rows.dtype)
 
 
 def _gated(gate_up: Tensor, weights: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megarl.models.layers.mlp.plain import mlp_rules
-from megarl.models.layers.rules import COPY, HF, MCORE, WeightRule, WeightSource
+from megarl.models.layers.rules import COLUMNS, COPY, HF, MCORE, ROWS, Split, WeightRule, WeightSource
 
 Score = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 BUFFER = "router.expert_bias"
@@ -37,7 +37,8 @@ class RouterRules:
 
 @dataclass(frozen=True)
 class ClampedGate:
-    """The activation (up + 1) * gate * sigmoid(alpha * gate), with gate <= limit and -limit <= up <= limit."""
+    """The activation (up + 1) * gate * sigmoid(alpha * gate), with gate <= limit and -limit <= up <= limit, of a
+    projection whose outputs are gate, up, gate, up, ..."""
 
     limit: float
     alpha: float
@@ -53,6 +54,8 @@ class Mixture:
     shared_gate: bool = False  # the shared MLP's output is multiplied by sigmoid(w x)
     bias: bool = False  # experts' projections have biases
     clamped: ClampedGate | None = None  # None: SwiGLU
+    # parameters are [experts, in, out], as the tensors in checkpoints that have all experts of a layer
+    stacked: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,24 @@ def expert_rules(
         names = (f"{HF}{block}.{shared}.{name}.weight" for name in (gate, up, down))
         rules += mlp_rules(f"{MCORE}mlp.shared_experts.", "shared", "shared_ffn", *names)
     return tuple(rules)
+
+
+def stacked_expert_rules(block: str) -> tuple[WeightRule, ...]:
+    """Return the rules for a layer's router and for its experts with biases, which checkpoints have in one tensor for
+    all experts, in x out; `block`: name of the mixture in a checkpoint."""
+
+    def rule(param: str, split: Split, source: str, *shape: str) -> WeightRule:
+        tensor = WeightSource(f"{HF}{block}.experts.{source}", shape)
+        return WeightRule(f"{MCORE}mlp.experts.{param}", "expert", split, (tensor,), stacked=True)
+
+    return (
+        _router("router.weight", f"{block}.router.weight", "experts", "hidden"),
+        _router("router.bias", f"{block}.router.bias", "experts"),
+        rule("linear_fc1.weight", COLUMNS, "gate_up_proj", "hidden", "expert_gate_up"),
+        rule("linear_fc1.bias", ROWS, "gate_up_proj_bias", "expert_gate_up"),
+        rule("linear_fc2.weight", ROWS, "down_proj", "expert_ffn", "hidden"),
+        rule("linear_fc2.bias", COPY, "down_proj_bias", "hidden"),
+    )
 
 
 def _router(param: str, source: str, *shape: str, buffer: bool = False) -> WeightRule:
