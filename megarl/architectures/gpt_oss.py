@@ -65,9 +65,7 @@ ARCHITECTURE = Architecture(
     },
     null=(*COMMON_NULL, "sliding_window", "layer_types"),
     tensors=OUTER + attention_rules() + stacked_expert_rules("mlp"),
-    attention=AttentionTraits(
-        windows="chosen", qkv_bias="attention_bias", out_bias="attention_bias", sinks=True
-    ),
+    attention=AttentionTraits(windows="chosen", qkv_bias="attention_bias", out_bias="attention_bias", sinks=True),
     experts=MixtureTraits(mixture, names=("num_local_experts", "num_experts")),
     layer_types=layer_types,
     # SGLang reads the factor of the gate under another name

@@ -24,6 +24,7 @@ _PUBLISHED = frozenset(
         *("use_mrope", "quantization_config", "compression_config", "auto_map", "tokenizer_class"),
         *("model_max_length", "unsloth_fixed", "unsloth_version"),
         *("scoring_func", "topk_method", "moe_layer_freq", "ep_size", "seq_aux", "aux_loss_alpha"),
+        *("experts_per_token", "initial_context_length"),  # of gpt-oss's own code
         "qk_head_dim",  # written by classes with latent attention, which compute it
     }
 )

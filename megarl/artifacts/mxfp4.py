@@ -51,7 +51,7 @@ def packed_tensors(shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[st
                 f"tensor {name!r} is quantised in an unknown format",
                 where=where,
                 found=f"blocks {shape}, scales {scales}",
-                allowed=f"mxfp4: blocks [experts, out, in / 32, 16] and scales [experts, out, in / 32] in {name}{SCALES}",
+                allowed="mxfp4: blocks [experts, out, in / 32, 16], scales [experts, out, in / 32]",
                 fix="copy or download the model again, or use the unquantised model",
             )
         packed[name] = (shape[0], shape[2] * _GROUP, shape[1])

@@ -144,7 +144,7 @@ def _sink_gradient(chances: Tensor, dchances: Tensor, count: int, heads: int) ->
     """Return the gradient of the sinks [heads], whose probabilities are what is missing to 1.
 
     Args:
-        chances, dchances: probabilities of the keys and their gradients [count * groups, heads / groups * length, keys].
+        chances, dchances: probabilities of keys, and their gradients [count * groups, heads / groups * length, keys].
     """
     wide = torch.promote_types(chances.dtype, torch.float32)
     along = (chances.to(wide) * dchances).sum(-1) * (chances.sum(-1, dtype=wide) - 1)

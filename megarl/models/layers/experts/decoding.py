@@ -119,7 +119,6 @@ class MoE:
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return kernels.sum_rows(rows, places.view(experts.shape))
 
-
     def _compute(self, rows: Tensor, weights: Tensor, local: Tensor, ends: Tensor) -> Tensor:
         """Return the output of each row's expert times its weight, [n, h]; `local`: numbers of the rows' experts."""
         if self._biases is None or self._clamped is None:

@@ -100,9 +100,11 @@ class StackedExperts(MegatronModule):
         self, experts: int, config: PolicyConfig, pg_collection: ProcessGroupCollection, name: str | None = None
     ) -> None:
         super().__init__(config=config)
-        assert config.mixture is not None and config.mixture.clamped is not None, "stacks have this activation"
-        self.experts, self._groups, self._gate = experts, pg_collection, config.mixture.clamped
-        width = config.mixture.width // pg_collection.expt_tp.size()
+        mixture = config.mixture
+        assert mixture is not None, "a layer with experts has a mixture"
+        assert mixture.clamped is not None, "stacked experts have this activation"
+        self.experts, self._groups, self._gate = experts, pg_collection, mixture.clamped
+        width = mixture.width // pg_collection.expt_tp.size()
         self.linear_fc1 = StackedLinear(config, experts, 2 * width, config.hidden_size, split=0)
         self.linear_fc2 = StackedLinear(config, experts, config.hidden_size, width, split=1)
 
