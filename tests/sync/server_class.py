@@ -2,7 +2,7 @@
 
     python server_class.py CASES.json FOLDER...         FOLDERs are put on the path; CASES.json is a list of cases
 
-A case has the keys `folder`, `dtype`, `tp`, `buckets`, `changes` and `out`.
+A case has the keys `folder`, `dtype`, `tp`, `attention`, `buckets`, `changes` and `out`.
 `folder` has a config.json, `buckets` are files of (header, bytes) for megarl's loader, `changes` of patches for the
 same parameters. Each rank of each case is a process forked from this one, and writes to `out` the digests of its
 parameters after the buckets and after the patches.
@@ -32,7 +32,7 @@ def built(case: dict, rank: int):
     from sglang.srt.server_args import ServerArgs
 
     tp = case["tp"]
-    settings = {"device": "cpu", "sampling_backend": "pytorch", "attention_backend": "torch_native"}
+    settings = {"device": "cpu", "sampling_backend": "pytorch", "attention_backend": case["attention"]}
     switches = {"disable_overlap_schedule": True, "skip_tokenizer_init": True, "disable_shared_experts_fusion": True}
     arguments = ServerArgs(case["folder"], dtype=case["dtype"], tp_size=tp, **settings, **switches)
     publish(arguments, role="test", ranks=SpawnRanks(world_rank=rank))

@@ -46,7 +46,7 @@ _STARTED = (
     *("deterministic", "speculative", "extra_args"),
 )
 #: Architectures without gated delta nets that SGLang cannot compute on a CPU.
-_NEEDS_GPU = ("minimax_m2", "qwen2_moe")
+_NEEDS_GPU = ("gpt_oss", "minimax_m2", "qwen2_moe")
 #: Number of tokens by which an input must be shorter than a server's capacity, one generated token included.
 _FREE_TOKENS = 6
 
@@ -303,6 +303,23 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
     _check_processor(config, facts, checks)
     experts = f"expert-parallel ranks cannot evenly share the model's {facts.experts} experts"
     _check_divides("ep_size", servers.ep_size, facts.experts or 1, experts, checks)
+    stacked = facts.mixture is not None and facts.mixture.stacked
+    if stacked and servers.ep_size > 1:
+        checks.fail(
+            "rollout.sglang.ep_size",
+            f"SGLang cannot read the unquantised experts of a {facts.model_type} on expert-parallel ranks",
+            found=servers.ep_size,
+            allowed=1,
+            fix="set rollout.sglang.ep_size=1, and split every expert with rollout.sglang.tp_size",
+        )
+    if stacked and config.sync.fp8:
+        checks.fail(
+            "sync.fp8",
+            f"the experts of a {facts.model_type} cannot be sent in FP8: a tensor has those of a whole layer",
+            found=True,
+            allowed=False,
+            fix="set sync.fp8=false",
+        )
     lists = "mlp_only_layers" in ARCHITECTURES[facts.model_type].keys  # SGLang 0.5.23 reads neither of its two keys
     if facts.dense_layers and lists:
         checks.fail(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.artifacts.facts import ModelFacts
+from megarl.config.sglang import SGLangConfig
 from megarl.models.hf import facts_of
 from megarl.models.layers.attention.plain import Attention
 from megarl.models.layers.gated_delta.plain import GatedDelta
@@ -30,6 +31,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|
 _BY_HEAD = ("in_proj_qkvz", "in_proj_ba", "q_b_proj", "kv_b_proj", "q_proj")
 #: Architectures whose routers are float32 parameters of the server, whatever the model's dtype.
 _WIDE_ROUTERS = ("glm4_moe", "glm4_moe_lite", "minimax_m2")
+_BACKEND = "--moe-runner-backend"
 _LATENT = "fused_qkv_a_proj_with_mqa"
 #: Linear layers of a vision encoder that are split by rows, and those that are split by columns.
 _BY_ROWS = ("gate_proj", "up_proj", "linear_fc1", "merger.mlp.0")
@@ -78,6 +80,9 @@ class ServerLayout:
             yield _visual_part(name, tensor, tp, rank)
             return
         name = name.replace("model.language_model.", "model.")
+        if facts.mixture is not None and facts.mixture.stacked and ".experts." in name:
+            yield _stacked_part(name, tensor, tp, rank)
+            return
         if match := _EXPERT.fullmatch(name):
             experts, number, kind = match.groups()
             ways, local = tp // ep, facts.experts // ep
@@ -108,6 +113,8 @@ class ServerLayout:
             return torch.cat([part.chunk(tp)[rank] for part in tensor.split([keys, keys, values])])
         if module == "linear_attn":  # parameters of the value heads
             return tensor.chunk(tp)[rank].float() if leaf == "A_log" else tensor.chunk(tp)[rank]
+        if leaf == "sinks":  # in this dtype whatever the model's
+            return tensor.chunk(tp)[rank].bfloat16()
         if module in ("o_proj", "down_proj", "out_proj"):
             return tensor.chunk(tp, 1)[rank] if leaf == "weight" else tensor
         if module in ("embed_tokens", "lm_head"):
@@ -164,6 +171,32 @@ class ServerLayout:
     def make_checksum(self, nbytes: int) -> Checksum:
         """Return an empty checksum over `nbytes` bytes, of the kind that the servers' device computes."""
         return make_checksum(nbytes, on_gpu=self.on_gpu)
+
+
+def with_plain_experts(config: SGLangConfig, facts: ModelFacts) -> SGLangConfig:
+    """Return the settings of servers that keep stacks of experts as `ServerLayout` describes them.
+
+    The backend that SGLang chooses for them by itself depends on the GPU and on what is installed, and some backends
+    keep them transposed or packed."""
+    chosen = any(argument.startswith(_BACKEND) for argument in config.extra_args)
+    if facts.mixture is None or not facts.mixture.stacked or chosen:
+        return config
+    return config.model_copy(update={"extra_args": [*config.extra_args, _BACKEND, "triton"]})
+
+
+def _stacked_part(name: str, tensor: Tensor, tp: int, rank: int) -> tuple[str, Tensor, int]:
+    """Return the triple that `ServerLayout.parts` yields for a stack of experts, [experts, in, out], or their biases,
+    which are float32 on the server."""
+    bias = name.endswith("_bias")
+    name = name.removesuffix("_bias")
+    stack = tensor.float() if bias else tensor.transpose(1, 2)
+    if name.endswith("gate_up_proj"):
+        param, part = name.replace("gate_up_proj", "w13_weight"), stack.chunk(tp, 1)[rank]
+    else:
+        param, part = name.replace("down_proj", "w2_weight"), stack if bias else stack.chunk(tp, 2)[rank]
+        if bias and rank:  # the sum over the ranks has it once
+            part = torch.zeros_like(part)
+    return param + ("_bias" if bias else ""), part, part.numel()
 
 
 def _visual_part(name: str, tensor: Tensor, tp: int, rank: int) -> tuple[str, Tensor, int]:

@@ -11,6 +11,7 @@ from megarl.models.weights.metadata import write_metadata
 from megarl.rollout.sglang.block_fp8 import write_block_fp8
 from megarl.rollout.sglang.images import write_processor
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
+from megarl.rollout.sglang.layout import with_plain_experts
 from megarl.rollout.sglang.routes import returning_routes
 from megarl.system.device import DTYPES, has_cuda
 from megarl.system.errors import ConfigError, ServerError
@@ -42,7 +43,8 @@ def start_servers(host: EngineHost, key: str | None = None, address: str | None 
         key: the servers' API key, if another team uses it too; None: a new key.
         address: the address at which workers of other teams reach the servers; None: loopback.
     """
-    config, layout, servers = host.config, host.layout, host.config.rollout.sglang
+    config, layout = host.config, host.layout
+    servers = with_plain_experts(config.rollout.sglang, facts_of(host.hf_config))
     if layout.rank == 0:
         logs = host.run_dir / "servers"
         # docs/servers.md has the measurement of the 17 s in this message
