@@ -221,6 +221,62 @@ def test_other_quantisations_are_refused_before_a_start(tmp_path, settings):
     assert quantized_block({"quantization_config": None}, "here") is None
 
 
+def save_mxfp4(folder):
+    """A checkpoint with experts in mxfp4 under `folder`/mxfp4, with small and large exponents."""
+    save_tiny(folder / "plain", "gpt_oss", intermediate_size=64)
+    shutil.copytree(folder / "plain", folder / "mxfp4")
+    tensors, random = load_file(folder / "plain" / "model.safetensors"), torch.Generator().manual_seed(5)
+    for name in [key for key in tensors if key.endswith(("gate_up_proj", "down_proj"))]:
+        experts, width, out = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, out, width // 32, 16), generator=random)
+        scales = torch.randint(121, 128, blocks.shape[:3], generator=random)
+        scales[0, 0, :2] = torch.tensor([0, 253])
+        tensors |= {f"{name}_blocks": blocks.byte(), f"{name}_scales": scales.byte()}
+    save_file(tensors, folder / "mxfp4" / "model.safetensors", metadata={"format": "pt"})
+    change_config(
+        folder / "mxfp4", quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    )
+    return tensors
+
+
+def test_experts_in_mxfp4_are_those_of_transformers_and_are_exported_unquantised(tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    stored, reader = save_mxfp4(tmp_path), CheckpointReader(tmp_path / "mxfp4")
+    assert "experts dequantised from mxfp4" in reader.describe()
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    theirs = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"])
+    assert reader.read(name).dtype == torch.bfloat16
+    assert torch.equal(reader.read(name), theirs)
+    assert torch.equal(reader.read(name, ((1, 3), (30, 41), (5, 90))), theirs[1:3, 30:41, 5:90])
+    check_weights(tmp_path / "mxfp4", model_facts(ModelConfig(path=str(tmp_path / "mxfp4"))))
+    convert(tmp_path / "mxfp4", tmp_path / "converted", dtype="bf16")
+    chunks = build_tiny(tmp_path / "mxfp4", torch.bfloat16)
+    export_weights(chunks, tmp_path / "exported", chunks[0].hf_config, world=world())
+    for folder in ("converted", "exported"):
+        assert "quantization_config" not in json.loads((tmp_path / folder / "config.json").read_text())
+        read, wanted = load_as_transformers(tmp_path / folder), CheckpointReader(tmp_path / "mxfp4")
+        assert all(torch.equal(tensor, wanted.read(key).bfloat16()) for key, tensor in read.items())
+
+
+def load_as_transformers(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return {key: tensor.bfloat16() for key, tensor in model.state_dict().items()}
+
+
+def test_blocks_without_scales_are_refused(tmp_path):
+    save_mxfp4(tmp_path)
+    file = tmp_path / "mxfp4" / "model.safetensors"
+    left = {name: tensor for name, tensor in load_file(file).items() if "1.mlp.experts.down_proj_scales" not in name}
+    save_file(left, file, metadata={"format": "pt"})
+    facts = model_facts(ModelConfig(path=str(tmp_path / "mxfp4")))
+    for read in (CheckpointReader, lambda folder: check_weights(folder, facts)):
+        with pytest.raises(
+            ConfigError, match=r"experts.down_proj' is quantised in an unknown format[\s\S]*scales None"
+        ):
+            read(tmp_path / "mxfp4")
+
+
 def test_codes_without_a_word_about_them_are_refused(tmp_path):
     save_tiny(tmp_path, "llama")
     change_weights(tmp_path, {TENSOR: torch.ones(96, 64, dtype=torch.int8)})
