@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from megarl.models.layers.rules import COLUMNS, STACK, WeightRule, WeightSource
+from megarl.system.errors import ConfigError
 
 MODULE = "adapter"
 """Name of the adapter module inside the linear layer to which it is added."""
@@ -36,17 +37,30 @@ def is_adapter(param: str) -> bool:
     return f".{MODULE}." in param
 
 
+def refuse_stacks(model_type: str, table: tuple[WeightRule, ...], targets: Collection[str] | None) -> None:
+    """Raise an error if `targets` has experts that checkpoints have in stacks, where PEFT cannot name a single one."""
+    if "experts" not in (targets or ()) or not any(rule.stacked for rule in table):
+        return
+    raise ConfigError(
+        f"experts of a {model_type} cannot have adapters: checkpoints have all experts of a layer in one tensor",
+        where="model.lora.targets",
+        found=targets,
+        allowed=["attention"],
+        fix="set model.lora.targets=[attention]",
+    )
+
+
 def adapter_rules(table: tuple[WeightRule, ...], targets: Collection[str] | None) -> Iterator[WeightRule]:
     """Yield the adapter rules for the linear layers in a table of weights; `targets` None selects the default layers.
 
-    Source names are those of the weights with `lora_A.weight` or `lora_B.weight` in place of `weight`. Their shapes
-    also use the size `rank`.
+    Stacks of experts have none, see `refuse_stacks`. Source names are those of the weights with `lora_A.weight` or
+    `lora_B.weight` in place of `weight`. Their shapes also use the size `rank`.
     """
     wanted = DEFAULT_TARGETS if targets is None else targets
     for rule in table:
         target = TARGETS.get(rule.part)
         linear = rule.param.endswith(".weight") and len(rule.sources[0].shape) == 2
-        if target not in wanted or not linear:
+        if target not in wanted or not linear or rule.stacked:
             continue
         stem = f"{rule.param.removesuffix('weight')}{MODULE}."
         down, up = [], []

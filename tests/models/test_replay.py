@@ -27,26 +27,39 @@ def logprobs(chunk, prompt: list[int], response: list[int], routes: torch.Tensor
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
-def brute_force(layer, routes: torch.Tensor):
+def swiglu(experts, number: int, token: torch.Tensor) -> torch.Tensor:
+    gate, up = (experts.linear_fc1.stacked[number] @ token).chunk(2)
+    return experts.linear_fc2.stacked[number] @ (F.silu(gate) * up)
+
+
+def clamped(experts, number: int, token: torch.Tensor) -> torch.Tensor:
+    inner = token @ experts.linear_fc1.weight[number] + experts.linear_fc1.bias[number]
+    gate, up = inner[::2].clamp(max=1.5), inner[1::2].clamp(-1.5, 1.5)
+    gated = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    return gated @ experts.linear_fc2.weight[number] + experts.linear_fc2.bias[number]
+
+
+def brute_force(layer, routes: torch.Tensor, expert):
     """Return a forward function of a layer with experts that evaluates the experts of every token one by one."""
 
     def forward(hidden: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, None]:
-        scores = torch.softmax(hidden[:, 0] @ layer.router.weight.t(), -1)
+        bias = 0 if layer.router.bias is None else layer.router.bias
+        scores = torch.softmax(hidden[:, 0] @ layer.router.weight.t() + bias, -1)
         rows = []
         for token, score, experts in zip(hidden[:, 0], scores, routes.tolist(), strict=True):
             weights = score[experts] / score[experts].sum()
-            gates = [(layer.experts.linear_fc1.stacked[e] @ token).chunk(2) for e in experts]
-            down = [
-                layer.experts.linear_fc2.stacked[e] @ (F.silu(a) * b) for e, (a, b) in zip(experts, gates, strict=True)
-            ]
-            rows.append(sum(w * d for w, d in zip(weights, down, strict=True)))
+            rows.append(sum(w * expert(layer.experts, e, token) for w, e in zip(weights, experts, strict=True)))
         return torch.stack(rows)[:, None], None
 
     return forward
 
 
-def test_a_model_with_other_routers_follows_the_recorded_routes(monkeypatch):
-    chunks = build("qwen3_moe", hf={"num_hidden_layers": 3, "mlp_only_layers": [1]})
+@pytest.mark.parametrize(
+    ("model", "layers", "changes", "expert"),
+    [("qwen3_moe", (0, 2), {"mlp_only_layers": [1]}, swiglu), ("gpt_oss", (0, 1), {}, clamped)],
+)
+def test_a_model_with_other_routers_follows_the_recorded_routes(model, layers, changes, expert, monkeypatch):
+    chunks = build(model, hf={"num_hidden_layers": layers[-1] + 1, **changes})
     requests = make_requests(count=4)
     groups = engine(chunks, max_running=5, replay_routes=True).generate(requests, sampled(), STOP)
     (chunk,) = chunks
@@ -67,9 +80,9 @@ def test_a_model_with_other_routers_follows_the_recorded_routes(monkeypatch):
     own = logprobs(chunk, prompt, done.token_ids, None)
     assert (own - replayed).abs().max() > 0.05  # otherwise the routers would have chosen the same experts anyway
 
-    for place, number in enumerate((0, 2)):
-        mlp = chunk.decoder.layers[number].mlp
-        monkeypatch.setattr(mlp, "forward", brute_force(mlp, done.routes[:, 2 * place : 2 * place + 2].long()))
+    for place, number in enumerate(layers):
+        mlp, chosen = chunk.decoder.layers[number].mlp, done.routes[:, 2 * place : 2 * place + 2].long()
+        monkeypatch.setattr(mlp, "forward", brute_force(mlp, chosen, expert))
     oracle = logprobs(chunk, prompt, done.token_ids, None)
     torch.testing.assert_close(replayed, oracle, atol=1e-5, rtol=0)
     for gradient, expected in zip(gradients, torch.autograd.grad(oracle.sum(), parameters), strict=True):
