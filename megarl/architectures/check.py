@@ -208,7 +208,8 @@ def _check_rope(raw: Mapping[str, Any], values: dict[str, Any], known: Architect
     if sections is not None and not all(isinstance(sections.get(name, {}), Mapping) for name in names):
         refuse("rope_parameters", sections, "mappings for full_attention and sliding_attention")
     if sections and (sections.keys() - names or (values["rope_scaling"] and "full_attention" not in sections)):
-        refuse("rope_parameters", sorted(sections), "full_attention and sliding_attention")
+        why = "one section for all layers is not supported"
+        refuse("rope_parameters", sorted(sections), "full_attention and sliding_attention", why)
     for table in rope_tables(values).values():
         _check_table(raw, values, known, refuse, key, table)
     return None

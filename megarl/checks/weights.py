@@ -89,9 +89,10 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
 def _replace_stacks(place: dict[str, Stored], facts: ModelFacts, folder: Path) -> None:
     """Replace tensors of all experts of a layer by the tensors that the model's rules name."""
     if has_stacks(facts.model_type):
-        for name, shape in packed_tensors({name: stored[2] for name, stored in place.items()}, str(folder)).items():
+        shapes = {name: stored[2] for name, stored in place.items()}
+        for name, unpacked in packed_tensors(shapes, str(folder)).items():
             (file, *_), _ = (place.pop(name + part) for part in (BLOCKS, SCALES))
-            place[name] = (file, _DTYPES[1], shape)
+            place[name] = (file, _DTYPES[1], unpacked)
         return
     for name, (file, dtype, shape) in list(place.items()):
         if cuts := cuts_of(name, shape, facts.hidden):

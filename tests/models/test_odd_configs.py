@@ -154,6 +154,8 @@ KEYS: dict[str, st.SearchStrategy[Any]] = {
     "shared_expert_intermediate_size": st.sampled_from([8, 16]),
     "qkv_bias": st.booleans(),
     "rotary_dim": st.sampled_from([None, 2, 4]),
+    "swiglu_limit": st.sampled_from([0.5, 7.0, 7]),
+    "swiglu_alpha": st.sampled_from([1.0, 1.702, 2]),
 }
 SMALL = {
     "hidden_size": 32,
@@ -335,6 +337,8 @@ EQUAL += [
     ("olmo3", {"rope_theta": 100.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "sliding_window": 3}),
     ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}),
     ("gemma3_text", {"rope_local_base_freq": 100.0, "rope_scaling": LINEAR, "sliding_window_pattern": 2}),
+    ("gpt_oss", {"rope_parameters": None, "swiglu_limit": 0.5, "swiglu_alpha": 1.0, "sliding_window": 3}),
+    ("gpt_oss", {"attention_bias": False, "layer_types": ["full_attention"] * 2, "rope_scaling": LINEAR}),
     ("gemma3_text", {"attn_logit_softcapping": 3.0, "hidden_act": "silu", "attention_bias": True, "sliding_window": 3}),
 ]
 REFUSED = [
@@ -376,6 +380,8 @@ REFUSED = [
     ("phi3", {"rope_scaling": {"type": "longrope", **LONGROPE, "short_factor": [1.0]}}),
     ("phi3", {"rope_scaling": LINEAR}),
     ("olmo3", {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}}),
+    ("gpt_oss", {"swiglu_limit": 7}),
+    ("gpt_oss", {"sliding_window": None}),
     ("gemma3_text", {"hidden_activation": "gelu"}),
     ("gemma3_text", {"final_logit_softcapping": 30.0}),
     ("gemma3_text", {"use_bidirectional_attention": True}),

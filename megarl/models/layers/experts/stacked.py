@@ -114,7 +114,7 @@ class StackedExperts(MegatronModule):
         owners = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)
         inner = clamped_gate(add_bias(self.linear_fc1(rows, ends), self.linear_fc1.bias, owners), self._gate)
         weighted = (inner * probs[:, None]).to(inner.dtype)
-        bias = self.linear_fc2.bias
+        bias: Tensor = self.linear_fc2.bias
         if self._groups.expt_tp.rank():  # the sum over the ranks has its value once; all ranks have its gradient
             bias = bias - bias.detach()
         return add_bias(self.linear_fc2(weighted, ends), bias, owners, probs), None
