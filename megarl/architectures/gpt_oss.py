@@ -26,7 +26,7 @@ def mixture(values: Mapping[str, Any]) -> Mixture:
     return Mixture(router, values["intermediate_size"], bias=True, clamped=gate, stacked=True)
 
 
-def _check(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
+def refuse_other_gates(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
     """Refuse numbers of the activation with which it is no gate."""
     for key in ("swiglu_limit", "swiglu_alpha"):
         if not isinstance(values[key], float) or values[key] <= 0:  # transformers refuses integers
@@ -70,5 +70,5 @@ ARCHITECTURE = Architecture(
     layer_types=layer_types,
     # SGLang reads the factor of the gate under another name
     written=lambda values: {"hidden_act_alpha": values["swiglu_alpha"]},
-    refusals=(_check,),
+    refusals=(refuse_other_gates,),
 )

@@ -37,10 +37,12 @@ def test_an_address_without_a_server_is_the_users_to_correct(monkeypatch: pytest
 
     monkeypatch.setattr(start, "open_fleet", open_fleet)
     monkeypatch.setattr(start, "_write_model_config", lambda host: None)
+    monkeypatch.setattr(start, "with_plain_experts", lambda servers, facts: servers)
+    monkeypatch.setattr(start, "facts_of", lambda hf: None)
     layout = SimpleNamespace(rank=0, world=None)
 
     def host(*urls: str) -> Any:
-        return SimpleNamespace(config=config(*urls), layout=layout, run_dir=Path("runs"))
+        return SimpleNamespace(config=config(*urls), layout=layout, run_dir=Path("runs"), hf_config=None)
 
     with pytest.raises(ConfigError, match=r"rollout.sglang.urls(?s:.*)refused(?s:.*)correct the addresses"):
         start.start_servers(host("http://127.0.0.1:9"))

@@ -98,7 +98,8 @@ class _CausalAttention(torch.autograd.Function):
                 if sinks is None:
                     chances = torch.softmax(scores, -1).to(q.dtype)
                 else:
-                    chances = with_sink_column(scores, _of_rows(sinks, count, groups, b - a)).to(q.dtype)
+                    of_rows = sinks.view(groups, -1).repeat_interleave(b - a, 1).repeat(count, 1)
+                    chances = with_sink_column(scores, of_rows[..., None]).to(q.dtype)
                 context[:, a:b] = _from_group(torch.bmm(chances, values[:, :b]), count, b - a)
                 probabilities.append(chances)
         ctx.save_for_backward(q, k, v, sinks, *probabilities)
@@ -133,11 +134,6 @@ class _CausalAttention(torch.autograd.Function):
             dk[span].view(count, length, groups, size).copy_(_from_group(dkeys, count, length).squeeze(3))
             dv[span].view(count, length, groups, width).copy_(_from_group(dvalues, count, length).squeeze(3))
         return dq, dk, dv, None, None, None if dsinks is None else dsinks.to(sinks.dtype)
-
-
-def _of_rows(sinks: Tensor, count: int, groups: int, length: int) -> Tensor:
-    """Return sinks [heads] for rows as those of `_by_group`, [count * groups, heads / groups * length, 1]."""
-    return sinks.view(groups, -1).repeat_interleave(length, 1).repeat(count, 1)[..., None]
 
 
 def _sink_gradient(chances: Tensor, dchances: Tensor, count: int, heads: int) -> Tensor:

@@ -48,12 +48,12 @@ class _AddBias(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, Tensor | None]:
         bias, experts, weights = ctx.saved_tensors
         numbers = torch.arange(len(bias), device=experts.device)
-        mine = (experts == numbers[:, None]).to(grad.dtype)
+        rows_of_expert = (experts == numbers[:, None]).to(grad.dtype)
         if weights is None:
-            return grad, mine @ grad, None, None
+            return grad, rows_of_expert @ grad, None, None
         rows = bias.index_select(0, experts.clamp(max=len(bias) - 1))
         dweights = (grad * rows.to(weights.dtype)).sum(-1)
-        return grad, mine @ (grad * weights[:, None]).to(grad.dtype), None, dweights
+        return grad, rows_of_expert @ (grad * weights[:, None]).to(grad.dtype), None, dweights
 
 
 class StackedLinear(MegatronModule):
@@ -101,8 +101,8 @@ class StackedExperts(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         mixture = config.mixture
-        assert mixture is not None, "a layer with experts has a mixture"
-        assert mixture.clamped is not None, "stacked experts have this activation"
+        if mixture is None or mixture.clamped is None:
+            raise ValueError("stacked experts have a clamped gate")
         self.experts, self._groups, self._gate = experts, pg_collection, mixture.clamped
         width = mixture.width // pg_collection.expt_tp.size()
         self.linear_fc1 = StackedLinear(config, experts, 2 * width, config.hidden_size, split=0)
