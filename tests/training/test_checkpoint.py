@@ -32,6 +32,7 @@ TWO = [
     ("moe", {"ep": 2}, [{"ep": 2}, {"pp": 2}, {"tp": 2, "sp": True, "ep": 2}]),
     ("moe", {"tp": 2, "sp": True}, [{"tp": 2, "sp": True}, {"ep": 2}]),
     ("wide", {"tp": 2, "sp": True}, [{"pp": 2}]),
+    ("sinks", {"tp": 2, "sp": True}, [{"ep": 2}]),
     ("shared", {"ep": 2}, [{"pp": 2}, {"tp": 2, "sp": True}]),
     ("critic", {"tp": 2}, [{"tp": 2}, {"pp": 2}, {}]),
 ]
