@@ -234,7 +234,7 @@ class ServerTurns:
 
     def _recorded(self) -> dict[str, Any]:
         """Return the fields of a sample that depend on the engine alone."""
-        kept = [] if self._engine.keeps_tokens and self._sampling.is_bounded else None
+        kept: list[list[int]] | None = [] if self._engine.keeps_tokens and self._sampling.is_bounded else None
         return {"strings": self._strings, "form": self._engine.routes, "kept": kept}
 
     def submit_all(self, requests: Sequence[Request]) -> None:
