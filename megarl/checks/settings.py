@@ -258,6 +258,13 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
                 found=size,
                 fix=f"set {key}.sampling.n to at most {_LARGEST_GROUP:,}; groups of 4 to 64 are usual",
             )
+    _check_truncation(config, checks)
+    _check_held_out(config, checks)
+
+
+def _check_truncation(config: RunConfig, checks: Checklist) -> None:
+    """Check that samples of a truncated distribution are trained on as such."""
+    training = config.rollout.sampling
     corrected = training.logprobs == "processed" and config.rollout_correction.resolved().active
     plain = SamplingConfig()
     filters = [key for key in ("top_p", "top_k", "min_p") if getattr(training, key) != getattr(plain, key)]
@@ -278,7 +285,6 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
             found=training.min_new_tokens,
             fix="set rollout.sampling.min_new_tokens=0",
         )
-    _check_held_out(config, checks)
 
 
 def _check_held_out(config: RunConfig, checks: Checklist) -> None:

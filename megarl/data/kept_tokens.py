@@ -24,8 +24,8 @@ class KeptTokens:
     @classmethod
     def of(cls, rows: Tensor) -> KeptTokens:
         """Return those of `rows` [n, k]; an id of -1 is none."""
-        kept = rows >= 0
-        return cls(kept.sum(1, dtype=torch.int32), rows[kept].to(torch.int32))
+        is_kept = rows >= 0
+        return cls(is_kept.sum(1, dtype=torch.int32), rows[is_kept].to(torch.int32))
 
     @classmethod
     def joined(cls, parts: Sequence[KeptTokens]) -> KeptTokens:

@@ -34,8 +34,8 @@ PLAIN = "answer"
 class Trajectory:
     """A sample: an episode of any number of turns, or a plain answer, which has one turn.
 
-    It is partial while `ended_by` is empty. All fields except `images`, `routes` and `kept` are JSON values. A turn is
-    sampled in one segment, or in several if generation is interrupted.
+    It is partial while `ended_by` is empty. All fields except `images`, `routes` and `kept_tokens` are JSON values. A
+    turn is sampled in one segment, or in several if generation is interrupted.
 
     Attributes:
         token_ids, sampled, logprobs: one entry per token after the prompt: its id, whether the policy sampled it (False
@@ -69,7 +69,7 @@ class Trajectory:
     # routes of the first tokens of prompt and response (`megarl.data.routes`); None: not recorded
     routes: Tensor | None = field(default=None, compare=False)
     # kept tokens of each token after the prompt (`megarl.data.kept_tokens`); None: not recorded
-    kept: KeptTokens | None = field(default=None, compare=False)
+    kept_tokens: KeptTokens | None = field(default=None, compare=False)
 
     def add_segment(
         self,
@@ -88,8 +88,8 @@ class Trajectory:
         if not self.in_turn:
             self.turn_starts.append(len(self.token_ids))
         if kept is not None:
-            before = KeptTokens.from_lists([]) if self.kept is None else self.kept
-            self.kept = KeptTokens.joined([before.extended(len(self.token_ids)), kept])
+            before = KeptTokens.from_lists([]) if self.kept_tokens is None else self.kept_tokens
+            self.kept_tokens = KeptTokens.joined([before.extended(len(self.token_ids)), kept])
         self._append(token_ids, sampled=True, logprobs=logprobs, versions=versions)
         if routes is not None:
             self.routes = continued(self.routes, routes)
@@ -143,7 +143,7 @@ class Trajectory:
             self.versions[-1][1] -= dropped  # the observation has the version of the turn before it
         for per_token in (self.token_ids, self.sampled, self.logprobs):
             del per_token[end:]
-        self.kept = None if self.kept is None else self.kept.first(end)
+        self.kept_tokens = None if self.kept_tokens is None else self.kept_tokens.first(end)
         self.bodies = [run for run in self.bodies if run[1] <= end]
         if self.images is not None:
             self.images = self.images.between(0, len(self.prompt_ids) + end)
@@ -215,8 +215,8 @@ class Trajectory:
         """Return the fields as JSON values; images are stored without their patches."""
         images = self.images
         layout = None if images is None else {n: getattr(images, n) for n in ("places", "sizes", "digests")}
-        kept = None if self.kept is None else self.kept.to_text()
-        return {**vars(self), "images": layout, "routes": to_text(self.routes), "kept": kept}
+        record = None if self.kept_tokens is None else self.kept_tokens.to_text()
+        return {**vars(self), "images": layout, "routes": to_text(self.routes), "kept_tokens": record}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], patches: Mapping[int, Tensor]) -> Trajectory:
@@ -226,8 +226,8 @@ class Trajectory:
             places = tuple((start, rows, columns) for start, rows, columns in layout["places"])
             whole = torch.cat([patches[digest] for digest in layout["digests"]])
             images = ImageSet(whole, places, tuple(layout["sizes"]), tuple(layout["digests"]))
-        kept = None if fields.get("kept") is None else KeptTokens.from_text(fields["kept"])
-        values = {**fields, "images": images, "routes": from_text(fields.get("routes")), "kept": kept}
+        record = None if fields.get("kept_tokens") is None else KeptTokens.from_text(fields["kept_tokens"])
+        values = {**fields, "images": images, "routes": from_text(fields.get("routes")), "kept_tokens": record}
         if "drawn" in values:  # its name in checkpoints of older versions
             values["sampled"] = values.pop("drawn")
         return cls(**values)
@@ -309,7 +309,7 @@ def _kept_fields(trajectories: Sequence[Trajectory], responses: Jagged) -> dict[
         MegarlError: a token that the policy sampled has none.
     """
     none = KeptTokens.from_lists([])
-    records = [(t.kept or none).extended(len(t.token_ids)) for t in trajectories]
+    records = [(t.kept_tokens or none).extended(len(t.token_ids)) for t in trajectories]
     for number, (trajectory, record) in enumerate(zip(trajectories, records, strict=True)):
         if bool((record.counts[torch.tensor(trajectory.sampled, dtype=torch.bool)] == 0).any()):
             raise MegarlError(

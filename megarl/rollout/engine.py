@@ -56,7 +56,7 @@ class Completion:
 
     `cached`: input tokens that were in the prefix cache; None if the engine does not count them. `routes`: those of the
     whole sequence, prompt included, if `rollout.replay_routes` is set (`megarl.data.routes`); None: not recorded.
-    `kept`: tokens that the filters kept for each token, if `rollout.replay_kept_tokens` is set.
+    `kept_tokens`: tokens that the filters kept for each token, if `rollout.replay_kept_tokens` is set.
     """
 
     token_ids: list[int]
@@ -65,18 +65,18 @@ class Completion:
     versions: VersionRuns
     cached: int | None = None
     routes: Tensor | None = None
-    kept: KeptTokens | None = None
+    kept_tokens: KeptTokens | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        kept = None if self.kept is None else self.kept.to_text()
-        return {**vars(self), "routes": to_text(self.routes), "kept": kept}
+        record = None if self.kept_tokens is None else self.kept_tokens.to_text()
+        return {**vars(self), "routes": to_text(self.routes), "kept_tokens": record}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Completion:
         """Restore a completion from `to_json`."""
-        kept = None if fields["kept"] is None else KeptTokens.from_text(fields["kept"])
-        return cls(**{**fields, "routes": from_text(fields["routes"]), "kept": kept})
+        record = None if fields["kept_tokens"] is None else KeptTokens.from_text(fields["kept_tokens"])
+        return cls(**{**fields, "routes": from_text(fields["routes"]), "kept_tokens": record})
 
 
 def ignore_progress(samples: int) -> None:

@@ -344,7 +344,7 @@ class GroupGenerator:
         results = self._engine.generate(requests, self._sampling, self._eos_ids, advance)
         for in_flight, completions in zip(groups, results, strict=True):
             for trajectory, done in zip(in_flight.trajectories, completions, strict=True):
-                trajectory.add_segment(done.token_ids, done.logprobs, done.versions, done.routes, done.kept)
+                trajectory.add_segment(done.token_ids, done.logprobs, done.versions, done.routes, done.kept_tokens)
                 trajectory.end_turn(done.finish_reason)
                 trajectory.end(PLAIN)
         for slot in list(self._samples):
@@ -433,7 +433,7 @@ class GroupGenerator:
             trajectory = sample.trajectory
             if self._answers is not None:
                 _count_cached(sample, done)
-            trajectory.add_segment(done.token_ids, done.logprobs, done.versions, done.routes, done.kept)
+            trajectory.add_segment(done.token_ids, done.logprobs, done.versions, done.routes, done.kept_tokens)
             if done.finish_reason != "abort":
                 trajectory.end_turn(done.finish_reason)
             elif slot not in self._cut:

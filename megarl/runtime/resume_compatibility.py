@@ -96,6 +96,7 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "model.init_seed": _init_seed,
     "model.dtype": _dtype,
     "model.lora": FIXED,
+    "model.vision": FIXED,  # a checkpoint has the parts that the run had
     "model.freeze": FIXED,  # a checkpoint has no optimizer state of frozen parameters
     "algorithm.kl.coef": _kl_coef,
     "data.shuffle": f"not used: {ORDER}",

@@ -19,7 +19,7 @@ from megarl.models.policy import PolicyModel
 from megarl.system.comm import WorkerGroup
 from megarl.system.compat import megatron as compat
 from megarl.training.kept_logprob import kept_logprob
-from megarl.training.logprob import linear_logprob
+from megarl.training.logprob import VocabularyShard, linear_logprob
 from megarl.training.microbatch import MicroBatch
 
 compat.install()
@@ -69,10 +69,12 @@ class LogProbs:
             "chunk_tokens": self.chunk_tokens,
             "group": self.group,
         }
-        if micro.kept is None:
+        if micro.kept_tokens is None:
             both = linear_logprob(rows, weight, micro.targets, entropy=self.entropy, **place)
             return both if self.entropy else both[:1]
-        logp = kept_logprob(rows, weight, micro.targets, micro.kept, **place)
+        group = self.group if self.group.size > 1 else None
+        shard = VocabularyShard(start, 1.0 / self.temperature, self.chunk_tokens, group)
+        logp = kept_logprob(rows, weight, micro.targets, micro.kept_tokens, shard)
         return (logp, linear_logprob(rows, weight, micro.targets, **place)[1]) if self.entropy else (logp,)
 
 

@@ -12,34 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.system.comm import WorkerGroup
 from megarl.training.logprob import VocabularyShard, local_columns
 from megarl.training.partition import chunks, joined_log_z, partition, scaled_logits
 
 
-def kept_logprob(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    kept: Tensor,
-    *,
-    temperature: float = 1.0,
-    vocab_start: int = 0,
-    chunk_tokens: int = 1024,
-    group: WorkerGroup | None = None,
-) -> Tensor:
+def kept_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, kept: Tensor, shard: VocabularyShard) -> Tensor:
     """Return the log-prob of each target among its kept tokens. One chunk of logits is in memory at a time.
 
     Args:
-        hidden, weight, targets, temperature, vocab_start, chunk_tokens, group: as for `linear_logprob`.
+        hidden, weight, targets: as for `linear_logprob`.
         kept: int64 [N, K], kept tokens of each row, where -1 is none. A target is always kept; a row without kept
             tokens keeps the whole vocabulary.
+        shard: this rank's part of the vocabulary; its entropy is not read.
 
     Returns:
         [N], float32 (float64 for float64 inputs), equal on all ranks of `group`.
     """
-    group = None if group is None or group.size == 1 else group
-    shard = VocabularyShard(vocab_start, 1.0 / temperature, chunk_tokens, group)
     return _KeptLogprob.apply(hidden, weight, targets, kept, shard)
 
 
@@ -65,13 +53,13 @@ class _KeptLogprob(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, kept, log_z = ctx.saved_tensors
+        hidden, weight, targets, record, log_z = ctx.saved_tensors
         shard: VocabularyShard = ctx.shard
         grad_hidden = torch.empty_like(hidden)
         grad_weight = weight.new_zeros(weight.shape, dtype=log_z.dtype)
         for part in chunks(len(hidden), shard.chunk):
             g = grad[part] * shard.inverse_temperature
-            logits = _kept_logits(hidden[part], weight, targets[part], kept[part], shard)
+            logits = _kept_logits(hidden[part], weight, targets[part], record[part], shard)
             slope = logits.sub_(log_z[part, None]).exp_().mul_(-g[:, None])
             if slope.shape[1]:
                 column, here = local_columns(targets[part], shard.start, slope.shape[1])

@@ -35,7 +35,7 @@ class MicroBatch:
     order: Tensor  # int64 [n], which of the N response tokens each row predicts
     targets: Tensor  # int64 [n], the tokens to predict
     tokens: int  # N, the number of response tokens
-    kept: Tensor | None = None  # int64 [n, K], the tokens kept in sampling each target, where -1 is none
+    kept_tokens: Tensor | None = None  # int64 [n, K], the tokens kept in sampling each target, where -1 is none
 
 
 def plan(
@@ -133,7 +133,7 @@ def build(
         order=order.to(device),
         targets=packed.targets[order].to(device),
         tokens=len(packed.targets),
-        kept=_kept(rows_of)[order].to(device) if samples and KEPT_COUNTS in batch.names() else None,
+        kept_tokens=_kept(rows_of)[order].to(device) if samples and KEPT_COUNTS in batch.names() else None,
     )
 
 

@@ -19,7 +19,7 @@ from megarl.models.weights.fill import local_shards
 from megarl.rollout.engine import Request
 from megarl.system.errors import ConfigError
 from tests.dist import single_process, world
-from tests.models.test_logits import logits, sequences, weighted_nll
+from tests.models.test_logits import logits, sequences
 from tests.models.tiny import build_tiny, save_tiny, tiny_dict
 from tests.rollout.cases import engine, sampled, tokens
 
@@ -35,6 +35,11 @@ ROPES = (
 @pytest.fixture(autouse=True)
 def _parallel():
     single_process()
+
+
+def weighted_nll(per_sequence: list[torch.Tensor], seqs: list[torch.Tensor]) -> torch.Tensor:
+    pairs = zip(per_sequence, seqs, strict=True)
+    return sum(torch.nn.functional.cross_entropy(out[:-1], seq[1:], reduction="sum") for out, seq in pairs)
 
 
 def greedy(chunks, prompts: list[list[int]], count: int) -> list[list[int]]:

@@ -23,7 +23,7 @@ from megarl.training.microbatch import build, plan
 from megarl.training.vlm_sequences import ImageLayout
 from tests.dist import layout_for, single_process
 from tests.models import tiny
-from tests.models.test_gated_delta import single_experts
+from tests.models.tiny import single_experts
 from tests.models.vlm_tiny import EVERY_KIND, batch_of, config_of, draw, logits_of, save
 
 CPU = torch.device("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -223,3 +224,15 @@ def build_tiny(
     chunks = build_policy(hf, config, value_head=value_head)
     load_weights(chunks, folder)
     return chunks
+
+
+def single_experts(name: str, stacked: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint that transformers holds as one parameter."""
+    block, _, projection = name.rpartition("experts.")
+    if projection not in ("gate_up_proj", "down_proj"):
+        yield name, stacked
+        return
+    parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+    for expert, matrices in enumerate(stacked):
+        for part, matrix in zip(parts, matrices.chunk(len(parts)), strict=True):
+            yield f"{block}experts.{expert}.{part}.weight", matrix

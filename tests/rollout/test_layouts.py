@@ -68,7 +68,7 @@ def generate(model: str, layout: dict, sampling: str, hf: dict | None = None) ->
 
 def kept_by(group: list) -> list:
     """The tokens that the filters kept for each token, in ascending order, of samples that have some."""
-    return [done.kept.padded().sort(-1).values.tolist() for done in group if done.kept is not None]
+    return [done.kept_tokens.padded().sort(-1).values.tolist() for done in group if done.kept_tokens is not None]
 
 
 def routes_of(group: list) -> list:

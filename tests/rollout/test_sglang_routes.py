@@ -66,7 +66,7 @@ def test_routes_and_kept_tokens_of_a_real_server_replay(tmp_path):
             torch.testing.assert_close(replayed, torch.tensor(done.logprobs), atol=1e-4, rtol=0)
     for request, group in zip(requests, filtered, strict=True):
         for done in group:
-            assert 1 <= int(done.kept.counts.min()) <= int(done.kept.counts.max()) <= 9
+            assert 1 <= int(done.kept_tokens.counts.min()) <= int(done.kept_tokens.counts.max()) <= 9
             expected = kept_logprobs(chunk, request, done, 0.8)
             torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-4, rtol=0)
 
@@ -79,7 +79,7 @@ def kept_logprobs(chunk, request: Request, done: Completion, temperature: float)
             for token in row
             if token >= 0
         ]
-        for place, row in enumerate(done.kept.padded())
+        for place, row in enumerate(done.kept_tokens.padded())
     ]
     taken = logprobs(chunk, request.prompt_ids, done.token_ids, None) / temperature
     return taken - torch.stack([torch.stack(row).div(temperature).logsumexp(0) for row in rows])

@@ -58,7 +58,7 @@ def controller(tmp_path, monkeypatch) -> Any:
         offload=offload,
         servers=SimpleNamespace(hold=told("servers")),
         fleet=fleet,
-        hf_config=SimpleNamespace(vocab_size=20),
+        hf_config=SimpleNamespace(vocab_size=20, model_type="qwen3"),
         rollout=RolloutRole(engine, SimpleNamespace(batch_decode=decode), [2]),
         seeds=Seeds(0),
         progress=no_progress,

@@ -26,7 +26,9 @@ from megarl.system.metrics import Metrics
 mixed = st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.randoms(use_true_random=False))
 
 
-CONFIG = SimpleNamespace(has_turns=False, task=TEXT, rollout=SimpleNamespace(replay_routes=False))
+CONFIG = SimpleNamespace(
+    has_turns=False, task=TEXT, rollout=SimpleNamespace(replay_routes=False, replay_kept_tokens=False)
+)
 
 
 def replica(sizes: list[int], shuffle: random.Random, rank: int, count: int) -> list[str]:
@@ -152,7 +154,10 @@ def test_every_sample_of_a_prompt_has_its_greedy_score(monkeypatch: pytest.Monke
     sampling = SimpleNamespace(model_copy=lambda update: None)
     data = SimpleNamespace(image_key=None)
     config = SimpleNamespace(
-        rollout=SimpleNamespace(sampling=sampling, replay_routes=False), data=data, has_turns=False, task=TEXT
+        rollout=SimpleNamespace(sampling=sampling, replay_routes=False, replay_kept_tokens=False),
+        data=data,
+        has_turns=False,
+        task=TEXT,
     )
     c = SimpleNamespace(config=config, metrics=Metrics())
     assert rollout.greedy_rollout(c, samples, rollout=None, scorer=None)["greedy_score"].tolist() == [

@@ -31,7 +31,7 @@ def _errors(parallel: dict) -> dict[str, list[float]]:
         mine, head = (x.clone().requires_grad_() for x in (hidden, whole[slice(*own)]))
         model = SimpleNamespace(config=SimpleNamespace(sequence_parallel=False), lm_head_weight=head, vocab_range=own)
         found = LogProbs(0.7, 4, layout.tp_group, columns=columns)(
-            mine, model, SimpleNamespace(rows=places, targets=targets)
+            mine, model, SimpleNamespace(rows=places, targets=targets, kept_tokens=None)
         )
         (weights * torch.stack(found)).sum().backward()
         exact_hidden, exact_head = hidden.clone().requires_grad_(), whole.clone().requires_grad_()

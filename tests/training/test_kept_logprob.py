@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megarl.training.kept_logprob import kept_logprob
+from megarl.training.logprob import VocabularyShard
 
 NONE: list[int] = []
 
@@ -26,7 +27,7 @@ def test_numbers_worked_out_by_hand(kept, target, logp, gradient):
         torch.eye(4).double(),
     )
     rows = torch.tensor([[*kept, -1]])
-    found = kept_logprob(hidden, weight, torch.tensor([target]), rows)
+    found = kept_logprob(hidden, weight, torch.tensor([target]), rows, VocabularyShard(0, 1.0, 10, None))
     found.sum().backward()
     assert found.item() == pytest.approx(logp, abs=1e-6)
     assert hidden.grad[0].tolist() == pytest.approx(gradient, abs=1e-6)
@@ -45,7 +46,7 @@ def test_values_and_gradients_equal_the_oracle_for_any_chunk(chunk):
         kept[row, :count] = ids[row, :count]
     targets = torch.tensor([int(ids[row, max(counts[row] - 1, 0)]) for row in range(n)])
     targets[3] = ids[3, 9]  # not among the kept tokens
-    found = kept_logprob(hidden, weight, targets, kept, temperature=temperature, chunk_tokens=chunk)
+    found = kept_logprob(hidden, weight, targets, kept, VocabularyShard(0, 1.0 / temperature, chunk, None))
     (found * slots).sum().backward()
 
     z = (hidden.detach() @ weight.detach().t() / temperature).tolist()

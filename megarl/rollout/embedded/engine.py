@@ -127,7 +127,7 @@ class EmbeddedEngine:
         config = self._config
         form = self._route_form if routes else None
         limits = running, config.max_prefill_tokens, config.cuda_graphs, sessions, form
-        return SessionLimits(*limits, kept=config.replay_kept_tokens and sampling.is_bounded)
+        return SessionLimits(*limits, kept_tokens=config.replay_kept_tokens and sampling.is_bounded)
 
     def _lanes(self, requests: Sequence[Request], running: int) -> int:
         """Return how many sessions run side by side on this process's CPU threads; 1 on GPUs and if ranks use

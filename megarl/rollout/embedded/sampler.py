@@ -107,16 +107,16 @@ class Sampler:
             both = shards.transpose(0, 1).flatten(1, 2)
             _, places = torch.topk(both[..., 0], min(most, both.shape[1]), dim=-1)
             top, ids = both[..., 0].gather(1, places).float(), both[..., 1].gather(1, places).long()
-        kept = top > -torch.inf
+        is_kept = top > -torch.inf
         if self._cfg.top_p < 1.0:
             probs = torch.softmax(top, dim=-1)
-            kept &= probs.cumsum(-1) - probs < self._cfg.top_p
+            is_kept &= probs.cumsum(-1) - probs < self._cfg.top_p
         if self._cfg.min_p > 0:
-            kept &= top >= top[:, :1] + math.log(self._cfg.min_p)
-        allowed = top.masked_fill(~kept, -torch.inf)
+            is_kept &= top >= top[:, :1] + math.log(self._cfg.min_p)
+        allowed = top.masked_fill(~is_kept, -torch.inf)
         column = (allowed - exponential_noise(seeds, index, ids)).argmax(-1, keepdim=True)
         logp = allowed.gather(1, column)[:, 0] - torch.logsumexp(allowed, dim=-1)
-        return ids.gather(1, column)[:, 0], logp, ids.masked_fill(~kept, -1)
+        return ids.gather(1, column)[:, 0], logp, ids.masked_fill(~is_kept, -1)
 
     def _scaled(self, logits: Tensor) -> Tensor:
         """Return this rank's logits [n, V / tp] in float32, divided by the temperature."""

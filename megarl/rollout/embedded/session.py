@@ -55,7 +55,7 @@ class SessionLimits:
         graphs: whether to capture decode steps as CUDA graphs.
         sessions: number of sessions that share this process's memory.
         routes: form of the routes to record (`rollout.replay_routes`); None: none are recorded.
-        kept: whether to record the kept tokens of each sampled token (`rollout.replay_kept_tokens`).
+        kept_tokens: whether to record the kept tokens of each sampled token (`rollout.replay_kept_tokens`).
     """
 
     max_running: int
@@ -63,7 +63,7 @@ class SessionLimits:
     graphs: bool
     sessions: int
     routes: RouteForm | None = None
-    kept: bool = False
+    kept_tokens: bool = False
 
 
 class _State:
@@ -122,7 +122,7 @@ class Session:
         wanted = min(limits.max_running, len(seeds))
         if fixed:
             longest, wanted = cache_length(longest), row_bucket(wanted, limits.max_running) if wanted else 0
-        most = sampling.top_k if limits.kept else 0
+        most = sampling.top_k if limits.kept_tokens else 0
         slots = self._slots(wanted, longest, limits.sessions, KeptRecord.bytes_per_row(self._width, most))
         room = Room(slots, longest, self._mesh.tp.size, stage.dtype, device, fixed)
         self._caches = allocate(stage.mixers, room)
@@ -131,7 +131,7 @@ class Session:
             self._routes = RouteRecord(limits.routes, stage.expert_layers, self._mesh.pp, room)
             self._caches.add("routes", self._routes)
         self._kept, self._kept_of = None, dict[int, KeptTokens]()
-        if limits.kept:
+        if limits.kept_tokens:
             self._kept = KeptRecord(slots, self._width, most, self._mesh, device)
             self._caches.add("kept", self._kept)
         # One extra sample, to which the padded rows of a captured graph write.
@@ -194,16 +194,16 @@ class Session:
         """Return the samples of `run` with the routes and kept tokens that are recorded; `version`: of the weights."""
         prompts = [len(request.prompt_ids) for request in self._requests for _ in request.seeds]
         return [
-            self._completion(number, sample, prompt, version)
+            self.completion(number, sample, prompt, version)
             for number, (sample, prompt) in enumerate(zip(self.run(), prompts, strict=True))
         ]
 
-    def _completion(self, number: int, sample: Sampled, prompt: int, version: int) -> Completion:
+    def completion(self, number: int, sample: Sampled, prompt: int, version: int) -> Completion:
         """Return a finished sample with what is recorded about it; `prompt`: number of tokens before it."""
         tokens, logprobs, reason = sample
         routes = None if self._routes is None else self._routes_of[number][: prompt + len(tokens) - 1]
-        kept = self._kept_of.pop(number).first(len(tokens)) if number in self._kept_of else None
-        return Completion(tokens, logprobs, reason, [[version, len(tokens)]], routes=routes, kept=kept)
+        record = self._kept_of.pop(number).first(len(tokens)) if number in self._kept_of else None
+        return Completion(tokens, logprobs, reason, [[version, len(tokens)]], routes=routes, kept_tokens=record)
 
     @torch.inference_mode()
     def run(self) -> list[Sampled]:
@@ -321,8 +321,8 @@ class Session:
             if self._kept is None:
                 sampled, logprobs = self._sampler(logits, self._seeds[sample], count)
             else:
-                sampled, logprobs, kept = self._sampler.sample_kept(logits, self._seeds[sample], count)
-                self._kept.append(count, kept)
+                sampled, logprobs, record = self._sampler.sample_kept(logits, self._seeds[sample], count)
+                self._kept.append(count, record)
             self._logprobs[sample, count] = logprobs
         else:
             sampled = torch.empty_like(token)
@@ -345,10 +345,10 @@ class Session:
         if self._routes is not None:
             sample, _, position, _ = self._state.numbers[:, finished].tolist()
             self._routes_of |= zip(sample, self._routes.read(finished, position), strict=True)
-        self._read_kept(finished)
+        self.read_kept(finished)
         self._move(self._scheduler.finish(finished), len(self._scheduler.running))
 
-    def _read_kept(self, rows: list[int]) -> None:
+    def read_kept(self, rows: list[int]) -> None:
         """Read the kept tokens of the finished `rows`, if they are recorded."""
         if self._kept is not None:
             sample, _, _, count = self._state.numbers[:, rows].tolist()

@@ -99,7 +99,7 @@ class TurnSession(Session):
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
         """Implement `Generation.wait`."""
         return {
-            sequence: self._completion(sequence, sampled, 0, self.weight_version)
+            sequence: self.completion(sequence, sampled, 0, self.weight_version)
             for sequence, sampled in self._wait(enough).items()
         }
 
@@ -219,7 +219,7 @@ class TurnSession(Session):
         logprobs = self._mesh.from_last_stage(self._logprobs[place])
         turns = self._cut(sequences, self._tokens[place], logprobs, self._rooms[place].cpu())
         sampled = dict(zip(sequences, turns, strict=True))
-        self._read_kept(finished)
+        self.read_kept(finished)
         counts = self._state.count[finished].tolist() if self._stage.keeps_state else None
         for sequence, (tokens, _, _) in sampled.items():
             # the last token was never an input

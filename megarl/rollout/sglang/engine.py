@@ -61,11 +61,11 @@ class SglangEngine:
         run: this run's name in the tag of weights (`version_tag`); answers with another run's weights are rejected.
         tokenizer: decodes responses to find stop strings; only needed if sampling has any.
         routes: form of the routes that servers return with samples; None: none.
-        keeps_tokens: whether samples have the tokens that the sampling filters kept.
 
     Attributes:
         weight_version: weight version to generate with, set after each update of the servers. Requests go only to
             servers that have acknowledged it.
+        keeps_tokens: whether samples have the tokens that the sampling filters kept.
     """
 
     def __init__(
@@ -77,14 +77,13 @@ class SglangEngine:
         run: str,
         tokenizer: PreTrainedTokenizerBase | None = None,
         routes: RouteForm | None = None,
-        *,
-        keeps_tokens: bool = False,
     ) -> None:
         self.config, self._fleet, self.replica, self._catch_up = config, fleet, replica, catch_up
-        self._run_name, self._tokenizer, self.routes, self.keeps_tokens = run, tokenizer, routes, keeps_tokens
+        self._run_name, self._tokenizer, self.routes = run, tokenizer, routes
         self._failures: list[LostServer] = []
         self._drafts = 0, 0
         self.weight_version = 0
+        self.keeps_tokens = False
 
     def generate(
         self,

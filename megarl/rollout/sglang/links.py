@@ -184,8 +184,9 @@ def engine_of(host: EngineHost, fleet: Fleet, run: str, catch_up: Callable[[], N
     replica = Replica(layout.dp_rank, layout.dp_size, layout.mp_group, layout.world)
     routes = route_form(host.hf_config) if host.config.rollout.replay_routes else None
     config = host.config.rollout
-    keeps = config.replay_kept_tokens
-    return SglangEngine(config.sglang, fleet, replica, catch_up, run, host.tokenizer, routes, keeps_tokens=keeps)
+    engine = SglangEngine(config.sglang, fleet, replica, catch_up, run, host.tokenizer, routes)
+    engine.keeps_tokens = config.replay_kept_tokens
+    return engine
 
 
 def send_weights_to(host: EngineHost, fleet: Fleet) -> WeightSync:

@@ -49,8 +49,7 @@ class ServedSample:
         begun: number of tokens at the end of the prompt that belong to the turn which the sample continues.
         form: form of the routes to ask for; None: no routes.
         routes: those of the first tokens of prompt and response, as far as they are known.
-        kept: tokens that the filters kept for each token; None: the server is not asked for them. Log-probs are then of
-            the kept tokens.
+        kept_tokens: tokens that the filters kept for each token, among which log-probs then are; None: not asked for.
     """
 
     prompt: int
@@ -71,7 +70,7 @@ class ServedSample:
     begun: int = 0
     form: RouteForm | None = None
     routes: Tensor | None = None
-    kept: list[list[int]] | None = None
+    kept_tokens: list[list[int]] | None = None
 
     def _most(self, sampling: SamplingConfig) -> int:
         """Return the token limit of this sample."""
@@ -82,7 +81,7 @@ class ServedSample:
         if self.images is not None and self.images.image_token(self.prompt_ids) in self.token_ids:
             # The server would look for an image at each image token, so a sample that contains one starts again.
             self.token_ids, self.logprobs, self.versions = [], [], []
-            self.kept = None if self.kept is None else []
+            self.kept_tokens = None if self.kept_tokens is None else []
         settings: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -94,7 +93,7 @@ class ServedSample:
         fields = self.prompt_fields()
         fields["input_ids"] += self.token_ids
         wishes = {} if self.form is None else REQUEST
-        wishes = wishes if self.kept is None else {**wishes, "return_sampling_mask": True}
+        wishes = wishes if self.kept_tokens is None else {**wishes, "return_sampling_mask": True}
         return fields | {"sampling_params": settings, "return_logprob": True, **wishes}
 
     def prompt_fields(self) -> dict[str, Any]:
@@ -122,7 +121,12 @@ class ServedSample:
             logprobs = [float(entry[0]) for entry in scored]
             if [entry[1] for entry in scored] != ids:
                 raise ValueError(f"the {len(scored)} log-probs of the answer do not belong to its {len(ids)} tokens")
-            kept, logprobs = (None, logprobs) if self.kept is None else _kept(meta, ids)
+            recorded: list[list[int]] = []
+            if self.kept_tokens is not None:
+                recorded = meta["output_token_sampling_mask"]
+                logprobs = [float(value) for value in meta["output_token_sampling_logprobs"]]
+                if len(recorded) != len(ids) or any(i not in row for i, row in zip(ids, recorded, strict=True)):
+                    raise ValueError(f"the {len(recorded)} lists of kept tokens do not belong to the {len(ids)} tokens")
             length = len(self.prompt_ids) + len(self.token_ids) + len(ids)
             routes = None if self.form is None else read_routes(meta, self.form, length)
             if reason == "length" and not (self.token_ids or ids):
@@ -137,8 +141,8 @@ class ServedSample:
         self.token_ids += ids
         self.logprobs += logprobs
         self.versions += versions
-        if self.kept is not None and kept is not None:
-            self.kept += kept
+        if self.kept_tokens is not None:
+            self.kept_tokens += recorded
         if routes is not None:
             self.routes = continued(self.routes, routes)
         if self._end_at_string(before):
@@ -160,7 +164,7 @@ class ServedSample:
         end = self.strings.end(turn, self.begun + before)
         if end is None:
             return False
-        for per_token in (self.token_ids, self.logprobs, self.versions, self.kept or []):
+        for per_token in (self.token_ids, self.logprobs, self.versions, self.kept_tokens or []):
             del per_token[end - self.begun :]
         self.finish_reason = "stop"
         return True
@@ -184,20 +188,8 @@ class ServedSample:
         assert self.finish_reason is not None
         routes = None if self.routes is None else self.routes[: len(self.prompt_ids) + len(self.token_ids) - 1]
         versions = runs_of(self.versions)
-        kept = None if self.kept is None else KeptTokens.from_lists(self.kept)
-        return Completion(self.token_ids, self.logprobs, self.finish_reason, versions, self.cached, routes, kept)
-
-
-def _kept(meta: dict[str, Any], ids: Sequence[int]) -> tuple[list[list[int]], list[float]]:
-    """Return the kept tokens of each token of an answer, and the tokens' log-probs among them, from its `meta`.
-
-    Raises:
-        ValueError: there is not one list for each token that contains the token.
-    """
-    kept = meta["output_token_sampling_mask"]
-    if len(kept) != len(ids) or any(token not in row for token, row in zip(ids, kept, strict=True)):
-        raise ValueError(f"the {len(kept)} lists of kept tokens do not belong to the {len(ids)} tokens of the answer")
-    return kept, [float(value) for value in meta["output_token_sampling_logprobs"]]
+        record = None if self.kept_tokens is None else KeptTokens.from_lists(self.kept_tokens)
+        return Completion(self.token_ids, self.logprobs, self.finish_reason, versions, self.cached, routes, record)
 
 
 def _per_token(meta: dict[str, Any], count: int, tag: str) -> list[int]:

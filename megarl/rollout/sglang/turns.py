@@ -233,9 +233,9 @@ class ServerTurns:
         self._samples[sequence] = self._to_send[sequence] = sample
 
     def _recorded(self) -> dict[str, Any]:
-        """Return the fields of a sample that depend on the engine alone."""
-        kept: list[list[int]] | None = [] if self._engine.keeps_tokens and self._sampling.is_bounded else None
-        return {"strings": self._strings, "form": self._engine.routes, "kept": kept}
+        """Return the fields of a sample that are the same for all samples."""
+        record: list[list[int]] | None = [] if self._engine.keeps_tokens and self._sampling.is_bounded else None
+        return {"strings": self._strings, "form": self._engine.routes, "kept_tokens": record}
 
     def submit_all(self, requests: Sequence[Request]) -> None:
         """Submit the samples of all requests as sequences 0, 1, ..., in the order of requests and of their seeds."""

@@ -49,7 +49,8 @@ def _run(folder: str, parallel: dict[str, Any]) -> dict[str, Any]:
         hidden = chunk(ids, stream.position_ids, None, packed_seq_params=stream.params)
 
         def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-            found = torch.stack(head(hidden[:, 0], chunk, SimpleNamespace(rows=torch.cat(rows), targets=targets)))
+            micro = SimpleNamespace(rows=torch.cat(rows), targets=targets, kept_tokens=None)
+            found = torch.stack(head(hidden[:, 0], chunk, micro))
             seen.append(found.detach())
             value = (found * torch.linspace(-1, 1, found.numel()).view_as(found)).sum()
             return value, torch.zeros((), dtype=torch.int), {}
