@@ -6,12 +6,13 @@ needs the same tokens, not those that another model's logits would keep.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megarl.data.tensor_text import from_text, to_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,17 +59,12 @@ class KeptTokens:
         rows[places < counts[:, None]] = self.ids.long()
         return rows
 
-    def to_text(self) -> list[str]:
+    def to_text(self) -> list[list[str | int] | None]:
         """Return JSON values."""
-        return [base64.b64encode(part.numpy().tobytes()).decode() for part in (self.counts, self.ids)]
+        return [to_text(part[:, None]) for part in (self.counts, self.ids)]
 
     @classmethod
-    def from_text(cls, texts: Sequence[str]) -> KeptTokens:
+    def from_text(cls, values: Sequence[Sequence[str | int]]) -> KeptTokens:
         """Return the record in the result of `to_text`."""
-        counts, ids = (
-            torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int32)
-            if text
-            else torch.zeros(0, dtype=torch.int32)
-            for text in texts
-        )
-        return cls(counts, ids)
+        parts = [part[:, 0] for value in values if (part := from_text(value)) is not None]
+        return cls(*parts)

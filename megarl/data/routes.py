@@ -7,7 +7,6 @@ their place; the router then makes its own choice.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -91,20 +90,3 @@ def continued(known: Tensor | None, routes: Tensor) -> Tensor:
     Tokens with known routes keep them, because the tokens after them were sampled after these choices.
     """
     return routes if known is None else torch.cat([known, routes[len(known) :]])
-
-
-def to_text(routes: Tensor | None) -> list[str | int] | None:
-    """Return routes as JSON values: dtype, numbers per token and base64 of the bytes."""
-    if routes is None:
-        return None
-    name = str(routes.dtype).removeprefix("torch.")
-    return [name, routes.shape[1], base64.b64encode(routes.contiguous().numpy().tobytes()).decode()]
-
-
-def from_text(values: Sequence[str | int] | None) -> Tensor | None:
-    """Return the routes in the result of `to_text`."""
-    if values is None:
-        return None
-    name, width, data = values
-    whole = torch.frombuffer(bytearray(base64.b64decode(str(data))), dtype=getattr(torch, str(name)))
-    return whole.view(-1, int(width))

@@ -22,7 +22,8 @@ from megarl.data.batch import Batch, Jagged
 from megarl.data.fields import KEPT_COUNTS, KEPT_IDS, ROUTES
 from megarl.data.image_set import ImageSet, fields_of_sets
 from megarl.data.kept_tokens import KeptTokens
-from megarl.data.routes import RouteForm, continued, from_text, to_text
+from megarl.data.routes import RouteForm, continued
+from megarl.data.tensor_text import from_text, to_text
 from megarl.data.versions import VersionRuns, append_runs, version_values
 from megarl.system.errors import MegarlError
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol
 
 from megarl.config.rollout import SamplingConfig
 from megarl.data.kept_tokens import KeptTokens
-from megarl.data.routes import from_text, to_text
+from megarl.data.tensor_text import from_text, to_text
 from megarl.data.versions import VersionRuns
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megarl.data.routes import RouteError, RouteForm, continued, from_text, to_text
+from megarl.data.routes import RouteError, RouteForm, continued
+from megarl.data.tensor_text import from_text, to_text
 from megarl.models.packing import pack_stream
 from tests.dist import single_process
 from tests.rollout.cases import STOP, build, engine, make_requests, sampled

@@ -45,7 +45,7 @@ class PackedMixer(MegatronModule, Generic[M]):
         self.build(mixer, config)
 
     def build(self, mixer: M, config: PolicyConfig) -> None:
-        """Make the parameters, in the order in which they are drawn."""
+        """Create the parameters, in the order in which they are initialised."""
         raise NotImplementedError
 
     def columns(self, inputs: int, outputs: int) -> ColumnParallelLinear:

@@ -62,8 +62,8 @@ def echo_fields(config: RunConfig) -> list[str]:
 
 
 def policy_fields(config: RunConfig) -> list[str]:
-    """List the fields that the policy reads in addition to tokens: those of `scored_fields`, and routes to replay."""
-    return [*scored_fields(config), *([ROUTES] if config.rollout.replay_routes else [])]
+    """List the fields that the policy reads in addition to tokens: of `call_fields`, and choices to repeat."""
+    return [*call_fields(config), *replayed_fields(config)]
 
 
 def scored_fields(config: RunConfig) -> list[str]:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from megarl.models.config import PolicyConfig
 from megarl.models.layers.experts.clamped import clamped_gate
-from megarl.models.layers.experts.training import grouped_linear
+from megarl.models.layers.experts.training import grouped_linear, has_dense_gradient
 from megarl.system.device import device
 
 
@@ -78,10 +78,8 @@ class StackedLinear(MegatronModule):
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=2 - split, stride=1)
         if split == 0 or config.expert_tensor_parallel_size == 1:
             set_tensor_model_parallel_attributes(self.bias, is_parallel=True, dim=1, stride=1)
-        # See `GroupedLinear`.
-        alike = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
         for parameter in (self.weight, self.bias):
-            parameter.allreduce = alike and config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+            parameter.allreduce = has_dense_gradient(config)  # type: ignore[attr-defined]
 
     @property
     def stacked(self) -> Tensor:

@@ -78,6 +78,15 @@ def group_by_group(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor, en
     return torch.cat([*parts, x.new_zeros(len(x) - stops[-1], parts[0].shape[1])])
 
 
+def has_dense_gradient(config: TransformerConfig) -> bool:
+    """Return whether an expert's gradient is summed over the same ranks as that of a dense layer.
+
+    Otherwise ranks that share a dense layer have other experts, or send different tokens to the same expert.
+    """
+    alike = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
+    return alike and config.expert_model_parallel_size == 1
+
+
 class GroupedLinear(MegatronModule):
     """One linear projection for each of a process's experts, without bias.
 
@@ -94,9 +103,7 @@ class GroupedLinear(MegatronModule):
         self.weight = torch.nn.Parameter(torch.empty(experts * out, width, dtype=config.params_dtype, device=device()))
         # The gradient norm and gradient buffers use these marks.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=split, stride=1)
-        # Otherwise tensor-parallel ranks send different tokens to the same expert, and their gradients must be summed.
-        alike = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
-        self.weight.allreduce = alike and config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+        self.weight.allreduce = has_dense_gradient(config)  # type: ignore[attr-defined]
 
     @property
     def stacked(self) -> Tensor:
