@@ -11,7 +11,7 @@ from megarl.system.errors import MegarlError
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run `ray start` in a folder of its own and without the programs that no run needs; this ends the process."""
+    """Run `ray start` in its own folder and without the Ray services that no run needs; does not return."""
     try:
         folder = make_ray_folder() / INNER
     except MegarlError as error:

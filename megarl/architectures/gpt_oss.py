@@ -19,7 +19,7 @@ def layer_types(values: Mapping[str, Any]) -> list[str]:
 
 
 def mixture(values: Mapping[str, Any]) -> Mixture:
-    """Return the experts of every layer."""
+    """Return the settings of the experts and router of every layer, from the keys of config.json."""
     sizes = values["num_experts"], values["num_experts_per_tok"]
     router = RouterRules(*sizes, "softmax_of_chosen", bias=True, wide=False)
     gate = ClampedGate(values["swiglu_limit"], values["swiglu_alpha"])

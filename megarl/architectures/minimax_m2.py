@@ -18,7 +18,7 @@ _FIXED = {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": Tr
 
 
 def mixture(values: Mapping[str, Any]) -> Mixture:
-    """Return the experts of every layer."""
+    """Return the settings of the experts and router of every layer, from the keys of config.json."""
     sizes = values["num_experts"], values["num_experts_per_tok"]
     router = RouterRules(*sizes, "sigmoid", normalized=True, correction=True, wide=False)
     return Mixture(router, values["intermediate_size"])

@@ -20,7 +20,7 @@ def _head_dim_for_yarn(raw: Mapping[str, Any], values: Mapping[str, Any], refuse
 
 
 def mixture(values: Mapping[str, Any]) -> Mixture:
-    """Return the experts of every layer."""
+    """Return the settings of the experts and router of every layer, from the keys of config.json."""
     router = RouterRules(values["num_experts"], values["num_experts_per_tok"], "softmax_of_chosen")
     return Mixture(router, values["intermediate_size"])
 

@@ -13,7 +13,7 @@ from megarl.models.layers.mlp.plain import DENSE
 
 
 def mixture(values: Mapping[str, Any]) -> Mixture:
-    """Return the routed and shared experts of a sparse layer."""
+    """Return the settings of a sparse layer's routed and shared experts, from the keys of config.json."""
     normalized = values["norm_topk_prob"]
     router = RouterRules(
         values["num_experts"], values["num_experts_per_tok"], "softmax", normalized=normalized, wide=False

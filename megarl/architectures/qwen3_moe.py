@@ -13,7 +13,10 @@ from megarl.models.layers.mlp.plain import DENSE
 
 
 def mixture(values: Mapping[str, Any]) -> Mixture:
-    """Return the experts of a sparse layer; choosing before the softmax equals renormalised probabilities."""
+    """Return the settings of a sparse layer's experts, from the keys of config.json.
+
+    Choosing experts before the softmax gives the same weights as renormalising their probabilities.
+    """
     score: Score = "softmax_of_chosen" if values["norm_topk_prob"] else "softmax"
     router = RouterRules(values["num_experts"], values["num_experts_per_tok"], score)
     return Mixture(router, values["moe_intermediate_size"])

@@ -67,7 +67,7 @@ def refuse_odd_heads(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: 
 
 
 def mixture(values: Mapping[str, Any]) -> Mixture:
-    """Return the routed and shared experts of a sparse layer."""
+    """Return the settings of a sparse layer's routed and shared experts, from the keys of config.json."""
     normalized = values.get("norm_topk_prob", True)  # Qwen3.5 always normalises
     chosen = values["num_experts_per_tok"]
     router = RouterRules(values["num_experts"], chosen, "softmax", normalized=normalized, wide=False)

@@ -57,7 +57,7 @@ def sparse_layers(values: Mapping[str, Any]) -> list[bool]:
 
 
 def mixture(values: Mapping[str, Any]) -> Mixture | None:
-    """Return the mixture of the layers that have one; None if no layer has experts."""
+    """Return the settings of the layers with experts, from the keys of config.json; None if no layer has experts."""
     traits = ARCHITECTURES[values["model_type"]].experts
     return traits.describe(values) if traits is not None and any(sparse_layers(values)) else None
 

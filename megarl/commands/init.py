@@ -232,7 +232,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_from(arguments: argparse.Namespace, file: Path, machine: Machine) -> int:
-    """Write a recipe for the settings of another trainer; keep it when data or model are on another machine."""
+    """Write a recipe for the settings of another trainer, check it and print the commands that run it.
+
+    The recipe stays on disk if a check fails, because its data or model may be on another machine.
+    """
     from megarl.checks.rows import check_rows
     from megarl.commands.init_from import settings_from, write_fitting
     from megarl.config.base import raise_problems

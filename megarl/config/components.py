@@ -23,7 +23,7 @@ class Components(Protocol):
         """Return the registered names that the section may give; a user's own functions are not listed."""
 
     def settings_of(self, path: str, name: str) -> type[Section] | None:
-        """Return the model of the component's own keys, or None when the component cannot be found."""
+        """Return the settings class of the component's own keys, or None when the component cannot be found."""
 
     def own_keys(self, path: str, name: str) -> Collection[str] | None:
         """Return the keys that the reward (path `reward`) or environment (path `env`) called `name` accepts. Return
@@ -31,7 +31,7 @@ class Components(Protocol):
         """
 
     def readers(self, path: str, key: str) -> Mapping[str, type[Section]]:
-        """Return the components that have this key, by name, with the models of their settings."""
+        """Return the settings classes of the components that have this key, by the component's name."""
 
 
 def settle(

@@ -130,7 +130,7 @@ def _written(document: Document, file: Path) -> set[str]:
     run's record.
     """
     shipped = file.resolve().parent == recipe_folder()
-    # the recipe in a run folder has every key
+    # the recipe in a run folder lists every key, so it does not show which keys the user set
     user_file = () if shipped or (file.parent / _RECORD).exists() else (f"{file}:",)
     places = ("override ", *user_file)
     return {".".join(path) for path in _value_paths(document.data) if _origin(document, path, "").startswith(places)}

@@ -63,7 +63,7 @@ class Field:
         return f"column of {self.dtype}" if self.is_column else f"{self.dtype} {self.shape}"
 
     def misfit(self, value: Tensor | Jagged | list[Any]) -> str | None:
-        """Return the form of `value` if it differs from the field's form, else None."""
+        """Return dtype and shape of `value`, as text, if they differ from the field's; None if they fit."""
         if isinstance(value, list):
             return None if self.is_column else "a column"
         jagged = hasattr(value, "offsets")

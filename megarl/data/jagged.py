@@ -49,8 +49,13 @@ class Jagged:
         values, offsets = self.values, self.offsets
         if offsets.dtype != torch.int64 or offsets.ndim != 1 or len(offsets) == 0:
             raise ValueError(f"offsets must be int64 [B + 1], got {offsets.dtype} {tuple(offsets.shape)}")
-        if values.ndim == 0 or values.device != offsets.device:
-            raise ValueError(f"values {tuple(values.shape)} on {values.device} do not fit offsets on {offsets.device}")
+        if values.ndim == 0:
+            raise ValueError("values must be [total, ...], got a scalar")
+        if values.device != offsets.device:
+            raise ValueError(
+                f"values and offsets must be on one device, but values are on {values.device}, offsets on "
+                f"{offsets.device}"
+            )
         # Reading offsets on a GPU would stall its stream, and they were checked on the CPU before.
         if offsets.device.type == "cpu":
             ends = (int(offsets[0]), int(offsets[-1]))

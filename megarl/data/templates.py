@@ -199,7 +199,7 @@ class ChatTemplate:
 
     @cached_property
     def _writes_tools(self) -> bool:
-        """Whether the template writes its variable `tools`."""
+        """Whether the text that the template renders depends on its variable `tools`."""
         try:
             return self._rendered(_QUESTION, [_TOOL], _EXAMPLE) != self._rendered(_QUESTION, [], _EXAMPLE)
         except DataError:  # the template does not accept the example

@@ -308,7 +308,7 @@ class Space:
     # -- engines -------------------------------------------------------------------------------------------------
 
     def budgets(self, spread: Spread) -> list[tuple[int, bool]]:
-        """Return (tokens per micro-batch, offloading) to try."""
+        """Return the pairs (tokens per micro-batch, whether engines offload) to try."""
         given = self.config.actor.engine
         tokens = sorted({max(1, int(given.micro_batch_tokens * times)) for times in _MICRO_BATCHES})
         # Offloading helps only models that take turns on a GPU, so not an actor in a team of its own, and nothing on

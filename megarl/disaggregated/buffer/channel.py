@@ -289,7 +289,7 @@ class GroupChannel:
                 self.aside[handover.key] = outgoing(handover, batch)
 
     def collect(self, numbers: Sequence[int], batch: Batch, metrics: Metrics) -> FinishedGroups | None:
-        """Return the fields in `aside` as groups of the prompts `numbers`, in the order of `batch`.
+        """Return the fields kept in `aside`, one group per prompt in `numbers`, in the order of `batch`; empty `aside`.
 
         Ranks other than the replica's lead return None.
         """

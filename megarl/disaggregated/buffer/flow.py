@@ -89,7 +89,7 @@ class Flow:
             ValueError: the flow is open.
         """
         if self.next is not None:
-            raise ValueError("the flow of groups is already open")
+            raise ValueError("this flow of groups is already open, and a run opens it once")
         policy, left = self._policy, dict[int, int]()
         self.step, self.next, late = step, number, []
         for prompt, version in sorted(begun.items(), key=lambda item: (item[1], item[0])):

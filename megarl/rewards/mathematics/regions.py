@@ -222,7 +222,7 @@ def _operation(node: Apply) -> Region:
     args = node.args
     if node.name == "+":
         if len(args) != 2 or not isinstance(args[1], Apply) or args[1].name != "neg":
-            raise UnreadError("this sum cannot be read as a set of real numbers")
+            raise UnreadError("this sum is not a set of real numbers: only a difference A - B of two sets can be one")
         args = (args[0], args[1].args[0])
     parts = [_region(arg) for arg in args]
     names = {part.variable for part in parts} - {None}

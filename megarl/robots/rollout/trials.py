@@ -29,7 +29,7 @@ class Trials:
     pairs: Sequence[tuple[str, int]]  # (task, start state) pairs of all tasks
     prompts: Mapping[str, Sequence[int]]  # tokens of each task's instruction
     texts: Mapping[str, str]
-    # validation set of each pair whose data source is not just the task's name
+    # (task, start state) -> name of its validation set, for pairs whose data source is not just the task's name
     sets: Mapping[tuple[str, int], str] = field(default_factory=dict)
     fingerprint: str = field(init=False)  # hash of tasks, prompts and start states
 

@@ -31,7 +31,7 @@ class ClipRecorder:
         self._last: dict[str, Frames] = {}
 
     def add(self, seen: Mapping[str, Frames]) -> None:
-        """Add the frames after the reset, then after each environment step."""
+        """Add the frames `seen` by camera; call it after the reset and after each environment step."""
         self._last = {camera: np.array(seen[camera], np.uint8) for camera in self._cameras}
         if self._count % self._stride == 0:
             self._held[self._count] = self._last

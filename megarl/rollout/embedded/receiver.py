@@ -110,7 +110,7 @@ class EngineReceiver:
         self._ranks.ask({"op": "begin"}, step)
 
     def end(self, step: UpdateStep) -> None:
-        """End the update; nothing is derived from the parameters before the next generation."""
+        """End the update; the next generation recomputes what the engine derives from parameters."""
         self._ranks.ask({"op": "end"}, step)
 
     def set_version(self, version: str, step: UpdateStep) -> None:

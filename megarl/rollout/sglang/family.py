@@ -50,7 +50,7 @@ class SglangFamily(EngineFamily):
         return None if servers.max_concurrency is None else servers.max_concurrency * servers.count // replicas
 
     def meeting(self, layout: Layout) -> WorkerGroup:
-        """Return all ranks of the team, because all replicas send requests to the same servers."""
+        """Return all ranks of the team: replicas share the servers, so they begin and end generation together."""
         return layout.world
 
     def check(

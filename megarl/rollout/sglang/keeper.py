@@ -98,7 +98,7 @@ class Keeper:
         """Close the pipe. The keeper then restores the servers whose update is not done, and ends."""
         with contextlib.suppress(BrokenPipeError):
             self._pipe.close()
-        # the keeper does not need the trainer to restore servers
+        # A keeper that needs longer to restore servers is left running: it does not need the trainer.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
 

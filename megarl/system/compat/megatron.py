@@ -386,7 +386,7 @@ def _compiled_tag(*, cuda: bool) -> str:
 
 
 def _has_cuda() -> bool:
-    import torch  # here, because importing megarl.models takes no time
+    import torch  # not at the top, so that importing megarl.models stays fast
 
     return torch.cuda.is_available()
 

@@ -22,7 +22,7 @@ from megarl.models.packing import PackedSequences, inverse_order, places_on_rank
 
 @dataclass(frozen=True)
 class Exchange:
-    """The exchange of one packed stream between the ranks of `group`; computed once per stream.
+    """Swaps tokens for heads between the context-parallel ranks `group` that share one packed stream.
 
     Attributes:
         places: int64 [T], index of each token of the stream in the concatenation of all ranks' tokens.
@@ -35,7 +35,7 @@ class Exchange:
 
     @classmethod
     def of(cls, packed: PackedSequences, group: ProcessGroup, where: torch.device) -> Exchange:
-        """Return the exchange of a stream."""
+        """Return the exchange of `packed` with its indices on `where`; all layers share the one in its cache."""
         exchange: Exchange | None = packed.cache.get("exchange")
         if exchange is None:
             places = places_on_ranks(packed.lengths, packed.cp_size)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class EpisodeEmbedder(ABC):
-    """Makes one embedding for each episode. The base class needs no training and no recording."""
+    """Makes one embedding for each episode. The base class trains nothing and needs no recorded frames."""
 
     @abstractmethod
     def embed(self, episodes: Batch) -> Tensor:
