@@ -366,8 +366,10 @@ def build_engine(
 
 
 def sequence_layout_of(config: RunConfig, hf_config: PretrainedConfig, *, replays: bool = False) -> SequenceLayout:
-    """Return how a run's samples are laid out as input sequences of its models; `replays`: with the routes of the
-    rollout, if the recipe replays them."""
+    """Return how a run's samples are laid out as input sequences of its models.
+
+    With `replays` the sequences have the rollout's routes, if `rollout.replay_routes` is set.
+    """
     if (of_task := config.task.sequence_layout(config, hf_config)) is not None:
         return of_task
     encoder = encoder_of(hf_config)

@@ -101,7 +101,7 @@ def _generation(run_dir: Path, lines: Sequence[dict[str, Any]], node: str) -> li
 
 
 def _makespan(system: System, lengths: Lengths, trial: int) -> float:
-    """Return how many decoding steps the slowest replica needs for a training step."""
+    """Return how many decoding steps the slowest replica needs for a training step; `trial` seeds the lengths."""
     servers = [ReplicaClock(Table(Line(1.0)), system.slots, system.prompt_tokens) for _ in range(system.servers)]
     for number, tokens in enumerate(lengths.sample((trial,), system.groups, system.samples)):
         servers[number % system.servers].add(number, tokens)

@@ -186,7 +186,10 @@ class _Replica:
         self._advance(self._env.now - began)
 
     def _pass(self, missing: int) -> Steps:
-        """Advance time until a group ends, the buffer must be called, an engine dies, or weights are due."""
+        """Advance time until a group ends, the buffer must be called, an engine dies, or weights are due.
+
+        `missing`: number of groups for which the replica has room.
+        """
         now = self._env.now
         over = self._replica.until_event(self._samples if not self._dry or self._waiting else 0)
         times = [] if over is None else [over]

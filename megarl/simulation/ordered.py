@@ -1,4 +1,4 @@
-"""`async.order: in_order`: step after step, generated with exactly the weights after step t - 1 - k."""
+"""`async.order: in_order`: step t is generated with exactly the weights after step t - 1 - async.max_staleness."""
 
 from __future__ import annotations
 

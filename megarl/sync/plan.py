@@ -285,7 +285,10 @@ def _assign(
     ranks: Sequence[TrainerRank],
     itemsize: int,
 ) -> dict[str, int]:
-    """Choose one sender per tensor: largest units first, each to the candidate with the fewest bytes so far."""
+    """Choose one sender per tensor: largest units first, each to the candidate with the fewest bytes so far.
+
+    A unit consists of the tensors that receivers must get in one bucket, so they have one sender.
+    """
     candidates: dict[str, tuple[int, ...]] = {}
     known: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}
     for name, regions in holders.items():
@@ -308,7 +311,7 @@ def _assign(
 
 
 def _wire_unit(unit: str, tensors: dict[str, Held], dtype: str, fp8: bool) -> list[Entry]:
-    """Return the entries of the tensors of a unit."""
+    """Return the entries of `tensors`, which form one unit; several tensors are marked to be delivered together."""
     entries = [
         entry
         for name, tensor in tensors.items()

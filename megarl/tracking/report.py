@@ -36,7 +36,10 @@ from megarl.tracking.sample_images import data_uri
 
 @dataclass(frozen=True)
 class Tile:
-    """A key number at the top of the report: best, recent (mean of last steps), mean (without the first) or most."""
+    """A key number at the top of the report.
+
+    `kind`: best value, recent (mean of the last steps), mean (without the first step), or most (the largest value).
+    """
 
     metric: str
     label: str

@@ -138,7 +138,10 @@ class Reach(Simulator):
         return dx / longest, dy / longest
 
     def _remaining(self) -> float:
-        """Return the remaining path: the gripper's, the disc's, and one environment step's if it is not lowered."""
+        """Return the length of the path that remains: the gripper's way, then the way of the disc, if one is pushed.
+
+        Lowering the gripper counts as long as one environment step moves.
+        """
         lowering = 0.0 if self._lowered else self._speed
         if self._kind == "reach":
             x, y = self._squares[self._goal]
@@ -209,7 +212,7 @@ def _separate_places(numbers: Iterator[float], count: int) -> list[Point]:
 
 
 def _part(one: list[float], other: list[float], distance: float, share: float) -> None:
-    """Move two centres apart to `distance` along their line; `one` moves by `share` of the missing distance."""
+    """Move centres closer than `distance` apart, along their line; `one` moves by `share` of the missing distance."""
     dx, dy = other[0] - one[0], other[1] - one[1]
     now = math.hypot(dx, dy)
     if now >= distance:
@@ -260,7 +263,7 @@ class _Canvas:
         self._paint(rows, columns, coverage, color)
 
     def _covered(self, inside: NDArray[Any]) -> NDArray[Any]:
-        """Return the covered part of each pixel, whose centre is `inside` away from the rim, within the shape."""
+        """Return the covered part of each pixel, 0 to 1; `inside`: how far its centre is inside the shape's rim."""
         return np.clip(np.float32(0.5) + inside / np.float32(self._pixel), 0, 1)
 
     def _box(self, x: float, y: float, half: float) -> tuple[slice, slice]:

@@ -81,7 +81,7 @@ def with_surplus_fields(c: StepContext, fresh: Batch) -> Batch:
 
 
 def _scored_once(samples: Batch, known: str, score: Callable[[Batch], Jagged]) -> Jagged:
-    """Return `score` of the samples, but samples with values in field `known` keep these. Collective like `score`."""
+    """Score only the samples without values in field `known`; return all values. Collective like `score`."""
     import torch
 
     if known not in samples:

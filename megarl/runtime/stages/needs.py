@@ -62,17 +62,19 @@ def echo_fields(config: RunConfig) -> list[str]:
 
 
 def policy_fields(config: RunConfig) -> list[str]:
-    """List the fields that the policy reads in addition to tokens: of `call_fields`, and choices to repeat."""
+    """List the fields that the policy reads in addition to tokens: those of `call_fields` and `replayed_fields`."""
     return [*call_fields(config), *replayed_fields(config)]
 
 
 def scored_fields(config: RunConfig) -> list[str]:
-    """List the fields from which log-probs are computed in addition to tokens: of `call_fields`, and kept tokens."""
+    """List the fields from which log-probs are computed in addition to tokens: those of `call_fields`, and the tokens
+    that the sampling filters kept.
+    """
     return [*call_fields(config), *(KEPT if config.rollout.replay_kept_tokens else ())]
 
 
 def replayed_fields(config: RunConfig) -> list[str]:
-    """List the fields that generation records for training to repeat its choices."""
+    """List the fields in which generation records its choices (experts, kept tokens) for training to repeat them."""
     rollout = config.rollout
     return [*([ROUTES] if rollout.replay_routes else []), *(KEPT if rollout.replay_kept_tokens else ())]
 

@@ -230,7 +230,7 @@ def sample_by_token() -> None:
 
 
 def skip_pinning() -> None:
-    """Leave host memory as it is, because registering it for copies to a GPU needs CUDA; the record of routes does."""
+    """Leave host memory unpinned: SGLang pins its buffer of recorded routes, and pinning needs CUDA."""
     hook("sglang.srt.mem_cache.pool_host.common._cuda_host_register", lambda call, *args, **kwargs: None)
 
 
