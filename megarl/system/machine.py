@@ -81,7 +81,7 @@ def available_cores() -> int:
 def host_memory(root: Path = _ROOT) -> float:
     """Return the bytes of host memory that processes here may use together: installed, or the smallest cgroup limit."""
     installed = _fields(root / "proc/meminfo").get("MemTotal:", 0) * 1024
-    if not installed:  # outside Linux, which alone has /proc/meminfo, sysconf gives the size
+    if not installed:  # only Linux has /proc/meminfo; elsewhere sysconf gives the size
         installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([installed, *(limit for limit, _ in _cgroups(root))])
 
