@@ -17,6 +17,8 @@ from torch import Tensor
 
 from megarl.kernels.build import compiled
 
+LANES = 16
+"""Numbers that the kernels process at once: with another width, they would write past the end of a row."""
 HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _P, _I, _F, _B = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -60,18 +62,22 @@ class CpuKernels:
     @staticmethod
     def supports(dtype: torch.dtype, head_dim: int, *widths: int) -> bool:
         """Return whether the kernels support these sizes: head size, and hidden and MLP widths."""
-        return dtype in (torch.float32, torch.bfloat16) and head_dim in HEAD_SIZES and not any(w % 16 for w in widths)
+        return (
+            dtype in (torch.float32, torch.bfloat16) and head_dim in HEAD_SIZES and not any(w % LANES for w in widths)
+        )
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Return what `add_norm_reference` returns, computed by one kernel."""
         out, wide = torch.empty_like(hidden), weight.float()
         rows, width = hidden.shape
+        _check_width(width)
         self._add_norm(hidden.dtype == torch.bfloat16, *_pointers(hidden, delta, wide, out), rows, width, eps)
         return out
 
     def norm_backward(self, x: Tensor, grad: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return the gradients of x / rms(x) * weight: of `x` [n, h] in its dtype, of `weight` [h] in float32."""
         rows, width = x.shape
+        _check_width(width)
         dx, wide, threads = torch.empty_like(x), weight.float(), torch.get_num_threads()
         parts = torch.zeros(threads, width)
         pointers = _pointers(x, grad, wide, dx, parts)
@@ -81,6 +87,7 @@ class CpuKernels:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Return what `silu_mul_reference` returns, computed by one kernel."""
         rows, width = gate_up.shape
+        _check_width(width // 2)
         out = gate_up.new_empty(rows, width // 2)
         self._silu_mul(gate_up.dtype == torch.bfloat16, *_pointers(gate_up, out), rows, width // 2)
         return out
@@ -88,6 +95,7 @@ class CpuKernels:
     def silu_mul_backward(self, gate_up: Tensor, grad: Tensor) -> Tensor:
         """Return the gradient of `gate_up` [n, 2f] from the gradient `grad` [n, f] of its gated product."""
         out, (rows, width) = torch.empty_like(gate_up), gate_up.shape
+        _check_width(width // 2)
         self._silu_mul_backward(gate_up.dtype == torch.bfloat16, *_pointers(gate_up, grad, out), rows, width // 2)
         return out
 
@@ -176,6 +184,10 @@ class CpuKernels:
         assert not failed, "callers check supports()"
 
 
+def _check_width(width: int) -> None:
+    assert width % LANES == 0, f"callers check supports(): rows of {width} numbers"
+
+
 def _pointers(*tensors: Tensor | None) -> list[int | None]:
     """Return the data pointers of the tensors; None for None."""
     return [None if x is None else x.data_ptr() for x in tensors]
@@ -192,7 +204,7 @@ def load() -> CpuKernels | None:
 
 def kernels_for(x: Tensor, width: int) -> CpuKernels | None:
     """Return the kernels if they are available and support rows of `width` numbers like those of `x`, else None."""
-    if not x.is_cpu or x.dtype not in (torch.float32, torch.bfloat16) or width % 16:
+    if not x.is_cpu or x.dtype not in (torch.float32, torch.bfloat16) or width % LANES:
         return None
     return load()
 

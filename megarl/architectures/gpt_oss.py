@@ -63,7 +63,7 @@ ARCHITECTURE = Architecture(
         "layer_types": None,
         "attention_bias": True,
     },
-    null=(*COMMON_NULL, "sliding_window", "layer_types"),
+    null=(*COMMON_NULL, "layer_types"),
     tensors=OUTER + attention_rules() + stacked_expert_rules("mlp"),
     attention=AttentionTraits(windows="chosen", qkv_bias="attention_bias", out_bias="attention_bias", sinks=True),
     experts=MixtureTraits(mixture, names=("num_local_experts", "num_experts")),

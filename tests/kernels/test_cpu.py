@@ -123,3 +123,9 @@ def test_sizes_that_fit():
     assert not supports(torch.float64, 64, 512)
     assert not supports(torch.float32, 72, 512)
     assert not supports(torch.float32, 64, 512, 1000)
+
+
+def test_rows_of_another_width_are_not_written(kernels):
+    """A kernel would write past their end."""
+    with pytest.raises(AssertionError, match="rows of 24"):
+        kernels.silu_mul(torch.zeros(1, 48))

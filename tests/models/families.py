@@ -37,6 +37,8 @@ SWITCHES: dict[str, st.SearchStrategy[Any]] = {
     "norm_topk_prob": st.booleans(),
     "routed_scaling_factor": st.sampled_from([0.5, 1.0, 2.5]),
     "rope_interleave": st.booleans(),
+    "swiglu_limit": st.sampled_from([0.5, 7.0]),
+    "swiglu_alpha": st.sampled_from([0.5, 1.702]),
     "embedding_multiplier": st.sampled_from([0.5, 3, 12.0]),
     "logits_scaling": st.sampled_from([0.3, 1.0, 8]),
     "residual_multiplier": st.sampled_from([0.22, 1.0]),
@@ -143,7 +145,7 @@ def _layers(draw: Draw, spec: Architecture, raw: dict[str, Any]) -> None:
         raw["use_sliding_window"] = draw(st.booleans())
     if "sliding_window" in spec.keys:
         raw["sliding_window"] = draw(st.sampled_from([3, 8, 1]))
-        if spec.model_type not in ("gemma3_text", "olmo3") and draw(st.booleans()):
+        if "sliding_window" in spec.null and draw(st.booleans()):
             raw["sliding_window"] = None
     if "no_rope_layers" in spec.keys and draw(st.booleans()):
         raw["no_rope_layers"] = draw(st.lists(st.integers(0, 1), min_size=layers, max_size=layers))

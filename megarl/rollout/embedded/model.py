@@ -242,7 +242,8 @@ class DecoderStage:
         if self.device.type == "cuda":
             return decode_kernels(self.dtype)
         config, tp = self._config, self.mesh.tp.size
-        widths = config.hidden_size, config.ffn_hidden_size // tp
+        shared = config.moe_shared_expert_intermediate_size or 0
+        widths = config.hidden_size, config.ffn_hidden_size // tp, shared // tp
         fits = CpuKernels.supports(self.dtype, config.kv_channels, *widths)
         return load_kernels() if self.device.type == "cpu" and fits else None
 
