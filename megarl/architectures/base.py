@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.architectures.draft import DraftForm
 from megarl.models.layers.attention.plain import AttentionTraits
 from megarl.models.layers.experts.plain import MixtureTraits
 from megarl.models.layers.mixer import Mixer
@@ -60,8 +61,7 @@ class Architecture:
     fields: tuple[str, ...] = ()  # other fields of the configuration class, which do not change the computation here
     # the configuration class requires hidden_size to be a multiple of the number of heads, even with `head_dim`
     even_hidden: bool = False
-    # checkpoints may have further layers, which predict more than one token ahead; they are not read
-    predicts_ahead: bool = False
+    draft: DraftForm | None = None  # the draft head (multi-token prediction) that checkpoints may have
     # keys of an exported config.json that transformers does not write and others read, from the values of `keys`
     written: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     # why SGLang 0.5.23 computes another model from the same files; None: it computes the same

@@ -90,10 +90,8 @@ def canonical_name(model_type: object, stored: str, *, vision: bool) -> str:
 
 
 def is_left_out(model_type: object, stored: str, *, vision: bool) -> bool:
-    """Return whether a tensor of a checkpoint is not read: layers that predict more than one token ahead, and the
-    vision encoder if it is not used."""
-    encoders = (_NESTED.encoder, _FLAT.encoder)
-    return stored.startswith("mtp.") or (not vision and model_type in DECODERS and stored.startswith(encoders))
+    """Return whether a tensor of a checkpoint is not read: it belongs to a vision encoder that is not used."""
+    return not vision and model_type in DECODERS and stored.startswith((_NESTED.encoder, _FLAT.encoder))
 
 
 def decoder_section(raw: Mapping[str, Any]) -> dict[str, Any]:

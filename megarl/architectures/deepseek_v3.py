@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.architectures.base import COMMON, COMMON_NULL, FULL, Architecture, Refuse, RopeTraits
+from megarl.architectures.draft import AFTER_LAYERS
 from megarl.architectures.sigmoid_routing import ROUTING, check_routing, shared_mixture
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.experts.plain import MixtureTraits, expert_rules
@@ -90,7 +91,7 @@ ARCHITECTURE = Architecture(
     experts=MixtureTraits(shared_mixture, names=("n_routed_experts", "num_local_experts")),
     fields=("output_router_logits", "pretraining_tp", "num_mtp_layers", "num_nextn_predict_layers"),
     mixers={FULL: latent_attention},
-    predicts_ahead=True,
+    draft=AFTER_LAYERS,
     written=serving_keys,
     refusals=(check_latent, check_routing),
 )

@@ -1,11 +1,11 @@
 """GLM-4.5 and 4.6: grouped queries with partial rotary positions; a mixture of experts with a shared expert in all but
-the first layers. Experts are chosen by sigmoid scores plus a correction bias. Not supported: multi-token prediction,
-whose tensors are not read.
+the first layers. Experts are chosen by sigmoid scores plus a correction bias.
 """
 
 from __future__ import annotations
 
 from megarl.architectures.base import COMMON, COMMON_NULL, Architecture, RopeTraits
+from megarl.architectures.draft import AFTER_LAYERS
 from megarl.architectures.sigmoid_routing import ROUTING, check_routing, shared_mixture
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
@@ -45,6 +45,6 @@ ARCHITECTURE = Architecture(
     experts=MixtureTraits(shared_mixture, names=("n_routed_experts", "num_local_experts")),
     # transformers returns the router's logits, but computes no loss from them
     fields=("num_mtp_layers", "num_nextn_predict_layers", "output_router_logits"),
-    predicts_ahead=True,
+    draft=AFTER_LAYERS,
     refusals=(check_routing,),
 )

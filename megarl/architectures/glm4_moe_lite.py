@@ -15,6 +15,7 @@ from megarl.architectures.deepseek_v3 import (
     latent_attention,
     serving_keys,
 )
+from megarl.architectures.draft import AFTER_LAYERS
 from megarl.architectures.sigmoid_routing import check_routing, shared_mixture
 from megarl.models.layers.experts.plain import MixtureTraits
 
@@ -65,7 +66,7 @@ ARCHITECTURE = Architecture(
     experts=MixtureTraits(shared_mixture, names=("n_routed_experts", "num_local_experts")),
     fields=("output_router_logits", "pretraining_tp"),
     mixers={FULL: latent_attention},
-    predicts_ahead=True,
+    draft=AFTER_LAYERS,
     written=lambda values: serving_keys(values) | {"first_k_dense_replace": _dense_layers(values)},
     refusals=(check_latent, check_routing, _check_lite),
 )

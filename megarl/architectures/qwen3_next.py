@@ -1,7 +1,7 @@
 """Qwen3-Next: three of four layers have a gated delta net, the others softmax attention with an output gate.
 
 Norms store their factor minus 1, except the norm inside the delta net. All or some layers are mixtures with a gated
-shared expert. Not supported: biases in attention, multi-token prediction, whose tensors are not read.
+shared expert. Not supported: biases in attention.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from megarl.architectures.base import COMMON, COMMON_NULL, FULL, LINEAR, ROUTER, Architecture, Refuse, RopeTraits
+from megarl.architectures.draft import APART
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.experts.plain import Mixture, MixtureTraits, RouterRules, expert_rules, shared_gate
@@ -89,6 +90,7 @@ hybrid = partial(
     mixers=MIXERS,
     layer_types=hybrid_types,
     wiring=hybrid_wiring,
+    draft=APART,
     written=serving_keys,
     refusals=(refuse_odd_heads,),
 )

@@ -6,11 +6,12 @@ Needs neither torch nor transformers.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.architectures import ARCHITECTURES, standard_config
+from megarl.architectures.decoders import DECODERS, decoder_config
 from megarl.architectures.tensors import HEAD
 from megarl.architectures.vision import STATE_PROJECTOR, VisionShape
 from megarl.artifacts.mxfp4 import has_stacks
@@ -21,7 +22,6 @@ _NAMED = 5  # maximum number of tensors that a message lists
 #: RoPE's frequencies, which older versions of transformers saved; they follow from config.json.
 _COMPUTED = ".rotary_emb.inv_freq"
 _SCALES = "_scale_inv"
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -124,20 +124,36 @@ def quantized_block(raw: Mapping[str, Any], source: str) -> tuple[int, int] | No
     return int(block[0]), int(block[1])
 
 
-def refuse_unread(
-    names: Iterable[str], read: Collection[str], sight: VisionShape | None, where: str, *, layers: int | None = None
-) -> None:
+def split_draft(raw: Mapping[str, Any], names: Iterable[str]) -> tuple[list[str], dict[str, int]]:
+    """Return the names of the model's tensors, and the names of its draft head's with the number of their layer.
+
+    Args:
+        raw: the checkpoint's config.json.
+        names: names of all tensors in the checkpoint.
+    """
+    names, kind = list(names), raw.get("model_type")
+    text = decoder_config(raw) if kind in DECODERS else standard_config(raw)
+    known = ARCHITECTURES.get(text.get("model_type", ""))
+    if known is None or known.draft is None:
+        return names, {}
+    layers = text.get("num_hidden_layers", known.keys["num_hidden_layers"])
+    places = {name: known.draft.layer_of(name, layers) for name in names}
+    return (
+        [name for name, layer in places.items() if layer is None],
+        {name: layer for name, layer in places.items() if layer is not None},
+    )
+
+
+def refuse_unread(names: Iterable[str], read: Collection[str], sight: VisionShape | None, where: str) -> None:
     """Raise an error if a checkpoint has tensors that the model does not use.
 
     A vocabulary head may exist twice (tied), and a critic built on a policy may omit it: other checks cover it.
 
     Args:
-        names: names of all tensors in the checkpoint.
+        names: names of all tensors in the checkpoint but those of its draft head.
         read: names of the tensors that the model uses.
         sight: vision part of a VLA policy, whose towers have unused parts.
         where: the checkpoint's folder.
-        layers: number of layers, after which the checkpoint may have layers that predict more than one token ahead;
-            None: it may not.
     """
     unread = [
         name
@@ -145,7 +161,6 @@ def refuse_unread(
         if not name.endswith((_COMPUTED, HEAD))
         and name.removesuffix(_SCALES) not in read
         and not (sight is not None and sight.is_unused_in_tower(name))
-        and not (layers is not None and (layer := _LAYER.match(name)) and int(layer[1]) >= layers)
     ]
     if not unread:
         return

@@ -85,6 +85,8 @@ class ModelFacts:
     """The differences from Llama outside mixers and experts."""
     given_mixers: tuple[Mixer, ...] = ()
     """The mixer of each layer; empty: softmax attention without windows in all layers."""
+    draft_layers: int = 0
+    """Number of layers of the draft head by config.json (`megarl.architectures.draft`); not in `parameters`."""
 
     @property
     def is_moe(self) -> bool:
@@ -220,7 +222,7 @@ def facts_from_config(raw: dict[str, Any], source: str, *, vision: bool | None =
         return replace(facts, encoder=VisionEncoder.from_config(raw, facts.hidden, source))
     values = check_keys(raw, source)
     quantized_block(raw, source)
-    experts, sparse = mixture(values), sparse_layers(values)
+    experts, sparse, draft = mixture(values), sparse_layers(values), ARCHITECTURES[values["model_type"]].draft
     return ModelFacts(
         source=source,
         model_type=values["model_type"],
@@ -243,6 +245,7 @@ def facts_from_config(raw: dict[str, Any], source: str, *, vision: bool | None =
         mixture=experts,
         wiring=wiring(values),
         given_mixers=mixers(values),
+        draft_layers=draft.layers_in(raw) if draft else 0,
     )
 
 

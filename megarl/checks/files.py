@@ -87,6 +87,8 @@ def _sizes(facts: ModelFacts, model: ModelConfig) -> str:
     cached = key_value_bytes(facts, 1, model.dtype)
     state = sequence_state_bytes(facts, 1, BYTES[model.dtype])
     fixed = f" and {state:,.0f} of a sequence" if state else ""
+    if facts.draft_layers:
+        active += " without the draft head"
     return f"{facts.parameters:,} parameters{active}; decoding keeps {cached:,.0f} bytes of a token{fixed}"
 
 

@@ -13,16 +13,22 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.architectures import ARCHITECTURES
 from megarl.architectures.decoders import canonical_name, is_left_out
 from megarl.architectures.tensors import HEAD, VALUE_BIAS, VALUE_HEAD, WeightRule
 from megarl.architectures.vision import LANGUAGE_MODEL, VisionShape
-from megarl.artifacts.checkpoint_files import file_names, quantized_block, read_config, refuse_unread, weight_files
+from megarl.artifacts.checkpoint_files import (
+    file_names,
+    quantized_block,
+    read_config,
+    refuse_unread,
+    split_draft,
+    weight_files,
+)
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.mxfp4 import BLOCKS, SCALES, has_stacks, packed_tensors
 from megarl.artifacts.stacked_experts import cuts_of
 from megarl.artifacts.vla_folder import VLA_TYPE, complete_config, projector_file, read_projector
-from megarl.system.errors import ConfigError
+from megarl.system.errors import ConfigError, count
 
 _LONGEST_HEADER = 100 << 20  # safetensors itself refuses longer headers
 _AGAIN = "copy or download it again"
@@ -81,9 +87,10 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
             tensors = dict(eyes.tensors.values())
             _check_tensors(folder, [tensors], place, block)
             read |= tensors.keys()
-    ahead = ARCHITECTURES[facts.model_type].predicts_ahead
-    refuse_unread(place, read, sight, str(folder), layers=facts.layers if ahead else None)
-    return f"{len(place)} tensors in {file_names(files)}"
+    names, draft = split_draft(raw, place)
+    refuse_unread(names, read, sight, str(folder))
+    further = f", and {count(len(draft), 'tensor')} of its draft head, which is kept as it is" if draft else ""
+    return f"{len(names)} tensors in {file_names(files)}{further}"
 
 
 def _replace_stacks(place: dict[str, Stored], facts: ModelFacts, folder: Path) -> None:

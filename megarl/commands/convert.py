@@ -89,6 +89,7 @@ def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard
             dtype=DTYPES[dtype] if dtype else None,
             max_shard_gb=max_shard_gb,
             source=config.model.path,
+            keep_draft=True,
             classifies=config.trains_reward_model,
         )
 

@@ -14,10 +14,11 @@ from megarl.artifacts.action_statistics import FILE as STATISTICS
 from megarl.artifacts.adapter_settings import CONFIG as ADAPTER_CONFIG
 from megarl.artifacts.conversion import check_target
 from megarl.config.model import ModelConfig
-from megarl.models.hf import encoder_of, last_read_layer, load_hf_config, stacks_experts, vision_of
+from megarl.models.hf import encoder_of, load_hf_config, stacks_experts, vision_of
 from megarl.models.weight_table import WeightTable
+from megarl.models.weights.draft import KeptDraft
 from megarl.models.weights.files import CheckpointReader, FolderWriter, resolve_folder
-from megarl.models.weights.metadata import copy_tokenizer, write_metadata
+from megarl.models.weights.metadata import copy_tokenizer, write_draft_layers, write_metadata
 from megarl.models.weights.peft import AdapterReader
 from megarl.system.device import DTYPES
 from megarl.system.errors import ConfigError
@@ -31,7 +32,8 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
             which is merged into its base model.
         target: new folder, which appears when it is complete.
         dtype: `fp32` or `bf16`; tensors that this architecture always stores as float32 remain float32. None keeps the
-            dtype of each tensor; quantised tensors get the most frequent dtype of the others.
+            dtype of each tensor; quantised tensors get the most frequent dtype of the others. Tensors of a draft head
+            keep theirs in any case.
         max_shard_gb: largest size of a file (10**9 bytes).
     """
     target = Path(target)
@@ -48,20 +50,26 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
     value_head = "score.weight" in reader
     table = WeightTable.of(hf, value_head=value_head)
     shapes = table.shapes()
-    reader.check(shapes, vision_of(hf), layers=last_read_layer(hf))
+    reader.check(shapes, vision_of(hf))
+    draft = None if value_head else KeptDraft.of(reader)
     if dtype is not None:
         dtypes = dict.fromkeys(shapes, DTYPES[dtype]) | dict.fromkeys(table.float32(), torch.float32)
     else:
         stored = {name: kind for name in shapes if (kind := reader.float_dtype(name)) is not None}
         dtypes = dict.fromkeys(shapes, _most_frequent(stored, shapes)) | stored
-    with FolderWriter(target, shapes, dtypes, int(max_shard_gb * 1e9), stacked=stacks_experts(hf)) as writer:
+    most, every = _most_frequent(dtypes, shapes), dict(shapes)
+    if draft is not None:
+        every, dtypes = every | draft.shapes(), dtypes | draft.dtypes(most)
+    with FolderWriter(target, every, dtypes, int(max_shard_gb * 1e9), stacked=stacks_experts(hf)) as writer:
         print(f"weights: {reader.describe()}", flush=True)
         for name in shapes:
             weight = reader.read(name)
             writer.add(name, weight if adapter is None else adapter.merged(name, weight))
+        for name, tensor in () if draft is None else draft.tensors():
+            writer.add(name, tensor)
         classifies = value_head and any("SequenceClassification" in name for name in hf.architectures or ())
-        most = _most_frequent(dtypes, shapes)
         write_metadata(writer.temporary, hf, None, most, value_head=value_head, classifies=classifies, source=folder)
+        write_draft_layers(writer.temporary, hf, 0 if draft is None else draft.layers)
         copy_tokenizer(folder, writer.temporary)
         if (folder / STATISTICS).is_file():
             shutil.copyfile(folder / STATISTICS, writer.temporary / STATISTICS)

@@ -285,11 +285,6 @@ def route_form(hf: PretrainedConfig) -> RouteForm | None:
     return RouteForm(tuple(moe_layers(hf)), mixture.router.chosen, mixture.router.experts)
 
 
-def last_read_layer(hf: PretrainedConfig) -> int | None:
-    """Return the number of layers if checkpoints may have further ones, which predict more than one token ahead."""
-    return hf.num_hidden_layers if ARCHITECTURES[hf.model_type].predicts_ahead else None
-
-
 def value_bias(hf: PretrainedConfig) -> bool:
     """Return whether a value head on this model has a bias, as some checkpoints do."""
     return bool(getattr(hf, "token_classification_bias", False))

@@ -100,4 +100,13 @@ def _write(c: RankState, model: ModelRole, name: str) -> None:
         folder, source = c.run_dir / name, c.config.model.path
         hf_config, world = model.engine.hf_config, c.layout.world
         classifies = c.config.trains_reward_model
-        export_weights(model.chunks, folder, hf_config, c.tokenizer, world=world, source=source, classifies=classifies)
+        export_weights(
+            model.chunks,
+            folder,
+            hf_config,
+            c.tokenizer,
+            world=world,
+            source=source,
+            keep_draft=True,
+            classifies=classifies,
+        )

@@ -71,6 +71,9 @@ def test_a_draft_is_named_to_the_server_and_read_from_its_files() -> None:
     }
     plain = spec(speculative={"algorithm": "NGRAM"}).arguments(1234)
     assert [one for one in plain if one.startswith("--spec")] == ["--speculative-algorithm"]
+    backup = "--enable-draft-weights-cpu-backup"  # SGLang frees the draft's weights with the model's
+    assert backup in spec(speculative=draft, colocated=True).arguments(1234)
+    assert not {backup} & {*found, *spec(colocated=True).arguments(1234)}
 
 
 def test_a_node_process_is_told_its_place_and_where_the_others_are() -> None:

@@ -18,9 +18,10 @@ from megarl.models.layers.rules import Piece, TensorRegion
 from megarl.models.policy import PolicyModel
 from megarl.models.weight_table import Coordinate, Shard, as_index, region_numel, region_shape
 from megarl.models.weights.adapters import adapter_slices, adapter_tensors
+from megarl.models.weights.draft import find_draft
 from megarl.models.weights.files import FolderWriter
 from megarl.models.weights.fill import Reader, coordinate, read_region, weight_readers
-from megarl.models.weights.metadata import write_metadata
+from megarl.models.weights.metadata import write_draft_layers, write_metadata
 from megarl.system.comm import WorkerGroup
 from megarl.system.tracing import beat
 
@@ -176,6 +177,7 @@ def export_weights(
     dtype: torch.dtype | None = None,
     max_shard_gb: float = 4.0,
     source: str | Path | None = None,
+    keep_draft: bool = False,
     classifies: bool = False,
 ) -> None:
     """Write the model as a Hugging Face folder that `from_pretrained` loads. Collective over `world`.
@@ -188,6 +190,7 @@ def export_weights(
             dtype.
         max_shard_gb: largest size of a file (10**9 bytes).
         source: the model that this one was trained from; see `write_metadata`.
+        keep_draft: also write the draft head of `source` if it has one. A critic has none.
         classifies: see `write_metadata`.
     """
     out_dir = Path(out_dir)
@@ -198,12 +201,20 @@ def export_weights(
             pass
     else:
         shapes, dtypes = chunks[0].weight_table.shapes(), tensor_dtypes(chunks, dtype)
+        draft = find_draft(hf_config, source) if keep_draft and not value_head else None
+        if draft is not None:
+            shapes, dtypes = shapes | draft.shapes(), dtypes | draft.dtypes(dtype)
+            print(draft.describe(), flush=True)
         with FolderWriter(
             out_dir, shapes, dtypes, int(max_shard_gb * 1e9), stacked=stacks_experts(hf_config)
         ) as writer:
             for name, tensor in iter_hf_tensors(chunks, world):
                 assert tensor is not None, "the writing rank gets every tensor"
                 writer.add(name, tensor)
+            for name, tensor in () if draft is None else draft.tensors():
+                beat()
+                writer.add(name, tensor)
             heads = {"value_head": value_head, "classifies": classifies}
             write_metadata(writer.temporary, hf_config, tokenizer, dtype, **heads, source=source)
+            write_draft_layers(writer.temporary, hf_config, 0 if draft is None else draft.layers)
     world.barrier()

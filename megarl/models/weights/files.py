@@ -23,6 +23,7 @@ from megarl.artifacts.checkpoint_files import (
     quantized_block,
     read_config,
     refuse_unread,
+    split_draft,
     weight_files,
 )
 from megarl.artifacts.mxfp4 import BLOCKS, SCALES, PackedSlice, has_stacks, packed_tensors
@@ -30,7 +31,7 @@ from megarl.artifacts.stacked_experts import Cut, ExpertSlice, Stacks, cuts_of
 from megarl.artifacts.vla_folder import VLA_TYPE, projector_file, read_projector
 from megarl.models.layers.rules import TensorRegion
 from megarl.models.weight_table import as_index
-from megarl.system.errors import ConfigError
+from megarl.system.errors import ConfigError, count
 from megarl.system.tracing import keep_beating
 
 _COMPARED_ROWS = 4096
@@ -80,6 +81,9 @@ class CheckpointReader:
 
     Args:
         vision: see `megarl.architectures.decoders.reads_vision`.
+
+    Attributes:
+        draft: the tensors of the draft head, with the number of their layer in it; `names` does not list them.
     """
 
     def __init__(self, folder: str | Path, *, vision: bool | None = None) -> None:
@@ -101,6 +105,7 @@ class CheckpointReader:
         else:
             self._take_stacks_apart(config)
         self._add_projector(config)
+        _, self.draft = split_draft(config, self._place)
         self._embeddings = canonical_name(kind, EMBEDDINGS, vision=sees)
         if config.get("tie_word_embeddings") and self._embeddings not in self and HEAD in self:
             self._place[self._embeddings] = self._place[HEAD]
@@ -155,16 +160,18 @@ class CheckpointReader:
         return name in self._place
 
     def names(self) -> list[str]:
-        """Return all tensor names."""
-        return sorted(self._place)
+        """Return the names of all tensors but those of the draft head."""
+        return sorted(self._place.keys() - self.draft.keys())
 
     def describe(self) -> str:
         """Return the folder and its files, in one line for messages."""
         fp8 = ", weights dequantised from fp8" if self._block else ""
         fp8 += ", experts dequantised from mxfp4" if self._packed else ""
         if self._left_out:
-            fp8 += f", {self._left_out} tensors of parts that are not used are not read and will not be exported"
-        return f"{self.folder}: {len(self._place)} tensors in {file_names(self.files)}{fp8}"
+            fp8 += f", {count(self._left_out, 'tensor')} of parts that are not used, neither read nor exported"
+        if self.draft:
+            fp8 += f", and {count(len(self.draft), 'tensor')} of its draft head"
+        return f"{self.folder}: {len(self.names())} tensors in {file_names(self.files)}{fp8}"
 
     def _slice(self, name: str) -> Any:
         if name not in self._place:
@@ -193,18 +200,15 @@ class CheckpointReader:
         """Return the dtype of tensor `name`; None if it is quantised."""
         return _DTYPES.get(self.dtype(name))
 
-    def check(
-        self, shapes: Mapping[str, tuple[int, ...]], sight: VisionShape | None, *, layers: int | None = None
-    ) -> None:
+    def check(self, shapes: Mapping[str, tuple[int, ...]], sight: VisionShape | None) -> None:
         """Check that the folder's tensors are those of the model.
 
         Args:
             shapes: shapes of the model's tensors, by name. Tensors of a value head may be missing: it then starts at
                 zero.
             sight: vision part of a VLA policy, whose towers have unused parts.
-            layers: see `refuse_unread`.
         """
-        refuse_unread(self.names(), shapes, sight, str(self.folder), layers=layers)
+        refuse_unread(self.names(), shapes, sight, str(self.folder))
         for name, shape in shapes.items():
             if name.startswith("score.") and name not in self:
                 continue

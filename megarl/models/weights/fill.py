@@ -14,7 +14,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from megarl.architectures.adapters import MODULE, is_adapter
-from megarl.models.hf import encoder_of, last_read_layer, vision_of, wiring_of
+from megarl.models.hf import encoder_of, vision_of, wiring_of
 from megarl.models.layers.rules import TensorRegion
 from megarl.models.policy import PolicyModel
 from megarl.models.weight_table import Coordinate, Shard, as_index, region_numel, region_shape
@@ -111,7 +111,7 @@ def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
     wanted = chunks[0].weight_table.shapes()
     if chunks[0].has_value_head and "score.bias" in reader and "score.bias" not in wanted:
         raise ValueError(f"{reader.folder} has score.bias, but the critic was built without one")
-    reader.check(wanted, vision_of(hf), layers=last_read_layer(hf))
+    reader.check(wanted, vision_of(hf))
 
     def read(name: str, region: TensorRegion) -> Tensor:
         if name.startswith("score.") and name not in reader:

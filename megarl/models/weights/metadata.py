@@ -73,6 +73,20 @@ def write_metadata(
         _name_padding(folder, tokenizer.convert_ids_to_tokens(padding))
 
 
+def write_draft_layers(folder: Path, hf_config: PretrainedConfig, layers: int) -> None:
+    """Write to config.json how many layers the draft head in the folder has (0: the folder has no head).
+
+    Engines then look for this head. A key that the model's config does not have is left out, as SGLang needs none.
+    """
+    draft, file = ARCHITECTURES[hf_config.model_type].draft, folder / "config.json"
+    written = json.loads(file.read_text(encoding="utf-8"))
+    section = written.get("text_config", written)
+    if draft is None or draft.keys[0] not in section:
+        return
+    section[draft.keys[0]] = layers
+    file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def copy_tokenizer(source: Path | None, folder: Path) -> bool:
     """Copy the tokenizer files in `source` to `folder`; return whether there are any."""
     if source is None or not any((source / name).is_file() for name in ("tokenizer.json", _TOKENIZER_CONFIG)):
@@ -123,8 +137,8 @@ def _write_config(folder: Path, hf_config: PretrainedConfig, dtype: str, *, valu
         name = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, classifier)
     config.architectures = [name]
     config.dtype = dtype
-    if ARCHITECTURES[config.model_type].predicts_ahead:
-        config.num_nextn_predict_layers = 0  # these layers were not read
+    if (draft := ARCHITECTURES[config.model_type].draft) is not None and draft.follows:
+        setattr(config, draft.keys[0], 0)  # `write_draft_layers` changes it if the head is exported
     if value_head:
         config.num_labels = 1
         config.token_classification_bias = value_bias(config)  # otherwise transformers adds a bias

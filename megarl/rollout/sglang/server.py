@@ -130,11 +130,17 @@ class ServerSpec:
             "--skip-tokenizer-init": True,
             "--enable-deterministic-inference": c.deterministic,
             "--enable-memory-saver": c.colocated and self.cuda,
+            # no update restores the draft model after its memory was freed
+            "--enable-draft-weights-cpu-backup": c.colocated and self.cuda and self._has_draft_model,
         }
         chosen = [switch for switch, wanted in switches.items() if wanted]
         # A fused shared expert would be one more expert, and checksums and recorded routes expect the model's experts.
         chosen += ["--disable-shared-experts-fusion", "--custom-weight-loader", LOADER, PATCH_LOADER]
         return [*listed, *chosen, *([] if self.cuda else cpu_arguments()), *c.extra_args]
+
+    @property
+    def _has_draft_model(self) -> bool:
+        return self.config.speculative is not None and self.config.speculative.draft_path is not None
 
 
 class ServerProcess:

@@ -1,0 +1,52 @@
+"""Draft heads (multi-token prediction): layers of a checkpoint after the model's own, which predict the token after the
+next one from the model's last hidden state and the next token's embedding. Engines use them for speculative decoding.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_AFTER = re.compile(r"model\.layers\.(\d+)\.")
+_APART = re.compile(r"mtp\.(?:layers\.(\d+)\.)?")
+
+
+@dataclass(frozen=True)
+class DraftForm:
+    """Where checkpoints and configs of an architecture have a draft head.
+
+    pattern: matches the beginning of its tensors' names; the group is the number of its layer. follows: layers are
+    numbered on from those of the model. keys: keys of config.json with the number of its layers; the first one is
+    written.
+    """
+
+    pattern: re.Pattern[str]
+    follows: bool
+    keys: tuple[str, ...]
+
+    def layers_in(self, raw: Mapping[str, Any]) -> int:
+        """Return the number of the head's layers by a config.json; Qwen3-Next's has no key, and counts as 0."""
+        return next((int(raw[key] or 0) for key in self.keys if key in raw), 0)
+
+    def layer_of(self, name: str, layers: int) -> int | None:
+        """Return the number of the head's layer to which a tensor belongs, 0 if to none; None: not the head's.
+
+        >>> AFTER_LAYERS.layer_of("model.layers.61.enorm.weight", 61), APART.layer_of("mtp.fc.weight", 48)
+        (0, 0)
+
+        Args:
+            layers: number of layers of the model.
+        """
+        match = self.pattern.match(name)
+        if match is None:
+            return None
+        number = int(match[1] or 0) - (layers if self.follows else 0)
+        return number if number >= 0 else None
+
+
+#: DeepSeek-V3 and GLM: `model.layers.61.*` after 61 layers.
+AFTER_LAYERS = DraftForm(_AFTER, True, ("num_nextn_predict_layers", "num_mtp_layers"))
+#: Qwen3-Next and Qwen3.5: `mtp.*`.
+APART = DraftForm(_APART, False, ("mtp_num_hidden_layers",))

@@ -1,0 +1,91 @@
+"""A draft head that is not trained: exports have its tensors as the checkpoint has them from which training began."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megarl.architectures import ARCHITECTURES
+from megarl.artifacts.facts import local_folder
+from megarl.models.hf import encoder_of
+from megarl.models.weights.files import CheckpointReader
+from megarl.system.errors import ConfigError, count
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_SCALES = "_scale_inv"
+
+
+@dataclass(frozen=True)
+class KeptDraft:
+    """The draft head in a checkpoint's files; its tensors are read one at a time."""
+
+    reader: CheckpointReader
+    names: tuple[str, ...]  # without the scales of quantised tensors, which are dequantised when they are read
+
+    @classmethod
+    def of(cls, reader: CheckpointReader | None) -> KeptDraft | None:
+        """Return the draft head of a checkpoint; None if it has none."""
+        if reader is None or not reader.draft:
+            return None
+        return cls(reader, tuple(sorted(name for name in reader.draft if not name.endswith(_SCALES))))
+
+    @property
+    def layers(self) -> int:
+        """The number of layers of the head."""
+        return 1 + max(self.reader.draft.values())
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of every tensor."""
+        return {name: self.reader.shape(name) for name in self.names}
+
+    def dtypes(self, of_quantised: torch.dtype) -> dict[str, torch.dtype]:
+        """Return the dtype of every tensor as stored, or `of_quantised`."""
+        return {name: self.reader.float_dtype(name) or of_quantised for name in self.names}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor with its name."""
+        for name in self.names:
+            yield name, self.reader.read(name)
+
+    def describe(self) -> str:
+        """Return a line for the user: what is kept, and what training did to its use."""
+        return (
+            f"draft head: {count(len(self.names), 'tensor')} as in {self.reader.folder}; the head was not trained, so "
+            "engines may accept fewer of its tokens"
+        )
+
+
+def find_draft(hf: PretrainedConfig, source: str | Path | None) -> KeptDraft | None:
+    """Return the draft head of the model `hf` in its files at `source`, a folder or hub name; None if it has none.
+
+    A model whose files are no longer on this machine has none, with a warning: its export is complete otherwise.
+    """
+    known = ARCHITECTURES.get(hf.model_type)
+    if known is None or known.draft is None:
+        return None
+    folder = None if source is None else local_folder(str(source))
+    if folder is None or not CheckpointReader.has_weights(folder):
+        if source is not None:
+            _warn_lost(str(source), "its weights are not on this machine")
+        return None
+    try:
+        return KeptDraft.of(CheckpointReader(folder, vision=encoder_of(hf) is not None))
+    except (ConfigError, OSError) as error:
+        _warn_lost(str(source), str(error))
+        return None
+
+
+def _warn_lost(source: str, why: str) -> None:
+    warnings.warn(
+        f"the export has no draft head, because model.path={source} cannot be read: {why}. Put its files back, and "
+        "export a checkpoint of the run again with `megarl convert` if the model is to have its draft head",
+        stacklevel=3,
+    )
