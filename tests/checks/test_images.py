@@ -70,13 +70,6 @@ def test_a_mixture_has_as_many_features_as_servers_add(blocks: tuple[int, ...], 
     assert [str(check.key).rpartition(".")[2] for check in checks.items] == keys
 
 
-def test_an_encoder_that_was_not_compared_on_servers_is_refused() -> None:
-    encoder = VisionEncoder.from_config(config_of("qwen3_5"), 64, "config.json")
-    checks = Checklist(name="images")
-    server_checks._check_encoder(SGLangConfig(), encoder, checks)
-    assert [(check.key, "qwen3_5" in str(check.found)) for check in checks.items] == [("rollout.engine", True)]
-
-
 def test_an_interpreter_that_cannot_read_images_is_named(python: Path, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "lib/python3.11/site-packages/torchvision-0.28.0.dist-info")
     ((key, message),) = failed(python)

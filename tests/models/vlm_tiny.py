@@ -141,6 +141,16 @@ def batch_of(samples: list[Sample], settings: ImageSettings) -> Batch:
     )
 
 
+def encoder_input(sample: Sample, settings: ImageSettings) -> tuple[Tensor, Tensor]:
+    """Normalised patches of the images for transformers' encoder, and how many rows and columns of them each has."""
+    colours = torch.cat([one.patches for one in sample.images])
+    colours = colours.view(len(colours), 3, 1, -1).float() / 255
+    mean, deviation = (torch.tensor(one).view(1, 3, 1, 1) for one in (settings.mean, settings.deviation))
+    pixels = ((colours - mean) / deviation).expand(-1, -1, 2, -1).reshape(len(colours), -1)
+    shapes = [one.places[0][1:] for one in sample.images]
+    return pixels, torch.tensor([[1, rows * settings.merge, columns * settings.merge] for rows, columns in shapes])
+
+
 def logits_of(reference: Any, sample: Sample, settings: ImageSettings) -> Tensor:
     """Logits [R, V] of transformers for the places of the response, with the positions of its own function."""
     model, given = reference.model, dict[str, Any]()
@@ -150,12 +160,7 @@ def logits_of(reference: Any, sample: Sample, settings: ImageSettings) -> Tensor
         kinds[0, start : start + image.features] = 1
     grid = None
     if sample.images:
-        colours = torch.cat([one.patches for one in sample.images])
-        colours = colours.view(len(colours), 3, 1, -1).float() / 255
-        mean, deviation = (torch.tensor(one).view(1, 3, 1, 1) for one in (settings.mean, settings.deviation))
-        pixels = ((colours - mean) / deviation).expand(-1, -1, 2, -1).reshape(len(colours), -1)
-        shapes = [one.places[0][1:] for one in sample.images]
-        grid = torch.tensor([[1, rows * settings.merge, columns * settings.merge] for rows, columns in shapes])
+        pixels, grid = encoder_input(sample, settings)
         found = model.visual(pixels, grid_thw=grid)
         given = {"deep": list(getattr(found, "deepstack_features", None) or []), "features": found.pooler_output}
     positions, _ = model.get_rope_index(ids, kinds, grid)

@@ -11,14 +11,16 @@ import torch
 
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.rollout import RolloutConfig, SamplingConfig
+from megarl.config.sglang import SGLangConfig
 from megarl.config.sync import SyncConfig
 from megarl.data.image_set import ImageSet, image_sets
 from megarl.models.hf import encoder_of, image_settings, load_hf_config
+from megarl.models.weights.metadata import write_metadata
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.engine import Completion, Request
 from megarl.rollout.sglang.engine import SglangEngine
 from megarl.rollout.sglang.fleet import Fleet
-from megarl.rollout.sglang.images import write_processor
+from megarl.rollout.sglang.images import keeping_sizes, write_processor
 from megarl.rollout.sglang.layout import ServerLayout
 from megarl.rollout.sglang.receiver import SglangReceivers
 from megarl.sync.updater import WeightSync
@@ -88,8 +90,13 @@ def push(fleet: Fleet, sync: WeightSync, version: int) -> None:
     ("kind", "tp"),
     [
         ("qwen2_5_vl", 1),
+        pytest.param("qwen2_vl", 1, marks=pytest.mark.campaign("servers")),
         pytest.param("qwen2_5_vl", 2, marks=pytest.mark.campaign("servers")),
-        *(pytest.param("qwen3_vl", tp, marks=pytest.mark.campaign("servers")) for tp in (1, 2)),
+        *(
+            pytest.param(kind, tp, marks=pytest.mark.campaign("servers"))
+            for kind in ("qwen2_vl", "qwen3_vl")
+            for tp in (1, 2)
+        ),
         pytest.param("qwen3_vl_moe", 1, marks=pytest.mark.campaign("servers")),
     ],
 )
@@ -105,6 +112,7 @@ def test_it_generates_as_the_embedded_engine_with_every_version_of_the_encoder(
     save(folder, kind, intermediate_size=128, **(mixture if kind == "qwen3_vl_moe" else {}))
     asked, chunks = requests(folder), build_tiny(folder)
     hf = chunks[0].hf_config
+    write_metadata(folder, hf, None, torch.float32)  # as in a run
     write_processor(folder, hf)
     embedded = EmbeddedEngine(chunks, RolloutConfig(max_running=3), layout_for(ParallelConfig()))
 
@@ -112,8 +120,9 @@ def test_it_generates_as_the_embedded_engine_with_every_version_of_the_encoder(
         return embedded.generate(asked, SAMPLING, [])
 
     settings: dict[str, Any] = {"timeout_s": 60.0, "verify": "every", "transport": "tensor"}
-    random_weights = ["--load-format", "dummy"]  # as in a run
-    with forked_servers(), start(tmp_path, folder, tp_size=tp, extra_args=random_weights) as fleet:
+    random_weights = SGLangConfig(extra_args=["--load-format", "dummy"])  # as in a run
+    arguments = keeping_sizes(random_weights, encoder_of(hf)).extra_args
+    with forked_servers(), start(tmp_path, folder, tp_size=tp, extra_args=arguments) as fleet:
         receivers = SglangReceivers(fleet, ServerLayout.of(hf, tp))
         sync = WeightSync(chunks, receivers, SyncConfig(**settings), tmp_path, WorkerGroup.alone())
         push(fleet, sync, 0)

@@ -2,26 +2,29 @@
 
     python server_class.py CASES.json FOLDER...         FOLDERs are put on the path; CASES.json is a list of cases
 
-A case has the keys `folder`, `dtype`, `tp`, `attention`, `buckets`, `changes` and `out`.
+A case has the keys `folder`, `dtype`, `tp`, `attention`, `buckets`, `changes`, `out`, and maybe `requests`.
 `folder` has a config.json, `buckets` are files of (header, bytes) for megarl's loader, `changes` of patches for the
 same parameters. Each rank of each case is a process forked from this one, and writes to `out` the digests of its
-parameters after the buckets and after the patches.
+parameters after the buckets and after the patches. `requests` is a file with a list of requests with images; what
+SGLang's processor makes of them, and the features of its encoder, are written to a file beside `out`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
 import sys
 import traceback
+import types
 from pathlib import Path
 
 import torch
 
 
 def built(case: dict, rank: int):
-    """The model as a server's process makes it before it reads weights."""
+    """The model as a server's process makes it before it reads weights, its config, and the server's arguments."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
@@ -34,6 +37,8 @@ def built(case: dict, rank: int):
     tp = case["tp"]
     settings = {"device": "cpu", "sampling_backend": "pytorch", "attention_backend": case["attention"]}
     switches = {"disable_overlap_schedule": True, "skip_tokenizer_init": True, "disable_shared_experts_fusion": True}
+    if case.get("requests"):
+        switches["skip_tokenizer_init"] = False
     arguments = ServerArgs(case["folder"], dtype=case["dtype"], tp_size=tp, **settings, **switches)
     publish(arguments, role="test", ranks=SpawnRanks(world_rank=rank))
     init_distributed_environment(
@@ -43,7 +48,7 @@ def built(case: dict, rank: int):
     loading = LoadConfig()
     config = adjust_config_with_unaligned_cpu_tp(ModelConfig.from_server_args(arguments), loading, tp)
     with set_default_torch_dtype(config.dtype), torch.device("cpu"):
-        return _initialize_model(config, loading)
+        return _initialize_model(config, loading), config.hf_config, arguments
 
 
 def digests(model) -> dict[str, str]:
@@ -70,15 +75,39 @@ def derived(model) -> list[str]:
     return wrong
 
 
+def seen(model, config, arguments, requests: list[dict]) -> list[dict]:
+    """For each request the tokens, the positions and the features that SGLang makes of it, and heads [tokens, width]
+    full of ones after RoPE."""
+    from sglang.srt.managers.multimodal_processor import get_mm_processor, import_processors
+    from sglang.srt.managers.tokenizer_manager import get_processor_wrapper
+
+    import_processors("sglang.srt.multimodal.processors")
+    processor = get_mm_processor(config, arguments, get_processor_wrapper(), "default")
+    attention = next(module for module in model.modules() if hasattr(module, "rotary_emb"))
+    found = []
+    for request in requests:
+        other = types.SimpleNamespace(video_data=None, audio_data=None, mm_content_hashes=None, rid="1")
+        made = asyncio.run(processor.process_mm_data_async(request["image_data"], request["input_ids"], other))
+        with torch.no_grad():
+            features = model.get_image_feature(made.mm_items)
+            ones = [torch.ones(len(made.input_ids), attention.head_dim) for _ in range(2)]
+            rotated, _ = attention.rotary_emb.forward_native(made.mrope_positions, *ones)
+        told = {"ids": made.input_ids, "positions": made.mrope_positions}
+        found.append({**told, "features": features, "rotated": rotated})
+    return found
+
+
 def run(case: dict, rank: int) -> None:
     import megarl_loader
 
-    model = built(case, rank)
+    model, *settings = built(case, rank)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data.fill_(float("nan"))
     for header, flat in torch.load(case["buckets"]):
         megarl_loader.load(model, [(header, flat)])
+    if case.get("requests"):
+        torch.save(seen(model, *settings, torch.load(case["requests"])), f"{case['out']}.{rank}.seen")
     report = {"loaded": digests(model), "derived": derived(model), "patched": None}
     try:
         for header, flat in torch.load(case["changes"]):

@@ -4,19 +4,28 @@ On a CPU SGLang builds models that it cannot run there, so weights of these mode
 """
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding, apply_rotary_pos_emb
 
+from megarl.config.model import ModelConfig
+from megarl.data.image_set import image_sets
+from megarl.models.hf import encoder_of, image_settings, load_hf_config, visual_tensors
+from megarl.models.vlm.model import build_encoder, positions_of
 from megarl.models.weight_table import Coordinate, WeightTable
 from megarl.models.weights.metadata import write_metadata
+from megarl.rollout.sglang.images import ServedImages, write_processor
 from megarl.rollout.sglang.layout import ServerLayout
 from megarl.sync.delta import make_delta, patch_header
 from megarl.sync.plan import ITEMSIZE, SLAB_BYTES, Bucket, holdings, make_plan
 from megarl.sync.verify import expected_checksums
 from megarl.system.comm import WorkerGroup
 from megarl.system.compat.sglang import LOADERS, STAND_INS
+from tests.models.vlm_tiny import Sample, batch_of, config_of, draw, encoder_input
 from tests.rollout.forked import run_program
 from tests.rollout.servers import need_interpreter
 from tests.sync.layouts import HERE, config, ranks_of
@@ -37,9 +46,11 @@ CASES = {
     "qwen3_5_text": WIDE,
     "qwen3_next": {**WIDE, "shared_expert_intermediate_size": 64},
 }
+#: Vision-language models; of these SGLang also reads images.
+SEEING = {"qwen3_5": WIDE, "qwen3_5_moe": {**WIDE, "shared_expert_intermediate_size": 64}}
 DERIVING = ("deepseek_v3", "glm4_moe_lite")  # these compute further weights after loading, so they take whole tensors
-SOON = [("deepseek_v3", 2), ("gpt_oss", 2), ("minimax_m2", 1), ("qwen3_5_text", 1), ("qwen3_next", 2)]
-LATER = [(name, tp) for name in CASES for tp in (1, 2) if (name, tp) not in SOON]
+SOON = [("deepseek_v3", 2), ("gpt_oss", 2), ("minimax_m2", 1), ("qwen3_5", 1), ("qwen3_next", 2)]
+LATER = [(name, tp) for name in (*CASES, *SEEING) for tp in (1, 2) if (name, tp) not in SOON]
 
 
 def weights(hf, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -73,34 +84,72 @@ def write_buckets(folder: Path, buckets: tuple[Bucket, ...], old: dict, new: dic
     torch.save(changes, folder / "changes")
 
 
+def write_requests(file: Path, hf) -> list[Sample]:
+    """A file of requests with one image, two, one that is narrow; the samples that they are made of."""
+    encoder, rng = encoder_of(hf), random.Random(1)
+    samples = [draw(rng, encoder, *shapes) for shapes in ([(2, 3)], [(1, 1), (4, 2)], [(1, 5)])]
+    sets = image_sets(batch_of(samples, image_settings(hf)))
+    torch.save([ServedImages(images).request(one.prompt) for one, images in zip(samples, sets, strict=True)], file)
+    return samples
+
+
+def check_seen(file: Path, samples: list[Sample], hf, tensors: dict[str, torch.Tensor]) -> None:
+    """SGLang has read the samples' tokens, at the trainer's positions, and its encoder's features and its RoPE are
+    transformers'."""
+    rope = Qwen3_5TextRotaryEmbedding(AutoConfig.for_model(**hf.vision_language).text_config)
+    tower = build_encoder(hf, torch.float32)
+    names = {parameter.removeprefix("visual."): name for parameter, (name, _) in visual_tensors(hf).items()}
+    tower.load_state_dict({parameter: tensors[name] for parameter, name in names.items()})
+    for sample, found in zip(samples, torch.load(file), strict=True):
+        places = [(start, *images.places[0][1:]) for start, images in zip(sample.starts, sample.images, strict=True)]
+        assert found["ids"] == sample.prompt
+        assert found["positions"].tolist() == positions_of(len(sample.prompt), places).tolist()
+        with torch.no_grad():
+            expected = tower(*encoder_input(sample, image_settings(hf))).pooler_output
+        # float32 with other kernels; the weights are so large that the features are about 300
+        torch.testing.assert_close(found["features"], expected, rtol=1e-3, atol=1e-2)
+        ones = torch.ones(1, 1, *found["rotated"].shape)
+        rotated, _ = apply_rotary_pos_emb(ones, ones, *rope(ones, found["positions"][:, None]))
+        torch.testing.assert_close(found["rotated"], rotated[0, 0])
+
+
 @pytest.mark.parametrize(
     ("name", "tp"), [*SOON, *(pytest.param(*case, marks=pytest.mark.campaign("servers")) for case in LATER)]
 )
 def test_every_parameter_of_the_class_gets_its_numbers(tmp_path, name, tp):
     need_interpreter()
-    hf = config(name.split()[0], **CASES[name])
+    dtype, more = torch.bfloat16, {}
+    if name in SEEING:
+        hf, dtype = load_hf_config(ModelConfig(hf_config=config_of(name, **SEEING[name]), vision=True)), torch.float32
+    else:
+        hf = config(name.split()[0], **CASES[name])
     table, layout = WeightTable.of(hf), ServerLayout.of(hf, tp)
-    write_metadata(tmp_path, hf, None, torch.bfloat16)
+    write_metadata(tmp_path, hf, None, dtype)
+    if name in SEEING:
+        write_processor(tmp_path, hf)
+        samples, more = write_requests(tmp_path / "requests", hf), {"requests": str(tmp_path / "requests")}
     at = [Coordinate()]
-    sizes = {"bucket_bytes": SLAB_BYTES + 12_000, "dtype": "bfloat16"}  # a few tensors in each bucket
+    spelled = str(dtype).removeprefix("torch.")
+    sizes = {"bucket_bytes": SLAB_BYTES + 12_000, "dtype": spelled}  # a few tensors in each bucket
     plan = make_plan(holdings(table, at), ranks_of(at), [HERE], together=layout.together, **sizes)
-    old, new = (weights(hf, seed, torch.bfloat16) for seed in (1, 2))
+    old, new = (weights(hf, seed, dtype) for seed in (1, 2))
     new = {key: torch.where(torch.rand(new[key].shape) < 0.1, new[key], old[key]) for key in old}
     write_buckets(tmp_path, plan.routes[0].senders[0], old, new)
     attention = "intel_amx" if name == "gpt_oss" else "torch_native"  # SGLang's check of sinks; nothing is computed
     files = {key: str(tmp_path / key) for key in ("buckets", "changes", "out")}
-    (tmp_path / "cases").write_text(
-        json.dumps([{"folder": str(tmp_path), "dtype": "bfloat16", "tp": tp, "attention": attention, **files}])
-    )
+    case = {"folder": str(tmp_path), "dtype": spelled, "tp": tp, "attention": attention}
+    (tmp_path / "cases").write_text(json.dumps([case | files | more]))
     log = tmp_path / "log"
     paths = [str(tmp_path / "cases"), *map(str, (LOADERS, *STAND_INS))]
     assert run_program(PROGRAM, paths, log) == 0, log.read_text()[-3000:]
     expected = [
-        expected_checksums(tensors.items(), [layout], torch.bfloat16, WorkerGroup.alone(), table.float32())[layout]
+        expected_checksums(tensors.items(), [layout], dtype, WorkerGroup.alone(), table.float32())[layout]
         for tensors in (old, new)
     ]
     for rank in range(tp):
         report = json.loads((tmp_path / f"out.{rank}").read_text())
+        if name in SEEING:
+            check_seen(tmp_path / f"out.{rank}.seen", samples, hf, old)
         assert report["loaded"] == expected[0][rank]
         assert report["derived"] == []
         if name.startswith(DERIVING):

@@ -236,7 +236,8 @@ def _write_vision_language(folder: Path, hf_config: PretrainedConfig, dtype: str
 def _complete_decoder(file: Path, hf_config: PretrainedConfig, dtype: str) -> None:
     """Add to a vision-language model's config.json what transformers 4 and SGLang read.
 
-    These are the position sections in RoPE's keys, the embedding tie in the decoder's part, and `Architecture.written`.
+    These are the position sections in RoPE's keys, the embedding tie in the decoder's part, `Architecture.written`, and
+    two keys of the encoder's part.
     """
     encoder = encoder_of(hf_config)
     assert encoder is not None, "a vision-language model"
@@ -248,6 +249,11 @@ def _complete_decoder(file: Path, hf_config: PretrainedConfig, dtype: str) -> No
     if (further := ARCHITECTURES[hf_config.model_type].written) is not None:
         text |= further(read_keys({**text, "model_type": hf_config.model_type}))
     text |= _older_keys(text, hf_config.model_type, num_experts(hf_config))
+    vision = written["vision_config"]  # its keys here are those of published files, which transformers does not write
+    if encoder.form.learned:
+        vision.setdefault("deepstack_visual_indexes", list(encoder.deepstack))
+    else:
+        vision.setdefault("in_chans", vision["in_channels"])
     text["tie_word_embeddings"] = written["tie_word_embeddings"] = hf_config.tie_word_embeddings
     written["torch_dtype"] = dtype
     file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")

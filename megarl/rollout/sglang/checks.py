@@ -583,8 +583,6 @@ def _is_known(name: str) -> bool:
         return False
 
 
-#: Vision-language models that were compared on servers.
-_SERVED_ENCODERS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 #: Length of a Qwen2.5-VL patch that SGLang 0.5.23 reads as pixels; it reads other lengths as features.
 _PATCH_VALUES = 1176
 #: Number of encoder blocks whose features SGLang 0.5.23 adds to layers of a Qwen3-VL mixture-of-experts model.
@@ -609,15 +607,6 @@ def check_images(config: RunConfig, encoder: VisionEncoder, checks: Checklist) -
 
 def _check_encoder(servers: SGLangConfig, encoder: VisionEncoder, checks: Checklist) -> None:
     """Check that SGLang servers support this vision encoder."""
-    if encoder.model_type not in _SERVED_ENCODERS:
-        checks.fail(
-            "rollout.engine",
-            "weights and images of this vision encoder cannot be sent to SGLang servers",
-            found=f"sglang with a {encoder.model_type}",
-            allowed=f"embedded; sglang with {', '.join(_SERVED_ENCODERS)}",
-            fix="set rollout.engine=embedded, or model.vision=false for prompts without images",
-        )
-        return
     if encoder.model_type == "qwen2_5_vl" and encoder.patch_values != _PATCH_VALUES:
         checks.fail(
             "model: vision_config.patch_size",

@@ -28,9 +28,13 @@ from megarl.rewards.images import png
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from megarl.architectures.vision_language import VisionEncoder
+    from megarl.config.sglang import SGLangConfig
 
 #: The texts of `VisionEncoder.image_tokens` that SGLang and transformers look for.
 _TEXTS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+#: Classes of transformers' processors that differ from Qwen3-VL's.
+_PROCESSORS = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,22 @@ class ServedImages:
         return {"input_ids": ids + prompt_ids[end:], "image_data": self.pngs}
 
 
+def keeping_sizes(config: SGLangConfig, encoder: VisionEncoder | None) -> SGLangConfig:
+    """Return the settings of servers that resize no image which consists of whole features.
+
+    For Qwen2-VL SGLang replaces the limits that `write_processor` writes by others, which an argument overrides.
+    """
+    if encoder is None or encoder.model_type != "qwen2_vl":
+        return config
+    limits = json.dumps({"image": {"size": _any_size(encoder)}})
+    return config.model_copy(update={"extra_args": ["--mm-process-config", limits, *config.extra_args]})
+
+
+def _any_size(encoder: VisionEncoder) -> dict[str, int]:
+    """Return limits on the pixels of an image that allow all images of whole features."""
+    return {"shortest_edge": (encoder.patch * encoder.merge) ** 2, "longest_edge": MOST_PIXELS}
+
+
 def write_processor(folder: Path, hf_config: PretrainedConfig) -> None:
     """Write the config of an image processor and tokenizer into a server's folder of a vision-language model.
 
@@ -78,10 +98,10 @@ def write_processor(folder: Path, hf_config: PretrainedConfig) -> None:
         tokenizer_object=backend, clean_up_tokenization_spaces=False, pad_token=_TEXTS[-1]
     ).save_pretrained(folder)
     settings = image_settings(hf_config)
-    processor = {
+    processor: dict[str, Any] = {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2_5_VLProcessor" if encoder.model_type == "qwen2_5_vl" else "Qwen3VLProcessor",
-        "size": {"shortest_edge": (settings.patch * settings.merge) ** 2, "longest_edge": MOST_PIXELS},
+        "processor_class": _PROCESSORS.get(encoder.model_type, "Qwen3VLProcessor"),
+        "size": _any_size(encoder),
         "image_mean": settings.mean,
         "image_std": settings.deviation,
         "patch_size": settings.patch,

@@ -34,8 +34,8 @@ _WIDE_ROUTERS = ("glm4_moe", "glm4_moe_lite", "minimax_m2")
 _BACKEND = "--moe-runner-backend"
 _LATENT = "fused_qkv_a_proj_with_mqa"
 #: Linear layers of a vision encoder that are split by rows, and those that are split by columns.
-_BY_ROWS = ("gate_proj", "up_proj", "linear_fc1", "merger.mlp.0")
-_BY_COLUMNS = ("attn.proj", "down_proj", "linear_fc2", "merger.mlp.2")
+_BY_ROWS = ("gate_proj", "up_proj", "fc1", "merger.mlp.0")
+_BY_COLUMNS = ("attn.proj", "down_proj", "fc2", "merger.mlp.2")
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _stacked_part(name: str, tensor: Tensor, tp: int, rank: int) -> tuple[str, T
 
 
 def _visual_part(name: str, tensor: Tensor, tp: int, rank: int) -> tuple[str, Tensor, int]:
-    """Return the triple that `ServerLayout.parts` yields for a tensor of the Qwen2.5-VL or Qwen3-VL vision encoder.
+    """Return the triple that `ServerLayout.parts` yields for a tensor of a vision encoder.
 
     Each linear layer is split by rows or by columns; each rank has the whole bias of a layer that is split by columns.
     """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megarl.models.hf import encoder_of, facts_of
 from megarl.models.weights.metadata import write_metadata
 from megarl.rollout.sglang.block_fp8 import write_block_fp8
-from megarl.rollout.sglang.images import write_processor
+from megarl.rollout.sglang.images import keeping_sizes, write_processor
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from megarl.rollout.sglang.layout import with_plain_experts
 from megarl.rollout.sglang.routes import returning_routes
@@ -45,6 +45,7 @@ def start_servers(host: EngineHost, key: str | None = None, address: str | None 
     """
     config, layout = host.config, host.layout
     servers = with_plain_experts(config.rollout.sglang, facts_of(host.hf_config))
+    servers = keeping_sizes(servers, encoder_of(host.hf_config))
     if layout.rank == 0:
         logs = host.run_dir / "servers"
         # docs/servers.md has the measurement of the 17 s in this message
