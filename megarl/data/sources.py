@@ -129,7 +129,9 @@ def check_loader_kwargs(config: DataConfig, more: Sequence[str] = ()) -> None:
                 "no data source takes this argument",
                 where=f"data.loader_kwargs.{name}",
                 allowed=known or "nothing: no source is a pkg.mod:fn",
-                fix=f"did you mean {near[0]!r}?" if near else "remove it",
+                fix=f"did you mean {near[0]!r}?"
+                if near
+                else "remove it; loader_kwargs: !replace {} removes those of the recipe that yours extends",
             )
 
 

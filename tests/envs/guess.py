@@ -18,7 +18,7 @@ class GuessSettings(EnvSettings):
 
 
 class Guess(Environment):
-    """A turn is paid what it comes closer to the secret; the sum says how close the last guess is, 1 if it is right."""
+    """The reward of a turn is how much closer its guess is; the sum is the closeness of the last guess, at most 1."""
 
     Settings = GuessSettings
 

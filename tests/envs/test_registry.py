@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import re
 from pathlib import Path
 
 import pytest
@@ -70,9 +72,13 @@ def test_a_reward_beside_an_environment_that_scores_is_told(tmp_path, env, rewar
     assert found is None or "scores its episodes itself" in found.what
 
 
-def test_the_documentation_shows_the_environments_that_are_tested():
+def test_the_documentation_shows_the_environments_that_are_tested(monkeypatch):
     root = Path(__file__).parents[2]
     shown = (root / "docs/environments.md").read_text()
+    monkeypatch.syspath_prepend(root / "tests/envs")
+    (by_hand,) = re.findall(r"```\n(>>>.*?)```", shown, re.S)
+    examples = doctest.DocTestParser().get_doctest(by_hand, {}, "by hand", None, 0)
+    assert doctest.DocTestRunner().run(examples).failed == 0
     assert all((root / "tests/envs" / name).read_text() in shown for name in ("guess.py", "look.py"))
 
 

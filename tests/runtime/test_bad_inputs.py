@@ -138,6 +138,7 @@ def train(folder: Path, *arguments: str) -> Ended:
         (["data.train_files=an_empty_folder"], ["data.train_files", "has no data file", ".jsonl"]),
         (["data.train_files=misnamed.jsonl"], ["misnamed.jsonl:1: no column 'prompt'", "data.prompt_key to 'promt'"]),
         (["data.val_files=unanswered.jsonl"], ["unanswered.jsonl:2: no column 'answer'", "data.answer_key"]),
+        (["data.val_files=unanswered.jsonl", "env.name=nowhere.py:Game"], ["env.name: this file does not exist"]),
         (["data.train_files=good.jsonl", "sft.response_key=solution"], ["good.jsonl:1: no column 'solution'", "sft."]),
         (
             ["reward.name=no_import.py:score"],

@@ -160,7 +160,8 @@ def _check_surroundings(config: RunConfig, placement: Placement | None, checks: 
     refuse(config.has_turns, "env.name", config.env.get("name"), "single_turn", why)
     cp = config.actor.parallel.cp
     refuse(cp > 1, "actor.parallel.cp", cp, 1, "policy calls attend in both directions")
-    loss, why = config.algorithm.loss.name, "it needs whole responses, but the model gets episodes one call at a time"
+    loss = config.algorithm.loss.name
+    why = "the model gets episodes one call at a time, so the loss of a token must not depend on other tokens"
     refuse(loss not in TOKEN_LOSSES, "algorithm.loss.name", loss, ", ".join(TOKEN_LOSSES), why)
     estimator, why = config.algorithm.advantage.name, "robot policies have neither a critic nor greedy episodes"
     key = "algorithm.advantage.name"

@@ -42,7 +42,7 @@ def test_a_missing_interpreter_of_the_simulator_is_refused_where_the_run_starts(
         ("rollout.engine=sglang", "rollout.engine", "servers generate only text"),
         ("rollout.stale_steps=1", "rollout.stale_steps", "own weights"),
         ("actor.parallel.cp=2", "actor.parallel.cp", "attend in both directions"),
-        ("algorithm.loss.name=gspo", "algorithm.loss.name", "whole responses"),
+        ("algorithm.loss.name=gspo", "algorithm.loss.name", "depend on other tokens"),
         ("data.val_files=['text:hello']", "data.val_files", "megarl eval"),
         ("data.train_files=[rows.jsonl]", "data.train_files", "start states"),
         ("sft.train_files=null", "sft.train_files", "needs demonstrations"),
