@@ -90,6 +90,7 @@ def tensor_widths(facts: ModelFacts) -> dict[str, int]:
     widths: dict[str, int] = {}
     for mixer in facts.mixer_counts:
         widths |= mixer.widths()
+    widths.setdefault("attention heads", facts.heads)  # Megatron divides them even if no layer has any
     dense = facts.dense_ffn if facts.is_moe else facts.ffn
     return {**widths, "feed-forward width": dense} if dense else widths
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.base import Architecture
 from megarl.architectures.values import read_keys
+from tests.models.vlm_tiny import config_of
 
 VOCABULARIES = (131, 136)
 LONGEST = 64
@@ -199,6 +200,47 @@ def _rope(draw: Draw, spec: Architecture, raw: dict[str, Any]) -> None:
         nested = name == "rope_parameters" and spec.rope.local_theta is not None
         sections = {"full_attention": values, "sliding_attention": {"rope_type": "default"}}
         raw[name] = sections if nested else values
+
+
+@st.composite
+def fitting_images(draw: st.DrawFn, kind: str) -> dict[str, Any]:
+    """A config.json of a vision-language model; heads rotate 16 numbers, for which config_of has sections."""
+    raw = config_of(kind)
+    text, vision = raw["text_config"], raw["vision_config"]
+    heads, layers = draw(st.sampled_from([4, 2, 3])), draw(st.integers(1, 4))
+    text |= {"num_attention_heads": heads, "hidden_size": 16 * heads, "num_hidden_layers": layers}
+    text["num_key_value_heads"] = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
+    text["intermediate_size"] = draw(st.sampled_from([24, 40]))
+    text["rms_norm_eps"] = draw(st.sampled_from([1e-6, 1e-2]))
+    text["rope_parameters"]["rope_theta"] = draw(THETA)
+    sections = [[2, 3, 3], [4, 2, 2], [3, 3, 2]][draw(st.integers(0, 2)) :]
+    text["rope_parameters"]["mrope_section"] = sections[0] if kind in ("qwen2_vl", "qwen2_5_vl") else sections[-1]
+    if "layer_types" in text:
+        kinds = st.sampled_from(["linear_attention", "full_attention"])
+        text["layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
+    if "num_experts" in text:
+        text["num_experts"] = draw(st.integers(2, 5))
+        text["num_experts_per_tok"] = draw(st.integers(1, text["num_experts"]))
+        text["moe_intermediate_size"] = draw(st.sampled_from([8, 24]))
+    if "mlp_only_layers" in text:
+        text["mlp_only_layers"] = draw(st.lists(st.integers(0, layers - 1), unique=True, max_size=2))
+    if draw(st.booleans()):
+        raw["tie_word_embeddings"] = text["tie_word_embeddings"] = True
+    vision["hidden_size" if kind == "qwen2_vl" else "out_hidden_size"] = 16 * heads
+    vision["num_heads"], vision["depth"] = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 4))
+    vision["patch_size"], vision["spatial_merge_size"] = (
+        draw(st.sampled_from([14, 4])),
+        draw(st.sampled_from([2, 1, 3])),
+    )
+    blocks = st.lists(st.integers(0, vision["depth"] - 1), unique=True, max_size=min(layers, vision["depth"]))
+    if "fullatt_block_indexes" in vision:
+        side = vision["patch_size"] * vision["spatial_merge_size"]
+        vision |= {"fullatt_block_indexes": draw(blocks), "window_size": side * draw(st.integers(1, 3))}
+    if "deepstack_visual_indexes" in vision:
+        vision["deepstack_visual_indexes"] = draw(blocks)
+    if "num_position_embeddings" in vision:
+        vision["num_position_embeddings"] = draw(st.sampled_from([16, 49, 64]))
+    return raw
 
 
 def token_ids(length: int, vocab: int, seed: int = 3) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
 
-from megarl.architectures import ARCHITECTURES
+from megarl.architectures import ARCHITECTURES, olmo3
 from megarl.artifacts.facts import facts_from_config, model_facts
 from megarl.artifacts.layout import layout_problems
 from megarl.checks.weights import check_weights
@@ -171,8 +171,8 @@ def check_adapters(folder: Path, facts: Any, parts: list[torch.Tensor], bound: f
     loss(logits, parts).backward()
     export_weights([model], folder / "merged", model.hf_config, world=world())
     oracle = families.read(folder / "merged")
-    theirs = of_transformers(oracle, parts)
     bound = max(bound, 2 * families.last_place(oracle, parts))
+    theirs = of_transformers(oracle, parts)
     close(log_probs(logits), log_probs(theirs), "adapters", 3 * bound)  # sums in another order
     loss(theirs, parts).backward()
     wanted = gradients_of(oracle, folder / "merged gradients")
@@ -231,6 +231,12 @@ def test_a_small_model_equals_transformers(number, tmp_path):
     assert check(raw, tmp_path, adapters=False) == "equal"
 
 
+def read_alike(raw: dict[str, Any]) -> bool:
+    """Whether both versions of transformers make the same model of a config.json: version 5 gives the layers of an
+    OLMo 3 with a window the default theta, and version 4 that of the others."""
+    return raw["model_type"] != "olmo3" or raw.get("rope_theta") in (None, olmo3.THETA)
+
+
 @pytest.mark.campaign("families")
 @pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
 def test_drawn_configurations_are_equal_or_refused(model_type, tmp_path, capsys):
@@ -255,7 +261,8 @@ def test_drawn_configurations_are_equal_or_refused(model_type, tmp_path, capsys)
         results[check(raw, folder)] += 1
 
     each()
-    exports = [folder for number in range(len(seen)) if (folder := tmp_path / str(number) / "export").exists()]
+    places = [tmp_path / str(number) / "export" for number, raw in enumerate(seen) if read_alike(json.loads(raw))]
+    exports = [folder for folder in places if folder.exists()]
     older = model_type not in NOT_IN_TRANSFORMERS_4
     if older:
         differences = read_by_transformers_4(exports)

@@ -4,14 +4,18 @@ Tolerances: float32 of values of size 1 to 10, whose sums run in another order.
 """
 
 import functools
+import itertools
 import random
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import Phase, given
+from hypothesis import settings as of_draws
 from safetensors.torch import load_file, save_file
 
 from megarl.architectures.decoders import canonical_name
+from megarl.architectures.vision_language import FAMILIES
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.models.hf import encoder_of, image_settings, load_hf_config
@@ -23,8 +27,9 @@ from megarl.training.microbatch import build, plan
 from megarl.training.vlm_sequences import ImageLayout
 from tests.dist import layout_for, single_process
 from tests.models import tiny
+from tests.models.families import fitting_images
 from tests.models.tiny import single_experts
-from tests.models.vlm_tiny import EVERY_KIND, batch_of, config_of, draw, logits_of, save
+from tests.models.vlm_tiny import EVERY_KIND, batch_of, config_of, draw, logits_of, save, save_config
 
 CPU = torch.device("cpu")
 build_tiny = functools.partial(tiny.build_tiny, vision=True)
@@ -40,7 +45,11 @@ def _parallel():
 def made(request, tmp_path_factory):
     """A model of each kind: folder, transformers' model, samples, image settings."""
     folder = tmp_path_factory.mktemp(request.param)
-    reference = save(folder, request.param)
+    return of_config(folder, config_of(request.param))
+
+
+def of_config(folder, raw):
+    reference = save_config(folder, raw)
     hf = load_hf_config(ModelConfig(path=str(folder), vision=True))
     rng, encoder, settings = random.Random(1), encoder_of(hf), image_settings(hf)
     samples = [draw(rng, encoder, *shapes) for shapes in SHAPES]
@@ -247,3 +256,23 @@ def test_the_language_model_can_be_used_without_its_encoder(kind, tmp_path):
     torch.testing.assert_close(F.linear(hidden[:, 0], model.lm_head_weight), expected, atol=1e-5, rtol=1e-5)
     assert not any(name.startswith("visual.") for name, _ in model.named_parameters())
     assert not any("visual" in name or "language_model" in name for name in model.weight_table.shapes())
+
+
+@pytest.mark.campaign("families")
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_drawn_models_with_images_are_equal(kind, tmp_path):
+    """Log-probs, packed and of each sample, gradients, greedy generation and the export, in 30 configurations."""
+    count = itertools.count()
+
+    @of_draws(max_examples=30, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @given(raw=fitting_images(kind))
+    def each(raw):
+        folder = tmp_path / str(next(count))
+        folder.mkdir()
+        model = of_config(folder, raw)
+        test_logprobs_and_gradients_equal_transformers_packed_with_shared_images_and_without(model)
+        test_each_sample_alone_has_the_same_logprobs(model)
+        test_generation_is_greedy_as_transformers_would_be(model, turns=False)
+        test_an_export_is_the_same_model_for_transformers(model, folder)
+
+    each()

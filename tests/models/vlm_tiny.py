@@ -83,12 +83,15 @@ def config_of(kind: str, **text: Any) -> dict[str, Any]:
 
 def save(folder: Path, kind: str, whole: dict[str, Any] | None = None, **text: Any) -> Any:
     """Write a random model with some other keys of config.json and of its decoder; returns transformers' own."""
+    return save_config(folder, {**config_of(kind, **text), **(whole or {})})
+
+
+def save_config(folder: Path, raw: dict[str, Any]) -> Any:
+    """Write a random model with this config.json; returns transformers' own."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     torch.manual_seed(5)
-    model = AutoModelForImageTextToText.from_config(
-        AutoConfig.for_model(**config_of(kind, **text), **(whole or {}))
-    ).eval()
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**raw)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # biases and norms that do nothing would hide mistakes
             if parameter.dim() == 1:

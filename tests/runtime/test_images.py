@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megarl.architectures.vision_language import FAMILIES
 from megarl.recipes.shapes import make_rows
 from tests import forked
+from tests.models.vlm_tiny import config_of
 from tests.runtime import harness
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]
@@ -97,14 +99,36 @@ def test_eval_counts_as_the_run_did_and_shows_what_the_model_saw(run, whole, exp
 
 @pytest.mark.campaign("kills")  # as a run that a damaged image stops, below
 def test_a_killed_run_goes_on_to_the_same_numbers(whole, tmp_path):
-    write_rows(tmp_path)
-    (tmp_path / "hold").touch()
-    process = harness.start(Path("grpo_shapes_quickstart"), tmp_path / "run", *settings(tmp_path))
-    harness.wait_for(lambda: (tmp_path / "run/checkpoints/step_1/meta.json").is_file(), process)
-    harness.kill(harness.workers(tmp_path / "run")[0])
+    assert killed(tmp_path) == whole
+
+
+def killed(folder: Path, *overrides: str) -> dict[int, dict[str, float]]:
+    """The numbers of a run that is killed after its first step, and goes on."""
+    write_rows(folder)
+    (folder / "hold").touch()
+    process = harness.start(Path("grpo_shapes_quickstart"), folder / "run", *settings(folder), *overrides)
+    harness.wait_for(lambda: (folder / "run/checkpoints/step_1/meta.json").is_file(), process)
+    harness.kill(harness.workers(folder / "run")[0])
     assert "SIGKILL" in harness.finish(process)
-    (tmp_path / "hold").unlink()
-    assert harness.train("grpo_shapes_quickstart", tmp_path / "run", *settings(tmp_path)) == whole
+    (folder / "hold").unlink()
+    return harness.train("grpo_shapes_quickstart", folder / "run", *settings(folder), *overrides)
+
+
+@pytest.mark.campaign("families")
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_a_killed_run_of_each_family_goes_on_to_the_same_numbers(kind, tmp_path):
+    raw = config_of(kind, vocab_size=22)
+    raw |= {"vision_start_token_id": 4, "image_token_id": 5, "vision_end_token_id": 6, "video_token_id": 7}
+    raw["vision_config"] |= {"patch_size": 8} | ({"window_size": 32} if kind == "qwen2_5_vl" else {})
+    for folder in ("whole", "killed"):
+        (tmp_path / folder).mkdir()
+    write_rows(tmp_path / "whole")
+    # null first: a mapping is merged into the recipe's
+    model = "model.hf_config=null", f"model.hf_config={json.dumps(raw)}"
+    given = "grpo_shapes_quickstart", tmp_path / "whole" / "run", *settings(tmp_path / "whole"), *model
+    whole = harness.train(*given)
+    assert len(whole) == STEPS
+    assert killed(tmp_path / "killed", *model) == whole
 
 
 def test_a_run_whose_image_was_damaged_names_it_and_goes_on_when_it_is_whole_again(whole, tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.architectures.vision_language import FAMILIES
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.data.batch import Jagged
@@ -97,11 +98,11 @@ def _run(kind: str, parallel: ParallelConfig, engine: EngineConfig, **settings: 
     return {"logp": logp.values.clone(), "norms": torch.tensor(norms), "dp_rank": layout.dp_rank, "tensors": tensors}
 
 
-def _wrong(alone: dict[Any, dict]) -> dict[str, list[str]]:
+def _wrong(cases: dict[str, tuple[str, list]], alone: dict[Any, dict]) -> dict[str, list[str]]:
     """By test: the numbers of each layout that are not those of one process."""
     return {
         name: [text for layout in layouts for text in _differences(kind, *layout, alone)]
-        for name, (kind, layouts) in CASES.items()
+        for name, (kind, layouts) in cases.items()
     }
 
 
@@ -122,16 +123,29 @@ def _differences(kind: str, parallel: dict, engine: dict, freeze: tuple, alone: 
 @pytest.fixture(scope="module")
 def wrong() -> list[dict[str, list[str]]]:
     """Of both ranks, which import the encoders once for all tests."""
+    return _of_both_ranks(CASES)
+
+
+def _of_both_ranks(chosen: dict[str, tuple[str, list]]) -> list[dict[str, list[str]]]:
     from tests.dist import single_process
 
     single_process()
-    asked = dict.fromkeys((kind, freeze) for kind, layouts in CASES.values() for *_, freeze in layouts)
+    asked = dict.fromkeys((kind, freeze) for kind, layouts in chosen.values() for *_, freeze in layouts)
     whole = EngineConfig(micro_batch_tokens=10_000)
     alone = {(kind, freeze): _run(kind, ParallelConfig(), whole, freeze=freeze) for kind, freeze in asked}
-    return run_distributed(_wrong, 2, 400.0, alone)
+    return run_distributed(_wrong, 2, 400.0, chosen, alone)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_equals_one_process(name, wrong):
     """With `frozen`, of the parts that learn."""
     assert [found[name] for found in wrong] == [[], []]
+
+
+@pytest.mark.campaign("families")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_two_processes_equal_one(kind):
+    mixture = [{"ep": 2}] if "num_experts" in config_of(kind)["text_config"] else []
+    sizes = [{"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2}, *mixture]
+    assert _of_both_ranks({kind: (kind, [(size, {}, ()) for size in sizes])}) == [{kind: []}, {kind: []}]

@@ -22,7 +22,7 @@ from megarl.artifacts.action_statistics import FILE, write_statistics
 from megarl.artifacts.facts import hub_snapshot, is_hub_name
 from megarl.artifacts.model_files import TOKENIZER_FILES
 from megarl.artifacts.vla_folder import PREPROCESSOR
-from megarl.models.hf import encoder_of, image_settings, num_experts, value_bias
+from megarl.models.hf import encoder_of, image_settings, value_bias
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -106,6 +106,9 @@ def older_rope_keys(rope_parameters: dict[str, Any], max_positions: int) -> dict
 
     >>> older_rope_keys({"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}, 64)
     {'rope_theta': 500.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}
+    >>> longrope = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0], "rope_theta": 500.0}
+    >>> older_rope_keys({**longrope, "original_max_position_embeddings": 32}, 64)["rope_scaling"]
+    {'short_factor': [1.0], 'long_factor': [2.0], 'type': 'longrope'}
 
     Args:
         max_positions: max_position_embeddings of the model; yarn without a factor uses its ratio to the original
@@ -121,6 +124,9 @@ def older_rope_keys(rope_parameters: dict[str, Any], max_positions: int) -> dict
         return {"rope_theta": rope_parameters["rope_theta"], "rope_scaling": scaled, **older}
     if scaling["rope_type"] == "yarn" and scaling.get("factor") is None:
         scaling["factor"] = max_positions / scaling["original_max_position_embeddings"]
+    if scaling["rope_type"] == "longrope":  # beside the factors, version 4 allows only the older name of the type
+        older["original_max_position_embeddings"] = scaling.pop("original_max_position_embeddings")
+        scaling["type"] = scaling.pop("rope_type")
     return {"rope_theta": rope_parameters["rope_theta"], "rope_scaling": scaling, **older}
 
 
@@ -246,9 +252,11 @@ def _complete_decoder(file: Path, hf_config: PretrainedConfig, dtype: str) -> No
     text["rope_parameters"]["mrope_section"] = list(encoder.sections)
     if encoder.interleaved:
         text["rope_parameters"]["mrope_interleaved"] = True
+    values = read_keys({**text, "model_type": hf_config.model_type})
     if (further := ARCHITECTURES[hf_config.model_type].written) is not None:
-        text |= further(read_keys({**text, "model_type": hf_config.model_type}))
-    text |= _older_keys(text, hf_config.model_type, num_experts(hf_config))
+        text |= further(values)
+    # of the file also where no layer has experts: transformers refuses null
+    text |= _older_keys(text, hf_config.model_type, values.get("num_experts"))
     vision = written["vision_config"]  # its keys here are those of published files, which transformers does not write
     if encoder.form.learned:
         vision.setdefault("deepstack_visual_indexes", list(encoder.deepstack))
