@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from megarl.artifacts.facts import ModelFacts
 from megarl.config.model import LoraConfig, ParallelConfig
@@ -49,18 +49,6 @@ class Cost:
     def times(self, number: float) -> Cost:
         """Return the cost of `number` repetitions."""
         return Cost(self.formula, self.what, self.seconds * number, self.bytes * number)
-
-
-@lru_cache(maxsize=4096)
-def _trained_parameters(facts: ModelFacts, parallel: ParallelConfig, value_head: bool) -> tuple[float, float]:
-    """Return `stage_parameters`, cached, since a search tries the same layouts with many engines."""
-    return stage_parameters(facts, parallel, value_head=value_head, trained=True)
-
-
-@lru_cache(maxsize=4096)
-def _owned(facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dp: int, value_head: bool) -> float:
-    """Return `owned_parameters` without adapters, cached; only `distributed_optimizer` of `engine` matters."""
-    return owned_parameters(facts, parallel, engine, dp, value_head=value_head)
 
 
 def total(parts: Sequence[Cost]) -> float:
@@ -334,7 +322,7 @@ class ModelPass:
     def _trained(self) -> tuple[float, float]:
         if self.lora is not None:
             return trained_parameters(self.facts, self.parallel, self.lora, value_head=self.value_head)
-        return _trained_parameters(self.facts, self.parallel, self.value_head)
+        return stage_parameters(self.facts, self.parallel, value_head=self.value_head, trained=True)
 
     def _reduce(self, share: Share) -> list[Cost]:
         """Return the cost of reducing fp32 gradients: an all-reduce, or a reduce-scatter and a gather of parameters."""
@@ -363,10 +351,7 @@ class ModelPass:
         """Return the cost of AdamW over gradient, master, moments and parameter; an fp32 parameter is the master."""
         engine = EngineConfig(distributed_optimizer=self.engine.distributed_optimizer)
         sizes = self.facts, self.parallel, engine, self.replicas
-        if self.lora is None:
-            owned = _owned(*sizes, self.value_head)
-        else:  # not cached, because the section of a recipe is not hashable
-            owned = owned_parameters(*sizes, value_head=self.value_head, lora=self.lora)
+        owned = owned_parameters(*sizes, value_head=self.value_head, lora=self.lora)
         read = self._element if self.dtype == "fp32" else 0
         moved = owned * (GRADIENT + 2 * step_bytes(self.engine, self.dtype) + read + self._element)
         rate = self.hardware.memory_tb_s * 1e12 * self.given.memory_share

@@ -41,10 +41,11 @@ def layout_key(config: RunConfig, role: Role, team: TeamPlan) -> str:
     return f"{role.value if has_layout else 'actor'}.parallel"
 
 
+@lru_cache(maxsize=4096)
 def stage_parameters(
     facts: ModelFacts, parallel: ParallelConfig, *, value_head: bool = False, trained: bool = False
 ) -> tuple[float, float]:
-    """Return the (dense, expert) parameters that the fullest rank holds.
+    """Return the (dense, expert) parameters that the fullest rank holds, cached: a search tries a layout many times.
 
     Tensor parallelism divides every matrix except the router, and biases; norms, routers and a robot policy's vision
     parts are on all of its ranks. The vocabulary is padded to equal rows. The first pipeline stage has the embedding
