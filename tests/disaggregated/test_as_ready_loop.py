@@ -323,47 +323,6 @@ def stands_still_until_weights_come(recipe: str, run_dir: str, overrides: list[s
     noting(recipe, run_dir, overrides, teams)
 
 
-def begins_the_rest_when_weights_come(recipe: str, run_dir: str, overrides: list[str], teams: list) -> None:
-    """`noting`; no group begins beside those of step 1 until its weights want to come.
-
-    All others begin then, and the weights wait until a sample of these groups is finished: samples that the server had
-    no room for at first have tokens now, or wait for theirs.
-    """
-    from megarl.dag.messages import UpdateWanted
-    from megarl.disaggregated.as_ready_loop import AsReadyLoop
-    from megarl.disaggregated.buffer.channel import GroupChannel
-    from megarl.rollout.groups import GroupGenerator
-
-    swap, begin_waiting, check_wanted = GroupChannel.swap, AsReadyLoop._begin_waiting, AsReadyLoop._check_wanted
-    collect = GroupGenerator._collect
-    begun, given, finished = list[int](), list[int](), list[int]()
-
-    def swapping(self: Any, c: Any, ready: Any, *rest: Any) -> Any:
-        given.extend(number for some in ready for number in some.numbers)
-        return swap(self, c, ready, *rest)
-
-    def beginning(self: Any, generator: Any) -> None:
-        while self._waiting and len(begun) < 4:
-            begun.append(self._waiting.pop(0))
-            self._begin(generator, begun[-1])
-        if len(given) < 4:
-            return
-        while self._update_number == 1 and not self.c.buffer.has_arrived(UpdateWanted.name_of(1)):
-            time.sleep(0.01)
-        begun.extend(self._waiting)
-        begin_waiting(self, generator)
-
-    def collecting(self: Any, over: Any) -> Any:
-        finished.extend(over if len(begun) > 4 else ())
-        return collect(self, over)
-
-    GroupChannel.swap = swapping  # type: ignore[method-assign]
-    AsReadyLoop._begin_waiting = beginning  # type: ignore[method-assign]
-    AsReadyLoop._check_wanted = lambda self: bool(finished) and check_wanted(self)  # type: ignore[method-assign]
-    GroupGenerator._collect = collecting  # type: ignore[method-assign]
-    noting(recipe, run_dir, overrides, teams)
-
-
 def killed_in_step_3(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
     """`noting`; the actor is killed when it trains step 3, after the checkpoint of step 2."""
 

@@ -25,7 +25,7 @@ from megarl.system.compat.ray_session import for_one_run
 from megarl.system.processes import has_nvidia_device
 from tests.forker import forker
 from tests.ray_forks.forked_worker import IMPORTS, fork_worker
-from tests.ray_forks.launcher import FORKER, WORKER, choose_agent, choose_programs
+from tests.ray_forks.launcher import FORKER, WORKER_PATHS, choose_agent, choose_programs
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def cluster(head: Mapping[str, Any], *nodes: Mapping[str, Any], **environment: s
     handler = signal.getsignal(signal.SIGTERM)
     with offered(), pytest.MonkeyPatch.context() as patch:
         if not has_nvidia_device():
-            of_all["worker_path"] = WORKER
+            of_all |= WORKER_PATHS
             patch.setattr(services, "start_ray_process", services.start_ray_process)  # restored at the end
             choose_agent()
         patch.delenv("RAY_ADDRESS", raising=False)

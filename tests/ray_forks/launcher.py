@@ -10,6 +10,7 @@ from typing import Any
 
 FORKER = "MEGARL_TEST_RAY_FORKER"  # the forker's socket, in the environment of launchers and node managers
 WORKER = str(Path(__file__).with_name("worker.py"))
+WORKER_PATHS = {"worker_path": WORKER, "setup_worker_path": WORKER}
 _AGENT = str(Path(__file__).with_name("agent.py"))
 
 
@@ -41,7 +42,7 @@ def choose_worker() -> None:
     update: Any = RayParams.update_if_absent
 
     def with_own_worker(self: RayParams, **settings: Any) -> None:
-        update(self, **settings | ({"worker_path": WORKER} if "worker_path" in settings else {}))
+        update(self, **settings | (WORKER_PATHS if "worker_path" in settings else {}))
 
     RayParams.update_if_absent = with_own_worker
 
