@@ -3,6 +3,14 @@
     @pytest.mark.campaign("servers")
 
 marks a test, or with `pytest.param(..., marks=...)` one of its cases. Plain runs leave it out.
+
+    exports     under transformers 4                      install     newest and oldest versions that setup.py allows
+    families    every architecture, drawn configurations  memory      engines of real size
+    faults      every kind of fault                       smollm2     a real chat model
+    kills       one process at a drawn moment, and whole  teams       placements and layouts
+                runs at more places than the suite has    trl         TRL's own losses
+    libero      runs in the real simulators               tutorials   whole runs of docs/tutorials.md
+    lora        adapters beside full training
 """
 
 from __future__ import annotations
