@@ -18,6 +18,9 @@ from hypothesis import strategies as st
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.base import Architecture
 from megarl.architectures.values import read_keys
+from megarl.artifacts.facts import ModelFacts
+from megarl.config.model import LoraConfig, ModelConfig, ParallelConfig
+from megarl.config.training import EngineConfig
 from tests.models.vlm_tiny import config_of
 
 VOCABULARIES = (131, 136)
@@ -300,6 +303,28 @@ def read(folder: Path) -> torch.nn.Module:
 
     settings = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return as_megarl(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **settings).eval())
+
+
+def with_adapters(folder: Path, facts: ModelFacts) -> Any:
+    """The model in `folder` with random adapters on all layers that can have some, and nothing else that learns."""
+    from megarl.models.build import build_policy
+    from megarl.models.config import load_hf_config, transformer_config
+    from megarl.models.lora import freeze_base, init_adapters
+    from megarl.models.weights import load_weights
+
+    hf = load_hf_config(ModelConfig(path=str(folder), vision=facts.encoder is not None))
+    names = ["attention", *(["mlp"] if not facts.is_moe or not all(facts.sparse) else [])]
+    single = facts.is_moe and not any(rule.stacked for rule in ARCHITECTURES[facts.model_type].tensors)
+    lora = LoraConfig(rank=2, alpha=3, targets=names + (["experts"] if single else []))
+    config = transformer_config(hf, ParallelConfig(), dtype=torch.float32, engine=EngineConfig(), lora=lora)
+    chunks = build_policy(hf, config)
+    init_adapters(chunks, lora, 0)
+    load_weights(chunks, folder)
+    for name, parameter in chunks[0].named_parameters():
+        if name.endswith("adapter.b"):
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    freeze_base(chunks)
+    return chunks[0]
 
 
 def last_place(model: torch.nn.Module, parts: list[torch.Tensor]) -> float:
