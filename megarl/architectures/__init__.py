@@ -2,7 +2,8 @@
 
 A key that transformers' model class does not read has no effect here either. This is plain data without torch or
 transformers, so that a dry run and the workers decide by the same functions. To add an architecture, write its file and
-list it below. Source: the configuration and modelling files of these models in transformers 5.23.
+list it below; its first paragraph is its row in docs/models.md. Source: the configuration and modelling files of these
+models in transformers 5.23.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 from megarl.architectures import (
     deepseek_v3,
+    exaone4,
+    gemma2,
     gemma3,
     glm4_moe,
     glm4_moe_lite,
@@ -39,6 +42,8 @@ from megarl.system.errors import ConfigError
 
 _MODULES = (
     deepseek_v3,
+    exaone4,
+    gemma2,
     gemma3,
     glm4_moe,
     glm4_moe_lite,
@@ -75,6 +80,12 @@ def standard_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 def supported_model_types() -> list[str]:
     """Return the values of `model_type` that are supported, in order."""
     return sorted([*ARCHITECTURES, *ALIASES, *DECODERS])
+
+
+def descriptions() -> dict[str, str]:
+    """Return what each architecture is, by its model type: the first paragraph of its file."""
+    texts = {module.ARCHITECTURE.model_type: module.__doc__ or "" for module in _MODULES}
+    return {kind: " ".join(text.partition("\n\n")[0].split()) for kind, text in texts.items()}
 
 
 def architecture(model_type: object, source: str) -> Architecture:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,8 +64,8 @@ class Architecture:
     draft: DraftForm | None = None  # the draft head (multi-token prediction) that checkpoints may have
     # keys of an exported config.json that transformers does not write and others read, from the values of `keys`
     written: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
-    # why SGLang 0.5.23 computes another model from the same files; None: it computes the same
-    wrong_in_sglang: str | None = None
+    # why SGLang 0.5.23 computes another model from the same files, or a function from the layers' mixers to the reason
+    wrong_in_sglang: str | Callable[[Sequence[Mixer]], str | None] | None = None
     refusals: tuple[Refusal, ...] = ()  # further refusals, one function each
 
     @property

@@ -9,21 +9,22 @@ from typing import Any
 
 from megarl.architectures.base import COMMON, COMMON_NULL, Architecture, Refuse, RopeTraits
 from megarl.architectures.tensors import OUTER
+from megarl.architectures.window_pattern import pattern_types, refuse_no_pattern
 from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.mlp.plain import DENSE
 from megarl.models.layers.wiring import Wiring
 
 
-def layer_types(values: Mapping[str, Any]) -> list[str]:
-    """Return the default kind of each layer."""
-    count, pattern = values["num_hidden_layers"], values["sliding_window_pattern"]
-    return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(count)]
-
-
 def wiring(values: Mapping[str, Any]) -> Wiring:
-    """Return the places of the norms, the factor of the embeddings, and the activation."""
-    width = values["hidden_size"] ** 0.5
-    return Wiring(norms="both", embedding=width, embedding_rounded=True, activation="gelu_tanh", zero_centered=True)
+    """Return the places of the norms, the factor of the embeddings, the activation, and the cap of the logits."""
+    return Wiring(
+        norms="both",
+        embedding=values["hidden_size"] ** 0.5,
+        embedding_rounded=True,
+        logit_cap=values["final_logit_softcapping"],
+        activation="gelu_tanh",
+        zero_centered=True,
+    )
 
 
 def scale(values: Mapping[str, Any]) -> float:
@@ -32,42 +33,51 @@ def scale(values: Mapping[str, Any]) -> float:
 
 
 def refuse_variants(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
-    """Refuse other activations, capped logits, and bidirectional attention."""
+    """Refuse other activations, caps that are no numbers above 0, and bidirectional attention."""
     why = "this variant is not supported"
     if values["hidden_activation"] not in ("gelu_pytorch_tanh", "gelu_tanh"):
         refuse("hidden_activation", values["hidden_activation"], "gelu_pytorch_tanh", why)
-    if values["final_logit_softcapping"] is not None:
-        refuse("final_logit_softcapping", values["final_logit_softcapping"], "null", why)
+    for key in CAPS:
+        cap = values.get(key)
+        if cap is not None and not (isinstance(cap, float) and cap > 0):  # transformers refuses integers
+            refuse(key, cap, "number > 0, with a decimal point, or null")
     if values["use_bidirectional_attention"]:
         refuse("use_bidirectional_attention", values["use_bidirectional_attention"], "false", why)
 
 
-_HIDDEN = {key: value for key, value in COMMON.items() if key != "hidden_act"}
+CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
+"""Keys of caps."""
+GEMMA: dict[str, Any] = {
+    **{key: value for key, value in COMMON.items() if key != "hidden_act"},
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+    "use_bidirectional_attention": False,
+}
+"""Keys that Gemma 2 and 3 have, with their defaults."""
+GEMMA_NULL = (*COMMON_NULL, "layer_types", "attention_dropout", "use_bidirectional_attention")
+"""Keys of both that may be null."""
 ARCHITECTURE = Architecture(
     model_type="gemma3_text",
     keys={
-        **_HIDDEN,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
+        **GEMMA,
         "vocab_size": 262208,
         "max_position_embeddings": 131072,
-        "tie_word_embeddings": True,
         "rope_theta": 1000000.0,
         "rope_local_base_freq": 10000.0,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
         "sliding_window_pattern": 6,
-        "layer_types": None,
         "final_logit_softcapping": None,
-        "use_bidirectional_attention": False,
     },
-    null=(*COMMON_NULL, "layer_types", "attention_dropout"),
+    null=(*GEMMA_NULL, "final_logit_softcapping"),
     tensors=OUTER + attention_rules(norms="both") + DENSE,
     attention=AttentionTraits(
         windows="chosen", qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, scale=scale
@@ -75,8 +85,8 @@ ARCHITECTURE = Architecture(
     rope=RopeTraits(local_theta=("rope_local_base_freq", 10000.0)),
     # transformers stores attn_logit_softcapping, but does not apply it
     fields=("attn_logit_softcapping",),
-    layer_types=layer_types,
+    layer_types=pattern_types,
     wiring=wiring,
     even_hidden=True,
-    refusals=(refuse_variants,),
+    refusals=(refuse_variants, refuse_no_pattern),
 )

@@ -1,4 +1,7 @@
-"""Writes the reference of recipe keys from models and components: `python -m megarl.commands.describe docs/keys.md`."""
+"""Writes the generated parts of pages: `python -m megarl.commands.describe docs/keys.md docs/models.md`.
+
+keys.md has the reference of recipe keys, from the models of sections and components; models.md has the architectures.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,14 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megarl.algorithms.kl import KL
+from megarl.commands.describe_models import model_table
 from megarl.config.base import ComponentSection, Section
 from megarl.config.fields import Key, describe_allowed, entries_of, iter_keys
 from megarl.config.run import RunConfig
 from megarl.recipes.components import COMPONENTS
 
-BEGIN = "<!-- keys: written by python -m megarl.commands.describe docs/keys.md, do not edit below -->"
-END = "<!-- end of keys -->"
+BEGIN = "<!-- {name}: written by python -m megarl.commands.describe docs/{name}.md, do not edit below -->"
+END = "<!-- end of {name} -->"
 #: Pattern of bounds in the text of `describe_allowed` that only catch mistakes, such as a deadline of over a year.
 _FAR = re.compile(r"( and)? [<>]= -?\d{7,}(\.0)?")
 
@@ -43,12 +47,13 @@ def reference() -> str:
 
 
 def write_reference(file: Path) -> bool:
-    """Replace the text between the markers in `file`, or raise ValueError; return whether the file changed."""
-    old = file.read_text(encoding="utf-8")
-    if BEGIN not in old or END not in old:
-        raise ValueError(f"{file} needs the lines {BEGIN!r} and {END!r}")
-    head, _, rest = old.partition(BEGIN)
-    new = f"{head}{BEGIN}\n\n{reference()}\n{END}{rest.partition(END)[2]}"
+    """Replace the text between the markers in the page `file`, or raise ValueError; return whether it changed."""
+    old, text = file.read_text(encoding="utf-8"), {"keys": reference, "models": model_table}[file.stem]()
+    begin, end = (marker.format(name=file.stem) for marker in (BEGIN, END))
+    if begin not in old or end not in old:
+        raise ValueError(f"{file} needs the lines {begin!r} and {end!r}")
+    head, _, rest = old.partition(begin)
+    new = f"{head}{begin}\n\n{text}\n{end}{rest.partition(end)[2]}"
     if new != old:
         file.write_text(new, encoding="utf-8")
     return new != old
@@ -157,4 +162,5 @@ def _sentence(section: type[Section]) -> str:
 
 
 if __name__ == "__main__":
-    print("changed" if write_reference(Path(sys.argv[1])) else "up to date")
+    for name in sys.argv[1:]:
+        print(f"{name}: {'changed' if write_reference(Path(name)) else 'up to date'}")

@@ -159,7 +159,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megarl init`."""
     parser.add_argument("file", metavar="FILE", type=Path, help="the recipe to write, for example my_run.yaml")
     parser.add_argument("--algorithm", choices=tuple(ALGORITHMS), help="default: grpo")
-    parser.add_argument("--model", help=f"folder or hub name of a supported model, see README.md (default: {_MODEL})")
+    parser.add_argument(
+        "--model", help=f"folder or hub name of a supported model, see docs/models.md (default: {_MODEL})"
+    )
     other = "file with settings of TRL, verl or NeMo-RL to translate: YAML or JSON, or a text file with a command line"
     parser.add_argument("--from", dest="source", metavar="FILE", type=Path, help=other)
     kinds = "jsonl, json, csv, parquet file, folder, hub name org/name@split or pkg.mod:fn"

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.config.model import ModelConfig, ParallelConfig
@@ -172,7 +171,7 @@ def _policy_logprobs(model: PolicyModel, sequences: Sequence[Tensor]) -> list[Te
     stream = pack_stream(lengths, device=sequences[0].device)
     tokens = stream.input_ids(torch.cat(list(sequences)))
     hidden = model(tokens, stream.position_ids, None, packed_seq_params=stream.params)
-    logits = F.linear(hidden[:, 0], model.lm_head_weight)
+    logits = model.logits(hidden[:, 0])
     return [_of_tokens(rows, ids) for rows, ids in zip(logits.split(lengths), sequences, strict=True)]
 
 

@@ -6,12 +6,14 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megarl.architectures.tensors import part_of
 from megarl.models.config import PolicyConfig
+from megarl.models.head import capped
 from megarl.models.hf import value_bias
 from megarl.models.layer_forms import table_name
 from megarl.models.layers.attention.plain import LOCAL_ROPE, ROPE, Attention
@@ -44,7 +46,7 @@ class PolicyModel(GPTModel):
 
     `model(input_ids [1, t], position_ids [1 or 3, t], None, packed_seq_params=...)` returns hidden states [t, 1,
     hidden]: after the final norm on the last chunk, otherwise for the next chunk. Under sequence parallelism they are
-    this tensor-parallel rank's t / tp tokens. Logits are F.linear(hidden, model.lm_head_weight).
+    this tensor-parallel rank's t / tp tokens.
     """
 
     def __init__(
@@ -170,6 +172,18 @@ class PolicyModel(GPTModel):
             weight = self.output_layer.weight
         start, end = self.vocab_range
         return weight if end - start == weight.shape[0] else weight[: end - start]
+
+    @property
+    def logit_cap(self) -> float | None:
+        """The soft cap of the logits; None: they have none."""
+        return self.config.wiring.logit_cap
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [n, rows] of hidden states [n, hidden] for this rank's vocabulary rows, `vocab_range`.
+
+        Only on the last pipeline chunk. Heads compute logits for some tokens at a time instead.
+        """
+        return capped(F.linear(hidden, self.lm_head_weight), self.logit_cap)
 
     @property
     def vocab_range(self) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from transformer_engine.pytorch.ops import SwiGLU
 
 from megarl.models.config import PolicyConfig
 from megarl.models.layer_forms import expert_unit, parts_of
+from megarl.models.layers.attention.scores import Scores
 from megarl.models.layers.attention.training import attend, of_all_ranks
 from megarl.models.layers.experts.training import GroupedExperts, GroupedLinear, is_one_kernel
 from megarl.models.packing import PackedSequences
@@ -148,7 +149,7 @@ class TEPackedAttention(TEDotProductAttention):
         window = self.window if self.window and self.window < packed.max_seqlen_q else None
         mixed = any(packed.open_from) or (window is not None and bool(packed.open_from))
         if mixed or (window is not None and packed.cp_size > 1):
-            out = attend(q, *of_all_ranks(k, v, packed, self.ranks), packed, self.scale, window)
+            out = attend(q, *of_all_ranks(k, v, packed, self.ranks), packed, Scores(self.scale), window)
         else:
             self.window_size = None if window is None else (window - 1, 0)
             mask = AttnMaskType.no_mask if packed.open_from else AttnMaskType.causal

@@ -21,7 +21,7 @@ from megarl.config.data import BY_MODEL
 from megarl.dag.messages import RunStart
 from megarl.data.tokenizer import load_tokenizer
 from megarl.models.config import load_hf_config
-from megarl.models.hf import check_trainable, checkpoint_names, encoder_of
+from megarl.models.hf import check_trainable, checkpoint_names, encoder_of, wiring_of
 from megarl.models.weights import init_random, load_weights
 from megarl.models.weights.files import CheckpointReader
 from megarl.runtime.frozen_models import SHARED_BASE, Frozen, now_at, record_base, record_frozen
@@ -79,27 +79,42 @@ def make_teacher(c: RankState, start: RunStart) -> TeacherRole:
     return TeacherRole(engines, c.context, offloads=offloads)
 
 
-def read_other_head(c: RankState, start: RunStart, field: str) -> Tensor | None:
+def read_other_head(c: RankState, start: RunStart, field: str) -> tuple[Tensor | None, float | None]:
     """Read this rank's shard of the output embedding of the models with hidden states in `field`, split like the
     actor's; None if it has no shard. Those of several teachers are side by side, as their states are.
+
+    Returns:
+        The shard, and the cap of the logits.
+
+    Raises:
+        ConfigError: teachers have different caps.
     """
     engine = c.actor.engine
     chunk = engine.chunks[-1]
     if not chunk.post_process:
-        return None
+        return None, None
     if field == "teacher_hidden":
         paths = c.config.teacher.paths
     elif start.reference_key == SHARED_BASE:
-        return chunk.lm_head_weight.detach().clone()  # adapters do not change it
+        return chunk.lm_head_weight.detach().clone(), chunk.logit_cap  # adapters do not change it
     else:
         paths = {"reference.path": now_at(c.run_dir, start.reference or "")}
-    heads = []
+    heads, caps = [], {}
     for key, path in paths.items():
         hf_config = read_other_config(c, path, key)
+        caps[key] = wiring_of(hf_config).logit_cap
         name = checkpoint_names(hf_config)(EMBEDDINGS if hf_config.tie_word_embeddings else HEAD)
         reader = CheckpointReader(path, vision=encoder_of(hf_config) is not None)
         heads.append(reader.read(name, (chunk.vocab_range, (0, hf_config.hidden_size))))
-    return torch.cat(heads, 1).to(device=engine.device, dtype=engine.dtype)
+    if len(set(caps.values())) > 1:
+        raise ConfigError(
+            "teachers of one run have different caps of logits, and their heads are computed as one",
+            where=", ".join(caps),
+            found=list(caps.values()),
+            allowed="teachers with the same final_logit_softcapping",
+            fix="choose teachers of one architecture, or distil from their most likely tokens",
+        )
+    return torch.cat(heads, 1).to(device=engine.device, dtype=engine.dtype), next(iter(caps.values()))
 
 
 def make_critic(c: RankState, start: str | None, checkpoint: str | None) -> CriticRole:

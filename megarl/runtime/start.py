@@ -104,7 +104,7 @@ def make_models(c: RankState, start: RunStart) -> None:
         if c.team.holds(role):
             c.held[role.value] = make()
     if c.team.holds(Role.ACTOR) and (field := whole_vocabulary(c.config.algorithm)) is not None:
-        c.actor.engine.teacher_weight = read_other_head(c, start, field)
+        c.actor.engine.teacher_weight, c.actor.engine.teacher_cap = read_other_head(c, start, field)
     if c.context.scores is not None and (encoder := c.context.scores.encoder) is not None:
         record_frozen(c, "encoder", *encoder, start.source)
 

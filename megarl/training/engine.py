@@ -117,6 +117,7 @@ class MegatronEngine:
         self.device = device()
         self.lora, self.step = lora, 0
         self.teacher_weight: Tensor | None = None
+        self.teacher_cap: float | None = None
         learns = optim is not None and "tower" not in freeze
         self._patch_tokens = patch_tokens(facts_of(hf_config), parallel, engine, learns=learns)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -384,7 +385,8 @@ class MegatronEngine:
             return SoftTargets(base, teacher)
         weight = self.teacher_weight
         assert weight is not None or not self.layout.is_last_stage, "set when the run's models are built"
-        return WholeVocabulary(base, teacher, TeacherHead(torch.empty(0) if weight is None else weight, terms))
+        other = TeacherHead(torch.empty(0) if weight is None else weight, terms, self.teacher_cap)
+        return WholeVocabulary(base, teacher, other)
 
     def _loss(self, batch: Batch, loss_fn: LossFn, head: Head, micro: MicroBatch, chunk: Any) -> Any:
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Metrics]]:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from megarl.models.head import head_logits
+from megarl.models.head import capped, head_logits
 from megarl.models.noise import exponential_noise
 from megarl.models.policy import PolicyModel
 from megarl.system.comm import WorkerGroup
@@ -68,12 +68,13 @@ class LogProbs:
             "vocab_start": start,
             "chunk_tokens": self.chunk_tokens,
             "group": self.group,
+            "cap": model.logit_cap,
         }
         if micro.kept_tokens is None:
             both = linear_logprob(rows, weight, micro.targets, entropy=self.entropy, **place)
             return both if self.entropy else both[:1]
         group = self.group if self.group.size > 1 else None
-        shard = VocabularyShard(start, 1.0 / self.temperature, self.chunk_tokens, group)
+        shard = VocabularyShard(start, 1.0 / self.temperature, self.chunk_tokens, group, cap=model.logit_cap)
         logp = kept_logprob(rows, weight, micro.targets, micro.kept_tokens, shard)
         return (logp, linear_logprob(rows, weight, micro.targets, **place)[1]) if self.entropy else (logp,)
 
@@ -130,7 +131,8 @@ class SampledTokens:
         rows = gather_from_sequence_parallel_region(hidden) if model.config.sequence_parallel else hidden
         start, stop = model.vocab_range
         first, last = (min(max(column, start), stop) for column in self.columns)
-        local = head_logits(rows[micro.rows], model.lm_head_weight[first - start : last - start]).float()
+        logits = head_logits(rows[micro.rows], model.lm_head_weight[first - start : last - start])
+        local = capped(logits, model.logit_cap).float()
         logits = local.new_zeros(len(local), self.columns[1] - self.columns[0])
         logits[:, first - self.columns[0] : last - self.columns[0]] = local
         if self.group.size > 1:  # sum the logits of the ranks, each of which holds only some of the columns

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.models.head import cap_slope
 from megarl.training.logprob import VocabularyShard, local_columns
 from megarl.training.partition import chunks, joined_log_z, partition, scaled_logits
 
@@ -60,10 +61,12 @@ class _KeptLogprob(torch.autograd.Function):
         for part in chunks(len(hidden), shard.chunk):
             g = grad[part] * shard.inverse_temperature
             logits = _kept_logits(hidden[part], weight, targets[part], record[part], shard)
+            steepness = None if shard.scaled_cap is None else cap_slope(logits, shard.scaled_cap)
             slope = logits.sub_(log_z[part, None]).exp_().mul_(-g[:, None])
             if slope.shape[1]:
                 column, here = local_columns(targets[part], shard.start, slope.shape[1])
                 slope.scatter_add_(1, column[:, None], (g * here)[:, None])
+            slope = slope if steepness is None else slope.mul_(steepness)
             slope = slope.to(weight.dtype)
             torch.mm(slope, weight, out=grad_hidden[part])
             grad_weight += torch.mm(slope.t(), hidden[part])
@@ -72,7 +75,7 @@ class _KeptLogprob(torch.autograd.Function):
 
 def _kept_logits(hidden: Tensor, weight: Tensor, targets: Tensor, kept: Tensor, shard: VocabularyShard) -> Tensor:
     """Return this rank's logits [C, v], divided by the temperature, with -inf at tokens that are not kept."""
-    logits = scaled_logits(hidden, weight, shard.inverse_temperature)
+    logits = scaled_logits(hidden, weight, shard.inverse_temperature, shard.cap)
     if not logits.shape[1]:
         return logits
     recorded = (kept >= 0).any(1, keepdim=True)

@@ -3,6 +3,7 @@
 Shape legend: N tokens, H hidden size, V columns of this rank's vocabulary shard, C tokens of one chunk.
 
 For logits l = hidden @ weight.T / T over the whole vocabulary: logp = l[target] - logZ and entropy = logZ - sum(p l).
+With a cap c, c tanh(hidden @ weight.T / c) is in the place of the product (Gemma).
 Only one chunk of logits [C, V] exists at a time. The backward pass computes the logits again, unless there is a single
 chunk, which is kept. On a GPU with fewer tokens than columns, the backward pass goes by blocks of columns: it writes
 each row of the weight's gradient once, and the gradient to which all blocks add is the smaller one, [N, H]. Otherwise,
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megarl.kernels.gpu import triton_kernels
-from megarl.models.head import head_logits, wide_product
+from megarl.models.head import cap_slope, capped, head_logits, wide_product
 from megarl.system.comm import WorkerGroup
 
 if TYPE_CHECKING:
@@ -43,6 +44,12 @@ class VocabularyShard(NamedTuple):
     chunk: int
     group: WorkerGroup | None
     entropy: bool = False
+    cap: float | None = None  # the cap of the logits, see `megarl.models.head.capped`
+
+    @property
+    def scaled_cap(self) -> float | None:
+        """The cap of logits that are divided by the temperature."""
+        return None if self.cap is None else self.cap * self.inverse_temperature
 
 
 def linear_logprob(
@@ -55,6 +62,7 @@ def linear_logprob(
     chunk_tokens: int = 1024,
     entropy: bool = True,
     group: WorkerGroup | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs of `targets` and entropies under softmax(hidden @ weight.T / temperature).
 
@@ -69,6 +77,7 @@ def linear_logprob(
         chunk_tokens: number of tokens whose logits are in memory at the same time.
         entropy: False skips the entropy and returns an empty tensor.
         group: tensor-parallel group that splits the vocabulary; None: one process.
+        cap: soft cap of the logits, before the temperature divides them; None: no cap.
 
     Returns:
         logp [N] and entropy [N], float32 (float64 for float64 inputs), equal on all ranks of `group`.
@@ -81,7 +90,7 @@ def linear_logprob(
     if temperature <= 0 or chunk_tokens <= 0:
         raise ValueError(f"temperature {temperature} and chunk_tokens {chunk_tokens} must be positive")
     group = None if group is None or group.size == 1 else group
-    shard = VocabularyShard(vocab_start, 1.0 / temperature, chunk_tokens, group, entropy)
+    shard = VocabularyShard(vocab_start, 1.0 / temperature, chunk_tokens, group, entropy, cap)
     return _LinearLogprob.apply(hidden, weight, targets, shard)
 
 
@@ -97,7 +106,7 @@ class _LinearLogprob(torch.autograd.Function):
         kept_logits = None
         for begin in range(0, count, shard.chunk):
             part = slice(begin, begin + shard.chunk)
-            logits = head_logits(hidden[part], weight)
+            logits = capped(head_logits(hidden[part], weight), shard.cap)
             _reduce(logits, targets[part], shard, stats[:, part], keep)
             kept_logits = logits if keep else None
             del logits  # frees the memory for the next chunk
@@ -147,7 +156,7 @@ def _by_tokens(
     grad_weight = weight.new_zeros(weight.shape, dtype=rows.log_z.dtype) if wants[1] else None
     for begin in range(0, hidden.shape[0], shard.chunk):
         part = slice(begin, begin + shard.chunk)
-        logits = head_logits(hidden[part], weight) if kept_logits is None else kept_logits
+        logits = capped(head_logits(hidden[part], weight), shard.cap) if kept_logits is None else kept_logits
         grad_logits = _grad_logits(logits, rows.part(part), shard, kept_logits is not None, weight.dtype)
         if grad_hidden is not None:
             torch.mm(grad_logits, weight, out=grad_hidden[part])
@@ -170,11 +179,12 @@ def _by_columns(
     for begin in range(0, len(weight), columns):
         part = slice(begin, begin + columns)
         place = shard._replace(start=shard.start + begin)
-        grad_logits = _grad_logits(head_logits(hidden, weight[part]), rows, place, False, weight.dtype)
+        logits = capped(head_logits(hidden, weight[part]), shard.cap)
+        grad_logits = _grad_logits(logits, rows, place, False, weight.dtype)
         torch.mm(grad_logits.t(), hidden, out=grad_weight[part])
         if grad_hidden is not None:
             grad_hidden += wide_product(grad_logits, weight[part])
-        del grad_logits  # frees the memory for the next block
+        del logits, grad_logits  # frees the memory for the next block
     return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight
 
 
@@ -249,7 +259,15 @@ def _combine(stats: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor, Ten
 
 
 def _grad_logits(logits: Tensor, rows: _Rows, shard: VocabularyShard, keep: bool, dtype: torch.dtype) -> Tensor:
-    """Return the gradient [C, V] of the unscaled logits in `dtype`.
+    """Return the gradient [C, V] in `dtype` of the logits before cap and temperature."""
+    if shard.cap is None:
+        return _grad_capped(logits, rows, shard, keep, dtype)
+    slope = cap_slope(logits, shard.cap)
+    return _grad_capped(logits, rows, shard, keep, slope.dtype).mul_(slope).to(dtype)
+
+
+def _grad_capped(logits: Tensor, rows: _Rows, shard: VocabularyShard, keep: bool, dtype: torch.dtype) -> Tensor:
+    """Return the gradient [C, V] in `dtype` of the logits before the temperature.
 
     With gradients g of the log-prob and e of the entropy: (g (onehot - p) - e p (log p + entropy)) / temperature."""
     kernels = _kernels(logits) if logits.shape[1] else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.models.head import head_logits
+from megarl.models.head import capped, head_logits
 from megarl.system.comm import WorkerGroup
 
 
@@ -14,9 +14,9 @@ def chunks(count: int, size: int) -> list[slice]:
     return [slice(at, at + size) for at in range(0, count, size)]
 
 
-def scaled_logits(hidden: Tensor, weight: Tensor, inverse_temperature: float) -> Tensor:
-    """Return this rank's logits [C, v] in at least float32, divided by the temperature."""
-    logits = head_logits(hidden, weight)
+def scaled_logits(hidden: Tensor, weight: Tensor, inverse_temperature: float, cap: float | None) -> Tensor:
+    """Return this rank's logits [C, v] in at least float32, capped by `cap` and then divided by the temperature."""
+    logits = capped(head_logits(hidden, weight), cap)
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) * inverse_temperature
 
 

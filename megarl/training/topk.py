@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.algorithms.divergences import EMPTY
 from megarl.data.batch import Jagged
-from megarl.models.head import head_logits
+from megarl.models.head import cap_slope, capped, head_logits
 from megarl.models.policy import PolicyModel
 from megarl.system.comm import WorkerGroup
 from megarl.training.heads import LogProbs, head_rows
@@ -40,14 +40,15 @@ class TopTokens:
         """Return one float32 tensor [n, 2 K + 2], exact for ids up to 2**24; the id of all others is -1."""
         rows, weight, start = head_rows(hidden, model, micro, self.base.columns)
         parts = [
-            self._of(rows[at : at + self.base.chunk_tokens], weight, start)
+            self._of(rows[at : at + self.base.chunk_tokens], weight, start, model.logit_cap)
             for at in range(0, max(len(rows), 1), self.base.chunk_tokens)
         ]
         return (torch.cat(parts),)
 
-    def _of(self, rows: Tensor, weight: Tensor, start: int) -> Tensor:
+    def _of(self, rows: Tensor, weight: Tensor, start: int, cap: float | None) -> Tensor:
         """Return ids and log-probs [C, 2 K + 2] for a chunk of C rows."""
-        logits, group = head_logits(rows, weight).float() / self.base.temperature, self.base.group
+        logits = capped(head_logits(rows, weight), cap).float() / self.base.temperature
+        group = self.base.group
         log_z = joined_log_z(*partition(logits), group)
         ids = torch.arange(start, start + logits.shape[1], device=logits.device)
         allowed = logits.masked_fill(ids >= self.limit, -torch.inf)
@@ -88,6 +89,7 @@ class SoftTargets:
             vocab_start=start,
             chunk_tokens=self.base.chunk_tokens,
             group=self.base.group,
+            cap=model.logit_cap,
         )
         return (*self.base(hidden, model, micro), of_tokens)
 
@@ -101,6 +103,7 @@ def token_logprobs(
     vocab_start: int = 0,
     chunk_tokens: int = 1024,
     group: WorkerGroup | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Return the log-probs of K tokens of each row, and of all other tokens together.
 
@@ -109,7 +112,7 @@ def token_logprobs(
     be inexact for a small remainder.
 
     Args:
-        hidden, weight, temperature, vocab_start, chunk_tokens, group: as for `linear_logprob`.
+        hidden, weight, temperature, vocab_start, chunk_tokens, group, cap: as for `linear_logprob`.
         ids: int64 [N, K], different indices into the whole vocabulary.
 
     Returns:
@@ -118,7 +121,7 @@ def token_logprobs(
     """
     group = None if group is None or group.size == 1 else group
     return _TokenLogprobs.apply(
-        hidden, weight, ids, VocabularyShard(vocab_start, 1.0 / temperature, chunk_tokens, group)
+        hidden, weight, ids, VocabularyShard(vocab_start, 1.0 / temperature, chunk_tokens, group, cap=cap)
     )
 
 
@@ -128,7 +131,7 @@ class _TokenLogprobs(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         picked, stats = hidden.new_zeros(ids.shape, dtype=wide), hidden.new_empty((4, len(hidden)), dtype=wide)
         for part in chunks(len(hidden), shard.chunk):
-            logits = scaled_logits(hidden[part], weight, shard.inverse_temperature)
+            logits = scaled_logits(hidden[part], weight, shard.inverse_temperature, shard.cap)
             stats[0, part], stats[1, part] = partition(logits)
             column, here = local_columns(ids[part], shard.start, logits.shape[1])
             if logits.shape[1]:
@@ -154,12 +157,14 @@ class _TokenLogprobs(torch.autograd.Function):
             g = grad[part] * shard.inverse_temperature
             # The gradient of l_k - log Z is 1 at token k minus softmax(l); that of log Z_rest - log Z is the softmax
             # over the other tokens minus softmax(l).
-            logits = scaled_logits(hidden[part], weight, shard.inverse_temperature)
+            logits = scaled_logits(hidden[part], weight, shard.inverse_temperature, shard.cap)
             slope = _without(logits, ids[part], shard.start).sub_(log_rest[part, None]).exp_().mul_(g[:, -1:])
             slope -= (logits - log_z[part, None]).exp_().mul_(g.sum(1, keepdim=True))
             if slope.shape[1]:
                 column, here = local_columns(ids[part], shard.start, slope.shape[1])
                 slope.scatter_add_(1, column, g[:, :-1] * here)
+            if shard.scaled_cap is not None:
+                slope *= cap_slope(logits, shard.scaled_cap)
             slope = slope.to(weight.dtype)
             torch.mm(slope, weight, out=grad_hidden[part])
             grad_weight += torch.mm(slope.t(), hidden[part])

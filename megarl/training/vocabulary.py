@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.data.batch import Jagged
+from megarl.models.head import cap_slope
 from megarl.models.policy import PolicyModel
 from megarl.system.comm import WorkerGroup
 from megarl.training.heads import LogProbs, head_rows
@@ -42,6 +43,7 @@ class TeacherHead(NamedTuple):
 
     weight: Tensor
     terms: Terms
+    cap: float | None = None  # the cap of the teacher's logits
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ class WholeVocabulary:
             rows,
             weight,
             states.to(self.head.weight.dtype),
-            self.head.weight,
-            self.head.terms,
+            self.head,
+            cap=model.logit_cap,
             temperature=self.base.temperature,
             chunk_tokens=self.base.chunk_tokens,
             group=self.base.group,
@@ -81,18 +83,20 @@ class _Shard(NamedTuple):
     chunk: int
     group: WorkerGroup
     terms: Terms
+    cap: float | None
+    teacher_cap: float | None
 
 
 def vocabulary_divergence(
     hidden: Tensor,
     weight: Tensor,
     states: Tensor,
-    teacher_weight: Tensor,
-    terms: Terms,
+    teacher: TeacherHead,
     *,
     temperature: float,
     chunk_tokens: int,
     group: WorkerGroup,
+    cap: float | None = None,
 ) -> Tensor:
     """Sum f(log p, log q) over the vocabulary, with p of a teacher and q of the policy at `temperature`.
 
@@ -100,16 +104,17 @@ def vocabulary_divergence(
 
     Args:
         hidden, weight: [N, H] and [v, H], of the policy; differentiable.
-        states, teacher_weight: [N, H'] and [v, H'], of the teacher.
-        terms: the function f, computed under autograd for the gradient.
+        states: [N, H'], of the teacher.
+        teacher: its head, whose weight is [v, H'], and the function f, computed under autograd for the gradient.
         chunk_tokens: number of rows whose logits are in memory at the same time.
         group: ranks that each hold a part of the vocabulary.
+        cap: the cap of the policy's logits.
 
     Returns:
         [N], float32 (float64 for float64 inputs), equal on all ranks of `group`.
     """
-    shard = _Shard(1.0 / temperature, chunk_tokens, group, terms)
-    return _Divergence.apply(hidden, weight, states, teacher_weight, shard)
+    shard = _Shard(1.0 / temperature, chunk_tokens, group, teacher.terms, cap, teacher.cap)
+    return _Divergence.apply(hidden, weight, states, teacher.weight, shard)
 
 
 class _Divergence(torch.autograd.Function):
@@ -124,8 +129,9 @@ class _Divergence(torch.autograd.Function):
     ) -> Tensor:
         sums = hidden.new_zeros(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for part in chunks(len(hidden), shard.chunk):
-            teacher = _log_softmax(states[part], teacher_weight, shard)
-            sums[part] = shard.terms(teacher, _log_softmax(hidden[part], weight, shard)).sum(1)
+            teacher = _log_softmax(_logits(states[part], teacher_weight, shard, shard.teacher_cap), shard)
+            policy = _log_softmax(_logits(hidden[part], weight, shard, shard.cap), shard)
+            sums[part] = shard.terms(teacher, policy).sum(1)
         ctx.shard = shard
         ctx.save_for_backward(hidden, weight, states, teacher_weight)
         return shard.group.all_reduce(sums)
@@ -137,20 +143,26 @@ class _Divergence(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = weight.new_zeros(weight.shape, dtype=grad.dtype)
         for part in chunks(len(hidden), shard.chunk):
-            teacher = _log_softmax(states[part], teacher_weight, shard)
-            policy = _log_softmax(hidden[part], weight, shard).requires_grad_()
+            teacher = _log_softmax(_logits(states[part], teacher_weight, shard, shard.teacher_cap), shard)
+            logits = _logits(hidden[part], weight, shard, shard.cap)
+            policy = _log_softmax(logits, shard).requires_grad_()
             with torch.enable_grad():
                 total = shard.terms(teacher, policy).sum()
             (slope,) = torch.autograd.grad(total, policy)
             everywhere = shard.group.all_reduce(slope.sum(1))
             slope = slope - policy.detach().exp() * everywhere[:, None]
+            if shard.cap is not None:
+                slope = slope * cap_slope(logits, shard.cap * shard.inverse_temperature)
             slope = (slope * (grad[part, None] * shard.inverse_temperature)).to(weight.dtype)
             torch.mm(slope, weight, out=grad_hidden[part])
             grad_weight += torch.mm(slope.t(), hidden[part])
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
-def _log_softmax(rows: Tensor, weight: Tensor, shard: _Shard) -> Tensor:
+def _logits(rows: Tensor, weight: Tensor, shard: _Shard, cap: float | None) -> Tensor:
+    return scaled_logits(rows, weight, shard.inverse_temperature, cap)
+
+
+def _log_softmax(logits: Tensor, shard: _Shard) -> Tensor:
     """Return the log-probs [C, v] of this rank's tokens under the softmax over all ranks' tokens."""
-    logits = scaled_logits(rows, weight, shard.inverse_temperature)
     return logits - log_partition(logits, shard.group)[:, None]

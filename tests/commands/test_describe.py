@@ -1,17 +1,20 @@
 from pathlib import Path
 
+import pytest
+
 from megarl.algorithms.registry import Settings
 from megarl.commands.describe import reference, write_reference
 from megarl.config.fields import iter_keys
 from megarl.recipes.components import COMPONENTS
 
-DOC = Path(__file__).parents[2] / "docs" / "keys.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_documentation_of_keys_is_up_to_date(tmp_path):
-    copy = tmp_path / "keys.md"
-    copy.write_text(DOC.read_text())
-    assert not write_reference(copy), "run python -m megarl.commands.describe docs/keys.md"
+@pytest.mark.parametrize("page", ["keys.md", "models.md"])
+def test_generated_parts_of_pages_are_up_to_date(tmp_path, page):
+    copy = tmp_path / page
+    copy.write_text((DOCS / page).read_text())
+    assert not write_reference(copy), f"run python -m megarl.commands.describe docs/{page}"
 
 
 def test_every_key_has_a_description():

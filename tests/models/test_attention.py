@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from megarl.models.layers.attention import capped
 from megarl.models.layers.attention import cpu as attention_cpu
 from megarl.models.layers.attention import training as attention
 from megarl.models.layers.attention.cpu import causal_attention, runs
+from megarl.models.layers.attention.scores import Scores
 from megarl.models.layers.attention.training import bucket_attention, group_by_length
 from megarl.models.packing import cp_split, pack_stream
 from tests.models import varlen
@@ -32,7 +34,15 @@ def tensors(total: int, heads: int, groups: int, dtype: torch.dtype, values: int
 
 
 def oracle(
-    q, k, v, lengths: list[int], scale: float, window: int | None = None, open_from: Sequence[int] = (), sinks=None
+    q,
+    k,
+    v,
+    lengths: list[int],
+    scale: float,
+    window: int | None = None,
+    open_from: Sequence[int] = (),
+    sinks=None,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Per sequence, head and query: softmax over the keys it sees, and over the sink of the head."""
     per, out, start = q.shape[1] // k.shape[1], [], 0
@@ -40,6 +50,7 @@ def oracle(
         span = slice(start, start + length)
         keys, values = (x[span].double().repeat_interleave(per, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[span].double(), keys) * scale
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
         place = torch.arange(length)
         hidden = place[None, :] > place[:, None]
         if window is not None:
@@ -66,11 +77,12 @@ def check(
     values: int = 16,
     *,
     sinks: bool = False,
+    cap: float | None = None,
 ) -> None:
     inputs = tensors(sum(lengths), heads, groups, dtype, values)
     if sinks:
         inputs.append(torch.linspace(-1, 3, heads, dtype=dtype).requires_grad_())
-    expected = oracle(*inputs[:3], lengths, 0.25, window, open_from, *inputs[3:])
+    expected = oracle(*inputs[:3], lengths, 0.25, window, open_from, *inputs[3:], cap=cap)
     upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     wanted = torch.autograd.grad(expected, inputs, upstream)
     found = fn(*inputs)
@@ -88,11 +100,13 @@ def test_cpu_attention_equals_the_loop(lengths, heads, groups, dtype, atol, comp
     check(lambda q, k, v: causal_attention(q, k, v, tuple(lengths), 0.25), lengths, heads, groups, dtype, None, atol)
 
 
-@pytest.mark.parametrize("window", [None, 1, 7, 64])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (1, None), (7, 0.5), (64, None), (None, 0.5)])
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES)
-def test_buckets_equal_the_loop(lengths, window):
+def test_buckets_equal_the_loop(lengths, window, cap, monkeypatch):
+    monkeypatch.setattr(capped, "_ON_CPU", 5000)  # several blocks of queries
     packed = pack_stream(lengths).params
-    check(lambda q, k, v: bucket_attention(q, k, v, packed, 0.25, window), lengths, 4, 2, torch.float64, window, 1e-12)
+    buckets = lambda q, k, v: bucket_attention(q, k, v, packed, Scores(0.25, cap=cap), window)  # noqa: E731
+    check(buckets, lengths, 4, 2, torch.float64, window, 1e-12, cap=cap)
 
 
 @pytest.mark.parametrize("window", [None, 7])
@@ -109,7 +123,7 @@ def test_a_kernel_and_the_chunks_of_context_parallel_ranks_equal_the_loop(length
         whole = torch.empty_like(q)
         for rank, mine in enumerate(held):
             packed = pack_stream(lengths, cp_size=cp, cp_rank=rank).params
-            whole = whole.index_copy(0, mine, attention.attend(q[mine], keys, values, packed, 0.25, window))
+            whole = whole.index_copy(0, mine, attention.attend(q[mine], keys, values, packed, Scores(0.25), window))
         return whole
 
     check(all_ranks, padded, 4, 2, torch.float64, window, 1e-12)
@@ -141,7 +155,9 @@ def test_sinks_are_further_scores_without_values_in_every_path(path, monkeypatch
         whole = torch.empty_like(q)
         for rank, mine in enumerate(held):
             packed = pack_stream(lengths, cp_size=cp, cp_rank=rank).params
-            whole = whole.index_copy(0, mine, attention.attend(q[mine], keys, values, packed, 0.25, window, sinks))
+            whole = whole.index_copy(
+                0, mine, attention.attend(q[mine], keys, values, packed, Scores(0.25, sinks), window)
+            )
         return whole
 
     check(all_ranks, padded, 4, 2, dtype, window, atol, sinks=True)
@@ -164,7 +180,7 @@ def test_values_may_have_another_width_than_keys(lengths, window, open_from, val
     packed = pack_stream(lengths, open_from=open_from).params
 
     def fn(q, k, v):
-        return attention.attend(q, k, v, packed, 0.25, window)
+        return attention.attend(q, k, v, packed, Scores(0.25), window)
 
     check(fn, lengths, 4, 2, torch.float64, window, 1e-12, open_from, values)
 
@@ -193,9 +209,8 @@ OPEN = {
 def test_tokens_that_see_both_ways_equal_the_loop(lengths, open_from):
     places = [open_from(length, number) for number, length in enumerate(lengths)]
     packed = pack_stream(lengths, open_from=places).params
-    check(
-        lambda q, k, v: attention.attend(q, k, v, packed, 0.25, None), lengths, 4, 2, torch.float64, None, 1e-12, places
-    )
+    both_ways = lambda q, k, v: attention.attend(q, k, v, packed, Scores(0.25), None)  # noqa: E731
+    check(both_ways, lengths, 4, 2, torch.float64, None, 1e-12, places)
 
 
 def test_sequences_of_one_length_that_see_all_need_no_mask():
@@ -206,7 +221,7 @@ def test_sequences_of_one_length_that_see_all_need_no_mask():
 def test_windows_and_tokens_that_see_both_ways_are_refused():
     packed = pack_stream([8], open_from=[2]).params
     with pytest.raises(ValueError, match="a sliding window \\(4 tokens\\)"):
-        attention.attend(*tensors(8, 2, 2, torch.float32), packed, 0.25, 4)
+        attention.attend(*tensors(8, 2, 2, torch.float32), packed, Scores(0.25), 4)
 
 
 def test_groups_hold_every_sequence_once_and_similar_lengths():
@@ -222,6 +237,23 @@ def test_runs_cover_the_stream_in_order():
     assert [n for _, count, n in found for _ in range(count)] == lengths
     ends = [start + count * n for start, count, n in found]
     assert [start for start, _, _ in found] == [0, *ends[:-1]]
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_flash_attention_gets_the_cap(window, monkeypatch):
+    def flash(q, k, v, *lengths, softmax_scale, causal, window_size, softcap):
+        reach = None if window_size[0] < 0 else window_size[0] + 1
+        return varlen.kernel(q, k, v, attention.VarlenCall(*lengths, causal=causal), softmax_scale, reach, softcap)
+
+    monkeypatch.setattr(attention, "varlen_kernel", lambda q: varlen.kernel)  # cannot cap, as torch's
+    monkeypatch.setattr(attention, "_flash_attention", lambda: flash)
+    packed = pack_stream([9, 4, 20]).params
+    own = lambda q, k, v: attention.attend(q, k, v, packed, Scores(0.25, cap=0.5), window)  # noqa: E731
+    check(own, [9, 4, 20], 4, 2, torch.float64, window, 1e-12, cap=0.5)
+    monkeypatch.setattr(
+        attention, "_flash_attention", lambda: lambda q, k, v: q
+    )  # an old version, without the argument
+    check(own, [9, 4, 20], 4, 2, torch.float64, window, 1e-12, cap=0.5)
 
 
 @pytest.mark.parametrize(

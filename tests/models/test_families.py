@@ -32,7 +32,7 @@ from megarl.rollout.engine import Request
 from megarl.system.errors import ConfigError
 from tests.dist import run_distributed, single_process, world
 from tests.models import families
-from tests.models.test_older_readers import read_by_transformers_4
+from tests.models.test_older_readers import has_class_in_transformers_4, read_by_transformers_4
 from tests.models.tiny import build_tiny, tiny_dict
 from tests.rollout.cases import engine, sampled
 from tests.runtime import harness
@@ -43,7 +43,6 @@ LOGPROBS = 1e-5  # float32; log-probs have a size of about 5
 PROMPTS = 20
 LEAST = 30  # equal configurations of each architecture in the campaign
 SPLIT = 10  # configurations of each architecture that are split over processes
-NOT_IN_TRANSFORMERS_4 = ("glm4_moe_lite", "minimax_m2", "qwen3_5_moe_text", "qwen3_5_text")
 #: The only values with which both versions make the same model: 4 has gpt-oss's as constants, and gives OLMo 3's layers
 #: with a window the theta of the others.
 OLDER_VALUES: dict[str, dict[str, Any]] = {
@@ -69,7 +68,7 @@ def packed_logits(model: Any, parts: list[torch.Tensor]) -> list[torch.Tensor]:
     lengths = [len(part) for part in parts]
     stream = pack_stream(lengths)
     hidden = model(stream.input_ids(torch.cat(parts)), stream.position_ids, None, packed_seq_params=stream.params)
-    return list(F.linear(hidden[:, 0], model.lm_head_weight).split(lengths))
+    return list(model.logits(hidden[:, 0]).split(lengths))
 
 
 def log_probs(logits: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -263,7 +262,7 @@ def test_drawn_configurations_are_equal_or_refused(model_type, tmp_path, capsys)
     each()
     places = [tmp_path / str(number) / "export" for number, raw in enumerate(seen) if read_alike(json.loads(raw))]
     exports = [folder for folder in places if folder.exists()]
-    older = model_type not in NOT_IN_TRANSFORMERS_4
+    older = has_class_in_transformers_4(model_type)
     if older:
         differences = read_by_transformers_4(exports)
         for folder, worst in differences.items():

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from tests.dist import fresh_parallel, run_distributed, world
@@ -63,7 +62,7 @@ def passed(model, layout: dict) -> dict:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden)
-    local = F.linear(hidden[:, 0], model.lm_head_weight)
+    local = model.logits(hidden[:, 0])
     real = stream.index >= 0
     (local[real] * probe(stream.index[real], model.vocab_range)).sum().backward()
     mlp = model.decoder.layers[0].mlp

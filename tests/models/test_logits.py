@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from megarl.models.packing import pack_stream
 from tests.dist import single_process
@@ -25,7 +24,7 @@ def logits(model, seqs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Logits of each sequence, all in one packed stream."""
     stream = pack_stream([len(s) for s in seqs])
     hidden = model(stream.input_ids(torch.cat(seqs)), stream.position_ids, None, packed_seq_params=stream.params)
-    return list(F.linear(hidden[:, 0], model.lm_head_weight).split([len(s) for s in seqs]))
+    return list(model.logits(hidden[:, 0]).split([len(s) for s in seqs]))
 
 
 def test_bf16_stays_near_fp32(tmp_path):

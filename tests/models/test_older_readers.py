@@ -220,6 +220,12 @@ def _head(model_type: str) -> dict[str, Any]:
     return {"head_dim": 16} if model_type == "mixtral" else {}  # whose class works out none for yarn
 
 
+def has_class_in_transformers_4(model_type: str) -> bool:
+    """Whether version 4 has the model; without its environment, which a reader skips, it is not known."""
+    names = {folder.name for folder in ENVIRONMENT.glob("lib/python*/site-packages/transformers/models/*")}
+    return not names or model_type.removesuffix("_text") in names
+
+
 def read_by_transformers_4(folders: list[Path]) -> dict[str, float]:
     """The largest difference of log-probs between both versions for each folder; all else that they read is equal."""
     python = ENVIRONMENT / "bin" / "python"

@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
+from megarl.artifacts.facts import facts_from_config
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.training import EngineConfig
+from megarl.models.layers.attention.plain import Attention
+from megarl.models.layers.wiring import LLAMA
 
 COMMON = {
     "hidden_size": 64,
@@ -23,6 +26,7 @@ COMMON = {
     "rms_norm_eps": 1e-6,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "pad_token_id": None,  # the default of some classes is a token beyond the small vocabulary
 }
 _HYBRID = {
     "head_dim": 32,
@@ -60,8 +64,17 @@ EXTRA: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
+    "exaone4": {"head_dim": 24, "sliding_window": 8, "sliding_window_pattern": 2},
+    "gemma2": {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 9,
+        "sliding_window": 8,
+        "attention_bias": True,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
     "gemma3_text": {
-        "pad_token_id": None,
+        "final_logit_softcapping": 3.0,
         "head_dim": 32,
         "query_pre_attn_scalar": 9,
         "sliding_window": 8,
@@ -106,7 +119,6 @@ EXTRA: dict[str, dict[str, Any]] = {
             "truncate": False,
             "original_max_position_embeddings": 32,
         },
-        "pad_token_id": None,
     },
     "granite": {
         "embedding_multiplier": 3.0,
@@ -121,14 +133,12 @@ EXTRA: dict[str, dict[str, Any]] = {
     "mistral": {"head_dim": 16, "sliding_window": 8},
     "mixtral": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "olmo3": {
-        "pad_token_id": None,
         "sliding_window": 8,
         "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32},
         "rope_theta": 1e4,
         "attention_bias": True,
     },
     "phi3": {
-        "pad_token_id": None,
         "original_max_position_embeddings": 64,
         "partial_rotary_factor": 0.5,
         "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0] * 4},
@@ -156,26 +166,30 @@ EXTRA: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
     },
     "seed_oss": {
-        "pad_token_id": None,
         "head_dim": 24,
         "attention_out_bias": True,
         "mlp_bias": True,
         "attention_dropout": 0.0,
         "residual_dropout": 0.0,
     },
-    "smollm3": {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 8, "pad_token_id": None},
+    "smollm3": {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 8},
 }
 ARCHITECTURES = sorted(EXTRA)
-LOCAL_ONLY = (
-    *("deepseek_v3", "gemma3_text", "glm4_moe_lite", "gpt_oss", "granite", "minimax_m2", "olmo3"),
-    *("phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "smollm3"),
-)
-"""Models whose layers Transformer Engine does not have."""
+
+
+def _only_local(model_type: str) -> bool:
+    facts = facts_from_config(tiny_dict(model_type), model_type)
+    plain = all(isinstance(mixer, Attention) and not mixer.unusual for mixer in facts.mixers)
+    return not plain or facts.wiring != LLAMA or model_type == "phi3"  # scales rotary positions of a part of a head
 
 
 def tiny_dict(model_type: str, **changes: Any) -> dict[str, Any]:
     """`model.hf_config` of a tiny model."""
     return {"model_type": model_type, **COMMON, **EXTRA[model_type], **changes}
+
+
+LOCAL_ONLY = tuple(name for name in ARCHITECTURES if _only_local(name))
+"""Models whose layers Transformer Engine does not have."""
 
 
 def tiny_hf(model_type: str, **changes: Any):

@@ -213,7 +213,7 @@ def test_a_divergence_over_the_vocabulary_has_so_many_tensors_of_logits_at_once(
 
     from megarl.algorithms.divergences import chosen_divergence, terms
     from megarl.system.comm import WorkerGroup
-    from megarl.training.vocabulary import vocabulary_divergence
+    from megarl.training.vocabulary import TeacherHead, vocabulary_divergence
 
     own = {"coef": 1.0, "estimator": estimator, "topk": None, "log_prob_min_clamp": clamp}
     config = RunConfig.model_validate({"name": "test", "algorithm": {"distillation": own}})
@@ -225,8 +225,7 @@ def test_a_divergence_over_the_vocabulary_has_so_many_tensors_of_logits_at_once(
             policy,
             head,
             policy.detach(),
-            head.detach(),
-            asked,
+            TeacherHead(head.detach(), asked),
             temperature=1.0,
             chunk_tokens=128,
             group=WorkerGroup.alone(),

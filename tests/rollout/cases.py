@@ -90,7 +90,7 @@ def full_forward(
     stream = pack_stream([len(ids)])
     with torch.set_grad_enabled(grad):
         hidden = chunk(stream.input_ids(ids), stream.position_ids, None, packed_seq_params=stream.params)
-        logits = torch.nn.functional.linear(hidden[len(prompt) - 1 : -1, 0], chunk.lm_head_weight).float()
+        logits = chunk.logits(hidden[len(prompt) - 1 : -1, 0]).float()
     return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
 

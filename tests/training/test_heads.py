@@ -29,7 +29,9 @@ def _errors(parallel: dict) -> dict[str, list[float]]:
         first, last = columns or (0, VOCAB)
         targets = torch.randint(first, last, (ROWS,), generator=generator)
         mine, head = (x.clone().requires_grad_() for x in (hidden, whole[slice(*own)]))
-        model = SimpleNamespace(config=SimpleNamespace(sequence_parallel=False), lm_head_weight=head, vocab_range=own)
+        model = SimpleNamespace(
+            config=SimpleNamespace(sequence_parallel=False), lm_head_weight=head, vocab_range=own, logit_cap=None
+        )
         found = LogProbs(0.7, 4, layout.tp_group, columns=columns)(
             mine, model, SimpleNamespace(rows=places, targets=targets, kept_tokens=None)
         )

@@ -33,8 +33,8 @@ def test_numbers_worked_out_by_hand(kept, target, logp, gradient):
     assert hidden.grad[0].tolist() == pytest.approx(gradient, abs=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 100])
-def test_values_and_gradients_equal_the_oracle_for_any_chunk(chunk):
+@pytest.mark.parametrize(("chunk", "cap"), [(1, None), (4, 1.5), (100, None)])
+def test_values_and_gradients_equal_the_oracle_for_any_chunk(chunk, cap):
     rng = torch.Generator().manual_seed(5)
     n, h, v, temperature = 9, 6, 23, 0.7
     hidden = torch.randn(n, h, generator=rng, dtype=torch.float64, requires_grad=True)
@@ -46,10 +46,12 @@ def test_values_and_gradients_equal_the_oracle_for_any_chunk(chunk):
         kept[row, :count] = ids[row, :count]
     targets = torch.tensor([int(ids[row, max(counts[row] - 1, 0)]) for row in range(n)])
     targets[3] = ids[3, 9]  # not among the kept tokens
-    found = kept_logprob(hidden, weight, targets, kept, VocabularyShard(0, 1.0 / temperature, chunk, None))
+    found = kept_logprob(hidden, weight, targets, kept, VocabularyShard(0, 1.0 / temperature, chunk, None, cap=cap))
     (found * slots).sum().backward()
 
-    z = (hidden.detach() @ weight.detach().t() / temperature).tolist()
+    logits = hidden.detach() @ weight.detach().t()
+    capped = logits if cap is None else cap * torch.tanh(logits / cap)
+    z = (capped / temperature).tolist()
     slope = torch.zeros(n, v, dtype=torch.float64)
     for row, count in enumerate(counts):
         target = int(targets[row])
@@ -58,5 +60,6 @@ def test_values_and_gradients_equal_the_oracle_for_any_chunk(chunk):
         assert found[row].item() == pytest.approx(z[row][target] - math.log(total), abs=1e-12)
         for token in allowed:
             slope[row, token] = slots[row] * ((token == target) - math.exp(z[row][token]) / total) / temperature
+    slope *= 1 if cap is None else 1 - torch.tanh(logits / cap) ** 2
     torch.testing.assert_close(hidden.grad, slope @ weight.detach(), rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(weight.grad, slope.t() @ hidden.detach(), rtol=1e-11, atol=1e-11)

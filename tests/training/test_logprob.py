@@ -19,8 +19,9 @@ def _inputs(dtype=torch.float64, n=N, rows=V):
     return hidden, weight, targets
 
 
-def _oracle(hidden, weight, targets, temperature, vocab_size=V):
-    logp = torch.log_softmax(hidden.double() @ weight.double()[:vocab_size].t() / temperature, -1)
+def _oracle(hidden, weight, targets, temperature, vocab_size=V, cap=None):
+    logits = hidden.double() @ weight.double()[:vocab_size].t()
+    logp = torch.log_softmax((logits if cap is None else cap * torch.tanh(logits / cap)) / temperature, -1)
     return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
@@ -42,14 +43,16 @@ def as_on(request, monkeypatch):
 
 @pytest.mark.usefixtures("as_on")
 @pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
-@pytest.mark.parametrize(("temperature", "tokens"), [(1.0, N), (0.7, N), (0.7, 2 * V)])
-def test_values_and_gradients_equal_the_oracle_for_any_chunk(chunk, temperature, tokens):
+@pytest.mark.parametrize(
+    ("temperature", "tokens", "cap"), [(1.0, N, None), (0.7, N, None), (0.7, N, 3.0), (0.7, 2 * V, None)]
+)
+def test_values_and_gradients_equal_the_oracle_for_any_chunk(chunk, temperature, tokens, cap):
     hidden, weight, targets = _inputs(n=tokens)
-    expected = _oracle(hidden, weight, targets, temperature)
+    expected = _oracle(hidden, weight, targets, temperature, cap=cap)
     _loss(*expected).backward()
     grads = hidden.grad.clone(), weight.grad.clone()
     hidden.grad = weight.grad = None
-    found = linear_logprob(hidden, weight, targets, temperature=temperature, chunk_tokens=chunk)
+    found = linear_logprob(hidden, weight, targets, temperature=temperature, chunk_tokens=chunk, cap=cap)
     _loss(*found).backward()
     for a, b in zip((*found, hidden.grad, weight.grad), (*expected, *grads), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -182,7 +185,7 @@ def _shard_case() -> dict:
     rank, size = group.rank, group.size
     out = {}
     # Uneven shards; with 3 the last ranks hold no row at all. Each as on a CPU and as on a GPU.
-    for vocab, gpu in ((V, False), (3, False), (V, True), (3, True)):
+    for vocab, gpu, cap in ((V, False, 3.0), (3, False, None), (V, True, None), (3, True, 3.0)):
         logprob._adds_wide = lambda hidden, gpu=gpu: gpu
         rows = -(-V // size) if vocab == V else 3
         hidden, _, targets = _inputs()
@@ -190,14 +193,13 @@ def _shard_case() -> dict:
         whole = _inputs(rows=vocab)[1]
         own = slice(rank * rows, min((rank + 1) * rows, vocab))
         mine = whole.detach()[own].clone().requires_grad_()
-        found = linear_logprob(
-            hidden, mine, targets, temperature=0.9, vocab_start=own.start, chunk_tokens=8, group=group
-        )
+        place = {"vocab_start": own.start, "chunk_tokens": 8, "group": group}
+        found = linear_logprob(hidden, mine, targets, temperature=0.9, cap=cap, **place)
         _loss(*found).backward()
         grad = hidden.grad.clone()
         group.all_reduce(grad)
         hidden.grad = None
-        expected = _oracle(hidden, whole, targets, 0.9, vocab)
+        expected = _oracle(hidden, whole, targets, 0.9, vocab, cap)
         _loss(*expected).backward()
         errors = [
             *((a - b).abs().max() for a, b in zip(found, expected, strict=True)),

@@ -15,7 +15,7 @@ from megarl.system.metrics import Metrics
 from megarl.training.engine import TeacherTargets
 from megarl.training.heads import LogProbs
 from megarl.training.topk import TopTokens, token_logprobs
-from megarl.training.vocabulary import vocabulary_divergence
+from megarl.training.vocabulary import TeacherHead, vocabulary_divergence
 from tests.dist import fresh_layout, run_distributed, world
 from tests.training import cases
 
@@ -31,9 +31,13 @@ def _inputs(dtype=torch.float64):
     return hidden, weight, ids
 
 
-def _oracle(hidden, weight, ids, temperature):
+def _capped(logits, cap):
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def _oracle(hidden, weight, ids, temperature, cap=None):
     """Log-probs of the tokens, and of all others together."""
-    logq = torch.log_softmax(hidden.double() @ weight.double().t() / temperature, -1)
+    logq = torch.log_softmax(_capped(hidden.double() @ weight.double().t(), cap) / temperature, -1)
     others = torch.ones_like(logq, dtype=torch.bool).scatter(1, ids, False)
     rest = logq.masked_fill(~others, -torch.inf).logsumexp(1, keepdim=True)
     return torch.cat([logq.gather(1, ids), rest], 1)
@@ -43,14 +47,14 @@ def _loss(logq):
     return (logq * torch.linspace(-1, 1, logq.numel(), dtype=logq.dtype).view_as(logq).sin()).sum()
 
 
-@pytest.mark.parametrize("chunk", [1, 8, 1000])
-def test_values_and_gradients_equal_the_oracle_for_any_chunk(chunk):
+@pytest.mark.parametrize(("chunk", "cap"), [(1, None), (8, 3.0), (1000, None)])
+def test_values_and_gradients_equal_the_oracle_for_any_chunk(chunk, cap):
     hidden, weight, ids = _inputs()
-    expected = _oracle(hidden, weight, ids, 0.7)
+    expected = _oracle(hidden, weight, ids, 0.7, cap)
     _loss(expected).backward()
     grads = hidden.grad.clone(), weight.grad.clone()
     hidden.grad = weight.grad = None
-    found = token_logprobs(hidden, weight, ids, temperature=0.7, chunk_tokens=chunk)
+    found = token_logprobs(hidden, weight, ids, temperature=0.7, chunk_tokens=chunk, cap=cap)
     _loss(found).backward()
     for a, b in zip((found, hidden.grad, weight.grad), (expected, *grads), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
@@ -75,14 +79,17 @@ def test_no_token_gives_no_gradient():
 
 
 @pytest.mark.parametrize("chunk", [4, 1000])
-@pytest.mark.parametrize(("name", "beta"), [("forward_kl", None), ("reverse_kl", None), ("jsd", 0.3)])
-def test_a_divergence_over_the_vocabulary_equals_the_oracle(name, beta, chunk):
+@pytest.mark.parametrize(
+    ("name", "beta", "cap", "of_teacher"),
+    [("forward_kl", None, None, None), ("reverse_kl", None, 3.0, 2.0), ("jsd", 0.3, None, 2.0)],
+)
+def test_a_divergence_over_the_vocabulary_equals_the_oracle(name, beta, cap, of_teacher, chunk):
     hidden, weight, _ = _inputs()
     rng = torch.Generator().manual_seed(4)
     states, head = (torch.randn(rows, 9, generator=rng, dtype=torch.float64) for rows in (N, V))
     chosen = KL.choose(DistillationConfig(estimator=name, **({} if beta is None else {"beta": beta})))
-    p = (states @ head.t() / 0.7).log_softmax(1)
-    q = (hidden @ weight.t() / 0.7).log_softmax(1)
+    p = (_capped(states @ head.t(), of_teacher) / 0.7).log_softmax(1)
+    q = (_capped(hidden @ weight.t(), cap) / 0.7).log_softmax(1)
     if beta is None:
         expected = (p.exp() * (p - q) if name == "forward_kl" else q.exp() * (q - p)).sum(1)
     else:
@@ -91,8 +98,9 @@ def test_a_divergence_over_the_vocabulary_equals_the_oracle(name, beta, chunk):
     _loss(expected).backward()
     grads = hidden.grad.clone(), weight.grad.clone()
     hidden.grad = weight.grad = None
-    same = {"temperature": 0.7, "chunk_tokens": chunk, "group": WorkerGroup.alone()}
-    found = vocabulary_divergence(hidden, weight, states, head, partial(terms, chosen), **same)
+    teacher = TeacherHead(head, partial(terms, chosen), of_teacher)
+    same = {"temperature": 0.7, "chunk_tokens": chunk, "group": WorkerGroup.alone(), "cap": cap}
+    found = vocabulary_divergence(hidden, weight, states, teacher, **same)
     _loss(found).backward()
     for a, b in zip((found, hidden.grad, weight.grad), (expected, *grads), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
@@ -103,12 +111,14 @@ def _of_the_vocabulary(own: slice) -> float:
     hidden, whole, _ = _inputs()
     states, head = hidden.detach().flip(0), whole.detach().flip(0)
     mine = whole.detach()[own].clone().requires_grad_()
-    same = {"terms": reverse_kl, "temperature": 0.9, "chunk_tokens": 8}
-    found = vocabulary_divergence(hidden, mine, states, head[own], **same, group=world())
+    same = {"temperature": 0.9, "chunk_tokens": 8, "cap": 3.0}
+    found = vocabulary_divergence(hidden, mine, states, TeacherHead(head[own], reverse_kl), **same, group=world())
     _loss(found).backward()
     grad = world().all_reduce(hidden.grad.clone())
     hidden.grad = None
-    expected = vocabulary_divergence(hidden, whole, states, head, **same, group=WorkerGroup.alone())
+    expected = vocabulary_divergence(
+        hidden, whole, states, TeacherHead(head, reverse_kl), **same, group=WorkerGroup.alone()
+    )
     _loss(expected).backward()
     pairs = (found, expected), (grad, hidden.grad), (mine.grad, whole.grad[own])
     return max(float((a - b).abs().max()) for a, b in pairs if len(a))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.certificate.findings import Findings, worst
+from megarl.models.layers.attention.scores import Scores
 from megarl.system.device import device, has_cuda
 
 #: Limits for the norm of the difference over the norm of the result. bf16 keeps 8 bits: an element is off by up to
@@ -60,7 +61,7 @@ def _attention(lengths: Sequence[int], dtype: torch.dtype, window: int | None) -
     reach = window if window is not None and window < max(lengths) else None
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, packed, _DIM**-0.5, reach)
+        return attend(q, k, v, packed, Scores(_DIM**-0.5), reach)
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return exact_attention(q, k, v, lengths, window)
@@ -88,7 +89,7 @@ def _shared_attention(lengths: Sequence[int], dtype: torch.dtype, ranks: int) ->
         out = torch.empty_like(q)
         for rank, own_places in enumerate(places):
             packed = pack_stream(lengths, cp_size=ranks, cp_rank=rank, device=device()).params
-            out = out.index_copy(0, own_places, attend(q[own_places], keys, values, packed, _DIM**-0.5, None))
+            out = out.index_copy(0, own_places, attend(q[own_places], keys, values, packed, Scores(_DIM**-0.5), None))
         return out
 
     inputs = _heads(sum(padded), dtype)

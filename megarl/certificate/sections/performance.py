@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from megarl.certificate.findings import Findings
+from megarl.models.layers.attention.scores import Scores
 from megarl.planning.hardware import KINDS, Hardware, best_seconds, measure_peak
 from megarl.system.device import DTYPES, device, has_cuda
 
@@ -69,10 +70,10 @@ def _attention(tokens: int, heads: int = 32, groups: int = 8, dim: int = 128) ->
     flops = sequences * 4 * tokens * tokens * dim * heads / 2
 
     def both() -> None:
-        attend(q, k, v, packed, dim**-0.5, None).backward(upstream)
+        attend(q, k, v, packed, Scores(dim**-0.5), None).backward(upstream)
 
     def forward() -> None:
         with torch.no_grad():
-            attend(q, k, v, packed, dim**-0.5, None)
+            attend(q, k, v, packed, Scores(dim**-0.5), None)
 
     return flops / _best_seconds(forward), 3.5 * flops / _best_seconds(both)

@@ -29,6 +29,8 @@ class Wiring:
     """Whether the factor of the embeddings is rounded to their dtype before the product."""
     logits: float = 1.0
     """Divisor of the logits."""
+    logit_cap: float | None = None
+    """Logits l become logit_cap * tanh(l / logit_cap); None: they stay."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     """The activation of the gate in a dense MLP."""
     mlp_bias: bool = False

@@ -23,7 +23,7 @@ from torch import Tensor
 from megarl.kernels.cpu import CpuKernels, add_norm_reference, silu_mul_reference
 from megarl.kernels.cpu import load as load_kernels
 from megarl.kernels.gpu import decode_kernels
-from megarl.models.head import head_logits
+from megarl.models.head import capped, head_logits
 from megarl.models.hf import moe_layers
 from megarl.models.layer_forms import bias_of, layer_norms
 from megarl.models.layers.attention.decoding import DecodeKernels
@@ -239,6 +239,8 @@ class DecoderStage:
 
     def _load_kernels(self) -> DecodeKernels | None:
         """Return the GPU's Triton kernels or the CPU's compiled kernels; None if they do not support this model."""
+        if any(isinstance(mixer, Attention) and mixer.cap is not None for mixer in self._config.mixers):
+            return None
         if self.device.type == "cuda":
             return decode_kernels(self.dtype)
         config, tp = self._config, self.mesh.tp.size
@@ -308,7 +310,7 @@ class DecoderStage:
             return None
         hidden = self._add_norm(hidden, delta, self._final_norm, self._config.layernorm_epsilon)
         divisor = self._config.wiring.logits
-        return self._head(hidden if divisor == 1 else hidden / divisor)
+        return capped(self._head(hidden if divisor == 1 else hidden / divisor), self._config.wiring.logit_cap)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         assert self._embedding is not None, "only the first stage embeds"

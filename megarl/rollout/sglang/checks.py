@@ -46,7 +46,7 @@ _STARTED = (
     *("deterministic", "speculative", "extra_args"),
 )
 #: Architectures without gated delta nets that SGLang cannot compute on a CPU.
-_NEEDS_GPU = ("gpt_oss", "minimax_m2", "qwen2_moe")
+_NEEDS_GPU = ("gemma2", "gpt_oss", "minimax_m2", "qwen2_moe")
 #: Number of tokens by which an input must be shorter than a server's capacity, one generated token included.
 _FREE_TOKENS = 6
 
@@ -291,7 +291,8 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
     servers = config.rollout.sglang
     heads = f"the ranks of a server cannot evenly share the model's {facts.heads} attention heads"
     _check_divides("tp_size", servers.tp_size, facts.heads, heads, checks)
-    if why := ARCHITECTURES[facts.model_type].wrong_in_sglang or _odd_layers(facts):
+    wrong = ARCHITECTURES[facts.model_type].wrong_in_sglang
+    if why := (wrong(facts.mixers) if callable(wrong) else wrong) or _odd_layers(facts):
         checks.fail(
             "rollout.engine",
             why,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from megarl.kernels.gpu import layer_kernels
 from megarl.models.layers.attention.cache import KVCache
+from megarl.models.layers.attention.capped import capped_attention, capped_scores
 from megarl.models.layers.attention.plain import Attention
+from megarl.models.layers.attention.scores import Scores
 from megarl.models.layers.attention.sinks import sink_key, with_sink_column
 from megarl.models.layers.attention.training import varlen_attention
 from megarl.models.layers.attention.wide_norm import wide_norm
@@ -107,7 +109,8 @@ class AttentionDecoder:
         kernels: DecodeKernels | None,
     ) -> None:
         self._number, self._window, self._kernels, self._gated = number, mixer.window, kernels, mixer.gate
-        self._heads, self._scale = (mixer.groups // mesh.tp.size, -1, mixer.width), mixer.factor
+        self._heads = (mixer.groups // mesh.tp.size, -1, mixer.width)
+        self._scores = Scores(mixer.factor, cap=mixer.cap)
         self._rope, self._sinks = mixer.rope, None
         if mixer.sinks:
             self._sinks = module.core_attention.softmax_offset.detach().float()
@@ -154,12 +157,12 @@ class AttentionDecoder:
         """Return the attention of a pass, for all layers."""
         cache: KVCache = step.caches[Attention.kind]
         if isinstance(step, Prompts):
-            return PromptAttention(cache, step.lengths, step.rows, self._scale)
+            return PromptAttention(cache, step.lengths, step.rows, self._scores)
         if not isinstance(step, DecodeStep):
-            return ExtendAttention(cache, step.lengths, step.starts, step.rows, self._scale)
+            return ExtendAttention(cache, step.lengths, step.starts, step.rows, self._scores)
         if self._kernels is not None:
-            return KernelAttention(self._kernels, cache, step.positions, self._scale)
-        return DecodeAttention(cache, step.positions, step.length, self._scale)
+            return KernelAttention(self._kernels, cache, step.positions, self._scores.scale)
+        return DecodeAttention(cache, step.positions, step.length, self._scores)
 
 
 class KernelAttention:
@@ -190,8 +193,8 @@ class KernelAttention:
 class DecodeAttention:
     """Decode attention in torch of one new token per row at `positions` [n], over `length` cached positions."""
 
-    def __init__(self, cache: KVCache, positions: Tensor, length: int, scale: float) -> None:
-        self._cache, self._positions, self._length, self._scale = cache, positions, length, scale
+    def __init__(self, cache: KVCache, positions: Tensor, length: int, scores: Scores) -> None:
+        self._cache, self._positions, self._length, self._scores = cache, positions, length, scores
         self._index = cache.flat_index(positions)
         self._bias: dict[int | None, Tensor] = {}
 
@@ -212,15 +215,16 @@ class DecodeAttention:
         if self._cache.fixed:
             keys, values = keys[:, :, : self._length], values[:, :, : self._length]
             bias = self._bias[window]
-            if sinks is None:
-                return attend_gpu(q, keys, values, bias, self._scale).reshape(n, -1)
-            out = attend_prompts(q[:, :, :, None], keys, values, bias, self._scale, sinks)
+            scores = replace(self._scores, sinks=sinks)
+            if sinks is None and scores.cap is None:
+                return attend_gpu(q, keys, values, bias, scores.scale).reshape(n, -1)
+            out = attend_prompts(q[:, :, :, None], keys, values, bias, scores)
             return out.reshape(n, -1)
         keys, values = (x.view(n * groups, self._length, size) for x in (keys, values))
         queries = q.reshape(n * groups, per, size)
         if sinks is not None:
             sinks = sinks.view(groups, per).repeat(n, 1)[..., None]
-        return attend_cpu(queries, keys, values, self._bias[window], self._scale, sinks).view(n, -1)
+        return attend_cpu(queries, keys, values, self._bias[window], replace(self._scores, sinks=sinks)).view(n, -1)
 
 
 class Padding:
@@ -249,17 +253,9 @@ class Padding:
         """Return padded x [m, P, ...] as [t, ...]."""
         return x.reshape(math.prod(self.shape), *x.shape[2:])[self._packed]
 
-    def attend(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
         """Return the context [t, G*q*D] of packed q [t, G, q, D]; see `attend_prompts`."""
-        out = attend_prompts(self.pad(q).permute(0, 2, 3, 1, 4), keys, values, mask, scale, sinks)
+        out = attend_prompts(self.pad(q).permute(0, 2, 3, 1, 4), keys, values, mask, scores)
         return self.unpad(out.permute(0, 3, 1, 2, 4)).flatten(1)
 
 
@@ -271,8 +267,8 @@ class PromptAttention:
         rows: cache rows of each prompt.
     """
 
-    def __init__(self, cache: KVCache, lengths: Sequence[int], rows: Sequence[Sequence[int]], scale: float) -> None:
-        self._cache, self._scale = cache, scale
+    def __init__(self, cache: KVCache, lengths: Sequence[int], rows: Sequence[Sequence[int]], scores: Scores) -> None:
+        self._cache, self._scores = cache, scores
         device = cache.device
         self._padding = Padding(lengths, device)
         self._stream = pack_stream(lengths, device=device).params
@@ -284,12 +280,13 @@ class PromptAttention:
     ) -> Tensor:
         """Implement `Attend`."""
         q, k, v = norm.split(qkv, rope)
-        out = varlen_attention(q.flatten(1, 2), k, v, self._stream, self._scale, window, sinks)
+        scores = replace(self._scores, sinks=sinks)
+        out = varlen_attention(q.flatten(1, 2), k, v, self._stream, scores, window)
         k, v = (self._padding.pad(x).transpose(1, 2) for x in (k, v))
         self._cache.fill(layer, self._rows, k[self._source], v[self._source])
         if out is not None:
             return out.flatten(1)
-        return self._padding.attend(q, k, v, window_mask(k.shape[2], window, q.device), self._scale, sinks)
+        return self._padding.attend(q, k, v, window_mask(k.shape[2], window, q.device), scores)
 
 
 class NewPlaces:
@@ -330,9 +327,9 @@ class ExtendAttention:
     """The attention of packed new tokens of sequences whose earlier positions are cached; see `Extension`."""
 
     def __init__(
-        self, cache: KVCache, lengths: Sequence[int], starts: Sequence[int], rows: Sequence[int], scale: float
+        self, cache: KVCache, lengths: Sequence[int], starts: Sequence[int], rows: Sequence[int], scores: Scores
     ) -> None:
-        self._cache, self._scale = cache, scale
+        self._cache, self._scores = cache, scores
         self._places = NewPlaces(lengths, starts, rows, cache.device)
 
     def __call__(
@@ -343,7 +340,7 @@ class ExtendAttention:
         keys = self._places.write(self._cache.keys(layer), k)
         values = self._places.write(self._cache.values(layer), v)
         bias = self._places.bias(window, q.dtype)
-        return self._places.padding.attend(q, keys, values, bias, self._scale, sinks)
+        return self._places.padding.attend(q, keys, values, bias, replace(self._scores, sinks=sinks))
 
 
 def length_bias(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -355,22 +352,23 @@ def length_bias(positions: Tensor, length: int, window: int | None, dtype: torch
     return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, -torch.inf)
 
 
-def attend_cpu(
-    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float, sinks: Tensor | None = None
-) -> Tensor:
+def attend_cpu(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scores: Scores) -> Tensor:
     """Return the attention of one query position per row, as two batched matmuls: 5 to 12 times faster than SDPA.
 
     Args:
         q: [n*G, q, D].
         keys, values: [n*G, L, D], contiguous.
         bias: [n*G, q, L].
-        sinks: [n*G, q, 1], or None.
+        scores: its sinks are [n*G, q, 1].
 
     Returns:
         [n*G, q, D].
     """
-    scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scale)
-    chances = torch.softmax(scores, dim=-1) if sinks is None else with_sink_column(scores, sinks)
+    if scores.cap is None:
+        found = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scores.scale)
+    else:
+        found = capped_scores(torch.bmm(q, keys.transpose(1, 2)).mul_(scores.scale), scores.cap).add_(bias)
+    chances = torch.softmax(found, dim=-1) if scores.sinks is None else with_sink_column(found, scores.sinks)
     return torch.bmm(chances, values)
 
 
@@ -393,25 +391,25 @@ def window_mask(length: int, window: int | None, device: torch.device) -> Tensor
     return (at <= at[:, None]) & (at > at[:, None] - window)
 
 
-def attend_prompts(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None = None
-) -> Tensor:
+def attend_prompts(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
     """Return the attention over right-padded prompts.
 
     Args:
         q: [m, G, q, P, D].
         keys, values: [m, G, L, D].
         mask: SDPA mask, broadcast to [m, G*q, P, L]; None: causal, with L = P.
-        sinks: [G*q], or None.
 
     Returns:
         [m, G, q, P, D]; padding rows have arbitrary finite values.
     """
-    if sinks is not None:
+    if scores.cap is not None:
+        given = q.flatten(1, 2), keys, values, mask, scores.scale, scores.cap
+        return capped_attention(*given, causal=mask is None).view(q.shape)
+    if scores.sinks is not None:
         if mask is None:
             mask = torch.ones(q.shape[3], keys.shape[2], dtype=torch.bool, device=q.device).tril()
-        keys, values, mask = sink_key(keys, values, mask, sinks, q.shape[3])
+        keys, values, mask = sink_key(keys, values, mask, scores.sinks, q.shape[3])
     k, v = (x[:, :, None].expand(-1, -1, q.shape[2], -1, -1).flatten(1, 2) for x in (keys, values))
     causal = mask is None
-    out = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, attn_mask=mask, is_causal=causal, scale=scale)
+    out = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, attn_mask=mask, is_causal=causal, scale=scores.scale)
     return out.view(q.shape)

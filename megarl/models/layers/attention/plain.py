@@ -42,6 +42,7 @@ class Attention(Mixer):
     out_bias: bool = False  # the projection of the result has a bias
     scale: float | None = None  # factor of the scores; None: 1 / sqrt(width)
     sinks: bool = False  # each head has a learned score that joins the softmax and has no value
+    cap: float | None = None  # scores x become cap * tanh(x / cap) before the softmax; None: they stay
     rope: str | None = ROPE  # the RoPE tables that rotate queries and keys; None: they are not rotated
 
     def dimensions(self) -> dict[str, int]:
@@ -70,7 +71,8 @@ class Attention(Mixer):
     @property
     def unusual(self) -> bool:
         """Whether Transformer Engine's layers cannot compute this attention."""
-        return self.out_bias or self.wide_norm or self.sinks or self.scale is not None or self.rope != ROPE
+        other_scores = self.sinks or self.scale is not None or self.cap is not None
+        return self.out_bias or self.wide_norm or other_scores or self.rope != ROPE
 
     @property
     def factor(self) -> float:
@@ -125,6 +127,7 @@ class AttentionTraits:
     sinks: bool = False
     # function from the values of config.json to the factor of the scores; None: 1 / sqrt(width)
     scale: Callable[[Mapping[str, Any]], float] | None = None
+    cap: str | None = None  # the key with the cap of the scores
 
     def with_sizes(self, values: Mapping[str, Any], heads: int, groups: int, width: int) -> Attention:
         """Return the attention of a layer without a window, for the values of a config.json."""
@@ -143,6 +146,7 @@ class AttentionTraits:
             wide_norm=self.wide_norm,
             out_bias=has(self.out_bias),
             scale=self.scale(values) if self.scale else None,
+            cap=values[self.cap] if self.cap else None,
         )
 
 

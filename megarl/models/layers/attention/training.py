@@ -9,7 +9,8 @@ bucket, and each bucket is one scaled_dot_product_attention call; causality hide
 needs no mask. Sliding windows and context parallelism need a mask and so use the buckets.
 
 A model may have sinks, further scores in the softmax (sinks.py). Every path computes them exactly, and since each query
-sees all of its keys on one rank, context parallelism changes nothing.
+sees all of its keys on one rank, context parallelism changes nothing. Scores with a soft cap are computed by
+flash-attn, which has it as an argument, or in the buckets by plain products (capped.py).
 
 In some streams the last tokens of a sequence attend to the whole sequence (`PackedSequences.open_from`: the actions of
 a robot policy). If all tokens of all sequences do, the variable-length kernel runs without causality; else the buckets.
@@ -34,8 +35,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megarl.models.config import PolicyConfig
+from megarl.models.layers.attention.capped import capped_attention
 from megarl.models.layers.attention.cpu import LONGEST, causal_attention
 from megarl.models.layers.attention.plain import Attention
+from megarl.models.layers.attention.scores import Scores
 from megarl.models.layers.attention.sinks import attend_with_sinks, sink_key
 from megarl.models.packing import PackedSequences, inverse_order, places_on_ranks
 from megarl.models.rope import apply_rope
@@ -67,7 +70,7 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         mixer = config.mixers[layer_number - 1] if config.mixers else Attention(width=config.kv_channels)
         assert isinstance(mixer, Attention), "other kinds have their own modules"
-        self.scale = softmax_scale or mixer.factor
+        self.scale, self.cap = softmax_scale or mixer.factor, mixer.cap
         self.window, self.rope = mixer.window, mixer.rope
         self.cp_group, self._tp_group = pg_collection.cp, pg_collection.tp
         self.softmax_offset = None
@@ -88,7 +91,7 @@ class PackedAttention(MegatronModule):
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         window = self.window if self.window and self.window < packed_seq_params.max_seqlen_q else None
         k, v = of_all_ranks(k, value.squeeze(1), packed_seq_params, self.cp_group)
-        out = attend(q, k, v, packed_seq_params, self.scale, window, self.softmax_offset)
+        out = attend(q, k, v, packed_seq_params, Scores(self.scale, self.softmax_offset, self.cap), window)
         return out.reshape(out.shape[0], 1, -1)
 
     def sharded_state_dict(
@@ -108,30 +111,18 @@ def of_all_ranks(k: Tensor, v: Tensor, packed: PackedSequences, ranks: ProcessGr
     return k, gather_from_sequence_parallel_region(v.contiguous(), group=ranks)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: PackedSequences,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scores: Scores, window: int | None) -> Tensor:
     """Return attention [t, heads, dv] of `q` [t, heads, d] to `k` [t * cp, groups, d] and `v` [t * cp, groups, dv] by
-    the fastest implementation.
-
-    Args:
-        sinks: [heads], see sinks.py; None: no sinks.
-    """
+    the fastest implementation."""
     if packed.open_from and window is not None:
         raise ValueError(f"a sliding window ({window} tokens) cannot be combined with bidirectional attention")
-    out = varlen_attention(q, k, v, packed, scale, window, sinks)
+    out = varlen_attention(q, k, v, packed, scores, window)
     if out is not None:
         return out
-    alone = packed.cp_size == 1
-    if q.is_cpu and window is None and alone and not packed.open_from and packed.max_seqlen_q <= LONGEST:
-        return causal_attention(q, k, v, packed.lengths, scale, sinks)
-    return bucket_attention(q, k, v, packed, scale, window, sinks)
+    plain = packed.cp_size == 1 and window is None and scores.cap is None and not packed.open_from
+    if q.is_cpu and plain and packed.max_seqlen_q <= LONGEST:
+        return causal_attention(q, k, v, packed.lengths, scores.scale, scores.sinks)
+    return bucket_attention(q, k, v, packed, scores, window)
 
 
 @dataclass(frozen=True)
@@ -167,20 +158,16 @@ class VarlenPlan:
 
 
 def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: PackedSequences,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scores: Scores, window: int | None
 ) -> Tensor | None:
     """Compute `attend` with a variable-length kernel; return None if no kernel takes these queries and sequences."""
-    kernel = None if any(packed.open_from) else varlen_kernel(q)
+    kernel, scale = None if any(packed.open_from) else varlen_kernel(q), scores.scale
+    if kernel is not None and scores.cap is not None:
+        kernel = functools.partial(_flash_varlen, cap=scores.cap) if _flash_caps_scores() else None
     if kernel is None:
         return None
-    if sinks is not None:
-        kernel = functools.partial(_varlen_with_sinks, sinks)
+    if scores.sinks is not None:
+        kernel = functools.partial(_varlen_with_sinks, scores.sinks)
     plan: VarlenPlan = packed.cache.get("varlen") or plan_varlen(packed, q.device)
     packed.cache["varlen"] = plan
     width = v.shape[2]
@@ -286,13 +273,22 @@ def _flash_attention() -> Callable[..., Tensor] | None:
     return flash_attn_varlen_func
 
 
-def _flash_varlen(q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float, window: int | None) -> Tensor:
+def _flash_caps_scores() -> bool:
+    """Return whether flash-attn can cap scores, as from 2.6 on; torch's kernels cannot."""
+    flash = _flash_attention()
+    return flash is not None and "softcap" in inspect.signature(flash).parameters
+
+
+def _flash_varlen(
+    q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float, window: int | None, cap: float = 0.0
+) -> Tensor:
     flash = _flash_attention()
     assert flash is not None  # varlen_kernel has checked it
     lengths = call.cu_q, call.cu_k, call.longest_q, call.longest_k
     left = -1 if window is None else window - 1
     span = (left, 0 if window else -1)
-    return flash(q, k, v, *lengths, softmax_scale=scale, causal=call.causal, window_size=span)
+    capped = {"softcap": cap} if cap else {}
+    return flash(q, k, v, *lengths, softmax_scale=scale, causal=call.causal, window_size=span, **capped)
 
 
 def _torch_varlen(
@@ -470,13 +466,7 @@ class _ToBucket(torch.autograd.Function):
 
 
 def bucket_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: PackedSequences,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scores: Scores, window: int | None
 ) -> Tensor:
     """Compute `attend` by buckets of sequences of similar length."""
     plan: AttentionPlan = packed.cache.get("plan") or plan_buckets(packed, q.device)
@@ -498,19 +488,22 @@ def bucket_attention(
                 (v, bucket.k_index, bucket.k_length),
             )
         )
-        if sinks is not None:
-            if mask is None and causal:
-                mask = torch.ones(bucket.q_length, bucket.k_length, dtype=torch.bool, device=q.device).tril()
-            kb, vb, mask = sink_key(kb, vb, mask, sinks, bucket.q_length)
-        out = F.scaled_dot_product_attention(
-            qb,
-            kb,
-            vb,
-            attn_mask=mask,
-            is_causal=causal and mask is None,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        if scores.cap is not None:
+            out = capped_attention(qb, kb, vb, mask, scores.scale, scores.cap, causal=causal)
+        else:
+            if scores.sinks is not None:
+                if mask is None and causal:
+                    mask = torch.ones(bucket.q_length, bucket.k_length, dtype=torch.bool, device=q.device).tril()
+                kb, vb, mask = sink_key(kb, vb, mask, scores.sinks, bucket.q_length)
+            out = F.scaled_dot_product_attention(
+                qb,
+                kb,
+                vb,
+                attn_mask=mask,
+                is_causal=causal and mask is None,
+                scale=scores.scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
         outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:])[..., :width])
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out if plan.restore is None else out.index_select(0, plan.restore)

@@ -20,6 +20,7 @@ from torch import Tensor
 from megarl.kernels.gpu import layer_kernels
 from megarl.models.layers.attention.cache import PositionCache
 from megarl.models.layers.attention.decoding import NewPlaces, Padding, attend_cpu, attend_gpu, length_bias
+from megarl.models.layers.attention.scores import Scores
 from megarl.models.layers.attention.training import bucket_attention, varlen_attention
 from megarl.models.layers.mesh import Mesh
 from megarl.models.layers.mla.plain import MLA
@@ -121,8 +122,9 @@ class _PromptAttention:
     def __call__(self, layer: int, token: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Cache `token` [n, rk + dr] and return the context [n, H, dv]."""
         self._cache.fill(layer, self._rows, self._padding.pad(token)[self._source][:, None])
-        out = varlen_attention(q, k, v, self._stream, self._scale, None)
-        return bucket_attention(q, k, v, self._stream, self._scale, None) if out is None else out
+        scores = Scores(self._scale)
+        out = varlen_attention(q, k, v, self._stream, scores, None)
+        return bucket_attention(q, k, v, self._stream, scores, None) if out is None else out
 
 
 class _StepAttention:
@@ -145,7 +147,7 @@ class _StepAttention:
             return attend_gpu(q[:, None], keys, values, self._bias[:, None], self._mixer.scale)[:, 0]
         keys = keys.view(len(q), self._length, -1)
         bias = self._bias.expand(-1, q.shape[1], -1)
-        return attend_cpu(q, keys, keys[..., : self._mixer.kv_rank], bias, self._mixer.scale)
+        return attend_cpu(q, keys, keys[..., : self._mixer.kv_rank], bias, Scores(self._mixer.scale))
 
 
 class _ExtendAttention:

@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from megarl.models.layers.attention.scores import Scores
 from megarl.models.layers.attention.training import attend
 from megarl.models.layers.linear import ReplicatedLinear
 from megarl.models.layers.mixer import Mixer
@@ -63,7 +64,7 @@ class LatentAttention(PackedMixer[MLA]):
         k, v = self._keys_and_values(hidden, cos, sin, packed_seq_params.cp_size)
 
         def context(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(q, k, v, packed_seq_params, self.mixer.scale, None)
+            return attend(q, k, v, packed_seq_params, Scores(self.mixer.scale), None)
 
         out = self.recomputed(context, q, k, v)
         return self.linear_proj(out.reshape(len(out), 1, -1))[0], None

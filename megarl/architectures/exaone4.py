@@ -1,0 +1,69 @@
+"""EXAONE 4: norms after attention and MLP only, queries and keys normalised per head, and in larger models three layers
+with a window to one without. Where there are windows, layers without one have no rotary positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.architectures.base import COMMON, COMMON_NULL, FULL, SLIDING, Architecture, Refuse, RopeTraits
+from megarl.architectures.tensors import OUTER
+from megarl.architectures.window_pattern import odd_windows, pattern_types, refuse_no_pattern
+from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
+from megarl.models.layers.mlp.plain import DENSE
+from megarl.models.layers.wiring import Wiring
+
+
+def layer_types(values: Mapping[str, Any]) -> list[str]:
+    """Return the default kind of each layer."""
+    return pattern_types(values) if values["sliding_window"] is not None else [FULL] * values["num_hidden_layers"]
+
+
+def rotating(values: Mapping[str, Any]) -> list[bool]:
+    """Return whether each layer rotates queries and keys: all do in a model without windows."""
+    kinds = values["layer_types"] or layer_types(values)
+    return [values["sliding_window"] is None or kind == SLIDING for kind in kinds]
+
+
+def refuse_unclear_layers(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
+    """Refuse configs that do not give the kinds of layers, with which transformers fails."""
+    pattern = values["sliding_window_pattern"]
+    if isinstance(pattern, bool) or not isinstance(pattern, (int, str, type(None))):
+        refuse("sliding_window_pattern", pattern, "integer > 0, text, or null")
+    if values["layer_types"] is None and values["sliding_window"] is None:
+        text = "transformers cannot compute the kinds of layers of a model without windows"
+        refuse("layer_types", None, "full_attention for each layer", text)
+
+
+def pattern_of_layers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the key from which SGLang reads the kinds of layers: the kinds up to the first layer without a window."""
+    kinds = values["layer_types"]
+    if SLIDING not in kinds:
+        return {"sliding_window_pattern": None}
+    return {"sliding_window_pattern": "L" * (kinds.index(FULL) if FULL in kinds else len(kinds)) + "G"}
+
+
+ARCHITECTURE = Architecture(
+    model_type="exaone4",
+    keys={
+        **COMMON,
+        "vocab_size": 102400,
+        "num_key_value_heads": 32,
+        "intermediate_size": 16384,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "layer_types": None,
+    },
+    null=(*COMMON_NULL, "sliding_window", "sliding_window_pattern", "layer_types"),
+    tensors=OUTER + attention_rules(norms="after") + DENSE,
+    attention=AttentionTraits(windows="chosen", qk_norm=True),
+    rope=RopeTraits(rotating=rotating),
+    layer_types=layer_types,
+    wiring=lambda values: Wiring(norms="after"),
+    written=pattern_of_layers,
+    wrong_in_sglang=odd_windows,
+    refusals=(refuse_unclear_layers, refuse_no_pattern),
+)

@@ -1,0 +1,46 @@
+"""Gemma 2: the layers of Gemma 3 without norms of queries and keys, a window in every other layer, one kind of rotary
+positions, and soft caps of attention scores and logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.architectures.base import FULL, SLIDING, Architecture
+from megarl.architectures.gemma3 import CAPS, GEMMA, GEMMA_NULL, refuse_variants, scale, wiring
+from megarl.architectures.tensors import OUTER
+from megarl.architectures.window_pattern import odd_windows
+from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
+from megarl.models.layers.mlp.plain import DENSE
+
+
+def layer_types(values: Mapping[str, Any]) -> list[str]:
+    """Return the default kind of each layer."""
+    return [FULL if layer % 2 else SLIDING for layer in range(values["num_hidden_layers"])]
+
+
+ARCHITECTURE = Architecture(
+    model_type="gemma2",
+    keys={
+        **GEMMA,
+        "vocab_size": 256000,
+        "max_position_embeddings": 8192,
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+    },
+    null=(*GEMMA_NULL, *CAPS),
+    tensors=OUTER + attention_rules(norms="both") + DENSE,
+    attention=AttentionTraits(
+        windows="chosen",
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        scale=scale,
+        cap="attn_logit_softcapping",
+    ),
+    layer_types=layer_types,
+    wiring=wiring,
+    even_hidden=True,
+    wrong_in_sglang=odd_windows,
+    refusals=(refuse_variants,),
+)

@@ -1,0 +1,38 @@
+"""Default kinds of layers in classes where every n-th layer has no window (`sliding_window_pattern`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.architectures.base import FULL, SLIDING, Refuse
+from megarl.models.layers.mixer import Mixer
+
+
+def period_of(values: Mapping[str, Any]) -> int | None:
+    """Return n of the pattern; None: it is no positive number."""
+    pattern = values["sliding_window_pattern"]
+    return pattern if isinstance(pattern, int) and pattern > 0 else None
+
+
+def pattern_types(values: Mapping[str, Any]) -> list[str]:
+    """Return the default kind of each layer."""
+    count, period = values["num_hidden_layers"], period_of(values)
+    return [SLIDING if period and (layer + 1) % period else FULL for layer in range(count)]
+
+
+def refuse_no_pattern(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
+    """Refuse patterns from which transformers cannot compute the kinds of layers, where `layer_types` does not say
+    them."""
+    if values["layer_types"] is None and period_of(values) is None:
+        text = "without layer_types, the kinds of layers come from a pattern that is a number"
+        refuse("sliding_window_pattern", values["sliding_window_pattern"], "integer > 0", text)
+
+
+def odd_windows(mixers: Sequence[Mixer]) -> str | None:
+    """Return why SGLang, which leaves out the window of every n-th layer, would give windows to other layers."""
+    windows = [mixer.window is not None for mixer in mixers]
+    period = windows.index(False) + 1 if not all(windows) else len(windows) + 1
+    if windows != [any(windows) and layer % period != 0 for layer in range(1, len(windows) + 1)]:
+        return "SGLang expects a layer without a window after every n layers with one, and this model has other layers"
+    return None

@@ -1,0 +1,34 @@
+"""The table of docs/models.md, from the architectures and the known models; see `megarl.commands.describe`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megarl import artifacts
+from megarl.architectures import ALIASES, ARCHITECTURES, descriptions
+from megarl.architectures.decoders import DECODERS
+
+
+def model_table() -> str:
+    """Return the markdown table of all model types."""
+    known = json.loads((Path(artifacts.__file__).parent / "known_models.json").read_text(encoding="utf-8"))
+    names: dict[str, list[str]] = {}
+    for name, config in known.items():
+        names.setdefault(config["model_type"], []).append(f"`{name}`")
+    texts = descriptions()
+    rows = {kind: (text, kind) for kind, text in texts.items()}
+    rows |= {kind: (f"the layers and tensors of `{same}`", same) for kind, same in ALIASES.items()}
+    rows |= {kind: (f"a [vision encoder](images.md) before `{same}`", same) for kind, same in DECODERS.items()}
+    lines = [
+        f"| `{kind}` | {text} | {', '.join(names.get(kind, []))} | {_servers(same)} |"
+        for kind, (text, same) in sorted(rows.items())
+    ]
+    head = ["| `model_type` | what it is | names without a download | SGLang |", "|---|---|---|---|"]
+    return "\n".join([*head, *lines]) + "\n"
+
+
+def _servers(kind: str) -> str:
+    """Return whether SGLang computes the architecture as the trainer does."""
+    wrong = ARCHITECTURES[kind].wrong_in_sglang
+    return "some configs" if callable(wrong) else "no" if wrong else "yes"

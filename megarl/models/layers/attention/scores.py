@@ -1,0 +1,16 @@
+"""What happens to attention scores before the softmax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The treatment of the products of queries and keys."""
+
+    scale: float  # their factor
+    sinks: Tensor | None = None  # [heads], further scores in the softmax, see sinks.py
+    cap: float | None = None  # the soft cap after the factor, see capped.py; not together with sinks
