@@ -45,7 +45,7 @@ class TopTokens:
         ]
         return (torch.cat(parts),)
 
-    def _of(self, rows: Tensor, weight: Tensor, start: int, cap: float | None) -> Tensor:
+    def _of(self, rows: Tensor, weight: Tensor, start: int, cap: float | None = None) -> Tensor:
         """Return ids and log-probs [C, 2 K + 2] for a chunk of C rows."""
         logits = capped(head_logits(rows, weight), cap).float() / self.base.temperature
         group = self.base.group
