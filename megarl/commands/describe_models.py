@@ -20,15 +20,10 @@ def model_table() -> str:
     rows = {kind: (text, kind) for kind, text in texts.items()}
     rows |= {kind: (f"the layers and tensors of `{same}`", same) for kind, same in ALIASES.items()}
     rows |= {kind: (f"a [vision encoder](images.md) before `{same}`", same) for kind, same in DECODERS.items()}
-    lines = [
-        f"| `{kind}` | {text} | {', '.join(names.get(kind, []))} | {_servers(same)} |"
-        for kind, (text, same) in sorted(rows.items())
-    ]
+    lines = []
+    for kind, (text, same) in sorted(rows.items()):
+        wrong = ARCHITECTURES[same].wrong_in_sglang
+        servers = "some configs" if callable(wrong) else "no" if wrong else "yes"
+        lines.append(f"| `{kind}` | {text} | {', '.join(names.get(kind, []))} | {servers} |")
     head = ["| `model_type` | what it is | names without a download | SGLang |", "|---|---|---|---|"]
     return "\n".join([*head, *lines]) + "\n"
-
-
-def _servers(kind: str) -> str:
-    """Return whether SGLang computes the architecture as the trainer does."""
-    wrong = ARCHITECTURES[kind].wrong_in_sglang
-    return "some configs" if callable(wrong) else "no" if wrong else "yes"

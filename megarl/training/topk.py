@@ -16,7 +16,6 @@ from megarl.algorithms.divergences import EMPTY
 from megarl.data.batch import Jagged
 from megarl.models.head import cap_slope, capped, head_logits
 from megarl.models.policy import PolicyModel
-from megarl.system.comm import WorkerGroup
 from megarl.training.heads import LogProbs, head_rows
 from megarl.training.logprob import VocabularyShard, local_columns
 from megarl.training.microbatch import MicroBatch
@@ -81,30 +80,13 @@ class SoftTargets:
         """Return (log-probs [n], entropies [n], log-probs of the teacher's tokens [n, K + 1])."""
         rows, weight, start = head_rows(hidden, model, micro, self.base.columns)
         ids = of_rows(self.teacher, micro, len(rows))[:, :-1, 0]
-        of_tokens = token_logprobs(
-            rows,
-            weight,
-            ids.to(rows.device).long(),
-            temperature=self.base.temperature,
-            vocab_start=start,
-            chunk_tokens=self.base.chunk_tokens,
-            group=self.base.group,
-            cap=model.logit_cap,
-        )
+        group = self.base.group if self.base.group.size > 1 else None
+        shard = VocabularyShard(start, 1.0 / self.base.temperature, self.base.chunk_tokens, group, cap=model.logit_cap)
+        of_tokens = token_logprobs(rows, weight, ids.to(rows.device).long(), shard)
         return (*self.base(hidden, model, micro), of_tokens)
 
 
-def token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    *,
-    temperature: float = 1.0,
-    vocab_start: int = 0,
-    chunk_tokens: int = 1024,
-    group: WorkerGroup | None = None,
-    cap: float | None = None,
-) -> Tensor:
+def token_logprobs(hidden: Tensor, weight: Tensor, ids: Tensor, shard: VocabularyShard) -> Tensor:
     """Return the log-probs of K tokens of each row, and of all other tokens together.
 
     Probabilities are softmax(hidden @ weight.T / temperature). Only one chunk of logits is in memory at a time, and the
@@ -112,17 +94,15 @@ def token_logprobs(
     be inexact for a small remainder.
 
     Args:
-        hidden, weight, temperature, vocab_start, chunk_tokens, group, cap: as for `linear_logprob`.
+        hidden, weight: as for `linear_logprob`.
         ids: int64 [N, K], different indices into the whole vocabulary.
+        shard: this rank's part of the vocabulary; its entropy is not read.
 
     Returns:
         [N, K + 1], float32 (float64 for float64 inputs), equal on all ranks of `group`; without other tokens the last
             column is `EMPTY`.
     """
-    group = None if group is None or group.size == 1 else group
-    return _TokenLogprobs.apply(
-        hidden, weight, ids, VocabularyShard(vocab_start, 1.0 / temperature, chunk_tokens, group, cap=cap)
-    )
+    return _TokenLogprobs.apply(hidden, weight, ids, shard)
 
 
 class _TokenLogprobs(torch.autograd.Function):

@@ -14,6 +14,7 @@ from megarl.system.comm import WorkerGroup
 from megarl.system.metrics import Metrics
 from megarl.training.engine import TeacherTargets
 from megarl.training.heads import LogProbs
+from megarl.training.logprob import VocabularyShard
 from megarl.training.topk import TopTokens, token_logprobs
 from megarl.training.vocabulary import TeacherHead, vocabulary_divergence
 from tests.dist import fresh_layout, run_distributed, world
@@ -54,7 +55,7 @@ def test_values_and_gradients_equal_the_oracle_for_any_chunk(chunk, cap):
     _loss(expected).backward()
     grads = hidden.grad.clone(), weight.grad.clone()
     hidden.grad = weight.grad = None
-    found = token_logprobs(hidden, weight, ids, temperature=0.7, chunk_tokens=chunk, cap=cap)
+    found = token_logprobs(hidden, weight, ids, VocabularyShard(0, 1 / 0.7, chunk, None, cap=cap))
     _loss(found).backward()
     for a, b in zip((found, hidden.grad, weight.grad), (expected, *grads), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
@@ -63,7 +64,7 @@ def test_values_and_gradients_equal_the_oracle_for_any_chunk(chunk, cap):
 def test_all_tokens_leave_an_empty_rest_without_gradient():
     hidden, weight, _ = _inputs()
     every = torch.arange(V).expand(N, V)
-    found = token_logprobs(hidden, weight, every, chunk_tokens=8)
+    found = token_logprobs(hidden, weight, every, VocabularyShard(0, 1.0, 8, None))
     assert (found[:, -1] == EMPTY).all()
     found[:, -1].sum().backward()
     assert (weight.grad == 0).all()
@@ -72,7 +73,7 @@ def test_all_tokens_leave_an_empty_rest_without_gradient():
 def test_no_token_gives_no_gradient():
     weight = torch.randn(V, H, requires_grad=True)
     hidden = torch.zeros(0, H, requires_grad=True)
-    found = token_logprobs(hidden, weight, torch.zeros(0, K, dtype=torch.int64))
+    found = token_logprobs(hidden, weight, torch.zeros(0, K, dtype=torch.int64), VocabularyShard(0, 1.0, 8, None))
     found.sum().backward()
     assert found.shape == (0, K + 1)
     assert (weight.grad == 0).all()
@@ -130,7 +131,7 @@ def _sharded() -> dict[str, float]:
         hidden, whole, ids = _inputs()
         own = slice(min(group.rank * rows, V), min((group.rank + 1) * rows, V))
         mine = whole.detach()[own].clone().requires_grad_()
-        found = token_logprobs(hidden, mine, ids, temperature=0.9, vocab_start=own.start, chunk_tokens=8, group=group)
+        found = token_logprobs(hidden, mine, ids, VocabularyShard(own.start, 1 / 0.9, 8, group))
         _loss(found).backward()
         grad = group.all_reduce(hidden.grad.clone())
         hidden.grad = None

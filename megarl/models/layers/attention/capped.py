@@ -8,7 +8,7 @@ in memory, and the backward pass computes them again. With the probabilities p o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,20 +36,26 @@ def capped_attention(
     Returns:
         [b, H, m, d].
     """
-    return _CappedAttention.apply(q, k, v, mask, scale, cap, causal and mask is None)
+    return _CappedAttention.apply(q, k, v, mask, _Form(scale, cap, causal and mask is None))
+
+
+class _Form(NamedTuple):
+    """The arguments of `capped_attention` that are not tensors."""
+
+    scale: float
+    cap: float
+    causal: bool
 
 
 class _CappedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float, causal: bool
-    ) -> Tensor:
-        ctx.scale, ctx.cap, ctx.causal = scale, cap, causal
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: _Form) -> Tensor:
+        ctx.form = form
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-        for block in _blocks(q, k, causal):
+        for block in _blocks(q, k, form.causal):
             a, b, end = block
-            scores = _masked(_scores(q[:, :, a:b], k[:, :, :end], scale, cap), mask, block, causal=causal)
+            scores = _masked(_scores(q[:, :, a:b], k[:, :, :end], form), mask, block, causal=form.causal)
             lse[:, :, a:b] = scores.logsumexp(-1).view(lse[:, :, a:b].shape)
             chances = scores.sub_(_grouped(lse[:, :, a:b, None], k)).exp_().to(v.dtype)
             out[:, :, a:b] = (chances @ v[:, :, :end]).view(out[:, :, a:b].shape)
@@ -59,21 +65,22 @@ class _CappedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, lse = ctx.saved_tensors
+        form: _Form = ctx.form
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
         along = (grad.to(lse.dtype) * out).sum(-1, keepdim=True)
-        for block in _blocks(q, k, ctx.causal):
+        for block in _blocks(q, k, form.causal):
             a, b, end = block
-            capped = _scores(q[:, :, a:b], k[:, :, :end], ctx.scale, ctx.cap)
-            slope = 1 - (capped / ctx.cap).square_()
-            chances = _masked(capped, mask, block, causal=ctx.causal).sub_(_grouped(lse[:, :, a:b, None], k)).exp_()
+            capped = _scores(q[:, :, a:b], k[:, :, :end], form)
+            slope = 1 - (capped / form.cap).square_()
+            chances = _masked(capped, mask, block, causal=form.causal).sub_(_grouped(lse[:, :, a:b, None], k)).exp_()
             up, queries = _grouped(grad[:, :, a:b], k), _grouped(q[:, :, a:b], k)
             dv[:, :, :end] += chances.to(v.dtype).transpose(2, 3) @ up
             dchances = (up @ v[:, :, :end].transpose(2, 3)).to(lse.dtype)
-            dscores = (dchances - _grouped(along[:, :, a:b], k)).mul_(chances).mul_(slope).mul_(ctx.scale).to(q.dtype)
+            dscores = (dchances - _grouped(along[:, :, a:b], k)).mul_(chances).mul_(slope).mul_(form.scale).to(q.dtype)
             dq[:, :, a:b] = (dscores @ k[:, :, :end]).view(dq[:, :, a:b].shape)
             dk[:, :, :end] += dscores.transpose(2, 3) @ queries
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
 def _blocks(q: Tensor, k: Tensor, causal: bool) -> list[tuple[int, int, int]]:
@@ -89,10 +96,10 @@ def _grouped(x: Tensor, k: Tensor) -> Tensor:
     return x.reshape(x.shape[0], k.shape[1], -1, x.shape[3])
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, cap: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, form: _Form) -> Tensor:
     """Return the capped scores [b, G, H / G * m, n] in at least float32."""
     rows, wide = _grouped(q, k), torch.promote_types(q.dtype, torch.float32)
-    return capped_scores((rows.to(wide) @ k.to(wide).transpose(2, 3)).mul_(scale), cap)
+    return capped_scores((rows.to(wide) @ k.to(wide).transpose(2, 3)).mul_(form.scale), form.cap)
 
 
 def _masked(scores: Tensor, mask: Tensor | None, block: tuple[int, int, int], *, causal: bool) -> Tensor:

@@ -365,10 +365,10 @@ def attend_cpu(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scores: Sc
         [n*G, q, D].
     """
     if scores.cap is None:
-        found = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scores.scale)
+        products = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scores.scale)
     else:
-        found = capped_scores(torch.bmm(q, keys.transpose(1, 2)).mul_(scores.scale), scores.cap).add_(bias)
-    chances = torch.softmax(found, dim=-1) if scores.sinks is None else with_sink_column(found, scores.sinks)
+        products = capped_scores(torch.bmm(q, keys.transpose(1, 2)).mul_(scores.scale), scores.cap).add_(bias)
+    chances = torch.softmax(products, dim=-1) if scores.sinks is None else with_sink_column(products, scores.sinks)
     return torch.bmm(chances, values)
 
 

@@ -1,4 +1,4 @@
-"""What happens to attention scores before the softmax."""
+"""How products of queries and keys become the scores of the softmax."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scores:
-    """The treatment of the products of queries and keys."""
+    """How a model makes scores out of the products of queries and keys."""
 
     scale: float  # their factor
     sinks: Tensor | None = None  # [heads], further scores in the softmax, see sinks.py

@@ -163,7 +163,10 @@ def varlen_attention(
     """Compute `attend` with a variable-length kernel; return None if no kernel takes these queries and sequences."""
     kernel, scale = None if any(packed.open_from) else varlen_kernel(q), scores.scale
     if kernel is not None and scores.cap is not None:
-        kernel = functools.partial(_flash_varlen, cap=scores.cap) if _flash_caps_scores() else None
+        # flash-attn caps scores from 2.6 on; torch's kernels do not
+        flash = _flash_attention()
+        caps = flash is not None and "softcap" in inspect.signature(flash).parameters
+        kernel = functools.partial(_flash_varlen, cap=scores.cap) if caps else None
     if kernel is None:
         return None
     if scores.sinks is not None:
@@ -271,12 +274,6 @@ def _flash_attention() -> Callable[..., Tensor] | None:
     except ImportError:
         return None
     return flash_attn_varlen_func
-
-
-def _flash_caps_scores() -> bool:
-    """Return whether flash-attn can cap scores, as from 2.6 on; torch's kernels cannot."""
-    flash = _flash_attention()
-    return flash is not None and "softcap" in inspect.signature(flash).parameters
 
 
 def _flash_varlen(
