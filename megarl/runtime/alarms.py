@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import median
 
-SAME_STEPS = 3  # warn after this many steps in a row whose samples all scored alike
+SAME_STEPS = 3  # warn after this many steps in a row whose samples all scored alike, or whose episodes were cut
+_MOST_CUT = 0.9  # a larger share of cut episodes raises an alarm
 _WINDOW, _ENOUGH = 20, 5  # a norm or loss is compared with the median of 5 to 20 earlier steps
 _NORM_FACTOR = 100.0  # a hard batch makes a norm several times larger, a diverging policy thousands of times
 _LOSS_FACTOR, _LOSS_FLOOR = 3.0, 1.0  # nats per token; a loss below the floor raises no alarm, however much it grew
@@ -19,7 +20,7 @@ class Alarms:
     def __init__(self) -> None:
         self._past: dict[str, deque[float]] = {}
         self._given: set[str] = set()
-        self._same_scores = self._no_advantage = 0
+        self._same_scores = self._no_advantage = self._cut = 0
 
     def check(self, step: int, numbers: Mapping[str, float]) -> list[str]:
         """Return the new warnings of step `step`, one line each.
@@ -29,6 +30,7 @@ class Alarms:
         """
         warnings = {
             "rewards": self._rewards(numbers),
+            "episodes": self._episodes(numbers),
             **{
                 f"norm {role}": self._growth(f"{role}/grad_norm", numbers, _NORM_FACTOR) for role in ("actor", "critic")
             },
@@ -56,6 +58,19 @@ class Alarms:
                 "raise rollout.sampling.n or the temperature, or choose prompts that are solved sometimes"
             )
         return None
+
+    def _episodes(self, numbers: Mapping[str, float]) -> str | None:
+        cut, turns = numbers.get("env/cut"), numbers.get("env/turns/mean")
+        if cut is None or turns is None:
+            return None  # no episode was played in this step
+        self._cut = self._cut + 1 if cut > _MOST_CUT else 0
+        if self._cut < SAME_STEPS:
+            return None
+        return (
+            f"for {SAME_STEPS} steps or more a limit ended nearly all episodes ({cut:.0%}; mean turns {turns:.3g}); "
+            "a turn cut by rollout.sampling.max_new_tokens is an episode's last: raise it or rollout.limits, or name "
+            "tokens that end a turn in rollout.sampling.stop_token_ids"
+        )
 
     def _growth(self, name: str, numbers: Mapping[str, float], factor: float, floor: float = 0.0) -> str | None:
         """Return a warning if a metric is above `floor` and `factor` times its median over earlier steps."""

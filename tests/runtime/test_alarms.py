@@ -35,6 +35,13 @@ def test_groups_that_agree_are_said():
     assert line.startswith("step 3: for 3 steps or more all responses to a prompt scored alike")
 
 
+def test_episodes_that_a_limit_ends_are_said():
+    cut, played = ({"env/cut": share, "env/turns/mean": 1.01} for share in (0.98, 0.4))
+    assert given([cut, cut, played, cut, cut]) == []
+    (line,) = given([cut] * 5)
+    assert line.startswith("step 3: for 3 steps or more a limit ended nearly all episodes (98%; mean turns 1.01)")
+
+
 def test_a_critic_learns_from_equal_rewards_but_they_are_said_too():
     assert len(given([scored(1, 1, 0.5)] * 3)) == 1
 
