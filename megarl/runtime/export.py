@@ -89,8 +89,10 @@ def show_export(c: RankState) -> None:
 
 
 def trial_command(config: RunConfig, run_dir: Path) -> str:
-    """Return the command that generates with a run's model: `megarl generate`, or `megarl eval` for non-text tasks."""
-    if not config.task.writes_text:
+    """Return the command that tries a run's model: `megarl eval` if a task or environment plays held-out episodes,
+    which may need more columns than a prompt, else `megarl generate`.
+    """
+    if not config.task.writes_text or (config.has_turns and config.data.val_files):
         return shlex.join(["megarl", "eval", str(run_dir)])
     return f"{shlex.join(['megarl', 'generate', str(run_dir)])} --prompt TEXT"
 

@@ -209,4 +209,8 @@ def test_what_is_said_to_try_the_policy_plays_episodes(recipe, run_dir) -> None:
     config = load_config(recipe)
     words = shlex.split(trial_command(config, run_dir))
     assert words == ["megarl", "eval", str(run_dir)]
-    assert shlex.split(trial_command(config.model_copy(update={"robot": None}), run_dir))[1] == "generate"
+    text = config.model_copy(update={"robot": None})
+    assert shlex.split(trial_command(text, run_dir))[1] == "generate"
+    rows = text.data.model_copy(update={"val_files": ["levels.jsonl"]})
+    episodes = text.model_copy(update={"env": {"name": "game.py:Game"}, "data": rows})
+    assert shlex.split(trial_command(episodes, run_dir)) == words
