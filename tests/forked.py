@@ -166,14 +166,18 @@ def _share_memory() -> None:
 
 @contextlib.contextmanager
 def forked_scorers() -> Iterator[None]:
-    """`fork_scorers` within the block."""
-    from megarl.rewards import pool_process
+    """`fork_scorers` within the block, and what imports users' files before a run is forked too. Not with a GPU."""
+    from megarl.rewards import pool_process, preflight
 
+    if has_nvidia_device():
+        yield
+        return
     try:
         fork_scorers()
+        _start_by(_forked_module, preflight)
         yield
     finally:
-        pool_process.subprocess = subprocess
+        pool_process.subprocess = preflight.subprocess = subprocess
 
 
 def _start_by(popen: Callable[..., Any], module: Any) -> None:

@@ -17,6 +17,7 @@ from megarl.rewards import preflight as of_rewards
 from megarl.system.errors import ConfigError, UserError
 from megarl.system.imports import import_callable
 from tests.config.conftest import RECIPE
+from tests.forked import forked_scorers
 from tests.house.test_docs import code_with
 
 #: Registries by name, and the module that has each.
@@ -28,6 +29,13 @@ WHERE = {
     "REWARDS": "megarl.rewards",
 }
 GUESS = f"{Path(__file__).parents[1] / 'envs' / 'guess.py'}:Guess"
+
+
+@pytest.fixture(autouse=True)
+def forked():
+    """Users' files are imported in forks, in a tenth of the CPU time; programs: tests/rewards/test_preflight.py."""
+    with forked_scorers():
+        yield
 
 
 def load(file, *overrides):

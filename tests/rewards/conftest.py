@@ -4,18 +4,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.system.processes import has_nvidia_device
 from tests.forked import forked_scorers
 
 
 @pytest.fixture
 def programs() -> None:
-    """For tests whose reward processes are programs, as in a run."""
+    """For tests whose reward processes, or imports of users' files, are programs, as in a run."""
 
 
 @pytest.fixture(autouse=True)
 def processes(request: pytest.FixtureRequest) -> Iterator[None]:
-    if "programs" in request.fixturenames or has_nvidia_device():
+    if "programs" in request.fixturenames:
         yield
         return
     with forked_scorers():

@@ -14,6 +14,7 @@ from megarl.rewards.preflight import check_import
 from megarl.system.errors import ConfigError
 from megarl.system.imports import import_file
 
+pytestmark = pytest.mark.usefixtures("programs")
 FILES = {
     "good.py": "print('hello')\ndef score(samples, weight=1.0):\n    return [weight for s in samples]\n",
     "no_import.py": "import a_package_that_is_nowhere\ndef score(samples):\n    return [0.0 for s in samples]\n",

@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -243,6 +244,9 @@ def test_dead_process_is_recognised_and_replaced(file):
         assert "sample 1 of 3" in str(caught.value)
         assert "SIGKILL" in str(caught.value)
         assert runner.result(runner.submit(samples("ok", "ok"))) == [{"overall": 1.0}] * 2
+
+
+def test_samples_that_kill_their_process_have_the_value_of_on_error(file):
     results = run(config(f"{file}:die", workers=1, on_error=0), samples("ok", "bad", "ok", "bad"))
     assert [r["overall"] for r in results] == [1, 0, 1, 0]
 
@@ -459,7 +463,6 @@ def test_a_reward_declares_its_settings(documented, workers):
     assert run(config(documented, "batch", workers=workers), batch)[1]["overall"] == 0.5
 
 
-@BOTH
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
@@ -468,8 +471,8 @@ def test_a_reward_declares_its_settings(documented, workers):
         ({"width": "wide"}, ["reward.kwargs.width has a wrong type"]),
     ],
 )
-def test_what_is_no_setting_of_a_reward_is_refused(documented, workers, kwargs, words):
-    for refuse in (lambda cfg: RewardRunner(cfg), lambda cfg: check_import(cfg, limit_s=60)):
+def test_what_is_no_setting_of_a_reward_is_refused(documented, kwargs, words):
+    for workers, refuse in ((1, RewardRunner), (2, RewardRunner), (1, partial(check_import, limit_s=60))):
         with pytest.raises(ConfigError) as caught:
             refuse(config(documented, "batch", workers=workers, kwargs=kwargs))
         assert all(word in str(caught.value) for word in words), caught.value

@@ -26,6 +26,7 @@ from megarl.dag.stage import contract_of
 from megarl.recipes.components import COMPONENTS
 from megarl.runtime import stages
 from megarl.system.errors import ConfigError
+from tests.forked import forked_scorers
 from tests.house.test_docs import code_with
 from tests.runtime import harness
 from tests.runtime.test_teams import assert_near, of_training, placed
@@ -254,10 +255,10 @@ def test_a_teacher_may_pad_its_embedding_further(folder: Path, teacher: Path, tm
 
 @pytest.fixture(scope="module")
 def alone_for_module() -> Iterator[None]:
-    """One process group of this process, which all runs of this module share."""
+    """One process group of this process, which all runs of this module share; what scores is forked from it."""
     from tests.dist import single_process
 
-    with pytest.MonkeyPatch.context() as patch:
+    with forked_scorers(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("megarl.runtime.setup.init_processes", lambda *_: single_process())
         yield
 
