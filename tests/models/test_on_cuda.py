@@ -11,14 +11,21 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.data.batch import Batch
 from tests.dist import run_pretending_with_te
 from tests.models.tiny import ARCHITECTURES, LOCAL_ONLY, save_tiny
-from tests.training.cases import make_batch, outputs, train
+from tests.training import cases
+from tests.training.cases import outputs, train
 
 FORMS = {"local": "ColumnParallelLinear", "te": "TELayerNormColumnParallelLinear"}
 # Layers other than attention have a `local` form only, whose first projection of the first layer has another name.
 CASES = [(kind, layers) for kind in ARCHITECTURES for layers in FORMS if layers != "te" or kind not in LOCAL_ONLY]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def make_batch() -> Batch:
+    """Few samples, which one micro-batch holds: every operation of the pretended device takes long."""
+    return cases.make_batch(4, longest=24)
 
 
 def life(folder: Path, out: Path, layers: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -34,7 +41,7 @@ def life(folder: Path, out: Path, layers: str, dtype: torch.dtype) -> dict[str, 
     engine = MegatronEngine(
         hf,
         parallel,
-        EngineConfig(layers=layers, micro_batch_tokens=110, logits_chunk_tokens=40),
+        EngineConfig(layers=layers, micro_batch_tokens=200, logits_chunk_tokens=40),
         OptimConfig(lr=1e-3),
         dtype=dtype,
         layout=layout_for(parallel),

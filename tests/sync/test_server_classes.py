@@ -3,9 +3,11 @@
 On a CPU SGLang builds models that it cannot run there, so weights of these models are checked here.
 """
 
+import dataclasses
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,46 +116,67 @@ def check_seen(file: Path, samples: list[Sample], hf, tensors: dict[str, torch.T
         torch.testing.assert_close(found["rotated"], rotated[0, 0])
 
 
-@pytest.mark.parametrize(
-    ("name", "tp"), [*SOON, *(pytest.param(*case, marks=pytest.mark.campaign("servers")) for case in LATER)]
-)
-def test_every_parameter_of_the_class_gets_its_numbers(tmp_path, name, tp):
-    need_interpreter()
-    dtype, more = torch.bfloat16, {}
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A case of PROGRAM with its files, and what its ranks should report."""
+
+    name: str
+    hf: Any
+    case: dict[str, Any]
+    expected: list[list[dict[str, str]]]  # checksums of each rank after the buckets, and after the changes
+    old: dict[str, torch.Tensor]
+    samples: list[Sample]
+
+
+def prepared(folder: Path, name: str, tp: int) -> Prepared:
+    """Write the files of a case to `folder`."""
+    folder.mkdir()
+    dtype, samples, more = torch.bfloat16, [], {}
     if name in SEEING:
         hf, dtype = load_hf_config(ModelConfig(hf_config=config_of(name, **SEEING[name]), vision=True)), torch.float32
     else:
         hf = config(name.split()[0], **CASES[name])
     table, layout = WeightTable.of(hf), ServerLayout.of(hf, tp)
-    write_metadata(tmp_path, hf, None, dtype)
+    write_metadata(folder, hf, None, dtype)
     if name in SEEING:
-        write_processor(tmp_path, hf)
-        samples, more = write_requests(tmp_path / "requests", hf), {"requests": str(tmp_path / "requests")}
+        write_processor(folder, hf)
+        samples, more = write_requests(folder / "requests", hf), {"requests": str(folder / "requests")}
     at = [Coordinate()]
     spelled = str(dtype).removeprefix("torch.")
     sizes = {"bucket_bytes": SLAB_BYTES + 12_000, "dtype": spelled}  # a few tensors in each bucket
     plan = make_plan(holdings(table, at), ranks_of(at), [HERE], together=layout.together, **sizes)
     old, new = (weights(hf, seed, dtype) for seed in (1, 2))
     new = {key: torch.where(torch.rand(new[key].shape) < 0.1, new[key], old[key]) for key in old}
-    write_buckets(tmp_path, plan.routes[0].senders[0], old, new)
+    write_buckets(folder, plan.routes[0].senders[0], old, new)
     attention = "intel_amx" if name == "gpt_oss" else "torch_native"  # SGLang's check of sinks; nothing is computed
-    files = {key: str(tmp_path / key) for key in ("buckets", "changes", "out")}
-    case = {"folder": str(tmp_path), "dtype": spelled, "tp": tp, "attention": attention}
-    (tmp_path / "cases").write_text(json.dumps([case | files | more]))
-    log = tmp_path / "log"
-    paths = [str(tmp_path / "cases"), *map(str, (LOADERS, *STAND_INS))]
-    assert run_program(PROGRAM, paths, log) == 0, log.read_text()[-3000:]
+    files = {key: str(folder / key) for key in ("buckets", "changes", "out")}
+    case = {"folder": str(folder), "dtype": spelled, "tp": tp, "attention": attention, **files, **more}
     expected = [
         expected_checksums(tensors.items(), [layout], dtype, WorkerGroup.alone(), table.float32())[layout]
         for tensors in (old, new)
     ]
-    for rank in range(tp):
-        report = json.loads((tmp_path / f"out.{rank}").read_text())
-        if name in SEEING:
-            check_seen(tmp_path / f"out.{rank}.seen", samples, hf, old)
-        assert report["loaded"] == expected[0][rank]
-        assert report["derived"] == []
-        if name.startswith(DERIVING):
-            assert "derives further weights" in report["refused"]
-        else:
-            assert report["patched"] == expected[1][rank]
+    return Prepared(name, hf, case, expected, old, samples)
+
+
+@pytest.mark.parametrize(
+    "cases", [pytest.param(SOON, id="soon"), pytest.param(LATER, id="later", marks=pytest.mark.campaign("servers"))]
+)
+def test_every_parameter_of_the_class_gets_its_numbers(tmp_path, cases):
+    need_interpreter()
+    made = [prepared(tmp_path / str(number), *case) for number, case in enumerate(cases)]
+    (tmp_path / "cases").write_text(json.dumps([each.case for each in made]))
+    log = tmp_path / "log"
+    paths = [str(tmp_path / "cases"), *map(str, (LOADERS, *STAND_INS))]
+    assert run_program(PROGRAM, paths, log) == 0, log.read_text()[-3000:]
+    for each in made:
+        for rank in range(each.case["tp"]):
+            out = Path(f"{each.case['out']}.{rank}")
+            report = json.loads(out.read_text())
+            if each.samples:
+                check_seen(out.with_name(f"{out.name}.seen"), each.samples, each.hf, each.old)
+            assert report["loaded"] == each.expected[0][rank], each.name
+            assert report["derived"] == [], each.name
+            if each.name.startswith(DERIVING):
+                assert "derives further weights" in report["refused"]
+            else:
+                assert report["patched"] == each.expected[1][rank], each.name

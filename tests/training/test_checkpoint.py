@@ -22,7 +22,7 @@ from tests.dist import fresh_layout, run_distributed, world
 from tests.training import cases
 
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1)
-COUNT = 9
+COUNT = 4  # in one micro-batch: how a step is cut is not what these tests are about
 
 # (model, layout that saves, layouts that load); {} is data parallel over all processes.
 TWO = [
@@ -41,7 +41,7 @@ TWO = [
 def _engine(name: str, sizes: dict, seed: int = 3, distributed: bool = True, **kwargs):
     parallel = ParallelConfig(**sizes)
     layout = fresh_layout(parallel)
-    settings = EngineConfig(micro_batch_tokens=60, distributed_optimizer=distributed)
+    settings = EngineConfig(micro_batch_tokens=300, distributed_optimizer=distributed)
     return cases.make_engine(name, parallel, layout=layout, engine=settings, optim=OPTIM, seed=seed, **kwargs)
 
 
@@ -71,7 +71,7 @@ def _reshard(root: str) -> list[dict]:
     for number, (name, saver, loaders) in enumerate(TWO):
         distributed = number % 2 == 0
         engine = _engine(name, saver, distributed=distributed, layers=_layers(name))
-        _steps(engine, 0)
+        _steps(engine, 1, 1)
         folder = checkpoint.save(Path(root) / str(number), 2, {"actor": engine}, {"case": number})
         goes_on, end = _steps(engine, 2), _hashes(engine)
         for sizes in loaders:
@@ -88,11 +88,11 @@ def _reshard(root: str) -> list[dict]:
 
 
 def _alone_again(root: str) -> dict:
-    """Metrics of four steps of a single process, and of steps 2 and 3 after loading what two processes saved."""
+    """Metrics of three steps of a single process, and of the last two after loading what two processes saved."""
     found = {"whole": {}, "resumed": []}
     for name in {case[0] for case in TWO}:
         engine = _engine(name, {}, layers=_layers(name))
-        found["whole"][name] = _steps(engine, 0, 4)
+        found["whole"][name] = _steps(engine, 1, 3)
     for number, (name, saver, _) in enumerate(TWO):
         engine = _engine(name, {}, seed=77, layers=_layers(name))
         checkpoint.load(Path(root) / str(number) / "step_2", {"actor": engine})
@@ -105,7 +105,7 @@ def test_every_layout_goes_on_from_every_other_with_optimizer_state(tmp_path):
     ranks = run_distributed(_reshard, 2, 300, str(tmp_path))
     alone = run_distributed(_alone_again, 1, 200, str(tmp_path))[0]
     for found in [*ranks[0], *ranks[1], *alone["resumed"]]:
-        want = alone["whole"][found["case"][0]][2:]
+        want = alone["whole"][found["case"][0]][1:]
         for got, expected in zip(found["metrics"], want, strict=True):
             for key in ("loss", "samples", "actor/grad_norm"):
                 # Without optimizer state, or with a wrong step count, these differ by more than 1e-3.
