@@ -24,7 +24,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 
 
 def engine_settings(layers: str, **more) -> EngineConfig:
-    return EngineConfig(layers=layers, micro_batch_tokens=60, logits_chunk_tokens=16, **more)
+    return EngineConfig(layers=layers, micro_batch_tokens=100, logits_chunk_tokens=32, **more)
 
 
 def of_architecture(folder: str, layers: str) -> dict:
@@ -46,7 +46,7 @@ def of_architecture(folder: str, layers: str) -> dict:
         total_steps=3,
         weights=lambda chunks: load_weights(chunks, folder),
     )
-    batch = cases.make_batch(6)
+    batch = cases.make_batch(4, longest=24)
     start = dict(iter_hf_tensors(engine.chunks, layout.world))
     logp, _ = engine.logprobs(batch)
     drawn = rollout_cases.engine(engine.chunks).generate(rollout_cases.make_requests(), rollout_cases.sampled(), [2])

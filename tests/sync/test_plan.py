@@ -28,6 +28,18 @@ MOE = {
 }
 CASES = [(name, layout) for name in ARCHITECTURES for layout in LAYOUTS]
 CASES += [(name, layout) for name in ("qwen3_moe", "mixtral") for layout in MOE]
+BUCKETS: list[dict] = [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "fp8": True}, {"dtype": "float32"}]
+
+
+def spread(values: list) -> list:
+    """Parameters (name, layout, value): one value of each case, in turn; the others are for the campaign."""
+    marks = pytest.mark.campaign("families")
+    return [
+        (*case, value) if chosen else pytest.param(*case, value, marks=marks)
+        for number, case in enumerate(CASES)
+        for place, value in enumerate(values)
+        for chosen in [(number - place) % len(values) == 0]
+    ]
 
 
 def planned(name: str, layout: str, servers: int = 3, tied: bool = False, **settings):
@@ -37,8 +49,7 @@ def planned(name: str, layout: str, servers: int = 3, tied: bool = False, **sett
     return hf, ranks, plan
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.parametrize(("name", "layout", "tied"), spread([False, True]))
 def test_every_server_gets_every_element_once(name, layout, tied):
     hf, ranks, plan = planned(name, layout, tied=tied, bucket_bytes=SLAB_BYTES + 40_000)
     held = [{(p.source, p.source_region) for s in WeightTable.of(hf).shards(at) for p in s.pieces} for at in ranks]
@@ -54,20 +65,19 @@ def test_every_server_gets_every_element_once(name, layout, tied):
             assert seen.min() == seen.max() == 1, tensor
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
-def test_buckets_are_bounded_packed_and_aligned(name, layout):
-    for settings in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "fp8": True}, {"dtype": "float32"}):
-        _, _, plan = planned(name, layout, bucket_bytes=SLAB_BYTES + 40_000, **settings)
-        for route in plan.routes:
-            for bucket in (b for buckets in route.senders.values() for b in buckets):
-                assert bucket.nbytes <= 40_000 or len(bucket.sources()) == 1
-                end = 0
-                for entry in bucket.entries:
-                    size = {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}[entry.dtype]
-                    assert entry.offset == end
-                    assert entry.offset % size == 0
-                    end += entry.nbytes
-                assert end == bucket.nbytes
+@pytest.mark.parametrize(("name", "layout", "settings"), spread(BUCKETS))
+def test_buckets_are_bounded_packed_and_aligned(name, layout, settings):
+    _, _, plan = planned(name, layout, bucket_bytes=SLAB_BYTES + 40_000, **settings)
+    for route in plan.routes:
+        for bucket in (b for buckets in route.senders.values() for b in buckets):
+            assert bucket.nbytes <= 40_000 or len(bucket.sources()) == 1
+            end = 0
+            for entry in bucket.entries:
+                size = {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}[entry.dtype]
+                assert entry.offset == end
+                assert entry.offset % size == 0
+                end += entry.nbytes
+            assert end == bucket.nbytes
 
 
 @pytest.mark.parametrize(("vocabulary", "tied", "large"), [(4000, False, 2), (4000, True, 1), (131, True, 0)])

@@ -63,11 +63,30 @@ def push_twice(folder: str, run_dir: str, urls: list[str], cases: list[tuple[dic
     return found
 
 
+TP2, PP2, DP2 = {"tp": 2}, {"pp": 2}, {}
+
+
 @pytest.mark.procs
-@pytest.mark.parametrize("transport", ["tensor", "distributed", "disk", "delta"])
-def test_every_server_holds_the_new_weights(tmp_path, transport):
+@pytest.mark.parametrize(
+    ("transport", "layouts"),
+    [
+        ("tensor", [TP2, PP2]),
+        ("distributed", [PP2]),
+        ("disk", [DP2]),
+        ("delta", [TP2]),
+        *(
+            pytest.param(transport, layouts, marks=pytest.mark.campaign("teams"))
+            for transport, layouts in (
+                ("tensor", [DP2]),
+                ("distributed", [TP2, DP2]),
+                ("disk", [TP2, PP2]),
+                ("delta", [PP2, DP2]),
+            )
+        ),
+    ],
+)
+def test_every_server_holds_the_new_weights(tmp_path, transport, layouts):
     save_tiny(tmp_path / "model", "qwen3", vocab_size=20_000)  # several buckets
-    layouts = [{"tp": 2}, {"pp": 2}, {}]
     with receivers(tmp_path / "r", 3) as urls:
         for layout in layouts:
             cases = [(layout, {"transport": transport})]

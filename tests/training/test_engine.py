@@ -276,7 +276,7 @@ def test_recomputation_changes_nothing(alone, model, recompute):
         engine = cases.make_engine(model, engine=EngineConfig(micro_batch_tokens=64, recompute=kind))
         batches = [cases.make_batch(seed=s) for s in (0, 1)]
         if model == "moe":
-            batches = [cases.with_routes(batch, 4) for batch in batches]
+            batches = [cases.with_routes(batch, cases.MODELS["moe"]["num_hidden_layers"]) for batch in batches]
         metrics = [engine.train_step(batch, cases.loss_fn).result() for batch in batches]
         ends.append((metrics, _hashes(engine)))
     assert ends[0] == ends[1]

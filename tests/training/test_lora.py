@@ -202,7 +202,7 @@ def run(name: str, sizes: dict, settings: dict, layers: int) -> dict:
     parallel = ParallelConfig(**sizes)
     layout = fresh_layout(parallel)
     engine = adapted_engine(name, parallel, layout=layout, clip=0.5, engine=EngineConfig(**settings), layers=layers)
-    batch = cases.make_batch()
+    batch = cases.make_batch(5, longest=16)
     mine = cases.split_over(batch, layout.dp_rank, layout.dp_size)
     found = {"before": cases.outputs(engine, batch, 0.8)}
     found["steps"] = [cases.train(engine, mine, 0.8).result() for _ in range(2)]
@@ -229,7 +229,7 @@ def compare(layouts: list, want: dict) -> list[dict[str, float]]:
     for name, sizes, settings in layouts:
         layers = cases.layers_for(name, sizes)
         single = want[cases.kind(name, layers)]
-        got = run(name, sizes, {"micro_batch_tokens": 60, "logits_chunk_tokens": 16} | settings, layers)
+        got = run(name, sizes, {"micro_batch_tokens": 40, "logits_chunk_tokens": 16} | settings, layers)
         errors = {
             f"{key} {part}": off(rows.values, single[key][part])
             for key in ("before", "after")
@@ -289,7 +289,7 @@ def _goes_on(folder: str, sizes: dict) -> list[dict[str, float]]:
     model, parallel = "moe", ParallelConfig(**sizes)
     layout = fresh_layout(parallel)
     engine = adapted_engine(model, parallel, layout=layout, clip=0.5, layers=2)
-    cases.train(engine, cases.split_over(cases.make_batch(), layout.dp_rank, layout.dp_size), 0.8)
+    cases.train(engine, cases.split_over(cases.make_batch(5, longest=16), layout.dp_rank, layout.dp_size), 0.8)
     saved = checkpoint.save(Path(folder), 1, {"actor": engine}, {})
     found = []
     for sizes in GOES_ON:
@@ -297,7 +297,7 @@ def _goes_on(folder: str, sizes: dict) -> list[dict[str, float]]:
         layout = fresh_layout(parallel)
         other = cases.make_engine(model, parallel, layout=layout, layers=2, lora=engine.lora, optim=engine.optim)
         checkpoint.load(saved, {"actor": other})
-        mine = cases.split_over(cases.make_batch(seed=1), layout.dp_rank, layout.dp_size)
+        mine = cases.split_over(cases.make_batch(5, seed=1, longest=16), layout.dp_rank, layout.dp_size)
         found.append([cases.train(other, mine, 0.8).result() for _ in range(2)])
     return [{f"{key} {n}": step[key] for n, step in enumerate(steps) for key in KEYS} for steps in found]
 
