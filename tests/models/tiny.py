@@ -132,6 +132,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "minimax_m2": {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 8},
     "mistral": {"head_dim": 16, "sliding_window": 8},
     "mixtral": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "olmo2": {"attention_bias": True},
     "olmo3": {
         "sliding_window": 8,
         "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32},

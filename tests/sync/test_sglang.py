@@ -267,6 +267,7 @@ def assert_all_verified(run_dir: Path, url: str, runs: list[tuple[int, list]], t
             pytest.param(*case, marks=pytest.mark.campaign("servers"))
             for case in (
                 ("llama", {}, {2: [PP2, VPP2]}, 27),
+                ("olmo2", {}, {2: [{"tp": 2}, PP2]}, 35),
                 ("exaone4", {"sliding_window_pattern": 4}, {2: [{"tp": 2}, PP2]}, 35),
                 ("deepseek_v3", {**NARROW, "q_lora_rank": None}, {2: [{"tp": 2}, PP2], 4: [TP2_PP2]}, 51),
                 ("glm4_moe_lite", {**NARROW, "q_lora_rank": 24}, {2: [{"tp": 2}, PP2]}, 55),
