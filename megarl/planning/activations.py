@@ -227,6 +227,8 @@ class Activations:
         logits, weight = chunk * columns, h * columns
         rows = (element + FULL) * n * h
         each = max(FULL + element if self.gpu else 3 * FULL, FULL * self.logit_copies)  # a CPU also stores exponentials
+        if self.facts.wiring.logit_cap is not None:
+            each += (2 if self.gpu else 1) * FULL  # the cap's slope, and on a GPU the gradient before it is rounded
         # The weight's gradient: a float32 sum over chunks, and one chunk's part. A GPU needs no float32 sum if there
         # are several chunks.
         summed = not self.gpu or n <= chunk or self.logit_copies > 0

@@ -9,7 +9,7 @@ from tests.dist import fresh_parallel, run_distributed, single_process
 from tests.rollout.cases import PROMPTS, STOP, build, engine, logprobs, make_requests, play_turns, sampled, tokens
 
 DENSE, MOE, LATENT = "qwen3", "qwen3_moe", "deepseek_v3"
-FULL_NORM, BIASES, GEMMA = "olmo3", "granite", "gemma3_text"
+FULL_NORM, BIASES, GEMMA, CAPPED = "olmo3", "granite", "gemma3_text", "gemma2"
 SAMPLINGS = {
     "sampled": sampled(temperature=0.8, max_new_tokens=12),
     "filtered": sampled(top_k=20, top_p=0.9, min_p=0.02, min_new_tokens=3, max_new_tokens=5, logprobs="processed"),
@@ -28,6 +28,7 @@ TWO = {
     "full-norm-tp2": (FULL_NORM, {"tp": 2}),
     "biases-tp2": (BIASES, {"tp": 2}),
     "gemma-pp2": (GEMMA, {"pp": 2}),
+    "caps-tp2": (CAPPED, {"tp": 2}),
     "moe-ep2": (MOE, {"ep": 2}),
     "moe-tp2": (MOE, {"tp": 2}),
     "moe-tp2-ep2-sp": (MOE, {"tp": 2, "ep": 2, "sp": True}),
@@ -107,7 +108,7 @@ def expected() -> dict:
     single_process()
     made = {(model, s): generate(model, {}, s) for model in (DENSE, MOE, LATENT) for s in SAMPLINGS}
     made |= {(model, "turns"): turns(model, {}) for model in (DENSE, MOE, LATENT)}
-    made |= {(model, "sampled"): generate(model, {}, "sampled") for model in (FULL_NORM, BIASES, GEMMA)}
+    made |= {(model, "sampled"): generate(model, {}, "sampled") for model in (FULL_NORM, BIASES, GEMMA, CAPPED)}
     return made | {(DENSE, "tied"): generate(DENSE, {}, "sampled", TIED)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from megarl.models.layers.mixer import Mixer
@@ -86,8 +86,10 @@ class Attention(Mixer):
     def kept_elements(self, tp: int) -> float:
         """Implement `Mixer.kept_elements`: the projection to queries, keys and values; a copy of the queries if there
         are several groups and the norm of queries keeps it; queries and keys after RoPE; the result of attention; with
-        a gate, its projection, a float32 copy, and the gated result."""
+        a gate, its projection, a float32 copy, and the gated result; with a cap, copies of all four in buckets."""
         q, k = self.heads / tp * self.width, self.groups / tp * self.width
+        if self.cap is not None:
+            return replace(self, cap=None).kept_elements(tp) + 2 * q + 2 * k
         return q + 2 * k + (q if self.normed and self.groups / tp > 1 else 0) + q + k + q + (4 * q if self.gate else 0)
 
     def attended_elements(self, tp: int) -> tuple[float, float]:
