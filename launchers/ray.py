@@ -412,7 +412,11 @@ def _connect(address: str | None, config: RunConfig, store_bytes: int, limit_s: 
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
     if address is not None:
-        within(limit_s, f"Ray at RAY_ADDRESS={address}", lambda: ray.init(address=address, **quiet))
+        late = (
+            f"Ray at RAY_ADDRESS={address} was not ready within cluster.start_timeout_s = {limit_s:g} s; check that "
+            "Ray runs there and can be reached from this machine, or raise cluster.start_timeout_s"
+        )
+        within(limit_s, lambda: ray.init(address=address, **quiet), late)
         return None
     from megarl.system.compat.ray_session import for_one_run
 

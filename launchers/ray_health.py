@@ -145,7 +145,7 @@ def _shut_down() -> None:
     import ray
 
     with contextlib.suppress(WorkerError):
-        within(_LEAVE_S, "the end of Ray", ray.shutdown)
+        within(_LEAVE_S, ray.shutdown, f"Ray has not ended within {_LEAVE_S:g} s")
 
 
 def check_reachable(address: str, limit_s: float) -> None:
@@ -168,9 +168,9 @@ def check_reachable(address: str, limit_s: float) -> None:
         ) from error
 
 
-def within(limit_s: float, what: str, call: Callable[[], object]) -> None:
+def within(limit_s: float, call: Callable[[], object], late: str) -> None:
     """Run `call()` for at most `limit_s` seconds in a thread, as it waits inside Ray's native code, which cannot be
-    interrupted. Raise WorkerError if it took longer; the thread is abandoned.
+    interrupted. Raise WorkerError with the message `late` if it took longer; the thread is abandoned.
     """
     errors: list[BaseException] = []
 
@@ -184,9 +184,6 @@ def within(limit_s: float, what: str, call: Callable[[], object]) -> None:
     thread.start()
     thread.join(limit_s)
     if thread.is_alive():
-        raise WorkerError(
-            f"{what} was not ready within cluster.start_timeout_s = {limit_s:g} s; check that Ray runs there and can "
-            "be reached from this machine, or raise cluster.start_timeout_s"
-        )
+        raise WorkerError(late)
     if errors:
         raise errors[0]

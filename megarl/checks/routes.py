@@ -7,6 +7,7 @@ from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
 
 _KEY = "rollout.replay_routes"
+_CHUNK = "--chunked-prefill-size"
 
 
 def check_routes(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
@@ -26,9 +27,9 @@ def check_routes(config: RunConfig, facts: ModelFacts | None, checks: Checklist)
     servers = config.rollout.servers
     if servers is not None and servers.speculative is not None:
         obstacle = "routes of speculative decoding are not supported", servers.speculative.algorithm, "no draft model"
-    if servers is not None and "--chunked-prefill-size=-1" in "=".join(servers.extra_args):
+    if servers is not None and servers.argument(_CHUNK) == "-1":
         reason = "SGLang's record of routes is too small for prompts that are not read in chunks"
-        obstacle = reason, "--chunked-prefill-size=-1", "--chunked-prefill-size above 0"
+        obstacle = reason, f"{_CHUNK}=-1", f"{_CHUNK} above 0"
     if obstacle is not None:
         problem, value, allowed = obstacle
         checks.fail(_KEY, problem, found=value, allowed=allowed, fix=f"set {_KEY}=false")

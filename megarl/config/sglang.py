@@ -156,6 +156,16 @@ class SGLangConfig(Section):
             )
         return None if name is None else os.environ[name]
 
+    def argument(self, name: str) -> str | None:
+        """Return the value of the option `name` in `extra_args`, written `--name=value` or `--name value`, of several
+        the last one; None: it is not there."""
+        value = None
+        for number, argument in enumerate(self.extra_args):
+            option, equals, rest = argument.partition("=")
+            if option == name:
+                value = rest if equals else "".join(self.extra_args[number + 1 : number + 2])
+        return value
+
     @property
     def first_gpu_given(self) -> bool:
         """Whether `extra_args` sets a server's first GPU on its machine."""

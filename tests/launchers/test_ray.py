@@ -212,10 +212,10 @@ def test_processes_that_ray_starts_too_late_are_told_of_in_one_line(
 
 
 def test_what_waits_inside_ray_ends_at_the_deadline() -> None:
-    with pytest.raises(WorkerError, match=r"Ray at x was not ready within cluster\.start_timeout_s = 0\.1 s"):
-        within(0.1, "Ray at x", lambda: time.sleep(30))
+    with pytest.raises(WorkerError, match="Ray at x is late"):
+        within(0.1, lambda: time.sleep(30), "Ray at x is late")
     with pytest.raises(ZeroDivisionError):
-        within(60, "Ray at x", lambda: 1 // 0)
+        within(60, lambda: 1 // 0, "Ray at x is late")
 
 
 @pytest.mark.parametrize(

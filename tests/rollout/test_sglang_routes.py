@@ -32,6 +32,19 @@ def test_layers_without_experts_are_left_out_and_other_routes_are_refused():
     assert returning_routes(SGLangConfig(extra_args=["--x"])).extra_args == ["--x", SWITCH]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        (["--a=1", "--b=-1"], "-1"),
+        (["--b", "-1", "--c"], "-1"),
+        (["--b=1", "--b=2"], "2"),
+        (["--bb=1", "--a", "b"], None),
+    ],
+)
+def test_a_further_argument_is_found_in_both_forms(arguments: list[str], value: str | None) -> None:
+    assert SGLangConfig(extra_args=arguments).argument("--b") == value
+
+
 def chosen_by(chunk, request: Request, done: Completion) -> torch.Tensor:
     """The experts [tokens, layers, chosen] that the training model itself chooses, in ascending order."""
     masks: list[torch.Tensor] = []

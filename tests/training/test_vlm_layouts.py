@@ -34,9 +34,12 @@ LAYOUTS = {
     "qwen2_vl": TENSOR[1:] + PIPELINE,
     "qwen2_5_vl": TENSOR[:1] + PIPELINE + DATA[:1],
     "qwen3_vl": TENSOR + PIPELINE + DATA,
-    "qwen3_vl_moe": MIXTURE,
+    "qwen3_vl_moe": MIXTURE[:1],
+    "qwen3_5_moe": MIXTURE[1:],
     "qwen3_5": TENSOR[1:] + PIPELINE + DATA[:1],
 }
+#: Samples of each data-parallel rank, by the number of these ranks; those of the last one have no image.
+SHARES = {1: [6], 2: [4, 2], 4: [2, 1, 1, 2]}
 #: With parts that do not learn; of the first one a stage has nothing that does.
 FROZEN = [({"pp": 2}, {"recompute": "full"}, ("language_model",)), ({"tp": 2, "sp": True}, {}, ("tower",))]
 #: By test: the model, and layouts with settings of the engine and the parts that do not learn.
@@ -90,8 +93,7 @@ def _run(kind: str, parallel: ParallelConfig, engine: EngineConfig, **settings: 
 
     made = engine_of(kind, parallel, engine, **settings)
     layout, whole = made.layout, batch_for(made.hf_config)
-    few = 2 if layout.dp_size > 1 else 0  # the last rank's samples have no image
-    batch = whole if not few else whole.split([len(whole) - few, few])[layout.dp_rank]
+    batch = whole.split(SHARES[layout.dp_size])[layout.dp_rank]
     logp = made.logprobs(batch, 0.8)[0]
     norms = [cases.train(made, batch, 0.8).result()["actor/grad_norm"] for _ in range(2)]
     tensors = {name: tensor for name, tensor in iter_hf_tensors(made.chunks, layout.world) if tensor is not None}
@@ -106,8 +108,11 @@ def _wrong(cases: dict[str, tuple[str, list]], alone: dict[Any, dict]) -> dict[s
     }
 
 
-def _differences(kind: str, parallel: dict, engine: dict, freeze: tuple, alone: dict[Any, dict]) -> list[str]:
-    run, want = _run(kind, ParallelConfig(**parallel), EngineConfig(**engine), freeze=freeze), alone[kind, freeze]
+def _differences(
+    kind: str, parallel: dict, engine: dict, freeze: tuple, alone: dict[Any, dict], **settings: Any
+) -> list[str]:
+    run = _run(kind, ParallelConfig(**parallel), EngineConfig(**engine), freeze=freeze, **settings)
+    want = alone[kind, freeze]
     pairs = [("norms", run["norms"], want["norms"])]
     if run["dp_rank"] == 0:  # which has the first samples
         pairs += [("logp", run["logp"], want["logp"][: len(run["logp"])])]
@@ -149,3 +154,22 @@ def test_two_processes_equal_one(kind):
     mixture = [{"ep": 2}] if "num_experts" in config_of(kind)["text_config"] else []
     sizes = [{"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2}, *mixture]
     assert _of_both_ranks({kind: (kind, [(size, {}, ()) for size in sizes])}) == [{kind: []}, {kind: []}]
+
+
+#: Steps of a tenth of the gradients, whose size Adam does not divide out with this epsilon.
+PLAIN = OptimConfig(lr=0.1, eps=1.0, weight_decay=0.0, clip_grad=1e6)
+
+
+def _wrong_steps(kind: str, alone: dict[Any, dict]) -> list[str]:
+    layouts = [{"ep": 2}, {"ep": 4}, {"tp": 2, "ep": 2}, {"tp": 2, "ep": 4}, {"pp": 2, "ep": 2}]
+    return [text for layout in layouts for text in _differences(kind, layout, {}, (), alone, optim=PLAIN)]
+
+
+@pytest.mark.campaign("teams")
+@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_gradients_of_encoder_and_experts_are_those_of_one_process(kind):
+    from tests.dist import single_process
+
+    single_process()
+    alone = {(kind, ()): _run(kind, ParallelConfig(), EngineConfig(micro_batch_tokens=10_000), optim=PLAIN)}
+    assert run_distributed(_wrong_steps, 4, 400.0, kind, alone) == [[]] * 4

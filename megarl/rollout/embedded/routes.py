@@ -10,10 +10,11 @@ from torch import Tensor
 from megarl.data.routes import RouteForm
 from megarl.models.layers.mesh import Axis
 from megarl.models.layers.passes import Room
+from megarl.rollout.embedded.token_rows import TokenRows
 
 
-class RouteRecord:
-    """The expert routes of the tokens in each cache row; a copied row keeps its routes. It implements `Store`.
+class RouteRecord(TokenRows):
+    """The expert routes of the tokens in each cache row.
 
     Args:
         form: form of the routes of the whole model.
@@ -21,32 +22,14 @@ class RouteRecord:
         stages: the pipeline stages, which hold the other layers.
     """
 
-    length = 0
-
     def __init__(self, form: RouteForm, layers: Sequence[int], stages: Axis, room: Room) -> None:
-        self._form, self._stages, self._device = form, stages, room.device
-        self._rows = form.empty(room.slots * room.max_length).to(room.device)[:, : len(layers) * form.chosen]
-        self._rows = self._rows.reshape(room.slots, room.max_length, -1).contiguous()
+        rows = form.empty(room.slots * room.max_length).to(room.device)[:, : len(layers) * form.chosen]
+        super().__init__(rows.reshape(room.slots, room.max_length, -1).contiguous(), form.none)
+        self._form, self._stages = form, stages
         most = stages.all_max(len(layers), room.device)
         places = torch.full((most,), -1, device=room.device)
         places[: len(layers)] = torch.tensor(layers, dtype=torch.int64)
         self._places = stages.gather(places)
-
-    def reserve(self, rows: int, needed: int) -> None:
-        """Implement `Store.reserve`: all positions are allocated."""
-
-    def clear(self, rows: Tensor) -> None:
-        """Implement `Store.clear`."""
-        self._rows[rows] = self._form.none
-
-    def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
-        """Implement `Store.copy_rows`."""
-        self._rows[targets] = self._rows[sources]
-
-    def append(self, positions: Tensor, routes: Sequence[Tensor]) -> None:
-        """Record one token of each of the first n rows, at `positions` [n]; `routes`: int64 [n, k] of each layer."""
-        rows = torch.arange(len(positions), device=positions.device)
-        self._rows[rows, positions] = torch.cat(list(routes), 1).to(self._form.dtype)
 
     def fill(self, lengths: Sequence[int], rows: Sequence[Sequence[int]], routes: Sequence[Tensor]) -> None:
         """Record the routes of packed prompts of `lengths` tokens in all `rows` of each prompt.

@@ -26,14 +26,24 @@ def _kth_largest(z: Tensor, k: int, tp: Axis) -> Tensor:
     return torch.topk(top, min(k, top.shape[-1]), dim=-1).values[:, -1:]
 
 
-def _nucleus_floor(z: Tensor, top_p: float, tp: Axis) -> Tensor:
-    """Return the smallest logit, [n, 1], in the smallest set of likeliest tokens whose probability reaches top_p."""
-    full = tp.gather(z).transpose(0, 1).flatten(1)
-    ordered = torch.sort(full, dim=-1, descending=True).values
-    probs = torch.softmax(ordered, dim=-1)
-    before = probs.cumsum(-1) - probs
-    last = (before < top_p).sum(-1, keepdim=True) - 1
-    return ordered.gather(-1, last)
+def _ordered(z: Tensor, tp: Axis) -> Tensor:
+    """Return the logits of all shards, [n, V], in descending order."""
+    return torch.sort(tp.gather(z).transpose(0, 1).flatten(1), dim=-1, descending=True).values
+
+
+def _floor(ordered: Tensor, sampling: SamplingConfig) -> Tensor:
+    """Return the smallest logit, [n, 1], of the tokens that top_p and min_p keep.
+
+    Args:
+        ordered: logits in descending order, [n, tokens]; without top_p the largest is enough.
+    """
+    floor = ordered[:, :1] + (math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf)
+    if sampling.top_p < 1.0:
+        probs = torch.softmax(ordered, dim=-1)
+        before = probs.cumsum(-1) - probs
+        last = (before < sampling.top_p).sum(-1, keepdim=True) - 1
+        floor = torch.maximum(floor, ordered.gather(-1, last))
+    return floor
 
 
 class Sampler:
@@ -107,12 +117,7 @@ class Sampler:
             both = shards.transpose(0, 1).flatten(1, 2)
             _, places = torch.topk(both[..., 0], min(most, both.shape[1]), dim=-1)
             top, ids = both[..., 0].gather(1, places).float(), both[..., 1].gather(1, places).long()
-        is_kept = top > -torch.inf
-        if self._cfg.top_p < 1.0:
-            probs = torch.softmax(top, dim=-1)
-            is_kept &= probs.cumsum(-1) - probs < self._cfg.top_p
-        if self._cfg.min_p > 0:
-            is_kept &= top >= top[:, :1] + math.log(self._cfg.min_p)
+        is_kept = (top > -torch.inf) & (top >= _floor(top, self._cfg))
         allowed = top.masked_fill(~is_kept, -torch.inf)
         column = (allowed - exponential_noise(seeds, index, ids)).argmax(-1, keepdim=True)
         logp = allowed.gather(1, column)[:, 0] - torch.logsumexp(allowed, dim=-1)
@@ -139,10 +144,9 @@ class Sampler:
         z = self._without_early_stops(z, index)
         if 0 < self._cfg.top_k < self._vocab_size and not self._greedy:
             z = z.masked_fill(z < _kth_largest(z, self._cfg.top_k, self._tp), -torch.inf)
-        if self._cfg.top_p < 1.0 and not self._greedy:
-            z = z.masked_fill(z < _nucleus_floor(z, self._cfg.top_p, self._tp), -torch.inf)
-        if self._cfg.min_p > 0 and not self._greedy:
-            z = z.masked_fill(z < _kth_largest(z, 1, self._tp) + math.log(self._cfg.min_p), -torch.inf)
+        if (self._cfg.top_p < 1.0 or self._cfg.min_p > 0) and not self._greedy:
+            ordered = _ordered(z, self._tp) if self._cfg.top_p < 1.0 else _kth_largest(z, 1, self._tp)
+            z = z.masked_fill(z < _floor(ordered, self._cfg), -torch.inf)
         return z
 
     def _join(self, shard: Tensor) -> tuple[Tensor, Tensor]:

@@ -316,7 +316,7 @@ class Session:
         step = DecodeStep(self._caches, position, length, live, routes=self._new_routes())
         logits = self._stage.forward(token, turned, step, want_logits=True, lockstep=lockstep)
         if self._routes is not None and step.routes:
-            self._routes.append(position, step.routes)
+            self._routes.append(position, torch.cat(step.routes, 1))
         if logits is not None:
             if self._kept is None:
                 sampled, logprobs = self._sampler(logits, self._seeds[sample], count)

@@ -1,0 +1,35 @@
+"""A record of numbers for each token of a session's samples."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class TokenRows:
+    """Numbers for each token of each cache row, which are copied with the row: a `Store` without cached positions.
+
+    Args:
+        rows: [slots, tokens, width], integers.
+        none: the number in rows of new samples.
+    """
+
+    length = 0
+
+    def __init__(self, rows: Tensor, none: int) -> None:
+        self._rows, self._none = rows, none
+
+    def reserve(self, rows: int, needed: int) -> None:
+        """Implement `Store.reserve`: all tokens are allocated."""
+
+    def clear(self, rows: Tensor) -> None:
+        """Implement `Store.clear`."""
+        self._rows[rows] = self._none
+
+    def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
+        """Implement `Store.copy_rows`."""
+        self._rows[targets] = self._rows[sources]
+
+    def append(self, index: Tensor, numbers: Tensor) -> None:
+        """Record `numbers` [n, width] for the tokens number `index` [n] of the first n rows."""
+        self._rows[torch.arange(len(index), device=index.device), index] = numbers.to(self._rows.dtype)
