@@ -74,9 +74,11 @@ class LogProbs:
             both = linear_logprob(rows, weight, micro.targets, entropy=self.entropy, **place)
             return both if self.entropy else both[:1]
         group = self.group if self.group.size > 1 else None
-        shard = VocabularyShard(start, 1.0 / self.temperature, self.chunk_tokens, group, cap=model.logit_cap)
-        logp = kept_logprob(rows, weight, micro.targets, micro.kept_tokens, shard)
-        return (logp, linear_logprob(rows, weight, micro.targets, **place)[1]) if self.entropy else (logp,)
+        shard = VocabularyShard(
+            start, 1.0 / self.temperature, self.chunk_tokens, group, self.entropy, cap=model.logit_cap
+        )
+        both = kept_logprob(rows, weight, micro.targets, micro.kept_tokens, shard)
+        return both if self.entropy else both[:1]
 
 
 def head_rows(

@@ -107,10 +107,10 @@ class _LinearLogprob(torch.autograd.Function):
         for begin in range(0, count, shard.chunk):
             part = slice(begin, begin + shard.chunk)
             logits = capped(head_logits(hidden[part], weight), shard.cap)
-            _reduce(logits, targets[part], shard, stats[:, part], keep)
+            reduce_logits(logits, targets[part], shard, stats[:, part], keep)
             kept_logits = logits if keep else None
             del logits  # frees the memory for the next chunk
-        logp, log_z, entropy = _combine(stats, shard)
+        logp, log_z, entropy = combine_shards(stats, shard)
         ctx.shard = shard
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy, kept_logits)
         return logp, entropy
@@ -121,7 +121,7 @@ class _LinearLogprob(torch.autograd.Function):
         shard: VocabularyShard = ctx.shard
         if grad_logp is None and grad_entropy is None:
             return None, None, None, None
-        rows = _Rows(hidden, targets, log_z, entropy if shard.entropy else None, grad_logp, grad_entropy)
+        rows = LogprobRows(hidden, targets, log_z, entropy if shard.entropy else None, grad_logp, grad_entropy)
         # On a GPU `wide_product` is not rounded, so that a sum of products is as exact as one product.
         sums = _adds_wide(hidden) and kept_logits is None
         by_columns = sums and ctx.needs_input_grad[1] and 0 < len(hidden) < len(weight)
@@ -130,7 +130,7 @@ class _LinearLogprob(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Rows:
+class LogprobRows:
     """The values of some tokens from which the gradient of their logits is computed."""
 
     hidden: Tensor
@@ -140,14 +140,14 @@ class _Rows:
     grad_logp: Tensor | None
     grad_entropy: Tensor | None
 
-    def part(self, place: slice) -> _Rows:
+    def part(self, place: slice) -> LogprobRows:
         """Return the values of the tokens `place`."""
         values = (getattr(self, field.name) for field in fields(self))
-        return _Rows(*(None if value is None else value[place] for value in values))  # type: ignore[arg-type]
+        return LogprobRows(*(None if value is None else value[place] for value in values))  # type: ignore[arg-type]
 
 
 def _by_tokens(
-    rows: _Rows, weight: Tensor, shard: VocabularyShard, kept_logits: Tensor | None, wants: tuple[bool, ...]
+    rows: LogprobRows, weight: Tensor, shard: VocabularyShard, kept_logits: Tensor | None, wants: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of hidden states and weight, computed by chunks of tokens."""
     hidden = rows.hidden
@@ -166,7 +166,7 @@ def _by_tokens(
 
 
 def _by_columns(
-    rows: _Rows, weight: Tensor, shard: VocabularyShard, kept_logits: Tensor | None, wants: tuple[bool, ...]
+    rows: LogprobRows, weight: Tensor, shard: VocabularyShard, kept_logits: Tensor | None, wants: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of hidden states and weight, computed in blocks of vocabulary columns.
 
@@ -216,7 +216,7 @@ def local_columns(ids: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor
     return column.masked_fill(~here, 0), here
 
 
-def _reduce(logits: Tensor, targets: Tensor, shard: VocabularyShard, out: Tensor, keep: bool) -> None:
+def reduce_logits(logits: Tensor, targets: Tensor, shard: VocabularyShard, out: Tensor, keep: bool) -> None:
     """Write max, sum of exp, sum of exp times shifted logit, and target logit (or 0) of this shard to out [4, C]."""
     if logits.shape[1] == 0:  # no column on this rank: a contribution of zero that stays finite
         out.zero_()
@@ -240,7 +240,7 @@ def _reduce(logits: Tensor, targets: Tensor, shard: VocabularyShard, out: Tensor
         torch.sum(logits.exp_(), 1, out=out[1])
 
 
-def _combine(stats: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor, Tensor]:
+def combine_shards(stats: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor, Tensor]:
     """Combine the statistics [4, N] of all ranks' shards to logp, logZ and entropy [N]."""
     parts = stats[None]
     if shard.group is not None and stats.shape[1]:
@@ -258,15 +258,17 @@ def _combine(stats: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor, Ten
     return target.sum(0) - log_z, log_z, entropy
 
 
-def _grad_logits(logits: Tensor, rows: _Rows, shard: VocabularyShard, keep: bool, dtype: torch.dtype) -> Tensor:
+def _grad_logits(logits: Tensor, rows: LogprobRows, shard: VocabularyShard, keep: bool, dtype: torch.dtype) -> Tensor:
     """Return the gradient [C, V] in `dtype` of the logits before cap and temperature."""
     if shard.cap is None:
-        return _grad_capped(logits, rows, shard, keep, dtype)
+        return capped_gradient(logits, rows, shard, keep, dtype)
     slope = cap_slope(logits, shard.cap)
-    return _grad_capped(logits, rows, shard, keep, slope.dtype).mul_(slope).to(dtype)
+    return capped_gradient(logits, rows, shard, keep, slope.dtype).mul_(slope).to(dtype)
 
 
-def _grad_capped(logits: Tensor, rows: _Rows, shard: VocabularyShard, keep: bool, dtype: torch.dtype) -> Tensor:
+def capped_gradient(
+    logits: Tensor, rows: LogprobRows, shard: VocabularyShard, keep: bool, dtype: torch.dtype
+) -> Tensor:
     """Return the gradient [C, V] in `dtype` of the logits before the temperature.
 
     With gradients g of the log-prob and e of the entropy: (g (onehot - p) - e p (log p + entropy)) / temperature."""

@@ -27,7 +27,8 @@ def test_numbers_worked_out_by_hand(kept, target, logp, gradient):
         torch.eye(4).double(),
     )
     rows = torch.tensor([[*kept, -1]])
-    found = kept_logprob(hidden, weight, torch.tensor([target]), rows, VocabularyShard(0, 1.0, 10, None))
+    found, none = kept_logprob(hidden, weight, torch.tensor([target]), rows, VocabularyShard(0, 1.0, 10, None))
+    assert not len(none)
     found.sum().backward()
     assert found.item() == pytest.approx(logp, abs=1e-6)
     assert hidden.grad[0].tolist() == pytest.approx(gradient, abs=1e-6)
@@ -46,8 +47,9 @@ def test_values_and_gradients_equal_the_oracle_for_any_chunk(chunk, cap):
         kept[row, :count] = ids[row, :count]
     targets = torch.tensor([int(ids[row, max(counts[row] - 1, 0)]) for row in range(n)])
     targets[3] = ids[3, 9]  # not among the kept tokens
-    found = kept_logprob(hidden, weight, targets, kept, VocabularyShard(0, 1.0 / temperature, chunk, None, cap=cap))
-    (found * slots).sum().backward()
+    shard = VocabularyShard(0, 1.0 / temperature, chunk, None, entropy=True, cap=cap)
+    found, entropy = kept_logprob(hidden, weight, targets, kept, shard)
+    (found * slots - entropy * slots.flip(0)).sum().backward()
 
     logits = hidden.detach() @ weight.detach().t()
     capped = logits if cap is None else cap * torch.tanh(logits / cap)
@@ -60,6 +62,11 @@ def test_values_and_gradients_equal_the_oracle_for_any_chunk(chunk, cap):
         assert found[row].item() == pytest.approx(z[row][target] - math.log(total), abs=1e-12)
         for token in allowed:
             slope[row, token] = slots[row] * ((token == target) - math.exp(z[row][token]) / total) / temperature
+        log_z = math.log(sum(math.exp(x) for x in z[row]))
+        mean = sum(math.exp(x - log_z) * (log_z - x) for x in z[row])
+        assert entropy[row].item() == pytest.approx(mean, abs=1e-12)
+        for token, x in enumerate(z[row]):
+            slope[row, token] += slots[n - 1 - row] * math.exp(x - log_z) * (x - log_z + mean) / temperature
     slope *= 1 if cap is None else 1 - torch.tanh(logits / cap) ** 2
     torch.testing.assert_close(hidden.grad, slope @ weight.detach(), rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(weight.grad, slope.t() @ hidden.detach(), rtol=1e-11, atol=1e-11)
