@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from megarl.config.model import LoraConfig, ModelConfig, ParallelConfig
 from megarl.config.training import EngineConfig
@@ -101,6 +100,8 @@ def drawn(seed: int) -> dict:
 @pytest.mark.campaign("families")
 @pytest.mark.parametrize("seed", range(40))
 def test_random_models_are_those_of_transformers(seed, tmp_path):
+    from transformers import AutoModelForCausalLM
+
     reference = save_tiny(tmp_path, "gpt_oss", **drawn(seed))
     chunks, seqs, prompts = build_tiny(tmp_path), sequences(), draw_prompts(20, seed)
     packed, wanted = logits(chunks[0], seqs), [reference(input_ids=s[None]).logits[0] for s in seqs]

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding, apply_rotary_pos_emb
 
 from megarl.config.model import ModelConfig
 from megarl.data.image_set import image_sets
@@ -99,6 +97,9 @@ def write_requests(file: Path, hf) -> list[Sample]:
 def check_seen(file: Path, samples: list[Sample], hf, tensors: dict[str, torch.Tensor]) -> None:
     """SGLang has read the samples' tokens, at the trainer's positions, and its encoder's features and its RoPE are
     transformers'."""
+    from transformers import AutoConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding, apply_rotary_pos_emb
+
     rope = Qwen3_5TextRotaryEmbedding(AutoConfig.for_model(**hf.vision_language).text_config)
     tower = build_encoder(hf, torch.float32)
     names = {parameter.removeprefix("visual."): name for parameter, (name, _) in visual_tensors(hf).items()}
