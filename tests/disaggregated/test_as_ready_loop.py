@@ -111,6 +111,7 @@ def test_an_interrupted_sample_keeps_the_versions_of_its_tokens(recipe, tmp_path
         assert sum(sample["tokens"]) == sample["length"]
 
 
+@pytest.mark.campaign("kills")  # a killed rollout: tests/runtime/test_rollout_killed.py; a killed actor: below
 def test_a_killed_run_goes_on_with_what_was_begun(recipe, tmp_path):
     killed_and_resumed(recipe, tmp_path, PARTIAL, *LONG)
     check(tmp_path, STEPS)
