@@ -4,20 +4,29 @@ positions, and soft caps of attention scores and logits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.architectures.base import FULL, SLIDING, Architecture
 from megarl.architectures.gemma3 import CAPS, GEMMA, GEMMA_NULL, refuse_variants, scale, wiring
 from megarl.architectures.tensors import OUTER
-from megarl.architectures.window_pattern import odd_windows
-from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
+from megarl.models.layers.attention.plain import Attention, AttentionTraits, attention_rules
+from megarl.models.layers.mixer import Mixer
 from megarl.models.layers.mlp.plain import DENSE
 
 
 def layer_types(values: Mapping[str, Any]) -> list[str]:
     """Return the default kind of each layer."""
     return [FULL if layer % 2 else SLIDING for layer in range(values["num_hidden_layers"])]
+
+
+def other_in_sglang(mixers: Sequence[Mixer]) -> str | None:
+    """Return why SGLang would compute other layers; None if it computes the same."""
+    if any(mixer.cap is None for mixer in mixers if isinstance(mixer, Attention)):
+        return "SGLang expects a number in attn_logit_softcapping"
+    if any((mixer.window is None) != bool(layer % 2) for layer, mixer in enumerate(mixers)):
+        return "SGLang expects windows in the first, third, ... layer, and this model has them in other layers"
+    return None
 
 
 ARCHITECTURE = Architecture(
@@ -41,6 +50,6 @@ ARCHITECTURE = Architecture(
     layer_types=layer_types,
     wiring=wiring,
     even_hidden=True,
-    wrong_in_sglang=odd_windows,
+    wrong_in_sglang=other_in_sglang,
     refusals=(refuse_variants,),
 )

@@ -312,6 +312,7 @@ def test_servers_have_experts_in_all_layers_of_qwens_mixtures(failures, on, mode
     assert not [check for check in failures(mixture) if check.key.startswith("model:")], "the embedded engine can"
 
 
+_WINDOWS = "[full_attention, sliding_attention, sliding_attention, full_attention]"
 _LAYERS = "[full_attention, linear_attention, linear_attention, linear_attention]"
 
 
@@ -320,6 +321,11 @@ _LAYERS = "[full_attention, linear_attention, linear_attention, linear_attention
     [
         ("deepseek_v3", [], None),
         ("deepseek_v3", ["sync.fp8=true", "model.dtype=bf16"], "sync.fp8"),
+        ("exaone4", [], None),
+        ("exaone4", [f"model.hf_config={{layer_types: {_WINDOWS}}}"], "rollout.engine"),
+        ("gemma2", [], "rollout.engine"),
+        ("gemma2", ["cluster.device_memory_gb=80"], None),
+        ("gemma2", ["cluster.device_memory_gb=80", f"model.hf_config={{layer_types: {_WINDOWS}}}"], "rollout.engine"),
         ("glm4_moe", [], None),
         ("glm4_moe_lite", ["model.hf_config={mlp_layer_types: [sparse, dense, sparse, sparse]}"], "rollout.engine"),
         ("minimax_m2", [], "rollout.engine"),
