@@ -73,7 +73,7 @@ class _KeptLogprob(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, kept, log_z, whole_log_z, entropy = ctx.saved_tensors
+        hidden, weight, targets, record, log_z, whole_log_z, entropy = ctx.saved_tensors
         shard: VocabularyShard = ctx.shard
         if grad_logp is None and grad_entropy is None:
             return None, None, None, None, None
@@ -87,7 +87,7 @@ class _KeptLogprob(torch.autograd.Function):
                 slopes.append(capped_gradient(raw, rows.part(part), shard, True, log_z.dtype))
             if grad_logp is not None:
                 g = grad_logp[part] * shard.inverse_temperature
-                slopes.append(_kept_gradient(raw, targets[part], kept[part], log_z[part], g, shard))
+                slopes.append(_kept_gradient(raw, targets[part], record[part], log_z[part], g, shard))
             slope = slopes[0].add_(slopes[1]) if slopes[1:] else slopes[0]
             slope = (slope if shard.cap is None else slope.mul_(cap_slope(raw, shard.cap))).to(weight.dtype)
             torch.mm(slope, weight, out=grad_hidden[part])

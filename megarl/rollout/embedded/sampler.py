@@ -26,11 +26,6 @@ def _kth_largest(z: Tensor, k: int, tp: Axis) -> Tensor:
     return torch.topk(top, min(k, top.shape[-1]), dim=-1).values[:, -1:]
 
 
-def _ordered(z: Tensor, tp: Axis) -> Tensor:
-    """Return the logits of all shards, [n, V], in descending order."""
-    return torch.sort(tp.gather(z).transpose(0, 1).flatten(1), dim=-1, descending=True).values
-
-
 def _floor(ordered: Tensor, sampling: SamplingConfig) -> Tensor:
     """Return the smallest logit, [n, 1], of the tokens that top_p and min_p keep.
 
@@ -145,7 +140,10 @@ class Sampler:
         if 0 < self._cfg.top_k < self._vocab_size and not self._greedy:
             z = z.masked_fill(z < _kth_largest(z, self._cfg.top_k, self._tp), -torch.inf)
         if (self._cfg.top_p < 1.0 or self._cfg.min_p > 0) and not self._greedy:
-            ordered = _ordered(z, self._tp) if self._cfg.top_p < 1.0 else _kth_largest(z, 1, self._tp)
+            if self._cfg.top_p < 1.0:
+                ordered = torch.sort(self._tp.gather(z).transpose(0, 1).flatten(1), dim=-1, descending=True).values
+            else:
+                ordered = _kth_largest(z, 1, self._tp)
             z = z.masked_fill(z < _floor(ordered, self._cfg), -torch.inf)
         return z
 
