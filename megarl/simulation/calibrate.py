@@ -23,7 +23,7 @@ from megarl.config.load import load_config
 from megarl.planning.lengths import Lengths
 from megarl.recipes.build import build_task_graph
 from megarl.recipes.components import COMPONENTS
-from megarl.simulation.replica import ReplicaClock
+from megarl.simulation.replica import make_replicas
 from megarl.simulation.seconds import Line, Table
 from megarl.simulation.system import SimTeam, System, read_system
 from megarl.system.errors import DataError
@@ -102,7 +102,7 @@ def _generation(run_dir: Path, lines: Sequence[dict[str, Any]], node: str) -> li
 
 def _makespan(system: System, lengths: Lengths, trial: int) -> float:
     """Return how many decoding steps the slowest replica needs for a training step; `trial` seeds the lengths."""
-    servers = [ReplicaClock(Table(Line(1.0)), system.slots, system.prompt_tokens) for _ in range(system.servers)]
+    servers = make_replicas(Table(Line(1.0)), system.slots, system.prompt_tokens, system.servers)
     for number, tokens in enumerate(lengths.sample((trial,), system.groups, system.samples)):
         servers[number % system.servers].add(number, tokens)
     return max(server.finish() for server in servers)

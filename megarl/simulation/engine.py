@@ -20,7 +20,7 @@ import simpy
 from megarl.dag.staleness import StalenessSettings, make_policy
 from megarl.planning.lengths import Lengths
 from megarl.simulation.outcome import Simulated
-from megarl.simulation.replica import ReplicaClock
+from megarl.simulation.replica import make_replicas
 from megarl.simulation.seconds import Seconds
 from megarl.simulation.system import SimTeam, System
 
@@ -55,7 +55,7 @@ class Simulation:
         self.policy = make_policy(self.settings)
         self.env = simpy.Environment()
         self.outcome = Simulated()
-        self.servers = [ReplicaClock(seconds, system.slots, system.prompt_tokens) for _ in range(system.servers)]
+        self.servers = make_replicas(seconds, system.slots, system.prompt_tokens, system.servers)
         self._rng, self._seed = random.Random(seed), seed
         self._answered = 0.0  # time at which the coordinator will have replied to all calls made so far
         self._tokens: dict[int, int] = {}  # tokens of each group that has begun: all samples, prompts included

@@ -19,15 +19,14 @@ class ReplicaClock:
     """The simulated clock of one replica. Time passes only in `advance`. Speed changes only when a sample ends.
 
     Args:
-        seconds: durations of decoding steps and prefills.
-        slots: maximum number of samples decoded at the same time; other samples wait in order.
+        seconds: durations of prefills.
+        pace: seconds per token, by number of running samples from 0 to the maximum; other samples wait in order.
+        prompt: tokens of a prompt.
     """
 
-    def __init__(self, seconds: Seconds, slots: int, prompt: int) -> None:
-        self._seconds, self._slots, self._prompt = seconds, slots, prompt
+    def __init__(self, seconds: Seconds, pace: Sequence[float], prompt: int) -> None:
+        self._seconds, self._pace, self._slots, self._prompt = seconds, pace, len(pace) - 1, prompt
         self._prompt_s = seconds.prefill(prompt)
-        # seconds per token, by number of running samples
-        self._pace = [seconds.token(running) for running in range(slots + 1)]
         self._running: list[_Sample] = []  # running samples, ordered by their end
         self._queue: deque[tuple[int, int]] = deque()  # waiting samples: (group, tokens)
         self._left: dict[int, int] = {}  # number of unfinished samples per group
@@ -130,3 +129,14 @@ class ReplicaClock:
         while self._queue and len(self._running) < self._slots:
             group, tokens = self._queue.popleft()
             insort(self._running, (self._clock + tokens, group, tokens))
+
+
+def make_replicas(seconds: Seconds, slots: int, prompt: int, count: int = 1) -> list[ReplicaClock]:
+    """Return `count` equal replicas, each of which decodes at most `slots` samples at the same time.
+
+    Args:
+        seconds: durations of decoding steps and prefills.
+        prompt: tokens of a prompt.
+    """
+    pace = [seconds.token(running) for running in range(slots + 1)]
+    return [ReplicaClock(seconds, pace, prompt) for _ in range(count)]

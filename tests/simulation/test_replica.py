@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.simulation.replica import ReplicaClock
+from megarl.simulation.replica import make_replicas
 from megarl.simulation.seconds import Line, Table
 from tests.simulation.ideal import makespan
 
@@ -15,7 +15,7 @@ GROUPS = st.lists(st.lists(st.integers(1, 9), min_size=2, max_size=2), min_size=
 
 
 def replica(groups, slots, seconds=ONE):
-    made = ReplicaClock(seconds, slots, prompt=10)
+    (made,) = make_replicas(seconds, slots, prompt=10)
     for number, tokens in enumerate(groups):
         made.add(number, tokens)
     return made
