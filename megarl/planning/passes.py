@@ -6,7 +6,7 @@
     a pass                     micro-batches and the bubble of the pipeline [T8]
     an update                  a pass, reduction of gradients [T9], the optimizer's step [T10]
 
-The tags name formulas of docs/planning.md, which has the main term of each.
+The tags name formulas of docs/planning.md.
 """
 
 from __future__ import annotations
