@@ -308,7 +308,8 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
     if stacked and servers.ep_size > 1:
         checks.fail(
             "rollout.sglang.ep_size",
-            f"SGLang cannot read the unquantised experts of a {facts.model_type} on expert-parallel ranks",
+            f"SGLang cannot divide the tensor with all unquantised experts of a {facts.model_type}'s layer among "
+            "expert-parallel ranks",
             found=servers.ep_size,
             allowed=1,
             fix="set rollout.sglang.ep_size=1, and split every expert with rollout.sglang.tp_size",
