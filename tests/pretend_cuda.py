@@ -183,19 +183,23 @@ class Pretend(TorchDispatchMode):
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one operation on the CPU and answer as CUDA would. Moves between devices do not come here, see `to`."""
     tensors: list[Tensor] = []
-    _map(Tensor, tensors.append, (args, kwargs))
+
+    def to_inner(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor.inner if isinstance(tensor, CudaTensor) else tensor
+
+    inner_args, inner_kwargs = _map(Tensor, to_inner, (args, kwargs))
     if any(type(t) not in (Tensor, CudaTensor, torch.nn.Parameter) for t in tensors):
         return NotImplemented  # a subclass of the code under test comes first
     on_device = any(isinstance(t, CudaTensor) for t in tensors)
     _refuse_mixed(func, tensors, args)
     _note_waits(func, args, kwargs)
-    wanted = kwargs.get("device")
-    kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
+    wanted = inner_kwargs.get("device")
+    inner_kwargs.pop("pin_memory", None)
     if wanted is not None:
-        kwargs["device"] = torch.device("cpu")
+        inner_kwargs["device"] = torch.device("cpu")
     if not on_device and (wanted is None or torch.device(wanted).type != "cuda"):
-        return func(*args, **kwargs)
-    inner_args, inner_kwargs = _map(CudaTensor, lambda t: t.inner, (args, kwargs))
+        return func(*args, **inner_kwargs)
     run = _REPLACED.get(func, func)
     if SEEN.graph is not None:
         out = SEEN.graph.record(func, run, inner_args, inner_kwargs)
@@ -207,14 +211,17 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _map(Tensor, lambda t: known[id(t)] if id(t) in known else CudaTensor(t), out)
 
 
+_LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+
+
 def _map(kind: type[Tensor], change: Callable[[Any], Any], value: Any) -> Any:
     """`value` with each tensor of this kind changed. torch's own function takes longer than the operations do."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (tuple, list)):
-        return type(value)([_map(kind, change, one) for one in value])
+        return type(value)([one if type(one) in _LEAVES else _map(kind, change, one) for one in value])
     if isinstance(value, dict):
-        return {key: _map(kind, change, one) for key, one in value.items()}
+        return {key: one if type(one) in _LEAVES else _map(kind, change, one) for key, one in value.items()}
     return value
 
 

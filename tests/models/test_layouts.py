@@ -13,7 +13,8 @@ from tests.models.tiny import build_tiny, save_tiny
 
 LENGTHS = [21, 7, 30, 1, 12]
 FORWARD_2 = {"tp2": {"tp": 2}, "tp2+sp": {"tp": 2, "sp": True}, "cp2": {"cp": 2}}
-EXPORT_2 = {**FORWARD_2, "pp2": {"pp": 2}, "pp2+vpp2": {"pp": 2, "vpp": 2}, "dp2": {}}
+EXPORT_2 = {**FORWARD_2, "pp2": {"pp": 2}, "dp2": {}}
+VPP_2 = {"pp2+vpp2": {"pp": 2, "vpp": 2}}  # needs four layers
 MOE_2 = {"ep2": {"ep": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}}
 LAYOUTS_4 = {"tp2xpp2": {"tp": 2, "pp": 2}, "tp2xcp2+sp": {"tp": 2, "cp": 2, "sp": True}}
 KERNEL = "cp2, with a variable-length kernel"
@@ -142,19 +143,19 @@ def assert_exports_equal(sources: list[Path], out: Path, layouts: dict) -> None:
 
 @pytest.fixture
 def dense(tmp_path) -> list[Path]:
-    save_tiny(tmp_path / "untied", "qwen2")
+    save_tiny(tmp_path / "untied", "qwen2", num_hidden_layers=2)
     save_tiny(tmp_path / "tied", "qwen3", tie_word_embeddings=True)
-    save_tiny(tmp_path / "latent", "deepseek_v3")
-    save_tiny(tmp_path / "fused", "phi3")
+    save_tiny(tmp_path / "latent", "deepseek_v3", num_hidden_layers=2)
+    save_tiny(tmp_path / "fused", "phi3", num_hidden_layers=2)
     return [tmp_path / name for name in ("untied", "tied", "latent", "fused")]
 
 
 @pytest.fixture
 def moe(tmp_path) -> list[Path]:
-    save_tiny(tmp_path / "qwen3_moe", "qwen3_moe")
-    save_tiny(tmp_path / "mixtral", "mixtral", tie_word_embeddings=True)
+    save_tiny(tmp_path / "qwen3_moe", "qwen3_moe", num_hidden_layers=2)
+    save_tiny(tmp_path / "mixtral", "mixtral", tie_word_embeddings=True, num_hidden_layers=2)
     save_tiny(tmp_path / "glm4_moe", "glm4_moe", num_hidden_layers=2, first_k_dense_replace=0)
-    save_tiny(tmp_path / "qwen3_next", "qwen3_next")
+    save_tiny(tmp_path / "qwen3_next", "qwen3_next", num_hidden_layers=2, full_attention_interval=2)
     return [tmp_path / name for name in ("qwen3_moe", "mixtral", "glm4_moe", "qwen3_next")]
 
 
@@ -163,17 +164,20 @@ def test_export_is_bit_exact_on_two_processes(dense, moe, tmp_path):
     out = tmp_path / "out"
     run_distributed(_two, 2, 240, [str(f) for f in dense], [str(f) for f in moe], str(out))
     assert_exports_equal(dense, out, EXPORT_2)
+    assert_exports_equal(dense[1:2], out, VPP_2)
     assert_exports_equal(moe, out, MOE_2)
 
 
 def _two(dense_folders: list[str], moe_folders: list[str], out: str) -> None:
     export_cases(dense_folders, out, EXPORT_2)
+    export_cases(dense_folders[1:2], out, VPP_2)
     export_cases(moe_folders, out, MOE_2)
 
 
 @pytest.mark.procs
-def test_export_is_bit_exact_on_four_processes(dense, moe, tmp_path):
-    out = tmp_path / "out"
+@pytest.mark.parametrize("models", [slice(0, 4, 2), pytest.param(slice(1, 4, 2), marks=pytest.mark.campaign("teams"))])
+def test_export_is_bit_exact_on_four_processes(dense, moe, tmp_path, models):
+    dense, moe, out = dense[models], moe[models], tmp_path / "out"
     run_distributed(_four, 4, 300, [str(f) for f in dense], [str(f) for f in moe], str(out))
     assert_exports_equal(dense, out, LAYOUTS_4)
     assert_exports_equal(moe, out, MOE_4)
@@ -186,7 +190,7 @@ def _four(dense_folders: list[str], moe_folders: list[str], out: str) -> None:
 
 @pytest.mark.procs
 def test_logits_and_gradients_do_not_depend_on_the_layout(dense, moe, tmp_path):
-    save_tiny(tmp_path / "window", "mistral")
+    save_tiny(tmp_path / "window", "mistral", num_hidden_layers=2)
     folders = {"dense": dense[0], "tied": dense[1], "latent": dense[2], "window": tmp_path / "window", "moe": moe[0]}
     folders["shared"] = moe[2]
     for name in ("olmo3", "granite"):  # norms over the heads of all ranks; biases after sums over ranks
@@ -206,9 +210,10 @@ def test_logits_and_gradients_do_not_depend_on_the_layout(dense, moe, tmp_path):
 
 @pytest.mark.procs
 def test_random_model_is_the_same_in_every_layout(tmp_path):
-    run_distributed(random_cases, 2, 120, str(tmp_path), EXPORT_2)
+    layouts = {**EXPORT_2, **VPP_2}
+    run_distributed(random_cases, 2, 120, str(tmp_path), layouts)
     first = load_folder(tmp_path / "tp2")
-    for name in EXPORT_2:
+    for name in layouts:
         other = load_folder(tmp_path / name)
         assert all(torch.equal(first[key], other[key]) for key in first), name
 
