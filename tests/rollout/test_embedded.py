@@ -257,9 +257,32 @@ def test_a_request_may_have_less_room_than_the_sampling_settings_give(dense, req
             assert part.finish_reason == (whole.finish_reason if len(whole.token_ids) <= room else "length")
 
 
-@pytest.mark.parametrize("settings", [{}, {"dtype": "bf16"}])
-@pytest.mark.parametrize("steps", [4, 20])
-@pytest.mark.parametrize(("model", "targets"), [("qwen3", None), ("qwen3_5_text", None), ("qwen3_moe", ["experts"])])
+ADAPTED = [("qwen3", None), ("qwen3_5_text", None), ("qwen3_moe", ["experts"])]
+BF16 = {"dtype": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "steps", "settings"),
+    [
+        (*ADAPTED[0], 4, {}),
+        (*ADAPTED[0], 20, BF16),
+        (*ADAPTED[1], 4, BF16),
+        (*ADAPTED[1], 20, {}),
+        (*ADAPTED[2], 4, {}),
+        (*ADAPTED[2], 20, {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.campaign("lora"))
+            for case in (
+                (*ADAPTED[0], 4, BF16),
+                (*ADAPTED[0], 20, {}),
+                (*ADAPTED[1], 4, {}),
+                (*ADAPTED[1], 20, BF16),
+                (*ADAPTED[2], 4, BF16),
+                (*ADAPTED[2], 20, BF16),
+            )
+        ),
+    ],
+)
 def test_adapters_are_decoded_with(model, targets, settings, steps, requests):
     """Weights are packed, and adapters merged, only where there are steps enough; 1e-5 as for other weights, and in
     bf16 what one rounding of a weight, or of a product, does to a log-prob."""

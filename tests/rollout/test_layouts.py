@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -51,12 +53,17 @@ THOROUGH = ("tp2", "pp2", "moe-ep2")  # greedy and filtered, too
 TIED = {"tie_word_embeddings": True}
 
 
-def generate(model: str, layout: dict, sampling: str, hf: dict | None = None) -> list:
+def depth(layout: dict) -> int:
+    """As few layers as the layout can cut."""
+    return 4 if "vpp" in layout else 2
+
+
+def generate(model: str, layout: dict, sampling: str, layers: int, **hf: Any) -> list:
     """This replica's (tokens, log-probs) per request: data-parallel rank r works on requests r, r + dp, ..."""
     fresh_parallel(**{key: value for key, value in layout.items() if key != "sp"})
     from megatron.core import parallel_state as mpu
 
-    chunks = build(model, hf=hf, **layout)
+    chunks = build(model, hf={"num_hidden_layers": layers, **hf}, **layout)
     rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     mine = list(enumerate(make_requests()))[rank::size]
     made = engine(chunks, max_running=7, replay_routes=model == MOE, replay_kept_tokens=True)
@@ -84,7 +91,8 @@ def turns(model: str, layout: dict) -> list:
 
     rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     mine = {number: prompt for number, prompt in PROMPTS.items() if number % size == rank}
-    played = play_turns(engine(build(model, **layout), max_running=3), mine)
+    chunks = build(model, hf={"num_hidden_layers": depth(layout)}, **layout)
+    played = play_turns(engine(chunks, max_running=3), mine)
     return [
         [number, [t[1] for t in done], torch.tensor([x for t in done for x in t[2]])] for number, done in played.items()
     ]
@@ -94,9 +102,10 @@ def every_layout(layouts: dict) -> dict:
     """Results of all layouts, one after the other, in the processes that call this together."""
     results = {}
     for name, (model, layout) in layouts.items():
-        results[name] = {s: generate(model, layout, s) for s in SAMPLINGS if s == "sampled" or name in THOROUGH}
+        samplings, layers = SAMPLINGS if name in THOROUGH else ("sampled",), depth(layout)
+        results[name] = {sampling: generate(model, layout, sampling, layers) for sampling in samplings}
         if name in ("tp2", "pp2", "pp2-vpp2"):
-            results[name]["tied"] = generate(model, layout, "sampled", TIED)
+            results[name]["tied"] = generate(model, layout, "sampled", layers, **TIED)
         if name in ("tp2", "pp2", "cp2", "moe-ep2", "latent-tp2"):
             results[name]["turns"] = turns(model, layout)
     return results
@@ -106,10 +115,12 @@ def every_layout(layouts: dict) -> dict:
 def expected() -> dict:
     """What one process generates."""
     single_process()
-    made = {(model, s): generate(model, {}, s) for model in (DENSE, MOE, LATENT) for s in SAMPLINGS}
-    made |= {(model, "turns"): turns(model, {}) for model in (DENSE, MOE, LATENT)}
-    made |= {(model, "sampled"): generate(model, {}, "sampled") for model in (FULL_NORM, BIASES, GEMMA, CAPPED)}
-    return made | {(DENSE, "tied"): generate(DENSE, {}, "sampled", TIED)}
+    made = {(model, 2, s): generate(model, {}, s, 2) for model in (DENSE, MOE) for s in SAMPLINGS}
+    made |= {(model, 2, "turns"): turns(model, {}) for model in (DENSE, MOE, LATENT)}
+    others = (LATENT, FULL_NORM, BIASES, GEMMA, CAPPED)
+    made |= {(model, 2, "sampled"): generate(model, {}, "sampled", 2) for model in others}
+    made |= {(model, 4, "sampled"): generate(model, {}, "sampled", 4) for model in (DENSE, MOE)}
+    return made | {(DENSE, layers, "tied"): generate(DENSE, {}, "sampled", layers, **TIED) for layers in (2, 4)}
 
 
 @pytest.fixture(scope="module")
@@ -122,28 +133,29 @@ def four() -> list[dict]:
     return run_distributed(every_layout, 4, 500, FOUR)
 
 
-def check(ranks: list[dict], name: str, model: str, expected: dict) -> None:
+def check(ranks: list[dict], name: str, model: str, layout: dict, expected: dict) -> None:
+    layers = depth(layout)
     for sampling in ranks[0][name]:
         seen = set()
         for rank in ranks:
             for number, toks, logps in rank[name][sampling]:
-                _, want_tokens, want_logps = expected[model, sampling][number]
+                _, want_tokens, want_logps = expected[model, layers, sampling][number]
                 assert toks == want_tokens, f"{name}, {sampling}, request {number}"
                 torch.testing.assert_close(logps, want_logps, rtol=0, atol=1e-5)
                 seen.add(number)
-        assert seen == set(range(len(expected[model, sampling])))
+        assert seen == set(range(len(expected[model, layers, sampling])))
 
 
 @pytest.mark.procs
 @pytest.mark.parametrize("name", TWO)
 def test_two_processes_generate_what_one_does(name, two, expected):
-    check(two, name, TWO[name][0], expected)
+    check(two, name, *TWO[name], expected)
 
 
 @pytest.mark.procs
 @pytest.mark.parametrize("name", FOUR)
 def test_four_processes_generate_what_one_does(name, four, expected):
-    check(four, name, FOUR[name][0], expected)
+    check(four, name, *FOUR[name], expected)
 
 
 def unequal_work() -> list:
@@ -151,7 +163,7 @@ def unequal_work() -> list:
     import torch.distributed as dist
 
     fresh_parallel(ep=2)
-    generator = engine(build(MOE, ep=2))
+    generator = engine(build(MOE, hf={"num_hidden_layers": 2}, ep=2))
     requests = make_requests()
     one = generator.generate(requests[:2] if dist.get_rank() == 0 else [], SAMPLINGS["sampled"], STOP)
     two = generator.generate(requests[2:4] if dist.get_rank() == 0 else requests[4:], SAMPLINGS["sampled"], STOP)
@@ -161,6 +173,6 @@ def unequal_work() -> list:
 @pytest.mark.procs
 def test_replicas_that_share_experts_may_have_unequal_work(expected):
     first, second = run_distributed(unequal_work, 2, 200)
-    want = [toks for _, toks, _ in expected[MOE, "sampled"]]
+    want = [toks for _, toks, _ in expected[MOE, 2, "sampled"]]
     assert [first[0], first[1]] == [[w[0] for w in want[:2]], [w[0] for w in want[2:4]]]
     assert [second[0], second[1]] == [[], [w[0] for w in want[4:]]]
