@@ -44,9 +44,10 @@ PROMPTS = 20
 LEAST = 30  # equal configurations of each architecture in the campaign
 SPLIT = 10  # configurations of each architecture that are split over processes
 #: The only values with which both versions make the same model: 4 has gpt-oss's as constants, and gives OLMo 3's layers
-#: with a window the theta of the others.
+#: with a window the theta of the others, and refuses scaled rotary positions of OLMo 2.
 OLDER_VALUES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    "olmo2": {"rope_scaling": None, "rope_parameters": None},
     "olmo3": {"rope_theta": olmo3.THETA},
 }
 #: Refusals of what transformers runs: of odd widths for yarn, it runs 3 numbers only, where one factor fits both pairs.
