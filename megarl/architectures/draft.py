@@ -5,9 +5,11 @@ next one from the model's last hidden state and the next token's embedding. Engi
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
+
+from megarl.models.layers.rules import COPY, HF, MCORE, WeightRule, WeightSource
 
 _AFTER = re.compile(r"model\.layers\.(\d+)\.")
 _APART = re.compile(r"mtp\.(?:layers\.(\d+)\.)?")
@@ -19,12 +21,16 @@ class DraftForm:
 
     pattern: matches the beginning of its tensors' names; the group is the number of its layer. follows: layers are
     numbered on from those of the model. keys: keys of config.json with the number of its layers; the first one is
-    written.
+    written. outer, layer: beginnings of the names of tensors outside and inside its only layer, where `{n}` is the
+    number of the model's layers. names: the tensors outside the layer, by parameter of `megarl.models.draft_head`.
     """
 
     pattern: re.Pattern[str]
     follows: bool
     keys: tuple[str, ...]
+    outer: str
+    layer: str
+    names: Mapping[str, str]
 
     def layers_in(self, raw: Mapping[str, Any]) -> int:
         """Return the number of the head's layers by a config.json; Qwen3-Next's has no key, and counts as 0."""
@@ -45,8 +51,48 @@ class DraftForm:
         number = int(match[1] or 0) - (layers if self.follows else 0)
         return number if number >= 0 else None
 
+    def rules(self, of_layers: Iterable[WeightRule], parts: tuple[str, ...], layers: int) -> tuple[WeightRule, ...]:
+        """Return the rules of the weights of a head with one layer.
 
+        Args:
+            of_layers: rules of the model's weights.
+            parts: the parts that the head's layer has, such as `layer`, `mla` and `moe`.
+            layers: number of layers of the model.
+        """
+        outer, inner = self.outer.format(n=layers), self.layer.format(n=layers)
+        outside = (
+            WeightRule(f"draft.{param}.weight", "draft", COPY, (WeightSource(f"{outer}{name}.weight", shape),))
+            for (param, name), shape in zip(self.names.items(), _SHAPES, strict=True)
+        )
+        inside = (
+            replace(
+                rule,
+                param=rule.param.replace(MCORE, "draft.layer."),
+                sources=tuple(replace(source, name=source.name.replace(HF, inner)) for source in rule.sources),
+            )
+            for rule in of_layers
+            if rule.part in parts
+        )
+        return (*outside, *inside)
+
+
+_PARAMS = ("joint", "embedding_norm", "hidden_norm", "final_norm")
+_SHAPES = (("hidden", "joint"), ("hidden",), ("hidden",), ("hidden",))
 #: DeepSeek-V3 and GLM: `model.layers.61.*` after 61 layers.
-AFTER_LAYERS = DraftForm(_AFTER, True, ("num_nextn_predict_layers", "num_mtp_layers"))
+AFTER_LAYERS = DraftForm(
+    _AFTER,
+    True,
+    ("num_nextn_predict_layers", "num_mtp_layers"),
+    "model.layers.{n}.",
+    "model.layers.{n}.",
+    dict(zip(_PARAMS, ("eh_proj", "enorm", "hnorm", "shared_head.norm"), strict=True)),
+)
 #: Qwen3-Next and Qwen3.5: `mtp.*`.
-APART = DraftForm(_APART, False, ("mtp_num_hidden_layers",))
+APART = DraftForm(
+    _APART,
+    False,
+    ("mtp_num_hidden_layers",),
+    "mtp.",
+    "mtp.layers.0.",
+    dict(zip(_PARAMS, ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), strict=True)),
+)

@@ -74,6 +74,7 @@ def dimensions(values: Mapping[str, Any]) -> dict[str, int]:
     sizes = {
         "one": 1,
         "hidden": values["hidden_size"],
+        "joint": 2 * values["hidden_size"],
         "vocab": values["vocab_size"],
         "ffn": dense_width(values),
         "experts": experts.router.experts if experts else 0,

@@ -86,7 +86,9 @@ class ModelFacts:
     given_mixers: tuple[Mixer, ...] = ()
     """The mixer of each layer; empty: softmax attention without windows in all layers."""
     draft_layers: int = 0
-    """Number of layers of the draft head by config.json (`megarl.architectures.draft`); not in `parameters`."""
+    """Number of layers of the draft head by config.json (`megarl.architectures.draft`)."""
+    trains_draft: bool = False
+    """Whether the model has its draft head, to train it; only then `parameters` counts the head."""
 
     @property
     def is_moe(self) -> bool:
@@ -111,6 +113,7 @@ class ModelFacts:
         sizes = {
             "one": 1,
             "hidden": self.hidden,
+            "joint": 2 * self.hidden,
             "vocab": self.vocab,
             "ffn": self.dense_ffn if self.is_moe else self.ffn,
             "experts": self.experts,
@@ -148,7 +151,21 @@ class ModelFacts:
     @cached_property
     def parameters_of(self) -> dict[str, int]:
         """Parameters of each component in the whole model; a tied head has none."""
-        return {name: self.copies[name] * each.all for name, each in self.elements.items()}
+        counts = {name: self.copies[name] * each.all for name, each in self.elements.items()}
+        return counts | ({"draft": self.draft_parameters} if self.trains_draft else {})
+
+    @property
+    def draft_mixer(self) -> str:
+        """The kind of the mixer of the draft head's layer."""
+        return next(mixer.kind for mixer in reversed(self.mixers) if not mixer.state_bytes(1, 1))
+
+    @property
+    def draft_parameters(self) -> int:
+        """Number of parameters of a draft head of one layer."""
+        parts = {"norms": 1, self.draft_mixer: 1}
+        parts |= {"router": 1, "shared": 1, "experts": self.experts} if self.is_moe else {"mlp": 1}
+        layer = sum(times * self.elements[part].all for part, times in parts.items() if part in self.elements)
+        return layer + 2 * self.hidden**2 + 3 * self.hidden
 
     @cached_property
     def multiplied_of(self) -> dict[str, int]:

@@ -36,6 +36,8 @@ _KEYS = {
     "model.tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_path",
     "model.trust_remote_code": "trust_remote_code",
     "model.dtype": "dtype torch_dtype bf16 precision megatron.dtype",
+    "actor.mtp": "mtp.enable mtp.enable_train enable_mtp_training enable_mtp mtp_num_layers",
+    "actor.mtp.loss_weight": "mtp_loss_scaling_factor mtp_loss_coef",
     "model.lora.rank": "lora_r lora_rank peft.dim lora.r peft.r lora.dim",
     "model.lora.alpha": "lora_alpha peft.alpha",
     "model.lora.dropout": "lora_dropout",

@@ -99,12 +99,25 @@ class EngineConfig(Section):
         return frozenset(self.recompute)
 
 
+class MtpConfig(Section):
+    """Training of the policy's draft head (multi-token prediction), on the tokens that the policy generates.
+
+    The head predicts the token after the next one. Its loss changes no other weight.
+    """
+
+    loss_weight: PositiveFloat = Field(0.1, description="factor of the head's cross-entropy, a mean over its tokens")
+
+
 class ActorConfig(Section):
     """Training of the policy."""
 
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="layout")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="memory and speed of training")
     optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer")
+    mtp: MtpConfig | None = Field(
+        None,
+        description="train the draft head (multi-token prediction) with the policy; null: exports have it as it was",
+    )
     mini_batch_size: PositiveInt | None = Field(
         None,
         le=1_000_000_000,

@@ -19,7 +19,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megarl.models.config import PolicyConfig
-from megarl.models.hf import encoder_of, moe_layers, vision_of
+from megarl.models.draft_head import DraftHead
+from megarl.models.hf import draft_place, encoder_of, moe_layers, vision_of
 from megarl.models.layer_forms import parts_of
 from megarl.models.layers.attention.plain import Attention
 from megarl.models.layers.attention.training import PackedAttention
@@ -64,6 +65,9 @@ def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head
             "value_head": value_head,
         }
         chunk = _build_chunk(hf_config, tconf, block_spec(hf_config, tconf, vp_stage), settings)
+        if tconf.draft:
+            place = draft_place(hf_config)
+            chunk.draft = DraftHead(tconf, mixed_layer(tconf, place, sparse=any(moe_layers(hf_config))), place)
         _mark_split(chunk)
         _dispatch(chunk)
         replay_routes(chunk, moe_layers(hf_config))
@@ -117,13 +121,18 @@ def block_spec(hf: PretrainedConfig, config: PolicyConfig, vp_stage: int | None)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     layers = []
-    for mixer, sparse in list(zip(config.mixers, moe_layers(hf), strict=True))[first : first + count]:
-        layer = layer_spec(config, sparse=sparse)
-        training = KINDS[mixer.kind].training
-        if training is not None:
-            layer.submodules.self_attention = training(mixer)
-        layers.append(layer)
+    for place, sparse in list(enumerate(moe_layers(hf)))[first : first + count]:
+        layers.append(mixed_layer(config, place, sparse=sparse))
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm(config))
+
+
+def mixed_layer(config: PolicyConfig, place: int, *, sparse: bool) -> ModuleSpec:
+    """Return the spec of a layer with the mixer of layer `place`, and a dense MLP or a mixture of experts."""
+    layer, mixer = layer_spec(config, sparse=sparse), config.mixers[place]
+    training = KINDS[mixer.kind].training
+    if training is not None:
+        layer.submodules.self_attention = training(mixer)
+    return layer
 
 
 def layer_spec(config: PolicyConfig, *, sparse: bool) -> ModuleSpec:

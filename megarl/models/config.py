@@ -58,6 +58,9 @@ class PolicyConfig(TransformerConfig):
     lora: LoraConfig | None = None
     """The model's low-rank adapters, if it has any."""
 
+    draft: bool = False
+    """Whether the model has its draft head, to train it."""
+
     first_stage_layers: int = 0
     """Layers of the first pipeline chunk if the recipe sets them, else 0; `last_stage_layers` those of the last one."""
     last_stage_layers: int = 0

@@ -6,7 +6,7 @@ Nothing here imports Megatron. megarl/architectures defines what a config key me
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.data.routes import RouteForm
 from megarl.models.layers.experts.plain import Mixture
 from megarl.models.layers.mixer import Mixer
+from megarl.models.layers.rules import WeightRule
 from megarl.models.layers.wiring import Wiring
 from megarl.system.compat import transformers
 from megarl.system.errors import ConfigError
@@ -283,6 +284,21 @@ def route_form(hf: PretrainedConfig) -> RouteForm | None:
     if mixture is None:
         return None
     return RouteForm(tuple(moe_layers(hf)), mixture.router.chosen, mixture.router.experts)
+
+
+def draft_place(hf: PretrainedConfig) -> int:
+    """Return the number of the last layer with the mixer of the draft head's layer, which has no recurrent state."""
+    return max(place for place, mixer in enumerate(mixers_of(hf)) if not mixer.state_bytes(1, 1))
+
+
+def draft_rules(hf: PretrainedConfig, rules: Iterable[WeightRule]) -> tuple[WeightRule, ...]:
+    """Return the rules of the draft head of this model, from those of its other weights. In a model with experts, its
+    layer has experts."""
+    draft = ARCHITECTURES[hf.model_type].draft
+    if draft is None:
+        raise ValueError(f"{hf.model_type} has no draft head")
+    mlp = ("moe", "shared", "expert") if any(moe_layers(hf)) else ("dense",)
+    return draft.rules(rules, ("layer", mixers_of(hf)[draft_place(hf)].kind, *mlp), hf.num_hidden_layers)
 
 
 def value_bias(hf: PretrainedConfig) -> bool:

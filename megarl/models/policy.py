@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from transformers import PretrainedConfig
 
+    from megarl.models.draft_head import DraftHead
+
 
 class ValueHead(MegatronModule):
     """The linear map from hidden state to one value: weight [1, hidden] and, for some checkpoints, a bias [1].
@@ -48,6 +50,8 @@ class PolicyModel(GPTModel):
     hidden]: after the final norm on the last chunk, otherwise for the next chunk. Under sequence parallelism they are
     this tensor-parallel rank's t / tp tokens.
     """
+
+    draft: DraftHead  # only in a model that trains its draft head
 
     def __init__(
         self,
@@ -85,7 +89,7 @@ class PolicyModel(GPTModel):
         if config.wiring.embedding_rounded:
             self.embedding_factor = float(torch.tensor(self.embedding_factor, dtype=config.params_dtype))
         self.has_value_head = value_head
-        self.weight_table = WeightTable.of(hf, value_head=value_head)
+        self.weight_table = WeightTable.of(hf, value_head=value_head, draft=config.draft)
         self.marks_padding = False  # whether routers get to know which tokens are padding
         if value_head and post_process:
             vocabulary_head = getattr(self, "output_layer")  # noqa: B009 (Megatron does not declare its type)
@@ -125,11 +129,28 @@ class PolicyModel(GPTModel):
             first = self.pg_collection.tp.rank() * len(decoder_input) if self.config.sequence_parallel else 0
             decoder_input = self._insert(decoder_input, packed_seq_params, first)
         if self.marks_padding:
-            share = packed_seq_params.padding.to(position_ids.device)
-            if self.config.sequence_parallel:
-                share = share.tensor_split(self.pg_collection.tp.size())[self.pg_collection.tp.rank()]
-            padding_mask = share[None]
+            padding_mask = self._padding_mask(packed_seq_params, position_ids.device)
         return decoder_input, None, None, None, None, padding_mask
+
+    def _padding_mask(self, packed: PackedSequences, where: torch.device) -> Tensor:
+        """Return which tokens of this rank's share are padding, bool [1, t]."""
+        share = packed.padding.to(where)
+        if self.config.sequence_parallel:
+            share = share.tensor_split(self.pg_collection.tp.size())[self.pg_collection.tp.rank()]
+        return share[None]
+
+    def draft_states(self, following: Tensor, position_ids: Tensor, hidden: Tensor, packed: PackedSequences) -> Tensor:
+        """Return the draft head's hidden states [t, 1, h] for a stream that has passed the model; embeddings are
+        constants.
+
+        Args:
+            following: int64 [1, t], the token after each token of the stream.
+            hidden: [t, 1, h], the model's hidden states, which are constants.
+        """
+        with torch.no_grad():
+            embedded = self.embedding(input_ids=following, position_ids=position_ids)
+        mask = self._padding_mask(packed, position_ids.device) if self.marks_padding else None
+        return self.draft(embedded, hidden, packed, mask)
 
     def _insert(self, hidden: Tensor, packed: PackedSequences, first: int) -> Tensor:
         """Insert image features into the embeddings [t, 1, hidden] of the stream's columns from `first` on; a text

@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.tensors import TIED_HEAD, UNTIED_HEAD, VALUE_BIAS, VALUE_HEAD, part_of
 from megarl.config.model import split_layers
-from megarl.models.hf import checkpoint_names, dimensions, mixers_of, moe_layers, value_bias, visual_tensors
+from megarl.models.hf import (
+    checkpoint_names,
+    dimensions,
+    draft_rules,
+    mixers_of,
+    moe_layers,
+    value_bias,
+    visual_tensors,
+)
 from megarl.models.layers.rules import COPY, Piece, Sources, TensorRegion, WeightRule, existing, of_experts
 
 if TYPE_CHECKING:
@@ -79,17 +87,29 @@ class WeightTable:
     # parameter of the vision part -> name and shape of its tensor in a checkpoint
     visual: dict[str, tuple[str, tuple[int, ...]]]
     in_checkpoint: Callable[[str], str]  # returns the name that a language model's tensor has in the checkpoint
+    draft: tuple[WeightRule, ...] = ()  # rules of the draft head, if the model is trained with it
 
     @classmethod
-    def of(cls, hf: PretrainedConfig, *, value_head: bool = False) -> WeightTable:
-        """Return the table of this model; a value head takes the place of the output embedding."""
+    def of(cls, hf: PretrainedConfig, *, value_head: bool = False, draft: bool = False) -> WeightTable:
+        """Return the table of this model, with its draft head if `draft`; a value head takes the place of the output
+        embedding."""
         if value_head:
             head = [VALUE_HEAD, VALUE_BIAS] if value_bias(hf) else [VALUE_HEAD]
         else:
             head = [TIED_HEAD if hf.tie_word_embeddings else UNTIED_HEAD]
         rules = (*existing(ARCHITECTURES[hf.model_type].tensors, dimensions(hf)), *head)
         kinds = [mixer.kind for mixer in mixers_of(hf)]
-        return cls(rules, dimensions(hf), kinds, moe_layers(hf), visual_tensors(hf), checkpoint_names(hf))
+        table = cls(rules, dimensions(hf), kinds, moe_layers(hf), visual_tensors(hf), checkpoint_names(hf))
+        return replace(table, draft=draft_rules(hf, table.rules)) if draft else table
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether the table has a draft head."""
+        return bool(self.draft)
+
+    def without_draft(self) -> WeightTable:
+        """Return the table of the model without its draft head."""
+        return replace(self, draft=())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of every tensor of the whole model in Hugging Face form, in export order."""
@@ -131,13 +151,19 @@ class WeightTable:
                 mlp = ("moe", "shared", "expert") if self.sparse[layer] else ("dense",)
                 parts = ("layer", self.kinds[layer], *mlp)
                 for rule in (rule for rule in present if rule.part in parts):
-                    experts = local_experts if rule.part == "expert" and not rule.stacked else range(1)
-                    sources = (s.name.format(i=layer, e=expert) for expert in experts for s in rule.sources)
-                    yield rule, (chunk, rule.param.format(i=layer - first)), tuple(map(self.in_checkpoint, sources))
+                    names = self._names(rule, layer, local_experts)
+                    yield rule, (chunk, rule.param.format(i=layer - first)), names
         if at.pp_rank == at.pp - 1:
             yield from self._outer("final", at.vpp - 1)
             if not (TIED_HEAD in self.rules and at.pp * at.vpp == 1):  # otherwise the head is the embedding
                 yield from self._outer("head", at.vpp - 1)
+            for rule in self.draft:
+                yield rule, (at.vpp - 1, rule.param), self._names(rule, 0, local_experts)
+
+    def _names(self, rule: WeightRule, layer: int, experts: range) -> tuple[str, ...]:
+        """Return the names in a checkpoint of a rule's tensors in a layer, for each of the local `experts`."""
+        numbers = experts if rule.part == "expert" and not rule.stacked else range(1)
+        return tuple(self.in_checkpoint(s.name.format(i=layer, e=number)) for number in numbers for s in rule.sources)
 
     def _experts(self, at: Coordinate) -> range:
         """Return the numbers of the experts at `at`."""

@@ -86,6 +86,9 @@ def _stages(facts: ModelFacts, parallel: ParallelConfig) -> list[Counter[str]]:
             parts = ("moe", "expert", "shared") if sparse else ("dense",)
             stages[chunk % len(stages)].update(("layer", facts.mixers[number].kind, *parts))
         layer += count
+    if facts.trains_draft:
+        parts = ("moe", "expert", "shared") if facts.is_moe else ("dense",)
+        stages[-1].update(("layer", facts.draft_mixer, "draft", *parts))
     return stages
 
 
@@ -107,7 +110,7 @@ def sequence_state_bytes(facts: ModelFacts, tp: int, element: int) -> float:
 def _elements(facts: ModelFacts, tp: int, expert_tp: int) -> Mapping[str, int]:
     """Return the number of parameters of each part of the model on a rank, per layer and expert, cached."""
     size = facts.dimensions
-    counts = Counter[str]()
+    counts = Counter[str](draft=2 * facts.hidden**2 + 3 * facts.hidden)  # outside its layer
     for rule in facts.rules:
         ways = expert_tp if rule.part == "expert" else tp
         for source in rule.sources:

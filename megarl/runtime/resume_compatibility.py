@@ -61,6 +61,14 @@ def _init_seed(before: Plain, now: Plain) -> Effect:
     return FIXED if random_base else f"not used: {WEIGHTS}"  # with adapters the checkpoint lacks the base model
 
 
+def _mtp(before: Plain, now: Plain) -> Effect:
+    trains = [value_at(config, "actor.mtp") not in (None, MISSING) for config in (before, now)]
+    if trains[0] == trains[1]:
+        return None
+    # a checkpoint has the draft head and its optimizer state only if the head was trained
+    return FIXED
+
+
 def _staleness(before: Plain, now: Plain) -> Effect:
     ready = not any(_is_in_order(config) for config in (before, now))
     fewer = ready and value_at(now, STALENESS) < value_at(before, STALENESS)
@@ -69,7 +77,7 @@ def _staleness(before: Plain, now: Plain) -> Effect:
 
 #: Keys whose new value is used from the next step on: whole sections, then keys of the others.
 _USED_AT_ONCE = """
-    reward env robot rollout sync rollout_correction actor reference teacher reward_model preference cluster
+    reward env robot rollout sync rollout_correction reference teacher reward_model preference cluster
         placement launch tracking
     model.hf_config model.tokenizer model.trust_remote_code
     algorithm.pipeline algorithm.advantage algorithm.loss algorithm.kl.use algorithm.kl.estimator
@@ -81,6 +89,7 @@ _USED_AT_ONCE = """
         data.max_prompt_tokens data.overlong data.batch_size data.val_batch_size data.max_val_samples
         data.loader_kwargs
     validation.sampling validation.every validation.select_by validation.log_samples
+    actor.parallel actor.engine actor.optim actor.mini_batch_size actor.ppo_epochs actor.shuffle
     critic.parallel critic.engine critic.optim critic.mini_batch_size critic.ppo_epochs critic.shuffle
         critic.aggregation critic.sum_norm critic.value_clip critic.warmup_steps
     trainer.steps trainer.epochs trainer.save_every trainer.resume_every trainer.save_by_s trainer.keep_last
@@ -97,6 +106,7 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "model.dtype": _dtype,
     "model.lora": FIXED,
     "model.vision": FIXED,  # a checkpoint has the parts that the run had
+    "actor.mtp": _mtp,
     "model.freeze": FIXED,  # a checkpoint has no optimizer state of frozen parameters
     "algorithm.kl.coef": _kl_coef,
     "data.shuffle": f"not used: {ORDER}",

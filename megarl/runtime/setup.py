@@ -12,6 +12,7 @@ import torch
 
 from megarl.algorithms.kl import KLController
 from megarl.architectures.decoders import DECODERS
+from megarl.artifacts.draft_training import draft_problem
 from megarl.artifacts.layout import image_problems
 from megarl.config.base import raise_problems
 from megarl.config.run import RunConfig, repeated_problem, steps_of_epochs, steps_text
@@ -26,7 +27,15 @@ from megarl.data.sources import check_loader_kwargs
 from megarl.data.teachers import check_teachers
 from megarl.data.tokenizer import load_tokenizer
 from megarl.models.config import load_hf_config
-from megarl.models.hf import check_trainable, encoder_of, image_settings, moe_layers, route_form, visual_tensors
+from megarl.models.hf import (
+    check_trainable,
+    encoder_of,
+    facts_of,
+    image_settings,
+    moe_layers,
+    route_form,
+    visual_tensors,
+)
 from megarl.models.weights import init_random, load_weights
 from megarl.rewards.parts import Rewards
 from megarl.rewards.references import check_answers, reads_answers, uses_reward
@@ -263,6 +272,8 @@ def _check_model_config(config: RunConfig, team: TeamContext, hf_config: Pretrai
         raise_problems(family_of(config).experts_problems(config))
     problem = config.model.freeze_problem(sees=bool(visual_tensors(hf_config)))
     raise_problems([] if problem is None else [problem])
+    problem = draft_problem(config, facts_of(hf_config))
+    raise_problems([] if problem is None else [problem])
     if encoder_of(hf_config) is not None:
         raise_problems(image_problems([team.plan.parallel]))
 
@@ -362,6 +373,7 @@ def build_engine(
         lora=config.model.lora if name in (ACTOR, CRITIC) else None,
         value_head=name in (CRITIC, REWARD_MODEL) or (name == ACTOR and config.trains_reward_model),
         freeze=config.model.freeze if trainable else (),
+        mtp=config.actor.mtp if name == ACTOR else None,
     )
 
 

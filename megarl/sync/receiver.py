@@ -194,6 +194,10 @@ class Receivers(Protocol):
     def spread(self) -> str:
         """Why one host cannot reach all ranks of a receiver; empty if each receiver is on one host."""
 
+    @property
+    def takes_draft(self) -> bool:
+        """Whether receivers take the tensors of the policy's draft head, too."""
+
     def lead(self, folder: Path, deadline_s: float) -> None:
         """Prepare this rank to lead the updates of some receivers.
 

@@ -74,6 +74,8 @@ class WeightSync:
         model_dtype = chunks[0].config.params_dtype
         self.dtype = model_dtype if config.dtype == "model" else DTYPES[config.dtype]
         ranks = layout_of_all(coordinate(chunks), world)
+        self.table = chunks[0].weight_table.without_draft()
+        sent = chunks[0].weight_table if receivers.takes_draft else self.table
         names, addresses = hosts_of_ranks(world)
         hosts = hosts_of_receivers([receiver.url for receiver in receivers.all], names, addresses, world)
         self.transport_name = choose_transport(
@@ -81,7 +83,7 @@ class WeightSync:
         )
         kind, gpus = TRANSPORTS[self.transport_name], world.all_gather_json(gpu_name())
         self.plan = make_plan(
-            holdings(chunks[0].weight_table, ranks),
+            holdings(sent, ranks),
             [TrainerRank(at.pp_rank, names[rank], gpus[rank]) for rank, at in enumerate(ranks)],
             hosts,
             dtype=str(self.dtype).removeprefix("torch."),
@@ -91,7 +93,7 @@ class WeightSync:
             gpus=[receiver.gpus for receiver in receivers.all],
             one_replica=kind.one_replica,
             senders_per_stage=kind.senders_per_stage,
-            frozen=chunks[0].weight_table.names_of(freeze),
+            frozen=sent.names_of(freeze),
             together=next((receiver.layout.together for receiver in receivers.all), None),
         )
         # receivers whose updates this rank opens and closes
@@ -217,9 +219,10 @@ class WeightSync:
             WorkerError: on every rank: a receiver's weights differ from the trainer's.
         """
         layouts = list(dict.fromkeys(self.receivers.all[n].layout for n in report.to_probe))
-        tensors = iter_on_all_ranks(self.chunks, self.world, device())
-        float32 = self.chunks[0].weight_table.float32()
-        expected = verify.expected_checksums(tensors, layouts, self.dtype, self.world, float32)
+        compared = self.table.shapes()  # a receiver reports the parameters of its model, not those of its draft
+        every = iter_on_all_ranks(self.chunks, self.world, device())
+        tensors = ((name, tensor) for name, tensor in every if name in compared)
+        expected = verify.expected_checksums(tensors, layouts, self.dtype, self.world, self.table.float32())
         reported: dict[int, Checksums] = {}
 
         def read(number: int) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megarl.config.model import LoraConfig, ParallelConfig
-from megarl.config.training import EngineConfig, OptimConfig
+from megarl.config.training import EngineConfig, MtpConfig, OptimConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.models.build import build_policy
 from megarl.models.config import transformer_config
@@ -37,6 +37,7 @@ from megarl.system.metrics import Metrics
 from megarl.system.offload_schedule import PARAMETERS, PARTS
 from megarl.system.tracing import beat, phase
 from megarl.training import microbatch, offload, optimizer
+from megarl.training.draft_loss import DraftLoss
 from megarl.training.guard import check_finite
 from megarl.training.heads import Head, LogProbs, SampledTokens, Values
 from megarl.training.host_memory import HostArena
@@ -86,6 +87,7 @@ class MegatronEngine:
         lora: settings of low-rank adapters, which are trained instead of the weights and initialised from `seed`;
             None: no adapters.
         freeze: parts of the model (`ModelPart`) that are not trained.
+        mtp: settings by which the model's draft head is built and trained; None: the model has none.
 
     Attributes:
         teacher_weight: the output embedding [v, its width] of a teacher or the reference for the tokens in
@@ -110,6 +112,7 @@ class MegatronEngine:
         sequences: SequenceLayout = TEXT,
         lora: LoraConfig | None = None,
         freeze: Collection[str] = (),
+        mtp: MtpConfig | None = None,
     ) -> None:
         self.sequences = sequences
         self.hf_config, self.config, self.optim = hf_config, engine, optim
@@ -125,6 +128,8 @@ class MegatronEngine:
         configured = functools.partial(transformer_config, hf_config, parallel, dtype=dtype, engine=engine, lora=lora)
         self.model_config = configured(freeze=freeze, where=self._where, world=layout.world)
         self.model_config.variable_seq_lengths = parallel.vpp is None  # see microbatch.build_all
+        self.model_config.draft = mtp is not None
+        self._draft_loss = mtp and DraftLoss(mtp.loss_weight, engine.logits_chunk_tokens, layout.tp_group)
         self.chunks = build_policy(hf_config, self.model_config, value_head=value_head)
         if lora is not None:  # attach adapters before the weights are read: a critic begins with the actor's adapters
             init_adapters(self.chunks, lora, seed)
@@ -365,6 +370,9 @@ class MegatronEngine:
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self._draft_loss is not None:
+            batch = batch.copy()
+            self._draft_loss.weigh(batch, self.layout.dp_group)
         with phase("forward_backward"):
             groups = self._plan(batch, unit=unit)
             micros, length = self._build(batch, groups)
@@ -372,13 +380,20 @@ class MegatronEngine:
             results = self._schedule(micros, length, functools.partial(self._loss, batch, loss_fn, head))
         metrics = self._merge(Metrics(), results)
         if divisor is not None:
-            for chunk in self.wrapped:
-                chunk.scale_gradients(1.0 / divisor(metrics))
+            self._divide_gradients(divisor(metrics))
         with phase("optimizer"):
             norm, rate = self._update(batch, groups, [loss for loss, _ in results])
         metrics.mean(f"{self.name}/grad_norm", norm, 1)
         metrics.mean(f"{self.name}/lr", rate, 1)
         return metrics
+
+    def _divide_gradients(self, divisor: float) -> None:
+        """Divide the summed gradients, but those of a draft head, whose loss is a mean already."""
+        for chunk in self.chunks:
+            for parameter in chunk.draft.parameters() if self._draft_loss is not None else ():
+                parameter.main_grad.mul_(divisor)
+        for wrapped in self.wrapped:
+            wrapped.scale_gradients(1.0 / divisor)
 
     def _teacher_head(self, base: LogProbs, teacher: Jagged, terms: Terms | None) -> Head:
         if terms is None:
@@ -391,11 +406,17 @@ class MegatronEngine:
     def _loss(self, batch: Batch, loss_fn: LossFn, head: Head, micro: MicroBatch, chunk: Any) -> Any:
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Metrics]]:
             outputs = self._outputs(head, hidden, chunk, micro)
+            samples = batch.select(list(micro.samples))
             if micro.samples:
-                value, metrics = loss_fn(*outputs, batch.select(list(micro.samples)))
+                value, metrics = loss_fn(*outputs, samples)
             # the loss is a zero that depends on every parameter, because other ranks wait for this rank's gradients
             else:
                 value, metrics = outputs[0].sum() * 0.0, Metrics()
+            if self._draft_loss is not None:
+                model = chunk if isinstance(chunk, PolicyModel) else chunk.module
+                drafted, more = self._draft_loss(hidden, model, micro, samples)
+                value = value + drafted
+                metrics.merge(more)
             return value, value.new_zeros((), dtype=torch.int), (value.detach(), metrics)
 
         return loss

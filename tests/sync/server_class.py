@@ -7,6 +7,7 @@ A case has the keys `folder`, `dtype`, `tp`, `attention`, `buckets`, `changes`, 
 same parameters. Each rank of each case is a process forked from this one, and writes to `out` the digests of its
 parameters after the buckets and after the patches. `requests` is a file with a list of requests with images; what
 SGLang's processor makes of them, and the features of its encoder, are written to a file beside `out`.
+`draft` is a folder with the config.json of a draft model, which gets the same buckets.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import torch
 
 
 def built(case: dict, rank: int):
-    """The model as a server's process makes it before it reads weights, its config, and the server's arguments."""
+    """The models (the draft model, if there is one, after the model) as a server's process makes them before it reads
+    weights, the model's config, and the server's arguments."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
@@ -46,9 +48,14 @@ def built(case: dict, rank: int):
     )
     initialize_model_parallel(backend="gloo")
     loading = LoadConfig()
-    config = adjust_config_with_unaligned_cpu_tp(ModelConfig.from_server_args(arguments), loading, tp)
-    with set_default_torch_dtype(config.dtype), torch.device("cpu"):
-        return _initialize_model(config, loading), config.hf_config, arguments
+    models, configs = [], []
+    for folder in [case["folder"], *([case["draft"]] if case.get("draft") else [])]:
+        config = ModelConfig.from_server_args(arguments, model_path=folder, is_draft_model=bool(models))
+        config = adjust_config_with_unaligned_cpu_tp(config, loading, tp)
+        with set_default_torch_dtype(config.dtype), torch.device("cpu"):
+            models.append(_initialize_model(config, loading))
+        configs.append(config.hf_config)
+    return models, configs[0], arguments
 
 
 def digests(model) -> dict[str, str]:
@@ -100,15 +107,17 @@ def seen(model, config, arguments, requests: list[dict]) -> list[dict]:
 def run(case: dict, rank: int) -> None:
     import megarl_loader
 
-    model, *settings = built(case, rank)
-    for parameter in model.parameters():
+    (model, *drafts), *settings = built(case, rank)
+    for parameter in (parameter for each in (model, *drafts) for parameter in each.parameters()):
         if parameter.is_floating_point():
             parameter.data.fill_(float("nan"))
     for header, flat in torch.load(case["buckets"]):
-        megarl_loader.load(model, [(header, flat)])
+        for each in (model, *drafts):
+            megarl_loader.load(each, [(header, flat)])
     if case.get("requests"):
         torch.save(seen(model, *settings, torch.load(case["requests"])), f"{case['out']}.{rank}.seen")
     report = {"loaded": digests(model), "derived": derived(model), "patched": None}
+    report["drafts"] = [{"loaded": digests(draft), "derived": derived(draft)} for draft in drafts]
     try:
         for header, flat in torch.load(case["changes"]):
             megarl_loader.patch(model, [(header, flat)])

@@ -6,18 +6,20 @@ On a CPU SGLang builds models that it cannot run there, so weights of these mode
 import dataclasses
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megarl.architectures import ARCHITECTURES
 from megarl.config.model import ModelConfig
 from megarl.data.image_set import image_sets
 from megarl.models.hf import encoder_of, image_settings, load_hf_config, visual_tensors
 from megarl.models.vlm.model import build_encoder, positions_of
 from megarl.models.weight_table import Coordinate, WeightTable
-from megarl.models.weights.metadata import write_metadata
+from megarl.models.weights.metadata import write_draft_layers, write_metadata
 from megarl.rollout.sglang.images import ServedImages, write_processor
 from megarl.rollout.sglang.layout import ServerLayout
 from megarl.sync.delta import make_delta, patch_header
@@ -50,12 +52,23 @@ CASES = {
 #: Vision-language models; of these SGLang also reads images.
 SEEING = {"qwen3_5": WIDE, "qwen3_5_moe": {**WIDE, "shared_expert_intermediate_size": 64}}
 DERIVING = ("deepseek_v3", "glm4_moe_lite")  # these compute further weights after loading, so they take whole tensors
+SHARED = ("model.embed_tokens", "lm_head")  # a server's draft model has these in common with its model
 SOON = [("deepseek_v3", 2), ("gpt_oss", 2), ("minimax_m2", 1), ("qwen3_5", 1), ("qwen3_next", 2)]
 LATER = [(name, tp) for name in (*CASES, *SEEING) for tp in (1, 2) if (name, tp) not in SOON]
 
 
-def weights(hf, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    table, g = WeightTable.of(hf), torch.Generator().manual_seed(seed)
+def server_name(name: str) -> str:
+    """The name in the server's draft model of a tensor of the head."""
+    outside, inside = ("eh_proj", "enorm", "hnorm", "shared_head"), ("fc.", "pre_fc")
+    if not name.startswith("mtp."):
+        rest = re.sub(r"model\.layers\.\d+\.", "", name, count=1)
+        return f"model.{rest}" if rest.startswith(outside) else f"model.decoder.{rest}"
+    rest = name.removeprefix("mtp.")
+    return rest if rest.startswith(inside) else f"model.{rest}"
+
+
+def weights(table: WeightTable, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
     wide = table.float32()
     drawn = {name: torch.randn(shape, generator=g) for name, shape in table.shapes().items()}
     return {name: tensor if name in wide else tensor.to(dtype) for name, tensor in drawn.items()}
@@ -127,6 +140,7 @@ class Prepared:
     expected: list[list[dict[str, str]]]  # checksums of each rank after the buckets, and after the changes
     old: dict[str, torch.Tensor]
     samples: list[Sample]
+    of_draft: list[dict[str, str]]  # checksums of the draft model on each rank after the buckets; empty: there is none
 
 
 def prepared(folder: Path, name: str, tp: int) -> Prepared:
@@ -137,8 +151,14 @@ def prepared(folder: Path, name: str, tp: int) -> Prepared:
         hf, dtype = load_hf_config(ModelConfig(hf_config=config_of(name, **SEEING[name]), vision=True)), torch.float32
     else:
         hf = config(name.split()[0], **CASES[name])
-    table, layout = WeightTable.of(hf), ServerLayout.of(hf, tp)
+    drafts = name not in SEEING and ARCHITECTURES[hf.model_type].draft is not None
+    table, layout = WeightTable.of(hf, draft=drafts), ServerLayout.of(hf, tp)
     write_metadata(folder, hf, None, dtype)
+    if drafts:  # its files have the config with a draft head; the servers' own config has none
+        (folder / "draft").mkdir()
+        write_metadata(folder / "draft", hf, None, dtype)
+        write_draft_layers(folder / "draft", hf, 1)
+        more = {"draft": str(folder / "draft")}
     if name in SEEING:
         write_processor(folder, hf)
         samples, more = write_requests(folder / "requests", hf), {"requests": str(folder / "requests")}
@@ -146,17 +166,18 @@ def prepared(folder: Path, name: str, tp: int) -> Prepared:
     spelled = str(dtype).removeprefix("torch.")
     sizes = {"bucket_bytes": SLAB_BYTES + 12_000, "dtype": spelled}  # a few tensors in each bucket
     plan = make_plan(holdings(table, at), ranks_of(at), [HERE], together=layout.together, **sizes)
-    old, new = (weights(hf, seed, dtype) for seed in (1, 2))
+    old, new = (weights(table, seed, dtype) for seed in (1, 2))
     new = {key: torch.where(torch.rand(new[key].shape) < 0.1, new[key], old[key]) for key in old}
     write_buckets(folder, plan.routes[0].senders[0], old, new)
     attention = "intel_amx" if name == "gpt_oss" else "torch_native"  # SGLang's check of sinks; nothing is computed
     files = {key: str(folder / key) for key in ("buckets", "changes", "out")}
     case = {"folder": str(folder), "dtype": spelled, "tp": tp, "attention": attention, **files, **more}
-    expected = [
-        expected_checksums(tensors.items(), [layout], dtype, WorkerGroup.alone(), table.float32())[layout]
-        for tensors in (old, new)
-    ]
-    return Prepared(name, hf, case, expected, old, samples)
+    model, alone = table.without_draft().shapes(), WorkerGroup.alone()
+    of_model = [[(key, tensor) for key, tensor in tensors.items() if key in model] for tensors in (old, new)]
+    expected = [expected_checksums(tensors, [layout], dtype, alone, table.float32())[layout] for tensors in of_model]
+    head, wide = {server_name(key): old[key] for key in old if key not in model}, set(map(server_name, table.float32()))
+    of_draft = expected_checksums(head.items(), [layout], dtype, alone, wide)[layout] if drafts else []
+    return Prepared(name, hf, case, expected, old, samples, of_draft)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +198,11 @@ def test_every_parameter_of_the_class_gets_its_numbers(tmp_path, cases):
                 check_seen(out.with_name(f"{out.name}.seen"), each.samples, each.hf, each.old)
             assert report["loaded"] == each.expected[0][rank], each.name
             assert report["derived"] == [], each.name
+            assert len(report["drafts"]) == bool(each.of_draft), each.name
+            for draft in report["drafts"]:
+                assert draft["derived"] == [], each.name
+                held = {name: digest for name, digest in draft["loaded"].items() if not name.startswith(SHARED)}
+                assert held == each.of_draft[rank], each.name
             if each.name.startswith(DERIVING):
                 assert "derives further weights" in report["refused"]
             else:

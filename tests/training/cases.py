@@ -7,7 +7,7 @@ import hashlib
 import torch
 
 from megarl.config.model import ParallelConfig
-from megarl.config.training import EngineConfig, OptimConfig
+from megarl.config.training import EngineConfig, MtpConfig, OptimConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.system.metrics import Metrics
 from tests.dist import layout_for
@@ -69,6 +69,8 @@ MODELS = {
     "moe": {**_DENSE, **_EXPERTS},
     "latent": {**{key: value for key, value in _DENSE.items() if key != "head_dim"}, **_LATENT},
     "shared": {**_DENSE, **_SHARED},  # with biases that follow the load of experts
+    "drafting": {**_DENSE, **_SHARED},  # these two train their draft heads
+    "drafting latent": {**{key: value for key, value in _DENSE.items() if key != "head_dim"}, **_LATENT},
     "wide": {**_DENSE, **_WIDE},  # norms of queries and keys over all heads
     "sinks": {**_DENSE, **_SINKS},  # with windows, and biases everywhere
     "critic": _TIED,  # with a value head
@@ -112,6 +114,7 @@ def make_engine(model: str = "dense", parallel: ParallelConfig | None = None, **
         weights=lambda chunks: _random(chunks, hf, seed),
         value_head="critic" in model,
         sequences=TextLayout(routes=route_form(hf) if model == "moe" else None),
+        mtp=MtpConfig(loss_weight=0.5) if model.startswith("drafting") else None,
         **kwargs,
     )
 

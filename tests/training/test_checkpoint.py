@@ -33,7 +33,8 @@ TWO = [
     ("moe", {"tp": 2, "sp": True}, [{"tp": 2, "sp": True}, {"ep": 2}]),
     ("wide", {"tp": 2, "sp": True}, [{"pp": 2}]),
     ("sinks", {"tp": 2, "sp": True}, [{"ep": 2}]),
-    ("shared", {"ep": 2}, [{"pp": 2}, {"tp": 2, "sp": True}]),
+    ("shared", {"ep": 2}, [{"pp": 2}]),
+    ("drafting", {"ep": 2}, [{"tp": 2, "sp": True}]),
     ("critic", {"tp": 2}, [{"tp": 2}, {"pp": 2}, {}]),
 ]
 

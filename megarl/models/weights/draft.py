@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.architectures import ARCHITECTURES
+from megarl.architectures.tensors import EMBEDDINGS, HEAD
 from megarl.artifacts.facts import local_folder
 from megarl.models.hf import encoder_of
 from megarl.models.weights.files import CheckpointReader
@@ -81,6 +82,20 @@ def find_draft(hf: PretrainedConfig, source: str | Path | None) -> KeptDraft | N
     except (ConfigError, OSError) as error:
         _warn_lost(str(source), str(error))
         return None
+
+
+def repeated_tensors(hf: PretrainedConfig, source: str | Path | None) -> dict[str, list[str]]:
+    """Return the tensors with which the draft head in the files at `source` repeats the embedding and the vocabulary
+    head, by the name of what they repeat: some engines read them. Empty if the files are not on this machine."""
+    folder = None if source is None else local_folder(str(source))
+    if folder is None or not CheckpointReader.has_weights(folder):
+        return {}
+    head = EMBEDDINGS if hf.tie_word_embeddings else HEAD
+    names = sorted(CheckpointReader(folder, vision=encoder_of(hf) is not None).draft)
+    repeats: dict[str, list[str]] = {}
+    for end, of in ((".embed_tokens.weight", EMBEDDINGS), (".shared_head.head.weight", head)):
+        repeats.setdefault(of, []).extend(name for name in names if name.endswith(end))
+    return repeats
 
 
 def _warn_lost(source: str, why: str) -> None:

@@ -18,7 +18,7 @@ from megarl.models.layers.rules import Piece, TensorRegion
 from megarl.models.policy import PolicyModel
 from megarl.models.weight_table import Coordinate, Shard, as_index, region_numel, region_shape
 from megarl.models.weights.adapters import adapter_slices, adapter_tensors
-from megarl.models.weights.draft import find_draft
+from megarl.models.weights.draft import find_draft, repeated_tensors
 from megarl.models.weights.files import FolderWriter
 from megarl.models.weights.fill import Reader, coordinate, read_region, weight_readers
 from megarl.models.weights.metadata import write_draft_layers, write_metadata
@@ -201,7 +201,12 @@ def export_weights(
             pass
     else:
         shapes, dtypes = chunks[0].weight_table.shapes(), tensor_dtypes(chunks, dtype)
-        draft = find_draft(hf_config, source) if keep_draft and not value_head else None
+        trained = chunks[0].weight_table.has_draft
+        repeats = repeated_tensors(hf_config, source) if trained else {}
+        written = {name: (name, *repeats.get(name, ())) for name in shapes}  # each is written after what it repeats
+        dtypes = {copy: dtypes[name] for name, copies in written.items() for copy in copies}
+        shapes = {copy: shapes[name] for name, copies in written.items() for copy in copies}
+        draft = find_draft(hf_config, source) if keep_draft and not value_head and not trained else None
         if draft is not None:
             shapes, dtypes = shapes | draft.shapes(), dtypes | draft.dtypes(dtype)
             print(draft.describe(), flush=True)
@@ -210,11 +215,12 @@ def export_weights(
         ) as writer:
             for name, tensor in iter_hf_tensors(chunks, world):
                 assert tensor is not None, "the writing rank gets every tensor"
-                writer.add(name, tensor)
+                for copy in written[name]:
+                    writer.add(copy, tensor)
             for name, tensor in () if draft is None else draft.tensors():
                 beat()
                 writer.add(name, tensor)
             heads = {"value_head": value_head, "classifies": classifies}
             write_metadata(writer.temporary, hf_config, tokenizer, dtype, **heads, source=source)
-            write_draft_layers(writer.temporary, hf_config, 0 if draft is None else draft.layers)
+            write_draft_layers(writer.temporary, hf_config, 1 if trained else 0 if draft is None else draft.layers)
     world.barrier()

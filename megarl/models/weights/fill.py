@@ -19,6 +19,7 @@ from megarl.models.layers.rules import TensorRegion
 from megarl.models.policy import PolicyModel
 from megarl.models.weight_table import Coordinate, Shard, as_index, region_numel, region_shape
 from megarl.models.weights.files import CheckpointReader
+from megarl.system.errors import ConfigError
 from megarl.system.processes import is_first_process
 from megarl.system.tracing import beat
 
@@ -111,6 +112,14 @@ def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
     wanted = chunks[0].weight_table.shapes()
     if chunks[0].has_value_head and "score.bias" in reader and "score.bias" not in wanted:
         raise ValueError(f"{reader.folder} has score.bias, but the critic was built without one")
+    if chunks[0].weight_table.has_draft and not reader.draft:
+        raise ConfigError(
+            "the model's files have no draft head",
+            where="actor.mtp",
+            found=reader.describe(),
+            allowed="files with the tensors of multi-token prediction",
+            fix="use files with them, or remove actor.mtp",
+        )
     reader.check(wanted, vision_of(hf))
 
     def read(name: str, region: TensorRegion) -> Tensor:

@@ -389,6 +389,14 @@ def _check_fp8(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
         )
 
 
+def serves_own_draft(config: RunConfig) -> bool:
+    """Return whether the servers' draft model is the policy's own draft head, and the run trains it."""
+    draft = config.rollout.sglang.speculative
+    if draft is None or config.actor.mtp is None:
+        return False
+    return draft.algorithm == "EAGLE" and draft.draft_path == config.model.path
+
+
 def _check_speculative(config: RunConfig, checks: Checklist) -> None:
     """Check that a draft model is set if and only if the algorithm needs one, and check the shape of the draft tree."""
     draft = config.rollout.sglang.speculative
@@ -420,6 +428,14 @@ def _check_speculative(config: RunConfig, checks: Checklist) -> None:
             found=draft.draft_tokens,
             allowed=chain,
             fix=f"set draft_tokens to {chain}",
+        )
+    if serves_own_draft(config) and config.sync.fp8:
+        checks.fail(
+            "sync.fp8",
+            "SGLang does not quantise the projection of a draft head, which the run trains",
+            found=config.sync.fp8,
+            allowed="false with actor.mtp and the policy's own draft head",
+            fix="set sync.fp8=false",
         )
     if not ngram and config.sync.transport == "disk":
         checks.fail(

@@ -19,6 +19,7 @@ from megarl.data.image_set import image_fields
 from megarl.models.hf import image_settings, route_form
 from megarl.rollout.family import WeightLink, address_of_worker, record_update
 from megarl.rollout.sglang.api import ServerApi
+from megarl.rollout.sglang.checks import serves_own_draft
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.layout import ServerLayout
@@ -197,7 +198,8 @@ def send_weights_to(host: EngineHost, fleet: Fleet) -> WeightSync:
     layout = ServerLayout.of(host.hf_config, servers.tp_size, servers.ep_size, on_gpu=has_cuda())
     # Servers on the trainer's GPUs drop all weights before an update, so frozen weights must be sent again too.
     stays = () if servers.colocated and has_cuda() else config.model.freeze
-    return WeightSync(host.policy, SglangReceivers(fleet, layout), config.sync, host.run_dir, host.layout.world, stays)
+    receivers = SglangReceivers(fleet, layout, takes_draft=serves_own_draft(config))
+    return WeightSync(host.policy, receivers, config.sync, host.run_dir, host.layout.world, stays)
 
 
 def show_servers(host: EngineHost, fleet: Fleet, sync: WeightSync) -> None:

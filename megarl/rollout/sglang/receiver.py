@@ -34,7 +34,8 @@ _MOVES_NOTHING = frozenset(
     )
 )
 
-_MODEL_ONLY = {"selector": "target"}  # a draft of speculative decoding keeps its own weights
+# the models of a server that take an update: a draft of speculative decoding keeps its own weights unless it is trained
+_MODEL_ONLY, _WITH_DRAFT = {"selector": "target"}, {"selector": "all"}
 
 
 class SglangReceiver:
@@ -51,6 +52,7 @@ class SglangReceiver:
     ) -> None:
         self.server, self.layout, self.keeper, self._answer_s = server, layout, keeper, answer_s
         self.number = server.number
+        self.models = _MODEL_ONLY
         self._loaders: dict[str, set[str]] = {}  # address of the server -> names of its weight loaders
 
     @property
@@ -98,12 +100,12 @@ class SglangReceiver:
     def begin(self, step: UpdateStep) -> None:
         """Begin an update; end an earlier update first that a dead trainer left open."""
         try:
-            self._call("/begin_weight_update", _MODEL_ONLY, step)
+            self._call("/begin_weight_update", self.models, step)
         except ServerError as error:
             if "already open" not in error.reason:
                 raise
             self._call("/end_weight_update", {}, step)
-            self._call("/begin_weight_update", _MODEL_ONLY, step)
+            self._call("/begin_weight_update", self.models, step)
 
     def end(self, step: UpdateStep) -> None:
         """End the update."""
@@ -186,7 +188,7 @@ class SglangReceiver:
             "load_format": WHOLE,
             "flush_cache": False,
         }
-        self._call("/update_weights_from_distributed", payload | _MODEL_ONLY, step)
+        self._call("/update_weights_from_distributed", payload | self.models, step)
 
     def read_folder(self, folder: Path, step: UpdateStep) -> None:
         """Make the server read all weights from a folder."""
@@ -217,7 +219,7 @@ class SglangReceiver:
 
     def _load(self, payloads: list[str], load_format: str, step: UpdateStep) -> None:
         payload = {"serialized_named_tensors": payloads, "load_format": load_format, "flush_cache": False}
-        self._call("/update_weights_from_tensor", payload | _MODEL_ONLY, step)
+        self._call("/update_weights_from_tensor", payload | self.models, step)
 
     def _call(
         self, path: str, payload: dict[str, Any] | None, step: UpdateStep, method: str = "POST"
@@ -227,13 +229,18 @@ class SglangReceiver:
 
 
 class SglangReceivers:
-    """The servers of a fleet; implements `megarl.sync.receiver.Receivers`."""
+    """The servers of a fleet; implements `megarl.sync.receiver.Receivers`.
 
-    def __init__(self, fleet: Fleet, layout: ServerLayout) -> None:
-        self.fleet = fleet
+    `takes_draft`: their draft model is the policy's own draft head, which is trained.
+    """
+
+    def __init__(self, fleet: Fleet, layout: ServerLayout, *, takes_draft: bool = False) -> None:
+        self.fleet, self.takes_draft = fleet, takes_draft
         self.keeper: Keeper | None = None
         limit_s = fleet.config.health_timeout_s
         self.all = [SglangReceiver(server, layout, answer_s=limit_s) for server in fleet.servers]
+        for receiver in self.all if takes_draft else ():
+            receiver.models = _WITH_DRAFT
 
     @property
     def cannot_map(self) -> str:

@@ -1,0 +1,65 @@
+"""The draft head of a policy (multi-token prediction), for training: one more layer, which predicts the token after the
+next one.
+
+    embedding of the next token x(t+1) ---------------- embedding_norm --.
+    hidden state h(t) after the policy's final norm --- hidden_norm ----- joint -> layer -> final_norm
+                                                                   -> the policy's vocabulary head: logits of x(t+2)
+
+This is the computation of SGLang's draft models (`DeepseekV3ForCausalLMNextN`, `Qwen3_5ForCausalLMMTP` and others).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from torch import Tensor
+
+from megarl.models.norm import RMSNorm
+from megarl.models.packing import PackedSequences
+from megarl.system.device import device
+
+if TYPE_CHECKING:
+    from megarl.models.config import PolicyConfig
+
+
+class DraftHead(MegatronModule):
+    """The parameters of a draft head; the policy's embedding and vocabulary head are not among them.
+
+    Args:
+        layer: spec of its layer.
+        place: number of a layer of the policy, from 0, with the same mixer.
+    """
+
+    def __init__(self, config: PolicyConfig, layer: ModuleSpec, place: int) -> None:
+        super().__init__(config=config)
+        width, eps = config.hidden_size, config.layernorm_epsilon
+        self.embedding_norm = RMSNorm(config, width, eps)
+        self.hidden_norm = RMSNorm(config, width, eps)
+        self.joint = torch.nn.Linear(2 * width, width, bias=False, dtype=config.params_dtype, device=device())
+        # The same on all tensor-parallel ranks, of which each has some of the tokens under sequence parallelism.
+        self.joint.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+        self.layer = build_module(layer, config=config, layer_number=place + 1)
+        self.final_norm = RMSNorm(config, width, eps)
+        for parameter in self.parameters():
+            # Megatron leaves such parameters out of the gradient norm: the policy is clipped as without a draft head.
+            parameter.shared = True  # type: ignore[attr-defined]
+
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, packed: PackedSequences, padding_mask: Tensor | None = None
+    ) -> Tensor:
+        """Return the head's hidden states [t, 1, h].
+
+        Args:
+            embedded: [t, 1, h], embeddings of the tokens after those of the stream.
+            hidden: [t, 1, h], the policy's final hidden states. Under sequence parallelism both have this rank's share.
+            packed: the stream, with the RoPE tables that the policy's forward pass put into its cache.
+            padding_mask: bool [1, t] for routers that count tokens; None: they do not.
+        """
+        both = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
+        states, _ = self.layer(
+            self.joint(both), attention_mask=None, packed_seq_params=packed, padding_mask=padding_mask
+        )
+        return self.final_norm(states)
