@@ -20,9 +20,11 @@ class Noting(ServerApi):
     def __init__(self) -> None:
         super().__init__("http://127.0.0.1:1", None, "server 0")
         object.__setattr__(self, "deadlines", {})
+        object.__setattr__(self, "payloads", {})
 
     def call(self, path: str, payload: Any = None, *, deadline_s: float, phase: str, method: str = "POST") -> Any:
         self.deadlines[path] = deadline_s
+        self.payloads[path] = payload
         return {"ranks": []}
 
 
@@ -46,3 +48,15 @@ def test_calls_that_move_no_weights_have_a_short_deadline(tmp_path: Path) -> Non
     assert set(api.deadlines.values()) == {300.0}
     receiver.flush("retract", UpdateStep("update", 3.0))
     assert api.deadlines["/flush_cache"] == 3.0
+
+
+def test_a_draft_model_takes_updates_only_if_it_is_the_policys_own_head() -> None:
+    for own, models in ((False, "target"), (True, "all")):
+        fleet = Fleet([Server(0, api := Noting(), "current", 1)], SGLangConfig(health_timeout_s=7.0))
+        receivers, step = (
+            SglangReceivers(fleet, ServerLayout.of(config("glm4_moe")), takes_draft=own),
+            UpdateStep("", 9),
+        )
+        receivers.all[0].begin(step)
+        receivers.all[0].take_broadcast("a", [], step)
+        assert {payload["selector"] for payload in api.payloads.values()} == {models}
