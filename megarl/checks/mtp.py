@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megarl.artifacts.checkpoint_files import read_config, split_draft, weight_files
 from megarl.artifacts.draft_training import draft_problem
 from megarl.artifacts.facts import ModelFacts, local_folder
@@ -10,9 +12,11 @@ from megarl.checks.weights import read_header
 from megarl.config.run import RunConfig
 
 
-def trains_draft(config: RunConfig, facts: ModelFacts) -> bool:
-    """Return whether the actor has its draft head, to train it."""
-    return config.actor.mtp is not None and draft_problem(config, facts) is None
+def facts_with_draft(config: RunConfig, facts: ModelFacts | None) -> ModelFacts | None:
+    """Return the facts of the actor, with its draft head if the run trains the head; None: they are not known."""
+    if facts is None or config.actor.mtp is None or draft_problem(config, facts) is not None:
+        return facts
+    return replace(facts, trains_draft=True)
 
 
 def check_mtp(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:

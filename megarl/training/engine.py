@@ -114,11 +114,9 @@ class MegatronEngine:
         freeze: Collection[str] = (),
         mtp: MtpConfig | None = None,
     ) -> None:
-        self.sequences = sequences
-        self.hf_config, self.config, self.optim = hf_config, engine, optim
+        self.sequences, self.hf_config, self.config, self.optim = sequences, hf_config, engine, optim
         self.dtype, self.layout, self.total_steps, self.name = dtype, layout, total_steps, name
-        self.device = device()
-        self.lora, self.step = lora, 0
+        self.device, self.lora, self._mtp, self.step = device(), lora, mtp, 0
         self.teacher_weight: Tensor | None = None
         self.teacher_cap: float | None = None
         learns = optim is not None and "tower" not in freeze
@@ -129,7 +127,6 @@ class MegatronEngine:
         self.model_config = configured(freeze=freeze, where=self._where, world=layout.world)
         self.model_config.variable_seq_lengths = parallel.vpp is None  # see microbatch.build_all
         self.model_config.draft = mtp is not None
-        self._draft_loss = mtp and DraftLoss(mtp.loss_weight, engine.logits_chunk_tokens, layout.tp_group)
         self.chunks = build_policy(hf_config, self.model_config, value_head=value_head)
         if lora is not None:  # attach adapters before the weights are read: a critic begins with the actor's adapters
             init_adapters(self.chunks, lora, seed)
@@ -386,6 +383,13 @@ class MegatronEngine:
         metrics.mean(f"{self.name}/grad_norm", norm, 1)
         metrics.mean(f"{self.name}/lr", rate, 1)
         return metrics
+
+    @functools.cached_property
+    def _draft_loss(self) -> DraftLoss | None:
+        """The loss of the draft head; None: the model has none."""
+        if self._mtp is None:
+            return None
+        return DraftLoss(self._mtp.loss_weight, self.config.logits_chunk_tokens, self.layout.tp_group)
 
     def _divide_gradients(self, divisor: float) -> None:
         """Divide the summed gradients, but those of a draft head, whose loss is a mean already."""
