@@ -64,8 +64,9 @@ class Architecture:
     draft: DraftForm | None = None  # the draft head (multi-token prediction) that checkpoints may have
     # keys of an exported config.json that transformers does not write and others read, from the values of `keys`
     written: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
-    # why SGLang 0.5.23 computes another model from the same files, or a function from the layers' mixers to the reason
-    wrong_in_sglang: str | Callable[[Sequence[Mixer]], str | None] | None = None
+    # why SGLang 0.5.23 computes another model from the same files, or a function that returns it for the layers' mixers
+    # and whether embeddings are tied
+    wrong_in_sglang: str | Callable[[Sequence[Mixer], bool], str | None] | None = None
     refusals: tuple[Refusal, ...] = ()  # further refusals, one function each
 
     @property

@@ -20,8 +20,10 @@ def layer_types(values: Mapping[str, Any]) -> list[str]:
     return [FULL if layer % 2 else SLIDING for layer in range(values["num_hidden_layers"])]
 
 
-def other_in_sglang(mixers: Sequence[Mixer]) -> str | None:
+def other_in_sglang(mixers: Sequence[Mixer], tied: bool) -> str | None:
     """Return why SGLang would compute other layers; None if it computes the same."""
+    if not tied:
+        return "SGLang's class has no head of its own, only the embeddings (tie_word_embeddings: true)"
     if any(mixer.cap is None for mixer in mixers if isinstance(mixer, Attention)):
         return "SGLang expects a number in attn_logit_softcapping"
     if any((mixer.window is None) != bool(layer % 2) for layer, mixer in enumerate(mixers)):
@@ -50,6 +52,8 @@ ARCHITECTURE = Architecture(
     layer_types=layer_types,
     wiring=wiring,
     even_hidden=True,
+    # SGLang reads the activation under the name that published files also have
+    written=lambda values: {"hidden_act": values["hidden_activation"]},
     wrong_in_sglang=other_in_sglang,
     refusals=(refuse_variants,),
 )

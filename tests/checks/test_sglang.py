@@ -313,6 +313,7 @@ def test_servers_have_experts_in_all_layers_of_qwens_mixtures(failures, on, mode
 
 
 _WINDOWS = "[full_attention, sliding_attention, sliding_attention, full_attention]"
+_TIED = "model.hf_config={tie_word_embeddings: true}"
 _LAYERS = "[full_attention, linear_attention, linear_attention, linear_attention]"
 
 
@@ -324,8 +325,9 @@ _LAYERS = "[full_attention, linear_attention, linear_attention, linear_attention
         ("exaone4", [], None),
         ("exaone4", [f"model.hf_config={{layer_types: {_WINDOWS}}}"], "rollout.engine"),
         ("gemma2", [], "rollout.engine"),
-        ("gemma2", ["cluster.device_memory_gb=80"], None),
-        ("gemma2", ["cluster.device_memory_gb=80", f"model.hf_config={{layer_types: {_WINDOWS}}}"], "rollout.engine"),
+        ("gemma2", ["cluster.device_memory_gb=80"], "rollout.engine"),
+        ("gemma2", ["cluster.device_memory_gb=80", _TIED], None),
+        ("gemma2", ["cluster.device_memory_gb=80", _TIED, f"model.hf_config.layer_types={_WINDOWS}"], "rollout.engine"),
         ("glm4_moe", [], None),
         ("glm4_moe_lite", ["model.hf_config={mlp_layer_types: [sparse, dense, sparse, sparse]}"], "rollout.engine"),
         ("minimax_m2", [], "rollout.engine"),

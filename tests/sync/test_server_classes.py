@@ -39,7 +39,7 @@ WIDE = {"moe_intermediate_size": 64, "intermediate_size": 128}
 CASES = {
     "deepseek_v3": {"n_shared_experts": 1, **WIDE},
     "deepseek_v3 with one projection of queries": {"n_shared_experts": 1, "q_lora_rank": None, **WIDE},
-    "gemma2": WIDE,
+    "gemma2": {**WIDE, "tie_word_embeddings": True},
     "glm4_moe": {"first_k_dense_replace": 1, **WIDE},
     "glm4_moe_lite": {"q_lora_rank": 24, **WIDE},
     "gpt_oss": {"intermediate_size": 64},

@@ -292,7 +292,7 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
     heads = f"the ranks of a server cannot evenly share the model's {facts.heads} attention heads"
     _check_divides("tp_size", servers.tp_size, facts.heads, heads, checks)
     wrong = ARCHITECTURES[facts.model_type].wrong_in_sglang
-    if why := (wrong(facts.mixers) if callable(wrong) else wrong) or _odd_layers(facts):
+    if why := (wrong(facts.mixers, facts.tied) if callable(wrong) else wrong) or _odd_layers(facts):
         checks.fail(
             "rollout.engine",
             why,
