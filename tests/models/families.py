@@ -327,15 +327,20 @@ def with_adapters(folder: Path, facts: ModelFacts) -> Any:
     return chunks[0]
 
 
+def of_transformers(model: torch.nn.Module, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Logits of each sequence, one forward pass for each."""
+    return [model(input_ids=part[None], use_cache=False, output_router_logits=False).logits[0] for part in parts]
+
+
 def last_place(model: torch.nn.Module, parts: list[torch.Tensor]) -> float:
     """How far log-probs move when every weight moves by its last place: no other computation comes nearer."""
     with torch.no_grad():
-        before = [model(input_ids=part[None], use_cache=False).logits[0].log_softmax(-1) for part in parts]
+        before = [part.log_softmax(-1) for part in of_transformers(model, parts)]
         values = [parameter.clone() for parameter in model.parameters()]
         for number, parameter in enumerate(model.parameters()):
             sign = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(number)).round() * 2 - 1
             parameter.mul_(1 + sign * torch.finfo(torch.float32).eps)
-        after = [model(input_ids=part[None], use_cache=False).logits[0].log_softmax(-1) for part in parts]
+        after = [part.log_softmax(-1) for part in of_transformers(model, parts)]
         for parameter, value in zip(model.parameters(), values, strict=True):
             parameter.copy_(value)
     return max((a - b).abs().max().item() for a, b in zip(before, after, strict=True))

@@ -47,6 +47,7 @@ def read(folder: str) -> dict:
     if "vision_config" in config:
         kind, seen = transformers.AutoModelForImageTextToText, pixels(folder)
     model = kind.from_pretrained(folder, attn_implementation="eager").float().eval()
+    model.config.output_router_logits = False  # the loss that this would add needs a layer with experts
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     return {
         "log_probs": log_probs(model, seen),

@@ -32,6 +32,7 @@ from megarl.rollout.engine import Request
 from megarl.system.errors import ConfigError
 from tests.dist import run_distributed, single_process, world
 from tests.models import families
+from tests.models.families import of_transformers
 from tests.models.test_older_readers import has_class_in_transformers_4, read_by_transformers_4
 from tests.models.tiny import build_tiny, tiny_dict
 from tests.rollout.cases import engine, sampled
@@ -84,11 +85,6 @@ def loss(logits: list[torch.Tensor], parts: list[torch.Tensor]) -> torch.Tensor:
 def close(ours: list[torch.Tensor], theirs: list[torch.Tensor], what: str, tolerance: float) -> None:
     worst = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
     assert worst < tolerance, f"{what}: log-probs differ by {worst:.2g}"
-
-
-def of_transformers(model: torch.nn.Module, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Logits of each sequence, one forward pass for each."""
-    return [model(input_ids=part[None], use_cache=False, output_router_logits=False).logits[0] for part in parts]
 
 
 def gradients_of(model: torch.nn.Module, folder: Path) -> CheckpointReader:
