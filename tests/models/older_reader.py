@@ -26,7 +26,8 @@ def log_probs(model, seen: dict) -> list[list[float]]:
         if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
             seen = {**seen, "mm_token_type_ids": (ids == image).int()}
     with torch.no_grad():
-        out = model(input_ids=ids, **seen).logits[0].double()
+        # with one, transformers 4 does not run a Qwen3-Next without softmax attention
+        out = model(input_ids=ids, use_cache=False, **seen).logits[0].double()
     return (out if out.shape[-1] == 1 else out.log_softmax(-1)).tolist()
 
 
