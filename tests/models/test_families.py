@@ -82,6 +82,12 @@ def loss(logits: list[torch.Tensor], parts: list[torch.Tensor]) -> torch.Tensor:
     return sum(F.cross_entropy(out, part.roll(-1), reduction="sum") for out, part in zip(logits, parts, strict=True))
 
 
+def tolerance(oracle: torch.nn.Module, parts: list[torch.Tensor]) -> float:
+    """How far log-probs may differ. Some drawn models double an error in the last place more often than others: of a
+    Qwen3.5 with experts, transformers' float32 was off by 3.8 times this change, from its own forward in float64."""
+    return max(LOGPROBS, 5 * families.last_place(oracle, parts))
+
+
 def close(ours: list[torch.Tensor], theirs: list[torch.Tensor], what: str, tolerance: float) -> None:
     worst = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
     assert worst < tolerance, f"{what}: log-probs differ by {worst:.2g}"
@@ -152,7 +158,7 @@ def check_adapters(folder: Path, facts: Any, parts: list[torch.Tensor], bound: f
     loss(logits, parts).backward()
     export_weights([model], folder / "merged", model.hf_config, world=world())
     oracle = families.read(folder / "merged")
-    bound = max(bound, 2 * families.last_place(oracle, parts))
+    bound = max(bound, tolerance(oracle, parts))
     theirs = of_transformers(oracle, parts)
     close(log_probs(logits), log_probs(theirs), "adapters", 3 * bound)  # sums in another order
     loss(theirs, parts).backward()
@@ -184,7 +190,7 @@ def check_update(model: Any, folder: Path, parts: list[torch.Tensor]) -> None:
         logits = packed_logits(model, parts)
         export_weights([model], folder / "updated", model.hf_config, world=world())
         oracle = families.read(folder / "updated")
-        bound = max(LOGPROBS, 2 * families.last_place(oracle, parts))
+        bound = tolerance(oracle, parts)
         close(log_probs(logits), log_probs(of_transformers(oracle, parts)), "updated adapters", 3 * bound)
 
 
@@ -204,8 +210,7 @@ def check(raw: dict[str, Any], folder: Path, *, adapters: bool = True) -> str:
     assert made is not None, "transformers does not run this, and the checks accept it"
     oracle, _ = made
     parts = samples(raw["vocab_size"])
-    # Some drawn models double an error that is in the last place more often than others.
-    bound = max(LOGPROBS, 2 * families.last_place(oracle, parts))
+    bound = tolerance(oracle, parts)
     (model,) = build_tiny(folder)
     logits, theirs = packed_logits(model, parts), of_transformers(oracle, parts)
     close(log_probs(logits), log_probs(theirs), "packed", bound)
@@ -229,6 +234,9 @@ def test_a_small_model_equals_transformers(number, tmp_path):
 
 def read_alike(raw: dict[str, Any]) -> bool:
     """Whether transformers 4 makes the model of a config.json that transformers 5 makes."""
+    width = raw.get("head_dim", 0) * raw["num_attention_heads"]
+    if raw["model_type"] == "qwen2_moe" and width not in (0, raw["hidden_size"]):
+        return False  # version 4 refuses it
     only = OLDER_VALUES.get(raw["model_type"], {})
     return all(raw.get(key, value) == value for key, value in only.items())
 

@@ -127,7 +127,7 @@ def test_a_killed_run_of_each_family_goes_on_to_the_same_numbers(kind, tmp_path)
     model = "model.hf_config=null", f"model.hf_config={json.dumps(raw)}"
     given = "grpo_shapes_quickstart", tmp_path / "whole" / "run", *settings(tmp_path / "whole"), *model
     whole = harness.train(*given)
-    assert len(whole) == STEPS
+    assert max(whole) == STEPS
     assert killed(tmp_path / "killed", *model) == whole
 
 
