@@ -40,12 +40,12 @@ class DraftHead(MegatronModule):
         self.hidden_norm = RMSNorm(config, width, eps)
         self.joint = torch.nn.Linear(2 * width, width, bias=False, dtype=config.params_dtype, device=device())
         # The same on all tensor-parallel ranks, of which each has some of the tokens under sequence parallelism.
-        self.joint.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+        self.joint.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.layer = build_module(layer, config=config, layer_number=place + 1)
         self.final_norm = RMSNorm(config, width, eps)
         for parameter in self.parameters():
             # Megatron leaves such parameters out of the gradient norm: the policy is clipped as without a draft head.
-            parameter.shared = True  # type: ignore[attr-defined]
+            parameter.shared = True
 
     def forward(
         self, embedded: Tensor, hidden: Tensor, packed: PackedSequences, padding_mask: Tensor | None = None
