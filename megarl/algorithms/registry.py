@@ -162,7 +162,7 @@ class Registry(Generic[S]):
         return spec
 
     def every_setting(self) -> type[Settings]:
-        """Return a model with the keys of all named components; cached until another component is registered."""
+        """Return a settings class with the keys of all named components; cached until another one is registered."""
         if self._every is None:
             fields: dict[str, Any] = {}
             for name in self.names():

@@ -33,7 +33,7 @@ class TowerForm:
 
     sizes: dict[str, int]  # sizes in vision_config that differ from `_COMMON`, or are further ones
     processor: dict[str, Any]  # the content of preprocessor_config.json of the published models
-    mlp: tuple[str, ...]  # linear layers of a block's MLP; the last one leads back to the width
+    mlp: tuple[str, ...]  # linear layers of a block's MLP; the last one projects back to the hidden size
     merger: tuple[str, str, str]  # a merger's norm and its two linear layers
     wide_results: int = 2  # results of the MLP's width that a block keeps for its backward pass
     norm_bias: bool = True  # norms have a bias

@@ -47,7 +47,7 @@ class ActionStatistics:
 
     @classmethod
     def of(cls, values: ArrayLike, mask: Sequence[bool] | None = None, bounds: Bounds = "q99") -> ActionStatistics:
-        """Compute the exact statistics of values [N, D]."""
+        """Compute the exact statistics of values [N, D], and attach `mask` and `bounds`, which do not affect them."""
         table = np.asarray(values)
         if table.ndim != 2 or not table.size:
             raise DataError(

@@ -119,11 +119,10 @@ class Executor:
             state.check(f"node {node.id!r} ({node.func_name})")
             return settle(node, batch, output, before)
         except Exception as error:
-            problem = f"node {node.id!r} ({node.func_name}) failed"
             if isinstance(error, MegarlError):
-                error.add_note(problem)
+                error.add_note(f"node {node.id!r} ({node.func_name}) failed")
                 raise
-            raise NodeError(f"{problem}: {type(error).__name__}: {error}") from error
+            raise NodeError(f"node {node.id!r} ({node.func_name}) failed: {type(error).__name__}: {error}") from error
 
     def _refill(self, node: Node, context: Any, more: Iterator[Batch] | None) -> Batch:
         """Run all nodes before `node` on the next prompts, and return the resulting batch for `node`."""

@@ -102,7 +102,7 @@ def writes_in_place(node: Node, batch: Batch) -> dict[str, int]:
     for name, value in batch.fields.items():
         if name not in allowed:
             tensors = (value.values, value.offsets) if isinstance(value, Jagged) else (value,)
-            # views share the count of their storage
+            # a write through a view counts too: it shares its base's counter
             counts[name] = sum(tensor._version for tensor in tensors if not tensor.is_inference())
     return counts
 

@@ -49,13 +49,12 @@ def share_out(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dic
     shares = whole_replicas(nproc, sizes, weights, batches)
     if shares is None:
         near = next((n for n in range(nproc - 1, 0, -1) if whole_replicas(n, sizes, weights, batches)), None)
-        rows = [(team[0].value, batch) for team, batch in zip(teams, batches, strict=True) if batch]
+        rows = [f"{team[0].value} a divisor of {batch}" for team, batch in zip(teams, batches, strict=True) if batch]
         raise ConfigError(
             f"{count(nproc, 'worker')} cannot be divided into whole replicas that share the batches equally",
             where="placement.auto",
             found=f"cluster.nproc={nproc}",
-            allowed=f"workers per replica: {needs}; number of replicas: "
-            + ", ".join(f"{name} a divisor of {batch}" for name, batch in rows),
+            allowed=f"workers per replica: {needs}; number of replicas: {', '.join(rows) or 'any'}",
             fix="change batch sizes or layouts" + ("" if near is None else f", or cluster.nproc={near}"),
         )
     return {team[0].value: (team, share) for team, share in zip(teams, shares, strict=True)}

@@ -55,7 +55,9 @@ def offline() -> str | None:
 
 @contextlib.contextmanager
 def without_network() -> Iterator[None]:
-    """Within the block forbid requests to the hub, also for its packages if the block imports them first."""
+    """Inside the block, forbid requests to the hub. Packages such as transformers obey only if they are first imported
+    inside the block.
+    """
     before = os.environ.get(_SWITCHES[0])
     os.environ[_SWITCHES[0]] = "1"
     try:

@@ -60,9 +60,8 @@ def load_rows(source: str, kwargs: Mapping[str, Any] | None = None) -> list[Row]
         kwargs: keyword arguments for a pkg.mod:fn source; arguments that the function does not take are left out.
     """
     if source.startswith(TEXT):
-        named = (
-            source[:80].encode("utf-8", "backslashreplace").decode()
-        )  # invalid UTF-8 on the command line becomes surrogates
+        # invalid UTF-8 on the command line becomes surrogates
+        named = source[:80].encode("utf-8", "backslashreplace").decode()
         return [make_row({"prompt": source.removeprefix(TEXT), "data_source": "text"}, named, 1, PROMPT)]
     path = Path(source).expanduser()
     folder, _, split = source.rpartition("@")

@@ -139,7 +139,7 @@ class WeightTable:
         return shards + [Shard(0, param, *COPY.cut([source], 1, 0, self.sizes)) for param, source in visual]
 
     def instances(self, at: Coordinate) -> Iterator[Instance]:
-        """Yield every rule for every layer that lives at `at`, but none of tensors that the model does not have."""
+        """Yield each rule once per layer that the process at `at` holds; skip tensors that the model lacks."""
         present = [rule for rule in self.rules if all(self.sizes[size] for s in rule.sources for size in s.shape)]
         if at.pp_rank == 0:
             yield from self._outer("embedding", 0)

@@ -57,7 +57,7 @@ class Decoder:
 
     @property
     def _gathered(self) -> int:
-        """Number of ranks whose rows each rank computes with its experts: an embedded engine gathers them."""
+        """Number of ranks whose rows are gathered for the experts of each rank (embedded engine); 1 otherwise."""
         return self._holders if self.etp and self.ep > 1 else 1
 
     def step(self, running: float, context: float) -> tuple[float, float]:

@@ -37,8 +37,8 @@ class Links:
     def ring(self, sent: float, size: int, stride: int = 1, *, steps: float = 1.0, sums: bool = False) -> float:
         """Return the seconds of `steps` ring collectives, in which a rank sends `sent` bytes in total.
 
-        Formula L1 of docs/planning.md. Each collective passes data size - 1 times to the next rank, which is `stride`
-        ranks away; with `sums` it is an all-reduce, otherwise it gathers or scatters.
+        Formula L1 of docs/planning.md. Each collective passes its data on `size` - 1 times to the next rank, which is
+        `stride` ranks away; with `sums` it is an all-reduce, otherwise it gathers or scatters.
         """
         if size == 1:
             return 0.0

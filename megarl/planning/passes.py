@@ -249,7 +249,7 @@ class ModelPass:
         )
         split = sum(attended) + 3 * width
         elements = share.tokens / parallel.cp * (4 * facts.hidden / self._split_residual + split / parallel.tp)
-        if not self.hardware.gpu:  # CPU attention writes its probabilities
+        if not self.hardware.gpu:  # CPU attention takes time to store its probabilities in memory
             square = share.length**2 + share.variance
             elements += self._pairs * share.samples * facts.heads / parallel.tp * square / parallel.cp
         elements *= facts.layers / self._stages

@@ -94,5 +94,8 @@ def read_tag(tag: object) -> tuple[int, str]:
     """
     number, _, run = tag.partition("@") if isinstance(tag, str) else ("", "", "")
     if not (number.isdecimal() and run):
-        raise ValueError(f"the server's weight version {tag!r} was not sent by a run")
+        raise ValueError(
+            f"the server's weight version {tag!r} was not sent by a run: the server has restarted, or another program "
+            "has loaded its weights; let only this run load weights into its servers"
+        )
     return int(number), run

@@ -21,11 +21,8 @@ from megarl.system.device import device, has_cuda
 LIMITS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 _LENGTHS = ([37, 512, 5], [1], [1024, 130, 130], [64] * 7)
 _HEADS, _GROUPS, _DIM = 16, 4, 128
-_NOTHING = (
-    # share of the upstream gradient's norm below which a gradient counts as rounding (a token that attends only to
-    # itself)
-    1e-3
-)
+# share of the upstream gradient's norm below which a gradient counts as rounding (a token that attends only to itself)
+_NOTHING = 1e-3
 
 
 def run(found: Findings, folder: Path) -> None:

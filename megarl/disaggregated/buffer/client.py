@@ -147,8 +147,10 @@ class BufferClient:
                 except ray.exceptions.RayError as error:
                     full = "it is full, and may not use the disk (set placement.spill=true), or the disk is full, too"
                     cause = full if isinstance(error, ray.exceptions.OutOfDiskError) else error
-                    problem = f"{len(block)} bytes of {samples} do not fit into this machine's object store: {cause}"
-                    raise HandoverError(f"{self._caller()}: {problem}") from error
+                    raise HandoverError(
+                        f"{self._caller()}: {len(block)} bytes of {samples} do not fit into this machine's object "
+                        f"store: {cause}"
+                    ) from error
                 size += len(block)
             pieces.append((objects[block], start, stop))
         return pieces, size

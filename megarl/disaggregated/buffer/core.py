@@ -147,7 +147,9 @@ class Core:
             raise HandoverError(f"{at}: this rank has already given its groups")
         if len(sent.givers) == self._parts[team]:
             raise HandoverError(
-                f"{at}: all {self._parts[team]} replicas have already given their groups, ranks {sorted(sent.givers)}"
+                f"{at}: all {self._parts[team]} replicas have already given their groups, ranks {sorted(sent.givers)}\n"
+                "  fix:     run the command again with this run's --run-dir, which continues from the newest "
+                "checkpoint; if the error returns, report it with the files of the run folder"
             )
         ordinals = state.ordinals.get(handover.samples, {})
         for group in groups:

@@ -68,6 +68,6 @@ class Mixer(ABC):
         return 0.0
 
     def context_widths(self) -> dict[str, int]:
-        """Return what tensor and context parallelism divide together, by its name in messages: each number must be a
-        multiple of tp * cp."""
+        """Return the widths that tensor and context parallelism divide together, by their names in messages; each must
+        be a multiple of tp * cp."""
         return {}

@@ -55,14 +55,22 @@ class WeightRule:
     """One Megatron parameter and the tensors from which it is built.
 
     `{i}` in names is the layer number, global in Hugging Face names and local to the chunk in Megatron's; `{e}` is the
-    expert. part: which layers and pipeline chunks have it: `embedding`, `final`, `head`; `layer` (every layer); the
-    kind of the layer's mixer (`megarl.models.layers.mixer`), such as `attention`; `dense`; of mixtures `moe`, `shared`
-    (the MLP that all tokens pass), and `expert`, whose `sources` are those of each expert. buffer: it is float32 in
-    every model, has no gradient, and is not counted as a parameter. stacked: the parameter of experts has one dimension
-    more, and so has the one tensor of all experts in a checkpoint, whose name has no number; shapes of `sources` are
-    without it.
+    expert.
 
-    A model does not have a tensor one of whose sizes, or of the sizes `needs`, is 0.
+    A tensor is absent from a model if any of its sizes, or any size named in `needs`, is 0 or unknown.
+
+    Attributes:
+        param: Megatron's name of the parameter.
+        part: the layers and pipeline chunks that have the parameter. `embedding`: the first chunk; `final`, `head`: the
+            last one; `layer`: every layer; the kind of a mixer (`megarl.models.layers.mixer`), such as `attention`:
+            layers with this mixer; `dense`: layers without experts; `moe`, `shared` (the MLP that all tokens pass) and
+            `expert`: layers with experts. An `expert` rule applies to each expert, and its `sources` are the tensors of
+            one expert.
+        split: how the ranks of a layout divide the parameter.
+        sources: the tensors in the checkpoint.
+        buffer: the tensor is float32 in every model, has no gradient, and is not counted as a parameter.
+        stacked: one parameter, and one tensor in the checkpoint, hold all experts, with an additional dimension for
+            them, which the shapes of `sources` omit; the tensor's name has no expert number.
     """
 
     param: str

@@ -55,7 +55,7 @@ class Region:
     variable: str | None = None
 
     def same(self, other: Region) -> bool:
-        """Return whether both are the same set of the same variable."""
+        """Return whether both constrain the same variable to the same set; a region without a variable fits any."""
         named = self.variable == other.variable or None in (self.variable, other.variable)
         return named and len(self.spans) == len(other.spans) and all(map(_same_span, self.spans, other.spans))
 

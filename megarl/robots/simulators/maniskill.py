@@ -67,7 +67,10 @@ class ManiSkill(Simulator):
         self._env: Any = made.unwrapped  # without gymnasium's own limit of steps
         shape = tuple(self._env.single_action_space.shape)
         if shape != (self.spec.action_dim,):
-            raise ValueError(f"{task}: an action has shape {shape}, not {(self.spec.action_dim,)}")
+            raise ValueError(
+                f"{task}: with control {chosen['control']!r} the simulator takes actions of shape {shape}, but megarl "
+                f"expects {(self.spec.action_dim,)}"
+            )
 
     def reset(self, trial: int) -> Observation:
         """Begin an episode with the seed `trial`."""

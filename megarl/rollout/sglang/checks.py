@@ -535,7 +535,9 @@ def _check_abilities(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_pause(config: RunConfig, checks: Checklist) -> None:
-    """Check `sync.pause=in_place`: the prefix cache cannot be dropped while requests run."""
+    """Check that with `sync.pause=in_place` servers have no prefix cache: it holds results of old weights, and cannot
+    be dropped while requests run.
+    """
     servers, switch = config.rollout.sglang, "--disable-radix-cache"
     if config.sync.pause == "in_place" and (servers.urls or switch not in servers.extra_args):
         checks.fail(

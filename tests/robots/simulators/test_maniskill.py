@@ -107,5 +107,5 @@ def test_another_arm_is_refused(scene):
     with pytest.raises(ValueError, match="has no task 'PickCube-v2'; allowed: PickCube-v1"):
         ManiSkill("PickCube-v2", SETTINGS)
     scene.single_action_space = types.SimpleNamespace(shape=(8,))
-    with pytest.raises(ValueError, match=r"an action has shape \(8,\), not \(7,\)"):
+    with pytest.raises(ValueError, match=r"takes actions of shape \(8,\), but megarl expects \(7,\)"):
         ManiSkill("PickCube-v1", SETTINGS)

@@ -71,7 +71,8 @@ class HeadNorm:
 
 
 class Attend(Protocol):
-    """The attention of one pass: norms and rotates new heads, caches keys and values, and returns the context."""
+    """Computes the attention of each layer in one forward pass: norms and rotates new heads, caches keys and values,
+    and returns the context."""
 
     def __call__(
         self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables, sinks: Tensor | None
@@ -154,7 +155,7 @@ class AttentionDecoder:
         return self._proj(context)
 
     def _attend(self, step: Pass) -> Attend:
-        """Return the attention of a pass, for all layers."""
+        """Return the function with which all layers compute attention in this forward pass."""
         cache: KVCache = step.caches[Attention.kind]
         if isinstance(step, Prompts):
             return PromptAttention(cache, step.lengths, step.rows, self._scores)

@@ -33,8 +33,8 @@ def replay_routes(chunk: Any, sparse: Sequence[bool]) -> None:
 
 
 def _recompute_with_routes(mlp: Any) -> None:
-    """Make a mixture that recomputes itself in the backward pass use the routes of its forward pass: under pipelining
-    its router has those of another micro-batch by then."""
+    """Make an MoE layer that is recomputed in the backward pass reuse the routes of its forward pass: with pipelining,
+    the router has meanwhile routed another micro-batch."""
     compute, mlp.moe_layer_recompute = mlp.forward, False
 
     def forward(hidden: Tensor, *arguments: Any, **named: Any) -> Any:

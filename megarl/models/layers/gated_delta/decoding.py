@@ -88,7 +88,7 @@ class GatedDeltaDecoder:
         return self._out(gated_norm(out.flatten(1, 2), z, self._norm, self._eps).flatten(1))
 
     def _step(self, qkv: Tensor, b: Tensor, a: Tensor, state: Tensor, window: Tensor, step: DecodeStep) -> Tensor:
-        """Read one token in each of the first rows; rows that are not live keep their state."""
+        """Advance the first n = len(qkv) rows by one token each; rows that are not live keep their state."""
         n = len(qkv)
         inputs = torch.cat([window[:n], qkv[:, None]], 1)
         total = (inputs.float() * self._taps.float().t()).sum(1)
@@ -114,7 +114,7 @@ class GatedDeltaDecoder:
         state: Tensor | None,
         window: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Read packed sequences that continue after `state` and `window` of each; None: from their beginning.
+        """Run over packed sequences, each continuing from its `state` and `window`; None: from zero.
 
         Returns:
             The outputs [t, G, r, dv], and the states and windows after the last tokens.

@@ -161,7 +161,7 @@ class ChunkPlan:
 
 
 class _Rows(torch.autograd.Function):
-    """See `take_rows`; the gradient is taken by the inverse."""
+    """See `take_rows`; its backward pass takes the gradient's rows by the inverse `back`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _attention(step: Pass, mixer: MLA) -> Any:
-    """Return the attention of a pass, for all layers."""
+    """Return the function with which all layers compute attention in this forward pass."""
     cache: LatentCache = step.caches[MLA.kind]
     if isinstance(step, Prompts):
         return _PromptAttention(cache, step.lengths, step.rows, mixer.scale)
@@ -163,7 +163,8 @@ class _ExtendAttention:
         """Implement `_StepAttention.__call__`."""
         keys = self._places.write(self._cache.latents(layer), token[:, None]).expand(-1, q.shape[1], -1, -1)
         queries = self._places.padding.pad(q).transpose(1, 2)
-        # Values are the whole keys: torch's kernels take heads of one width without storing the scores.
+        # Pass the whole keys as values: torch's fused kernels, which do not store the scores, need values as wide as
+        # the keys.
         mean = F.scaled_dot_product_attention(
             queries, keys, keys, attn_mask=self._places.bias(None, q.dtype), scale=self._mixer.scale
         )

@@ -31,7 +31,8 @@ from megarl.robots.models.episodes.states import valid_episodes
 from megarl.system.comm import WorkerGroup
 from megarl.system.metrics import Metrics
 
-#: Height and width of pictures; in one update: points per episode, and episodes of the global batch.
+#: Height and width to which pictures are scaled; in one update of the encoder: points in time per episode, and episodes
+#: over all ranks.
 SIDE, POINTS, EPISODES = 32, 8, 32
 _TEMPERATURE = 0.1
 #: Pictures that go through the encoder at a time.

@@ -43,7 +43,8 @@ def cloning_statistics(
     if flat.any():
         number = int(np.flatnonzero(flat)[0])
         raise DataError(
-            f"number {number} of an action is {low[number]:g} in nearly all environment steps: its quantiles are equal",
+            f"dimension {number} of the actions is {low[number]:g} in nearly all environment steps: its quantiles are "
+            "equal",
             where="demonstrations",
             found=f"{statistics.action.min[number]:g} to {statistics.action.max[number]:g}",
             fix="set robot.bounds=minmax, or remove steps in which nothing happens",

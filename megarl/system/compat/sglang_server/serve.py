@@ -150,7 +150,8 @@ def reply_to_failed_updates() -> None:
 
 
 def name_shared_memory() -> None:
-    """Name the server's shared memory INSTANCE. SGLang's own names cannot be recognised after the server was killed."""
+    """Name the server's shared memory after `INSTANCE`, so that leftovers of a killed server can be recognised;
+    SGLang's own names cannot."""
 
     def name_loads(ports: Any, *args: Any, **kwargs: Any) -> None:
         ports.instance_id = INSTANCE

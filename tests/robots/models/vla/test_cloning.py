@@ -165,7 +165,7 @@ def test_a_number_of_which_the_quantiles_leave_nothing_is_refused() -> None:
     actions[:, 1] = -1
     actions[7, 1] = 1
     shown = [Demonstration("t", {}, np.zeros((300, 0), np.float32), actions)]
-    with pytest.raises(DataError, match=r"number 1 of an action is -1(.|\n)*minmax"):
+    with pytest.raises(DataError, match=r"dimension 1 of the actions is -1(.|\n)*minmax"):
         cloning_statistics(all_opened(shown), GRIPPER_RULES["none"])
     found = cloning_statistics(all_opened(shown), GRIPPER_RULES["none"], "minmax")
     assert found.state is None
