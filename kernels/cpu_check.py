@@ -132,6 +132,6 @@ def _rms(x: Tensor) -> Tensor:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding to the first numbers of heads [..., D]; `cos` has half as many."""
+    """Apply the rotary embedding to the first 2 * cos.shape[-1] elements of each head [..., D]."""
     a, b, rest = x.tensor_split((cos.shape[-1], 2 * cos.shape[-1]), -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)

@@ -79,7 +79,7 @@ def check_run_folder(run_dir: Path) -> NodeCheck:
 
 
 def check_disk(run_dir: Path, disk_gb: float) -> NodeCheck:
-    """Check that enough of the disk is free."""
+    """Check that `disk_gb` GB are free for the run folder and for temporary files."""
     free_texts = []
     for folder in (str(run_dir), os.environ.get("TMPDIR") or tempfile.gettempdir()):
         try:

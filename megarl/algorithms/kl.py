@@ -31,7 +31,7 @@ class KLSpec(Spec):
 
     @property
     def loss_only(self) -> bool:
-        """Whether it is only for `algorithm.kl` with `use: loss`."""
+        """Whether the estimator can be used only with `algorithm.kl.use: loss`."""
         return self.weighted or self.whole
 
 

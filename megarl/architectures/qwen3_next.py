@@ -1,6 +1,6 @@
 """Qwen3-Next: three of four layers have a gated delta net, the others softmax attention with an output gate.
 
-Norms store their factor minus 1, except the norm inside the delta net. All or some layers are mixtures with a gated
+Norms store their scale minus 1, except the norm inside the delta net. All or some layers are mixtures with a gated
 shared expert. Not supported: biases in attention.
 """
 

@@ -40,7 +40,7 @@ def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks
 
 
 def _usual_gpus(config: RunConfig) -> int:
-    """Return the GPUs per machine: the recipe's number, or else the usual one."""
+    """Return the GPUs per machine: the usual number, or the recipe's number if it is larger."""
     configured = (config.launch.slurm.gpus_per_node, config.launch.kubernetes.gpus_per_node)
     return max(USUAL_GPUS, *(number or 0 for number in configured))
 

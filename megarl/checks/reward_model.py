@@ -82,7 +82,7 @@ def _check_form(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_length(config: RunConfig, found: ModelFacts | None, checks: Checklist) -> None:
-    """Check that the longest sample fits if its tokens are known and a longer one would end the run."""
+    """Check that the longest sample fits, if its length is known and one that does not fit would end the run."""
     section, longest = config.reward_model, config.longest_sequence()
     if section.form != "tokens" or config.reward.on_error != "raise":
         return

@@ -20,7 +20,7 @@ class Components(Protocol):
     """A registry of the components that each section (given by its dotted path) may name."""
 
     def names(self, path: str) -> Sequence[str]:
-        """Return the registered names that the section may give; a user's own functions are not listed."""
+        """Return the registered names that are allowed at `path`; a user's own functions are not listed."""
 
     def settings_of(self, path: str, name: str) -> type[Section] | None:
         """Return the settings class of the component's own keys, or None when the component cannot be found."""

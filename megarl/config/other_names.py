@@ -488,7 +488,7 @@ def unknown_keys(
     if path[0] in _AROUND or any(meaning_of(leaf) or _keys_ending(leaf) for leaf in leaves):
         return [_unknown_key(leaf, where(leaf), owned) for leaf in leaves]
     unknown = _unknown_part(path)
-    # A section that no project has is reported once, whatever is in it.
+    # A section that neither megarl nor another project has is reported once, not key by key.
     return [_unknown_key(unknown, where(path), owned)]
 
 

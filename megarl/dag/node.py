@@ -153,7 +153,8 @@ def _roles(func: Callable[..., Any], given: Mapping[str, Any], where: str) -> tu
 
 
 def _check_trains(role: Role, named: tuple[str, ...], where: str) -> None:
-    """Check that a stage of kind MODEL_TRAIN takes the model of its role, since other nodes wait for this model."""
+    """Check that a stage of kind MODEL_TRAIN has its role's model as an argument, because the graph orders the nodes
+    that use a model by their arguments."""
     models = [name for name in _TRAINED if name in named]
     if role.value in models:
         return

@@ -175,8 +175,8 @@ class Conversations:
     def _refuse_run_on(self, chat: ChatTemplate, messages: list[Message], turn: Turn, text: str, row: Row) -> None:
         """Raise an error if the turn of the last message also contains the next message.
 
-        The template then ends turns with a special token that is not in `ends`. `text` is the conversation up to the
-        turn's end.
+        This happens if the template ends turns with a special token that is not in `ends`. `text` is the conversation
+        up to the turn's end.
         """
         content = json.dumps(messages[-1], ensure_ascii=False)
         end = next((end for end in self._ends if turn.ended and turn.text.endswith(end)), "")

@@ -121,7 +121,7 @@ def prompt_formatter(template: str | None) -> Callable[[str, Row], str]:
             raise DataError(
                 f"{key} fails on this row: {error}",
                 where=row.where,
-                allowed=f"content, row, and the columns {', '.join(row)}",
+                allowed=f"the variables content and row, and the columns {', '.join(row)}",
                 fix=f"correct {key} or the row",
             ) from error
 

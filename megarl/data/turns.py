@@ -64,7 +64,7 @@ class Turns:
             return self._plain(observation)
         if self._render is not None:
             return self._ids(observation)
-        ids = self._tokenizer(observation)["input_ids"]  # adds a begin token, as for prompts of the data
+        ids = self._tokenizer(observation)["input_ids"]  # adds the BOS token, as for prompts of the data
         return self._known(to_continue(self._tokenizer, [ids])[0], observation)
 
     def following(self, observation: str | Messages | list[int], *, ended: bool) -> list[int]:

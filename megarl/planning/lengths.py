@@ -30,7 +30,7 @@ def refuse_longer(mean: float, longest: int, where: str, allowed: str) -> None:
 class Lengths:
     """The distribution of response lengths: log-normal, cut off at the longest length."""
 
-    mean: float  # mean tokens of responses that are not cut at `longest`
+    mean: float  # mean tokens of a response, before the cut at `longest`
     sigma: float  # standard deviation of the logarithm; 0: all responses have `mean` tokens
     longest: int  # maximum tokens per response
 

@@ -447,7 +447,9 @@ def _learning_terms(
     parallel, dp, engine = team.parallel, team.replicas, getattr(config, role).engine
     longest = config.data.max_prompt_tokens + config.response_tokens(config.rollout.sampling)
     keys = f"{role}.engine.micro_batch_tokens, {role}.engine.recompute"
-    if longest > engine.micro_batch_tokens and job != "sft":  # a longer sequence is a micro-batch by itself
+    # A sequence above the budget is a micro-batch by itself, so only shorter responses save memory then. The
+    # lengths of supervised examples are not known here.
+    if longest > engine.micro_batch_tokens and job != "sft":
         keys = f"rollout.sampling.max_new_tokens, {role}.engine.recompute"
     needed = update_needs(config, facts, role, parallel, dp, gpu=gpu, job=job)
     terms = [term(f"{role} activations", needed.kept + needed.passing, keys, rough=True)]

@@ -187,7 +187,7 @@ class RewardRunner:
 
 def reward_processes(cfg: RewardConfig) -> int:
     """Return the number of scoring processes per data-parallel rank; 0: a thread of the rank scores. An included reward
-    without an alarm cannot harm its process, and costs less in a thread."""
+    that sets no alarm (SIGALRM) cannot harm its process, and costs less in a thread."""
     if cfg.parts:
         return sum(map(reward_processes, cfg.functions.values()))
     if cfg.name == BY_MODEL:

@@ -16,7 +16,7 @@ from megarl.system.errors import ConfigError
 
 #: Defaults for tokens of an instruction, environment steps and pixels, from LIBERO, if the recipe does not set them.
 PROMPT, _STEPS, _SIDE = 32, 512, 256
-_HELD_CLIPS = 4  # frames that a simulator's process keeps for each frame of a clip
+_HELD_CLIPS = 4  # clips' worth of frames that a simulator's process keeps
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ class GroupGenerator:
 
     @property
     def free(self) -> int:
-        """Number of samples that may be added now."""
+        """Number of samples that can be added to those in flight now."""
         return len(self._free)
 
     def add(self, group: Group, partial: Sequence[Trajectory] | None = None) -> int:
@@ -499,7 +499,7 @@ class GroupGenerator:
         if self._rules is None and not plain:  # an episode of a recipe that had an environment
             return False
         if partial.ended_by:
-            # a sample that ended without an environment now needs an environment's answer
+            # a sample that ended without an environment is of no use if an environment must answer it now
             return self._rules is None or partial.ended_by != PLAIN
         room, turns = self._room(partial), partial.turns + (not partial.is_unanswered)
         between_turns = not (partial.in_turn or partial.is_unanswered)

@@ -337,7 +337,7 @@ def _foreign_reason(path: Path, tag: str) -> str | None:
     """Return a message if a rank's file belongs to another checkpoint, else None."""
     if not path.name.startswith("rank_"):
         return None
-    with contextlib.suppress(CheckpointError, KeyError):  # raised for a damaged file, which its checksum shows
+    with contextlib.suppress(CheckpointError, KeyError):  # a damaged file; the checksum check reports it
         label = label_of(path)
         if label["tag"] != tag:
             return f"belongs to another checkpoint (step {label['step']})"

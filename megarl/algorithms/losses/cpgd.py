@@ -12,7 +12,7 @@ from megarl.system.metrics import Metrics
 
 
 class DriftSettings(ClipSettings):
-    """The clip range, and the weight and limit of the drift."""
+    """The clip range, and the weight and limit of the term that pulls the policy back to the old policy."""
 
     drift_coef: NonNegativeFloat = Field(0.1, description="weight of the policy drift")
     drift_clip: PositiveFloat = Field(0.2, description="the drift's pull grows up to a ratio of 1 + this")

@@ -307,7 +307,7 @@ class BufferClient:
         """Name this worker, and the `awaited` reply or data, in errors raised in the block."""
         import ray
 
-        whom = f"the buffer {self.name!r}"
+        buffer = f"the buffer {self.name!r}"
         try:
             yield
         except ray.exceptions.RayTaskError as error:
@@ -316,11 +316,11 @@ class BufferClient:
             raise
         except ray.exceptions.GetTimeoutError as error:
             raise HandoverError(
-                f"{self._caller()} timed out waiting for {awaited}: {whom} did not reply for {limit_s:g} s "
+                f"{self._caller()} timed out waiting for {awaited}: {buffer} did not reply for {limit_s:g} s "
                 "(cluster.timeout_s)"
             ) from error
         except ray.exceptions.RayActorError as error:
-            raise HandoverError(f"{self._caller()}, waiting for {awaited}: {whom} is gone: {error}") from error
+            raise HandoverError(f"{self._caller()}, waiting for {awaited}: {buffer} is gone: {error}") from error
         except ray.exceptions.RayError as error:
             raise HandoverError(f"{self._caller()}: {awaited} cannot be read: {error}") from error
 

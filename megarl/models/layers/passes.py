@@ -178,7 +178,7 @@ class Preparation(Protocol):
         """Return the function x [n, in] -> x W^T + b [n, out]."""
 
     def norm(self, weight: Tensor) -> Tensor:
-        """Return the factor of a norm of layers or heads, in the decoding dtype or wider."""
+        """Return the scale of a layer norm or head norm, in the decoding dtype or wider."""
 
     def layer(self, linear: Any) -> Linear:
         """Return the function x -> y of one of the model's linear layers, LoRA adapter included."""

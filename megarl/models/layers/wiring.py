@@ -36,7 +36,7 @@ class Wiring:
     mlp_bias: bool = False
     """Whether the projections of a dense MLP have biases."""
     zero_centered: bool = False
-    """Whether the norms of layers, heads and the end store their factor minus 1."""
+    """Whether the norms of layers, heads and the end store their scale minus 1."""
 
 
 LLAMA = Wiring()

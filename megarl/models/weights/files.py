@@ -99,7 +99,7 @@ class CheckpointReader:
         self._left_out = len(stored) - len(read)
         self._place = {canonical_name(kind, name, vision=sees): (file, name) for file, name in read}
         self._cuts: dict[str, Cut] = {}
-        self._packed: dict[str, tuple[Any, Any]] = {}  # blocks and scales of each tensor in mxfp4
+        self._packed: dict[str, tuple[Any, Any]] = {}  # (blocks, scales) of each mxfp4 tensor
         if has_stacks(kind):
             self._find_packed()
         else:

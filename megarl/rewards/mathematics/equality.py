@@ -155,7 +155,8 @@ def _step(node: Node) -> Fraction | None:
 
 
 def _rounded(reference: Fraction, answer: Fraction, step: Fraction) -> bool:
-    """Return whether the decimal `answer` rounds `reference`: it is within `step` of it, and relatively near."""
+    """Return whether the decimal `answer` is a rounding of `reference`: within `step` of it and within a small relative
+    error."""
     distance = abs(reference - answer)
     return distance < step and distance <= _RELATIVE * max(abs(reference), abs(answer))
 

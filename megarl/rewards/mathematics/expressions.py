@@ -274,7 +274,7 @@ class ExpressionReader(TokenReader):
         return node
 
     def _word(self, token: Token) -> Node:
-        """Read a unit or a number in words (the longest run of words that is one), or words without a meaning."""
+        """Read a unit or a number in words (the longest run of words that is one); other words become one symbol."""
         start = self.at - 1
         for length in range(_MAX_PHRASE, 0, -1):
             run = self.tokens[start : start + length]

@@ -59,14 +59,14 @@ class Recipe:
 
     dtype: torch.dtype
     pack_rows: int = 0
-    zero_centered: bool = False  # norms store their factor minus 1
+    zero_centered: bool = False  # norms store their scale minus 1
 
     def cast(self, weight: Tensor) -> Tensor:
         """Return the weight itself, or a copy in the decoding dtype."""
         return weight.detach().to(self.dtype)
 
     def norm(self, weight: Tensor) -> Tensor:
-        """Return the factor of a norm in the decoding dtype, or in a wider one if norms are zero-centered."""
+        """Return the scale of a norm in the decoding dtype, or in a wider one if norms are zero-centered."""
         return zero_centered(weight.detach()) if self.zero_centered else self.cast(weight)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:

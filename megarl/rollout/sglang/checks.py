@@ -287,7 +287,7 @@ def _check_waiting(config: RunConfig, needed: int, checks: Checklist) -> None:
 
 
 def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
-    """Check that a server's ranks can evenly share heads and experts, and that all layers or none have experts."""
+    """Check that SGLang supports the model, and that a server's ranks can evenly share its heads and experts."""
     servers = config.rollout.sglang
     heads = f"the ranks of a server cannot evenly share the model's {facts.heads} attention heads"
     _check_divides("tp_size", servers.tp_size, facts.heads, heads, checks)

@@ -116,8 +116,9 @@ class AttentionTraits:
     whether a model has the trait; see `Attention` for the others.
 
     windows: the layers with a sliding window: `none`; `all`, if `sliding_window` is a number; `all_if_used`, if
-    `use_sliding_window` is also set; `chosen`, those of `layer_types`, by default from layer `max_window_layers` on;
-    `every_other`, those of `layer_types`, by default the first, third, ... before that layer.
+    `use_sliding_window` is also set; `chosen`, the layers that `layer_types` names, and without it all layers from
+    `max_window_layers` on; `every_other`, the layers that `layer_types` names, and without it every other layer below
+    `max_window_layers`, beginning with the first.
     """
 
     windows: Literal["none", "all", "all_if_used", "chosen", "every_other"] = "none"

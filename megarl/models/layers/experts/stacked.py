@@ -100,7 +100,7 @@ class StackedExperts(MegatronModule):
         super().__init__(config=config)
         mixture = config.mixture
         if mixture is None or mixture.clamped is None:
-            raise ValueError("stacked experts have a clamped gate")
+            raise ValueError("stacked experts need a clamped gate, but the model's `mixture` has none")
         self.experts, self._groups, self._gate = experts, pg_collection, mixture.clamped
         width = mixture.width // pg_collection.expt_tp.size()
         self.linear_fc1 = StackedLinear(config, experts, 2 * width, config.hidden_size, split=0)

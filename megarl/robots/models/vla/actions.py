@@ -67,9 +67,9 @@ class ActionTokens:
             return cls(padded - padding, config["n_action_bins"])
         except (KeyError, TypeError) as problem:
             raise ConfigError(
-                f"the rule of action tokens cannot be read: {problem}",
+                f"cannot tell which tokens are actions: {problem}",
                 where=where,
-                allowed="`text_config.vocab_size`, `pad_to_multiple_of` and `n_action_bins`",
+                allowed="a config.json with `text_config.vocab_size`, `pad_to_multiple_of` and `n_action_bins`",
             ) from None
 
     @property
