@@ -88,8 +88,13 @@ def _choose(need: int, unit: int, free: dict[str, list[int]]) -> tuple[list[int]
 def ranks_of(
     team: TeamPlan, places: Sequence[Place], *, lends: bool = False, servers: Sequence[Place] | None = None
 ) -> list[dict[str, str]]:
-    """Return torchrun's environment variables for each of a team's workers, in the order of their ranks. With `lends`
-    they leave their GPUs to their servers, whose places are `servers` (None: unknown).
+    """Return torchrun's environment variables for each of a team's workers, in the order of their ranks, and the lists
+    of the trainer's and the servers' GPUs on the worker's machine.
+
+    Args:
+        places: the places of all workers of the run.
+        lends: whether the team's workers leave their GPUs to servers; the trainer's list then lacks these GPUs.
+        servers: the places whose GPUs the team's servers take; None: the variables do not list servers' GPUs.
     """
     workers = slice(team.first, team.first + team.devices)
     # The team's own GPUs come first: colocated servers share these, and no server takes any other GPU.

@@ -40,7 +40,7 @@ DIVISOR, WEIGHT_SUM, WEIGHT_COUNT = "_update/divisor", "_update/weight_sum", "_u
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """The inputs of the response tokens of some samples, before the trained policy scores them.
+    """The loss's inputs for the response tokens of some samples, except what the policy's forward pass computes.
 
     Tensors are [N], N tokens of all samples end to end, on one device.
 

@@ -54,7 +54,9 @@ def known_keys(model_type: str) -> frozenset[str]:
 
 
 def _keys(spec: Architecture) -> frozenset[str]:
-    """Return the keys of config.json that an architecture reads, with the real names of the number of experts."""
+    """Return the keys of config.json that an architecture reads; the number of experts appears under every name that
+    config.json may have for it.
+    """
     names = spec.experts_keys
     return frozenset(spec.keys) if names is None else frozenset(spec.keys).difference({"num_experts"}).union(names)
 

@@ -21,7 +21,7 @@ def rotating(values: Mapping[str, Any]) -> list[bool]:
 
 
 def layer_types(values: Mapping[str, Any]) -> list[str]:
-    """Return the default kind of each layer: with windows, those without rotary positions have one."""
+    """Return each layer's default kind. With a sliding window, the layers without rotary positions use it."""
     count = values["num_hidden_layers"]
     windows = values["use_sliding_window"] and values["sliding_window"] is not None
     return ["full_attention" if rotates or not windows else "sliding_attention" for rotates in rotating(values)[:count]]

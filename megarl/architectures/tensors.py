@@ -63,7 +63,8 @@ class Elements:
 
 
 def elements(table: Iterable[WeightRule], size: Mapping[str, int]) -> dict[str, Elements]:
-    """Return the parameter counts of each component: per layer or per expert for components of layers or experts.
+    """Return the parameter count of each component; for one that repeats per layer or per expert, the count of a single
+    layer or expert.
 
     Args:
         table: tensors of the architecture, including its head.

@@ -460,7 +460,8 @@ def check_job(config: RunConfig, job: str, checks: Checklist) -> None:
 
 
 def _check_optim(key: str, optim: OptimConfig, steps: int, config: RunConfig, checks: Checklist) -> None:
-    # AdamW moves every weight by about the learning rate per step, whatever the gradient is.
+    # AdamW moves every weight by about the learning rate per step, whatever the gradient is, so the learning rate
+    # itself has a limit. The limit is lower for trained weights, which large steps would destroy.
     if config.model.path is None:
         trained, limit, usual = "a fresh model is", _FRESH_LR, "1e-3"
     elif config.model.lora is not None:  # the adapters' product starts at 0

@@ -42,7 +42,7 @@ _GIVEN = {
 }
 #: Metrics of a training step whose names do not depend on the recipe.
 STEP_METRICS = tuple(f"{section}/{name}" for section, names in _GIVEN.items() for name in names.split())
-#: Forms of names that depend on the recipe, its data, or what a run meets.
+#: Patterns of the other metrics' names, which depend on the recipe, its data, or events of the run.
 _FORMS = (
     *("actor/*_loss", "actor/*_coef", "actor/distillation_*", "env/*", "filter/*/kept", "perf/bottleneck/*"),
     *("reward/*", "rollout_corr/*", "srpo/distance/bin_*", "store/queue/*", "teacher/*", "team/*", "timing_s/*"),

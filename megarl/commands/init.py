@@ -179,7 +179,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the recipe and raise the problems that its dry run would have; return the exit code."""
+    """Write the recipe, then raise the errors that its dry run would report; return the exit code."""
     from megarl.artifacts.facts import model_facts
     from megarl.checks.checklist import problems_of
     from megarl.checks.rows import check_rows

@@ -229,8 +229,8 @@ class Activations:
         each = max(FULL + element if self.gpu else 3 * FULL, FULL * self.logit_copies)  # a CPU also stores exponentials
         if self.facts.wiring.logit_cap is not None:
             each += (2 if self.gpu else 1) * FULL  # the cap's slope, and on a GPU the gradient before it is rounded
-        # The weight's gradient: a float32 sum over chunks, and one chunk's part. A GPU needs no float32 sum if there
-        # are several chunks.
+        # The weight's gradient: one product, and a float32 sum over chunks of tokens. With several chunks, a GPU
+        # computes it in blocks of the vocabulary (`linear_logprob`): each writes its own rows, so there is no sum.
         summed = not self.gpu or n <= chunk or self.logit_copies > 0
         return each * logits + ((FULL if summed else 0) + element) * weight + rows
 

@@ -174,7 +174,8 @@ def teacher_states(config: RunConfig, sizes: Sizes, team: TeamPlan) -> list[Term
     size = (2 if role in team.roles else 1) * tokens * hidden * BYTES[config.model.dtype]
     setting = "algorithm.distillation.topk" if role is Role.TEACHER else "algorithm.kl.estimator"
     keys = f"{setting}, rollout.sampling.max_new_tokens, data.batch_size"
-    return [Term(f"the {role.value}'s hidden states", size, keys, 0.0)]  # responses may be short
+    # `size` is for responses of the maximum length; it has no lower bound, because responses may be short.
+    return [Term(f"the {role.value}'s hidden states", size, keys, least=0.0)]
 
 
 def compared_role(config: RunConfig) -> Role | None:
@@ -464,7 +465,7 @@ def _learning_terms(
         size = flying * sequences * most * patch_bytes(facts.encoder, BYTES[config.model.dtype], recompute=recompute)
         keys = f"{role}.engine.micro_batch_tokens, {role}.engine.recompute, data.max_pixels, data.limit_images"
         # Prompts have fewer patches than the limit, and samples of a group share theirs.
-        terms.append(Term("the vision encoder at work, at most", size, keys, 0.0))
+        terms.append(Term("the vision encoder at work, at most", size, keys, least=0.0))
     if needed.head and role == ACTOR:
         terms.append(term("logits of one chunk", needed.head, "actor.engine.logits_chunk_tokens", rough=True))
     # The length of supervised examples is not known here, so none of these bytes are certain.

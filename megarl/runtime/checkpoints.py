@@ -185,7 +185,8 @@ class Checkpoints(CheckpointPart):
 
         Checkpoints that this start does not continue are moved to another folder, the new reference moves to its final
         folder, and a model that an earlier attempt exported is no longer listed as the run's result, unless no step
-        is left to train. Call this after every check that may reject the start: before a cold start and after it.
+        is left to train. Call this after every check that may reject the start. A run with a cold start calls it twice:
+        before the cold start, and after it, when the reference exists.
         """
         refuse_if_taken(self._c.run_dir)
         self._world.barrier()  # a rank may still be reading the reference at its temporary place

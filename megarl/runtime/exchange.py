@@ -71,7 +71,7 @@ class TokenExchange:
                     f"samples of node {node.id!r} cannot be sent to other replicas: {error}",
                     where="placement.share",
                     found="tokens",
-                    allowed="columns of JSON values in samples that models are trained on",
+                    allowed="tokens if these samples have only tensors and columns of JSON values; dealt",
                     fix="list the node before nodes that start work (reward_submit), or set placement.share=dealt",
                 ) from error
 

@@ -122,7 +122,9 @@ def evaluate(c: RankState, recorder: Recorder, step: int, *, films: bool = False
 
 
 def _evaluate_pairs(c: RankState, data: PairDataset | LabelledDataset) -> float:
-    """Record metrics of held-out pairs in the step's; return the share of correctly ranked pairs over all ranks."""
+    """Add the metrics of the held-out pairs to the step's metrics; return the share of correctly ranked pairs over all
+    ranks.
+    """
     measured = Metrics()
     parts = rounds(data, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size)
     with phase(VALIDATE):

@@ -170,7 +170,8 @@ class Simulation:
             if step % self.faults.save_every == 0:
                 saved = self.env.now
             began = self._without_pushes()
-            # In order, new weights wait until the samples of the previous weights are generated.
+            # With async.order=in_order, new weights are not sent until all samples of the previous weights are
+            # generated.
             yield from rules.after_step(step)
             self._spent["samples"] += self._without_pushes() - began
             self.outcome.ends.append(self.env.now)

@@ -74,7 +74,7 @@ def bf16_products(root: Path = _ROOT) -> str | None:
 
 
 def available_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
+    """Return the number of CPU cores in this process's affinity mask, or of all cores where the system has no masks."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

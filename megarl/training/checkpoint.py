@@ -289,7 +289,8 @@ def _surplus(
     for name, engine in engines.items():
         here = engine.hf_config.vocab_size
         saved = meta.get("vocab_sizes", {}).get(name, here)  # older checkpoints lack this entry
-        if saved != here:  # the number of embedding rows is padded
+        # Their padded embeddings may have equal shapes, so the tensors do not show that the vocabularies differ.
+        if saved != here:
             lines.append(f"{name} has a vocabulary of {saved} tokens, expected {here}")
     return lines
 

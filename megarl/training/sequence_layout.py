@@ -54,7 +54,10 @@ class SequenceLayout(Protocol):
         """Return the number of columns of each row, int64 [B]."""
 
     def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
-        """Return each row's images as {digest: number of patches}, empty without images or if patches are columns."""
+        """Return {digest: number of patches} of each row's images, which count towards the size of a micro-batch.
+
+        Empty if samples have no images, or if `lengths` already counts each patch as a column.
+        """
 
     def pack(self, rows: Batch) -> PackedRows:
         """Pack these rows, at least one, end to end."""

@@ -140,7 +140,8 @@ class CheckpointReader:
                 where=str(self.folder),
                 found=f"{twice[0]} in {self._place[twice[0]][0].name} and in {file.name}",
                 allowed="one of the two",
-                fix=f"move {file.name} away if the weights were trained further, as by SimpleVLA-RL",
+                fix=f"move {file.name} away if the weights were trained further, as SimpleVLA-RL does: it is then the "
+                "older copy; otherwise download the folder again",
             )
         self.files = [*self.files, file]
         self._open[file] = SimpleNamespace(get_slice=lambda name: _LoadedSlice(tensors[name]))

@@ -92,7 +92,7 @@ class ExpressionReader(TokenReader):
                 last = self._factor()
                 factors = [last]
             elif self._starts_number() and not (isinstance(last, Apply) and last.name in _CLOSED):
-                raise UnreadError("a number follows a value without a sign between them")
+                raise UnreadError("a number follows a value without an operator between them")
             elif self._starts_factor():
                 last = self._factor()
                 factors.append(last)

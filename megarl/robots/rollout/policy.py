@@ -22,7 +22,7 @@ class PolicyCall:
 
     prompt_ids: list[int]
     observation: Observation
-    seed: int  # seed of this call, 0 <= seed < 2**63; other calls at the same time do not matter
+    seed: int  # seed, 0 <= seed < 2**63; samples depend on it, not on calls that run at the same time
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class TokenRows:
         self._rows, self._none = rows, none
 
     def reserve(self, rows: int, needed: int) -> None:
-        """Implement `Store.reserve`: all tokens are allocated."""
+        """Implement `Store.reserve`: do nothing, because memory for all tokens is allocated from the start."""
 
     def clear(self, rows: Tensor) -> None:
         """Implement `Store.clear`."""

@@ -137,7 +137,7 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _sink_gradient(chances: Tensor, dchances: Tensor, count: int, heads: int) -> Tensor:
-    """Return the gradient of the sinks [heads], whose probabilities are what is missing to 1.
+    """Return the gradient of the sinks [heads]. A sink's probability is 1 minus the sum of the keys' probabilities.
 
     Args:
         chances, dchances: probabilities of keys, and their gradients [count * groups, heads / groups * length, keys].
