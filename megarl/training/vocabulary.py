@@ -145,14 +145,16 @@ class _Divergence(torch.autograd.Function):
         for part in chunks(len(hidden), shard.chunk):
             teacher = _log_softmax(_logits(states[part], teacher_weight, shard, shard.teacher_cap), shard)
             logits = _logits(hidden[part], weight, shard, shard.cap)
+            bend = None if shard.cap is None else cap_slope(logits, shard.cap * shard.inverse_temperature)
             policy = _log_softmax(logits, shard).requires_grad_()
+            del logits  # the terms below take much memory
             with torch.enable_grad():
                 total = shard.terms(teacher, policy).sum()
             (slope,) = torch.autograd.grad(total, policy)
             everywhere = shard.group.all_reduce(slope.sum(1))
             slope = slope - policy.detach().exp() * everywhere[:, None]
-            if shard.cap is not None:
-                slope = slope * cap_slope(logits, shard.cap * shard.inverse_temperature)
+            if bend is not None:
+                slope = slope * bend
             slope = (slope * (grad[part, None] * shard.inverse_temperature)).to(weight.dtype)
             torch.mm(slope, weight, out=grad_hidden[part])
             grad_weight += torch.mm(slope.t(), hidden[part])

@@ -36,8 +36,8 @@ def logits_of(engine, batch) -> list[str]:
     """Dtypes of the logits that log-probs are made of."""
     from megarl.training import logprob
 
-    seen, reduce = set(), logprob._reduce
-    with mock.patch.object(logprob, "_reduce", lambda logits, *args: (seen.add(logits.dtype), reduce(logits, *args))):
+    seen, reduce = set(), logprob.reduce_logits
+    with mock.patch.object(logprob, "reduce_logits", lambda logits, *args: (seen.add(logits.dtype), reduce(logits, *args))):
         outputs(engine, batch)
     return sorted(map(str, seen))
 
