@@ -37,7 +37,9 @@ def logits_of(engine, batch) -> list[str]:
     from megarl.training import logprob
 
     seen, reduce = set(), logprob.reduce_logits
-    with mock.patch.object(logprob, "reduce_logits", lambda logits, *args: (seen.add(logits.dtype), reduce(logits, *args))):
+    with mock.patch.object(
+        logprob, "reduce_logits", lambda logits, *args: (seen.add(logits.dtype), reduce(logits, *args))
+    ):
         outputs(engine, batch)
     return sorted(map(str, seen))
 
