@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megarl.architectures import ARCHITECTURES
@@ -9,45 +10,80 @@ from megarl.artifacts.facts import ModelFacts
 from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megarl.config.model import ParallelConfig
     from megarl.config.run import RunConfig
 
-_KEY, _OFF = "actor.mtp", "remove actor.mtp, which keeps the draft head as it is"
+_KEY, _OFF = "actor.mtp", "remove actor.mtp"
+_KEPT = f"{_OFF}; the run then keeps the draft head as it is"
+
+
+def facts_with_draft(config: RunConfig, facts: ModelFacts) -> ModelFacts:
+    """Return the facts of the actor, with its draft head if the recipe trains the head and the model allows it."""
+    if config.actor.mtp is None or draft_model_problem(config, facts) is not None:
+        return facts
+    return replace(facts, trains_draft=True)
 
 
 def draft_problem(config: RunConfig, facts: ModelFacts) -> ConfigError | None:
     """Return the error for a draft head that cannot be trained, or None."""
-    obstacle = _of_model(config, facts) or _of_layout(config)
-    if config.actor.mtp is None or obstacle is None:
+    return draft_model_problem(config, facts) or draft_layout_problem(config, config.actor.parallel)
+
+
+def draft_model_problem(config: RunConfig, facts: ModelFacts) -> ConfigError | None:
+    """Return the error for a draft head that cannot be trained in any layout, or None."""
+    if config.actor.mtp is None:
         return None
-    problem, value, allowed = obstacle
-    return ConfigError(problem, where=_KEY, found=value, allowed=allowed, fix=_OFF)
+    obstacle = _of_model(config, facts) or _of_settings(config)
+    if obstacle is None:
+        return None
+    problem, value, allowed, fix = obstacle
+    return ConfigError(problem, where=_KEY, found=value, allowed=allowed, fix=fix)
 
 
-def _of_model(config: RunConfig, facts: ModelFacts) -> tuple[str, object, str] | None:
-    with_heads = sorted(name for name, known in ARCHITECTURES.items() if known.draft is not None)
-    if ARCHITECTURES[facts.model_type].draft is None:
-        return "models of this kind have no draft head", facts.model_type, ", ".join(with_heads)
-    if all(mixer.state_bytes(1, 1) for mixer in facts.mixers):
-        return "a draft head has softmax attention, of which this model has no layer", "only gated delta nets", "some"
-    if facts.draft_layers > 1:
-        return "only draft heads of one layer can be trained", f"{facts.draft_layers} layers", "1 layer"
-    if not config.task.writes_text or facts.encoder is not None:
-        return "the draft head of a model that reads images cannot be trained", facts.model_type, "model.vision=false"
-    if config.trains_reward_model:
-        return "a reward model has no draft head", config.algorithm.pipeline, "training of a policy"
+def draft_layout_problem(config: RunConfig, parallel: ParallelConfig) -> ConfigError | None:
+    """Return the error for a draft head that cannot be trained in the layout `parallel` of the actor, or None."""
+    if config.actor.mtp is None:
+        return None
+    obstacles = {
+        "pp": "a draft head needs the embedding and the last hidden states on one pipeline stage",
+        "cp": "a draft head needs the token after a rank's last one, which is on another context-parallel rank",
+    }
+    for size, problem in obstacles.items():
+        if (ranks := getattr(parallel, size)) > 1:
+            key = f"actor.parallel.{size}"
+            fix = f"set {key}=1, or {_OFF}"
+            return ConfigError(problem, where=key, found=ranks, allowed="1 with actor.mtp", fix=fix)
     return None
 
 
-def _of_layout(config: RunConfig) -> tuple[str, object, str] | None:
-    model, parallel = config.model, config.actor.parallel
+def _of_model(config: RunConfig, facts: ModelFacts) -> tuple[str, object, str, str] | None:
+    kind = facts.model_type
+    if not config.task.writes_text:
+        return "only the draft head of a model that writes text can be trained", kind, "a language model", _OFF
+    if ARCHITECTURES[kind].draft is None:
+        with_heads = sorted(name for name, known in ARCHITECTURES.items() if known.draft is not None)
+        return "models of this kind have no draft head", kind, ", ".join(with_heads), _OFF
+    if all(mixer.state_bytes(1, 1) for mixer in facts.mixers):
+        problem = "a draft head has softmax attention, of which this model has no layer"
+        return problem, "layers without softmax attention only", "at least one layer of softmax attention", _KEPT
+    if facts.draft_layers > 1:
+        problem = "only draft heads of one layer can be trained"
+        return problem, f"{facts.draft_layers} layers", "1 layer", _KEPT
+    if facts.encoder is not None:
+        problem = "the draft head of a model that reads images cannot be trained"
+        return problem, kind, "a model without its vision encoder", f"set model.vision=false, or {_OFF}"
+    if config.trains_reward_model:
+        return "a reward model has no draft head", config.algorithm.pipeline, "a pipeline that trains a policy", _OFF
+    return None
+
+
+def _of_settings(config: RunConfig) -> tuple[str, object, str, str] | None:
+    model = config.model
     if model.lora is not None:
-        return "adapters freeze all other weights, so a draft head cannot be trained", "model.lora", "model.lora=null"
+        problem = "adapters freeze all other weights, so a draft head cannot be trained"
+        return problem, "model.lora", "model.lora=null", f"set model.lora=null, or {_OFF}"
     if "language_model" in model.freeze:
-        return "the draft head is a part of the frozen language_model", model.freeze, "model.freeze=[]"
-    if parallel.pp > 1:
-        reason = "a draft head needs the embedding and the last hidden states on one pipeline stage"
-        return reason, f"actor.parallel.pp={parallel.pp}", "pp=1"
-    if parallel.cp > 1:
-        reason = "the token after a rank's last one is on another context-parallel rank"
-        return reason, f"actor.parallel.cp={parallel.cp}", "cp=1"
+        problem = "the draft head is a part of the frozen language_model"
+        allowed = "model.freeze without language_model"
+        return problem, f"model.freeze={model.freeze}", allowed, f"remove language_model from model.freeze, or {_OFF}"
     return None

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megarl.artifacts.checkpoint_files import read_config, split_draft, weight_files
 from megarl.artifacts.draft_training import draft_problem
 from megarl.artifacts.facts import ModelFacts, local_folder
 from megarl.checks.checklist import Checklist
 from megarl.checks.weights import read_header
 from megarl.config.run import RunConfig
-
-
-def facts_with_draft(config: RunConfig, facts: ModelFacts | None) -> ModelFacts | None:
-    """Return the facts of the actor, with its draft head if the run trains the head; None: they are not known."""
-    if facts is None or config.actor.mtp is None or draft_problem(config, facts) is not None:
-        return facts
-    return replace(facts, trains_draft=True)
 
 
 def check_mtp(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:

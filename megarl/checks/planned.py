@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.artifacts.draft_training import draft_model_problem, draft_problem
 from megarl.checks.checklist import Checklist
 from megarl.checks.layout import check_cluster, check_layouts
 from megarl.checks.lent import check_lent
@@ -13,6 +14,7 @@ from megarl.dag.graph import TaskGraph
 from megarl.dag.placement import place
 from megarl.dag.stage import Role
 from megarl.launchers.bundles import lends
+from megarl.planning.shards import known_sizes
 from megarl.planning.step import model_sizes
 from megarl.rollout.families import family_of
 from megarl.system.errors import ConfigError
@@ -22,6 +24,7 @@ def refuse_plan(config: RunConfig, graph: TaskGraph) -> None:
     """Check what a plan needs, except memory, which the plan itself reports; raise ConfigError if any check fails."""
     _refuse_pairs(config, graph)
     checks, sizes = Checklist(), model_sizes(config, graph)
+    checks.from_error(draft_problem(config, known_sizes(sizes, Role.ACTOR)))
     check_cluster(config, checks, None)
     placement = check_placement(config, graph, "train", None, checks)
     if placement is not None:
@@ -33,12 +36,13 @@ def refuse_plan(config: RunConfig, graph: TaskGraph) -> None:
 
 
 def refuse_lengths(config: RunConfig, graph: TaskGraph) -> None:
-    """Check the lengths of samples, which do not depend on the layout. Raise ConfigError if samples are longer than the
-    model's limit.
+    """Check what does not depend on the layout: the lengths of samples, and whether the model's draft head can be
+    trained if the recipe trains it. Raise ConfigError if a check fails.
     """
     _refuse_pairs(config, graph)
-    checks = Checklist()
-    check_sampling(config, model_sizes(config, graph)[Role.ACTOR], checks)
+    checks, facts = Checklist(), known_sizes(model_sizes(config, graph), Role.ACTOR)
+    checks.from_error(draft_model_problem(config, facts))
+    check_sampling(config, facts, checks)
     _raise(checks)
 
 
@@ -46,6 +50,7 @@ def refuse_simulated(config: RunConfig, graph: TaskGraph) -> None:
     """Check layouts, batches, lengths and servers, for any launcher; raise ConfigError if any fails."""
     _refuse_pairs(config, graph)
     checks, sizes, placement = Checklist(), model_sizes(config, graph), place(graph, config)
+    checks.from_error(draft_problem(config, known_sizes(sizes, Role.ACTOR)))
     check_cluster(config, checks, None)
     check_layouts(config, placement, sizes, checks)
     check_batches(config, placement, checks)

@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.artifacts.draft_training import facts_with_draft
 from megarl.artifacts.facts import ModelFacts
 from megarl.checks.asynchrony import check_async
 from megarl.checks.checklist import Check, Checklist, Roles, problems_of
@@ -31,7 +32,7 @@ from megarl.checks.kept_tokens import check_kept_tokens
 from megarl.checks.layout import check_cluster, check_layouts
 from megarl.checks.lora import check_lora
 from megarl.checks.machine import check_machine
-from megarl.checks.mtp import check_mtp, facts_with_draft
+from megarl.checks.mtp import check_mtp
 from megarl.checks.placement import check_placement, extra_models
 from megarl.checks.reward_model import check_reward_model
 from megarl.checks.routes import check_routes
@@ -109,7 +110,8 @@ def check_config(
     graph = built if isinstance(built, TaskGraph) else None
     roles = graph.roles if graph is not None else None
     others = check_other_models(config, roles if job == "train" else extra_models(config, job), facts, checks)
-    sizes = {Role.ACTOR: facts_with_draft(config, facts), Role.ROLLOUT: facts, **others}
+    actor = None if facts is None else facts_with_draft(config, facts)
+    sizes = {Role.ACTOR: actor, Role.ROLLOUT: facts, **others}
     placement = check_placement(config, graph, job, launcher, checks)
     if placement is not None:
         _check_placed(config, placement, sizes, job, checks)

@@ -89,7 +89,7 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
             read |= tensors.keys()
     names, draft = split_draft(raw, place)
     refuse_unread(names, read, sight, str(folder))
-    further = f", and {count(len(draft), 'tensor')} of its draft head, which is kept as it is" if draft else ""
+    further = f", and {count(len(draft), 'tensor')} of its draft head" if draft else ""
     return f"{len(names)} tensors in {file_names(files)}{further}"
 
 

@@ -40,7 +40,9 @@ class SpeculativeConfig(Section):
         "head; STANDALONE: a small model with the same tokens",
     )
     draft_path: str | None = Field(
-        None, description="Hugging Face folder or hub name of the draft model, which is not trained"
+        None,
+        description="Hugging Face folder or hub name of the draft model; the run trains it only "
+        "if it is the policy's own draft head (`actor.mtp`)",
     )
     steps: PositiveInt | None = Field(None, description="passes of the draft model per check; null: SGLang's choice")
     topk: PositiveInt | None = Field(None, description="branches of the draft model's tree; null: SGLang's choice")

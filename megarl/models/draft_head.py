@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
@@ -59,7 +60,11 @@ class DraftHead(MegatronModule):
             padding_mask: bool [1, t] for routers that count tokens; None: they do not.
         """
         both = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
-        states, _ = self.layer(
-            self.joint(both), attention_mask=None, packed_seq_params=packed, padding_mask=padding_mask
-        )
-        return self.final_norm(states)
+
+        def run(states: Tensor) -> Tensor:
+            states, _ = self.layer(states, attention_mask=None, packed_seq_params=packed, padding_mask=padding_mask)
+            return states
+
+        states = self.joint(both)
+        recomputes = self.config.recompute_granularity == "full" and self.training
+        return self.final_norm(tensor_parallel.checkpoint(run, False, states) if recomputes else run(states))

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from megarl.artifacts.draft_training import facts_with_draft
 from megarl.artifacts.facts import ModelFacts, known_facts, model_facts
 from megarl.artifacts.layout import makes_replicas
 from megarl.config.model import ModelConfig, ParallelConfig
@@ -48,7 +49,7 @@ def model_sizes(config: RunConfig, graph: TaskGraph) -> dict[Role, ModelFacts | 
         ConfigError: the policy's sizes are not known.
     """
     facts = known_facts(config.model, "download the model first, or describe it by model.hf_config")
-    sizes: dict[Role, ModelFacts | None] = {Role.ACTOR: facts, Role.ROLLOUT: facts}
+    sizes: dict[Role, ModelFacts | None] = {Role.ACTOR: facts_with_draft(config, facts), Role.ROLLOUT: facts}
     for role in (Role.CRITIC, Role.REFERENCE, Role.TEACHER, Role.REWARD_MODEL):
         if role in graph.roles:
             path = getattr(config, role.value).path
@@ -106,6 +107,11 @@ class StepFormulas:
         """The sizes of the policy."""
         return known_sizes(self.sizes, Role.ACTOR)
 
+    @property
+    def served(self) -> ModelFacts:
+        """The sizes of the model that generates, which has no draft head."""
+        return known_sizes(self.sizes, Role.ROLLOUT)
+
     @cached_property
     def _links(self) -> Links:
         return Links(self.hardware, self.given)
@@ -140,7 +146,7 @@ class StepFormulas:
     @cached_property
     def decoder(self) -> Decoder:
         """The engine that generates responses."""
-        config, facts = self.config, self.policy
+        config, facts = self.config, self.served
         servers = config.rollout.servers
         if servers is not None:
             return Decoder(facts, config.rollout_dtype, servers.tp_size, 1, servers.ep_size, self.hardware, self.given)
@@ -194,7 +200,7 @@ class StepFormulas:
     @cached_property
     def server_weights(self) -> float:
         """Bytes of weights on a device of a server."""
-        return server_bytes(self.config, self.policy)
+        return server_bytes(self.config, self.served)
 
     def _embedded_room(self, token: float) -> ServerRoom:
         """Return the room of embedded engines, with rows of the maximum length; `token`: a token's bytes on a rank."""
@@ -206,7 +212,7 @@ class StepFormulas:
             generation = next(moment for moment in self.memory[team.name].moments if moment.name == "generation")
             left = self.given.usable_memory * self.hardware.memory_gb * 1e9 - (held(generation.terms) - row)
             slots = max(1, min(slots, int(left / row)))
-        weights = parameter_bytes(self.policy, team.parallel, config.rollout_dtype)
+        weights = parameter_bytes(self.served, team.parallel, config.rollout_dtype)
         tokens = slots * self._longest
         ranks = decoder.tp * decoder.pp
         return ServerRoom(engines, ranks, weights, slots * row, tokens, float(slots), self._longest)
@@ -278,7 +284,7 @@ class StepFormulas:
         servers = config.rollout.servers
         if servers is None and team.name == actor.name:
             return []
-        size = self.policy.parameters * BYTES[config.rollout_dtype] / room.ranks
+        size = self.served.parameters * BYTES[config.rollout_dtype] / room.ranks
         # If a trainer replica and the servers are in one domain of fast links, all weights are sent over these links.
         near = config.rollout.colocated or self.hardware.nodes == 1
         inside = near and self._links.inside(actor.parallel.model_parallel_size)

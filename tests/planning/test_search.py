@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 
 import pytest
 
+from megarl.checks.planned import refuse_lengths, refuse_plan
 from megarl.dag.placement import place
+from megarl.dag.stage import Role
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.candidates import RECOMPUTE, Choice
 from megarl.planning.hardware import KINDS
@@ -15,11 +18,17 @@ from megarl.planning.search import Search
 from megarl.planning.step import occupied, plan_step
 from megarl.system.errors import ConfigError
 from tests.checks.conftest import check_config
+from tests.models.tiny import tiny_dict
 from tests.planning.planned import H100, TWO_CORES, read
 
 BIG = "grpo_qwen3_8b_8gpu"
 LARGEST = "grpo_qwen3_30b_a3b_32gpu"
 AHEAD = "grpo_async_qwen3_8b_32gpu"
+#: A tiny model with a draft head.
+DRAFTING = (
+    "model.path=null",
+    f"model.hf_config={json.dumps(tiny_dict('glm4_moe') | {'max_position_embeddings': 2048})}",
+)
 FOUR = replace(H100, per_node=4)
 
 
@@ -187,6 +196,28 @@ def test_whole_machines_may_draw_and_so_may_what_the_recipe_has():
 def test_weights_that_wait_for_their_turn_stay_on_the_device():
     space = search(AHEAD, "async={order: in_order, partial: false}", hardware=replace(H100, nodes=4)).space
     assert {offload for spread in space.spreads() for _, offload in space.budgets(spread)} == {False}
+
+
+def test_layouts_and_sizes_take_the_draft_head_into_account_that_a_run_trains():
+    plain, drafting = search(BIG, *DRAFTING), search(BIG, *DRAFTING, "actor.mtp={}", "actor.parallel.pp=2")
+    layouts, allowed = (
+        {repr(one): one for spread in asked.space.spreads() for one in asked.space.layouts(spread)}
+        for asked in (plain, drafting)
+    )
+    assert allowed == {key: one for key, one in layouts.items() if one.pp == one.cp == 1} != layouts
+    actor, rollout = drafting._sizes[Role.ACTOR], drafting._sizes[Role.ROLLOUT]
+    assert rollout == plain._sizes[Role.ACTOR]
+    assert actor.parameters == rollout.parameters + rollout.draft_parameters
+
+
+def test_plans_of_draft_heads_that_cannot_be_trained_are_refused():
+    config, graph, _ = read(BIG, *DRAFTING, "actor.mtp={}", "actor.parallel.pp=2")
+    refuse_lengths(config, graph)  # a search replaces the layout
+    with pytest.raises(ConfigError, match=r"set actor\.parallel\.pp=1"):
+        refuse_plan(config, graph)
+    for refuse in (refuse_plan, refuse_lengths):
+        with pytest.raises(ConfigError, match="no draft head"):
+            refuse(*read(BIG, "actor.mtp={}")[:2])
 
 
 def test_layouts_share_out_every_batch_that_a_run_trains_on():

@@ -28,7 +28,7 @@ def make_engine(folder: Path, parallel: ParallelConfig | None = None, *, mtp: bo
     return MegatronEngine(
         load_hf_config(ModelConfig(path=str(folder))),
         parallel,
-        EngineConfig(micro_batch_tokens=tokens, logits_chunk_tokens=16),
+        EngineConfig(micro_batch_tokens=tokens, logits_chunk_tokens=16, recompute=more.pop("recompute", "none")),
         OptimConfig(lr=1e-2, eps=1e-3, clip_grad=more.pop("clip", 0.0)),
         dtype=torch.float32,
         layout=more.pop("layout", None) or layout_for(parallel),
@@ -94,6 +94,18 @@ def test_the_policy_trains_bit_for_bit_as_without_the_head(alone, tmp_path):
     (plain, weights), (drafted, more) = results
     assert more.items() >= weights.items()
     assert all(found.items() >= wanted.items() for found, wanted in zip(drafted, plain, strict=True))
+
+
+def test_full_recomputation_covers_the_head_and_changes_no_value(alone, tmp_path):
+    DraftOracle("glm4_moe").save(tmp_path)
+    results = []
+    for recompute, passes in (("none", 1), ("full", 2)):
+        engine, calls = make_engine(tmp_path, recompute=recompute, tokens=10_000), []
+        engine.chunks[0].draft.layer.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        metrics = engine.train_step(make_batch(), cases.loss_fn).result()
+        assert len(calls) == passes
+        results.append((metrics, {name: cases.digest(p) for name, p in engine.chunks[0].named_parameters()}))
+    assert results[0] == results[1]
 
 
 def test_an_export_has_the_trained_head_and_what_repeats_the_model(alone, tmp_path):

@@ -35,7 +35,7 @@ TWO = [
     ("dense", {"cp": 2}, {"recompute": "full"}),
     ("latent", {"pp": 2}, {"distributed_optimizer": False, "recompute": "selective"}),
     ("moe", {"cp": 2}, {"recompute": "selective"}),
-    ("drafting", {"tp": 2, "sp": True, "ep": 2}, {}),
+    ("drafting", {"tp": 2, "sp": True, "ep": 2}, {"recompute": "full"}),
     ("drafting", {}, {"overlap_grad_reduce": True}),
     ("drafting latent", {"tp": 2}, {}),
     ("wide", {"tp": 2, "sp": True}, {}),
