@@ -24,7 +24,7 @@ def refuse_plan(config: RunConfig, graph: TaskGraph) -> None:
     """Check what a plan needs, except memory, which the plan itself reports; raise ConfigError if any check fails."""
     _refuse_pairs(config, graph)
     checks, sizes = Checklist(), model_sizes(config, graph)
-    checks.from_error(draft_problem(config, known_sizes(sizes, Role.ACTOR)))
+    checks.of("actor").from_error(draft_problem(config, known_sizes(sizes, Role.ACTOR)))
     check_cluster(config, checks, None)
     placement = check_placement(config, graph, "train", None, checks)
     if placement is not None:
@@ -41,7 +41,7 @@ def refuse_lengths(config: RunConfig, graph: TaskGraph) -> None:
     """
     _refuse_pairs(config, graph)
     checks, facts = Checklist(), known_sizes(model_sizes(config, graph), Role.ACTOR)
-    checks.from_error(draft_model_problem(config, facts))
+    checks.of("actor").from_error(draft_model_problem(config, facts))
     check_sampling(config, facts, checks)
     _raise(checks)
 
@@ -50,7 +50,7 @@ def refuse_simulated(config: RunConfig, graph: TaskGraph) -> None:
     """Check layouts, batches, lengths and servers, for any launcher; raise ConfigError if any fails."""
     _refuse_pairs(config, graph)
     checks, sizes, placement = Checklist(), model_sizes(config, graph), place(graph, config)
-    checks.from_error(draft_problem(config, known_sizes(sizes, Role.ACTOR)))
+    checks.of("actor").from_error(draft_problem(config, known_sizes(sizes, Role.ACTOR)))
     check_cluster(config, checks, None)
     check_layouts(config, placement, sizes, checks)
     check_batches(config, placement, checks)
