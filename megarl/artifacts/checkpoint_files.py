@@ -22,6 +22,9 @@ _NAMED = 5  # maximum number of tensors that a message lists
 #: RoPE's frequencies, which older versions of transformers saved; they follow from config.json.
 _COMPUTED = ".rotary_emb.inv_freq"
 _SCALES = "_scale_inv"
+_OWN_EMBEDDINGS = "mtp_use_dedicated_embeddings"
+#: Ends of the names of tensors with which a draft head repeats the model's embedding and vocabulary head.
+REPEATED_EMBEDDINGS, REPEATED_HEAD = ".embed_tokens.weight", ".shared_head.head.weight"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -142,6 +145,47 @@ def split_draft(raw: Mapping[str, Any], names: Iterable[str]) -> tuple[list[str]
         [name for name, layer in places.items() if layer is None],
         {name: layer for name, layer in places.items() if layer is not None},
     )
+
+
+def refuse_own_embeddings(raw: Mapping[str, Any], where: str) -> None:
+    """Raise an error if a model to be trained with its draft head has a second embedding for this head.
+
+    Args:
+        raw: the model's config.json, which `where` names.
+    """
+    settings = raw.get("text_config") or raw
+    if settings.get(_OWN_EMBEDDINGS):
+        raise ConfigError(
+            "a draft head with its own embedding cannot be trained: megarl computes it with the policy's embedding",
+            where=f"{where}: {_OWN_EMBEDDINGS}",
+            found=True,
+            allowed="false with actor.mtp",
+            fix="remove actor.mtp, which keeps the draft head as it is",
+        )
+
+
+def refuse_unread_draft(names: Iterable[str], read: Collection[str], where: str) -> None:
+    """Raise an error if a draft head to be trained has tensors that training would drop.
+
+    Args:
+        names: names of the head's tensors in the checkpoint.
+        read: names of the tensors that the model with its head uses.
+        where: the checkpoint's folder.
+    """
+    repeats = (REPEATED_EMBEDDINGS, REPEATED_HEAD, _COMPUTED)
+    unread = [
+        name
+        for name in sorted(set(names) - set(read))
+        if not name.removesuffix(_SCALES).endswith(repeats) and name.removesuffix(_SCALES) not in read
+    ]
+    if unread:
+        raise ConfigError(
+            f"the checkpoint's draft head has {count(len(unread), 'tensor')} that its training would drop",
+            where=where,
+            found=", ".join(unread[:_NAMED]) + (", ..." if len(unread) > _NAMED else ""),
+            allowed="with actor.mtp, the tensors of a draft head with one layer of the model's kind",
+            fix="remove actor.mtp, which keeps the draft head as it is",
+        )
 
 
 def refuse_unread(names: Iterable[str], read: Collection[str], sight: VisionShape | None, where: str) -> None:

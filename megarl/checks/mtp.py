@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.artifacts.checkpoint_files import read_config, split_draft, weight_files
+from megarl.artifacts.checkpoint_files import read_config, refuse_own_embeddings, split_draft, weight_files
 from megarl.artifacts.draft_training import draft_problem
 from megarl.artifacts.facts import ModelFacts, local_folder
 from megarl.checks.checklist import Checklist
@@ -23,6 +23,7 @@ def check_mtp(config: RunConfig, facts: ModelFacts | None, checks: Checklist) ->
         return
     raw = read_config(folder)
     with checks.recorded():
+        refuse_own_embeddings(raw, str(folder / "config.json"))
         if not split_draft(raw, [name for file in weight_files(folder, raw) for name in read_header(file)])[1]:
             checks.fail(
                 "actor.mtp",

@@ -325,11 +325,11 @@ class MegatronEngine:
         `unit` consecutive samples are in the same micro-batch.
 
         Returns:
-            The metrics of all ranks merged, and `<name>/grad_norm` (before clipping) and `<name>/lr`; equal on all
-            ranks.
+            The metrics of all ranks merged, `<name>/grad_norm` (before clipping), `<name>/lr` and, with a draft
+            head, `<name>/mtp_grad_norm`; equal on all ranks.
 
         Raises:
-            NonFiniteError: the loss or the gradient norm is not finite; no parameter has changed.
+            NonFiniteError: the loss or a gradient norm is not finite; no parameter has changed.
         """
         return self._step(batch, loss_fn, self._log_probs(temperature), divisor, targets, unit)
 
@@ -379,9 +379,9 @@ class MegatronEngine:
         if divisor is not None:
             self._divide_gradients(divisor(metrics))
         with phase("optimizer"):
-            norm, rate = self._update(batch, groups, [loss for loss, _ in results])
-        metrics.mean(f"{self.name}/grad_norm", norm, 1)
-        metrics.mean(f"{self.name}/lr", rate, 1)
+            numbers = self._update(batch, groups, [loss for loss, _ in results])
+        for name, number in numbers.items():
+            metrics.mean(f"{self.name}/{name}", number, 1)
         return metrics
 
     @functools.cached_property
@@ -425,15 +425,16 @@ class MegatronEngine:
 
         return loss
 
-    def _update(self, batch: Batch, groups: list[list[int]], losses: list[Tensor]) -> tuple[float, float]:
-        """Check, clip and apply the gradients; return the gradient norm and the learning rate."""
+    def _update(self, batch: Batch, groups: list[list[int]], losses: list[Tensor]) -> dict[str, float]:
+        """Check, clip and apply the gradients; return the gradient norms and the learning rate by name."""
         optim = self._optim_settings()
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
+        draft_norm = None if self._draft_loss is None else optimizer.draft_grad_norm(self.optimizer)
         ids = batch["sample_id"] if "sample_id" in batch else list(map(str, range(len(batch))))
         names = [[str(ids[sample]) for sample in group] for group in groups][: len(losses)]
-        check_finite(losses, names, norm, self.chunks, self.step, self.layout.world)
-        optimizer.clip(self.optimizer, norm, optim.clip_grad)
+        check_finite(losses, names, norm, self.chunks, self.step, self.layout.world, draft_norm)
+        optimizer.clip(self.optimizer, norm, optim.clip_grad, draft_norm)
         rate = optimizer.learning_rate(optim, self.step, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -441,7 +442,8 @@ class MegatronEngine:
         layout = self.layout
         update_corrections(self._routers, optim.expert_bias_rate, (layout.dp_group, layout.cp_group, layout.tp_group))
         self.step += 1
-        return norm, rate
+        numbers = {"grad_norm": norm, "lr": rate}
+        return numbers if draft_norm is None else {**numbers, "mtp_grad_norm": draft_norm}
 
     def _merge(self, metrics: Metrics, results: list[tuple[Tensor, Metrics]]) -> Metrics:
         """Merge the metrics of all micro-batches and data-parallel ranks, on every rank."""

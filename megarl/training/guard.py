@@ -28,8 +28,9 @@ def check_finite(
     chunks: Sequence[torch.nn.Module],
     step: int,
     world: WorkerGroup,
+    draft_norm: float | None = None,
 ) -> None:
-    """Raise on every rank if the gradient norm or the loss of any rank is not finite. Collective over `world`.
+    """Raise on every rank if a gradient norm or the loss of any rank is not finite. Collective over `world`.
 
     Args:
         losses: scalar loss of each micro-batch that this rank computed.
@@ -38,21 +39,23 @@ def check_finite(
         chunks: model chunks whose parameters carry `main_grad`.
         step: optimizer step, for the message.
         world: all ranks of the engine.
+        draft_norm: global gradient norm of the draft head, which `grad_norm` leaves out; None: no head is trained.
 
     Raises:
         NonFiniteError: lists each rank's samples and parameters with such numbers.
     """
     finite = torch.stack(list(losses)).isfinite().tolist() if losses else []
-    bad = not all(finite) or not math.isfinite(grad_norm)
+    bad = not all(finite) or not math.isfinite(grad_norm) or not math.isfinite(draft_norm or 0.0)
     if not world.all_reduce(torch.tensor(float(bad), device=device()), "max").item():
         return
     report = {
         "samples": [name for ok, names in zip(finite, samples, strict=True) if not ok for name in names][:_SHOWN],
         "parameters": _bad_gradients(chunks),
     }
+    norms = f"gradient norm {grad_norm}" + ("" if draft_norm is None else f", of the draft head {draft_norm}")
     lines = [
         f"loss or gradient is not finite at optimizer step {step} in phase {tracing.current()} "
-        f"(gradient norm {grad_norm}); no parameter was changed"
+        f"({norms}); no parameter was changed"
     ]
     for rank, entry in enumerate(world.all_gather_json(report)):
         if entry["samples"]:

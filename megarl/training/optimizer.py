@@ -25,7 +25,8 @@ from megatron.core.optimizer import (  # noqa: E402
     get_megatron_optimizer,
 )
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig  # noqa: E402
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # noqa: E402
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32  # noqa: E402
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -137,8 +138,43 @@ def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return [part for part in chain if not part.is_stub_optimizer]
 
 
-def clip(optimizer: MegatronOptimizer, norm: float, limit: float) -> None:
-    """Scale the ready gradients so that their global norm, now `norm`, is at most `limit`; 0: no clipping."""
-    if limit > 0:
-        for part in parts(optimizer):
-            clip_grad_by_total_norm_fp32(part.get_parameters(), limit, norm, holds_masters(part))
+def draft_grad_norm(optimizer: MegatronOptimizer) -> float:
+    """Return the global norm of the draft head's ready gradients, which Megatron's own norm leaves out. Collective over
+    all ranks of the engine.
+
+    The parameters of the head are the only ones marked `shared`: Megatron marks tied embeddings of several pipeline
+    stages, and a draft head needs a single stage.
+    """
+    total = 0.0
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        attribute = "decoupled_grad" if holds_masters(part) else "grad"
+        gradients = [
+            gradient
+            for parameter in part.get_parameters()
+            if _is_draft(parameter)
+            and param_is_not_tensor_parallel_duplicate(parameter, getattr(part, "tp_group", None))
+            and (gradient := getattr(parameter, attribute, None)) is not None
+        ]
+        group = part.get_grad_stats_parallel_group()
+        total += get_grad_norm_fp32(gradients, grad_stats_parallel_group=group) ** 2
+    return math.sqrt(total)
+
+
+def clip(optimizer: MegatronOptimizer, norm: float, limit: float, draft_norm: float | None = None) -> None:
+    """Scale the ready gradients so that their global norm, now `norm`, is at most `limit`; 0: no clipping.
+
+    The gradients of a draft head, whose norm is `draft_norm`, are scaled separately to the same limit.
+    """
+    if limit <= 0:
+        return
+    for part in parts(optimizer):
+        parameters = part.get_parameters()
+        if draft_norm is not None:
+            draft = [parameter for parameter in parameters if _is_draft(parameter)]
+            clip_grad_by_total_norm_fp32(draft, limit, draft_norm, holds_masters(part))
+            parameters = [parameter for parameter in parameters if not _is_draft(parameter)]
+        clip_grad_by_total_norm_fp32(parameters, limit, norm, holds_masters(part))
+
+
+def _is_draft(parameter: torch.Tensor) -> bool:
+    return getattr(parameter, "shared", False)

@@ -12,6 +12,7 @@ import pytest
 from megarl.checks.recipe import check_config
 from megarl.config.load import load_config
 from megarl.config.rollout import RolloutConfig
+from megarl.config.run import RunConfig
 from megarl.config.sync import SyncConfig
 from megarl.rollout.sglang import checks as server_checks
 from megarl.rollout.sglang import server_places
@@ -461,3 +462,13 @@ def test_what_a_server_on_two_machines_cannot_do_is_refused(failures, on, overri
     found = {check.key: check for check in failures(*on, *NODES, override)}
     said = str(found[key].problem())
     assert [word for word in words if word not in said] == [], said
+
+
+@pytest.mark.parametrize(("path", "same"), [("model", True), ("./model", True), ("other", False), (None, False)])
+def test_a_draft_in_the_policys_folder_is_its_own(monkeypatch, tmp_path, path, same) -> None:
+    for name in ("model", "other"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    rollout = {"sglang": {"speculative": {"algorithm": "EAGLE", "draft_path": path}}}
+    config = RunConfig(name="case", model={"path": str(tmp_path / "model")}, actor={"mtp": {}}, rollout=rollout)
+    assert server_checks.serves_own_draft(config) == same

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megarl.commands.convert import convert
 from megarl.config.model import ModelConfig
 from megarl.config.run import RunConfig
 from megarl.models.weights import export_weights
+from megarl.models.weights.draft import KeptDraft
 from tests.dist import single_process, world
 from tests.models.draft_oracle import AFTER, DraftOracle
 from tests.models.tiny import build_tiny, tiny_dict
@@ -86,3 +88,8 @@ def test_without_the_files_an_export_has_no_head_and_a_warning(tmp_path):
         )
     assert json.loads((tmp_path / "out/config.json").read_text())["num_nextn_predict_layers"] == 0
     assert not [name for name in load_file(tmp_path / "out/model.safetensors") if name.startswith("model.layers.4.")]
+
+
+def test_experts_are_in_the_order_of_their_numbers():
+    names = [f"model.layers.4.mlp.experts.{number}.up_proj.weight" for number in range(12)]
+    assert KeptDraft.of(SimpleNamespace(draft=dict.fromkeys(reversed(names), 0))).names == tuple(names)

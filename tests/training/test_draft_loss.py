@@ -13,6 +13,8 @@ from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.training import EngineConfig, MtpConfig, OptimConfig
 from megarl.models.config import load_hf_config
 from megarl.models.weights import export_weights, iter_hf_tensors, load_weights
+from megarl.system.errors import ConfigError
+from megarl.training.guard import NonFiniteError
 from tests.dist import layout_for
 from tests.models.draft_oracle import AFTER, APART, DraftOracle
 from tests.training import cases
@@ -28,7 +30,11 @@ def make_engine(folder: Path, parallel: ParallelConfig | None = None, *, mtp: bo
     return MegatronEngine(
         load_hf_config(ModelConfig(path=str(folder))),
         parallel,
+<<<<<<< HEAD
         EngineConfig(micro_batch_tokens=tokens, logits_chunk_tokens=16, recompute=more.pop("recompute", "none")),
+=======
+        EngineConfig(micro_batch_tokens=tokens, logits_chunk_tokens=16, distributed_optimizer=more.pop("shards", True)),
+>>>>>>> 7fab1973 (The draft head's own gradient norm is checked, clipped and logged; draft tensors that training would drop are refused)
         OptimConfig(lr=1e-2, eps=1e-3, clip_grad=more.pop("clip", 0.0)),
         dtype=torch.float32,
         layout=more.pop("layout", None) or layout_for(parallel),
@@ -96,6 +102,7 @@ def test_the_policy_trains_bit_for_bit_as_without_the_head(alone, tmp_path):
     assert all(found.items() >= wanted.items() for found, wanted in zip(drafted, plain, strict=True))
 
 
+<<<<<<< HEAD
 def test_full_recomputation_covers_the_head_and_changes_no_value(alone, tmp_path):
     DraftOracle("glm4_moe").save(tmp_path)
     results = []
@@ -106,6 +113,61 @@ def test_full_recomputation_covers_the_head_and_changes_no_value(alone, tmp_path
         assert len(calls) == passes
         results.append((metrics, {name: cases.digest(p) for name, p in engine.chunks[0].named_parameters()}))
     assert results[0] == results[1]
+=======
+@pytest.mark.parametrize("shards", [True, False])
+def test_a_gradient_of_the_head_that_is_not_finite_stops_the_step(alone, shards, tmp_path):
+    DraftOracle("glm4_moe").save(tmp_path)
+    engine = make_engine(tmp_path, shards=shards)
+    engine.train_step(make_batch(), cases.loss_fn)
+    before = {name: cases.digest(p) for name, p in engine.chunks[0].named_parameters()}
+    engine.chunks[0].draft.joint.weight.register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(NonFiniteError, match=r"of the draft head nan(.|\n)*gradient of draft\.joint\.weight"):
+        engine.train_step(make_batch(), cases.loss_fn)
+    assert before == {name: cases.digest(p) for name, p in engine.chunks[0].named_parameters()}
+    assert engine.step == 1
+
+
+@pytest.mark.parametrize("shards", [True, False])
+def test_the_head_is_clipped_by_its_own_norm(alone, shards, tmp_path):
+    DraftOracle("glm4_moe").save(tmp_path)
+    norms = {}
+    for clip in (0.0, 0.01):
+        engine = make_engine(tmp_path, shards=shards, clip=clip)
+        reported = engine.train_step(make_batch(), cases.loss_fn).result()["actor/mtp_grad_norm"]
+        left = torch.stack([p.main_grad.norm() for p in engine.chunks[0].draft.parameters()]).norm().item()
+        norms[clip] = (reported, left)
+    assert norms[0.0][0] == pytest.approx(norms[0.0][1], rel=1e-5)
+    assert norms[0.01] == pytest.approx((norms[0.0][0], 0.01), rel=1e-4)
+
+
+def test_a_head_with_its_own_embedding_is_refused(alone, tmp_path):
+    DraftOracle("qwen3_5_text").save(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"mtp_use_dedicated_embeddings": True}))
+    with pytest.raises(ConfigError, match="its own embedding cannot be trained"):
+        make_engine(tmp_path)
+    make_engine(tmp_path, mtp=False)
+
+
+def test_tensors_of_the_head_that_training_would_drop_are_refused(alone, tmp_path):
+    DraftOracle("glm4_moe").save(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.4.gate.weight": torch.zeros(2)}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"1 tensor that its training would drop(.|\n)*model\.layers\.4\.gate"):
+        make_engine(tmp_path)
+    make_engine(tmp_path, mtp=False)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(file.read_bytes()[:100])])
+def test_an_export_without_the_first_files_has_the_head_and_a_warning(alone, damage, tmp_path):
+    DraftOracle("glm4_moe").save(tmp_path / "model")
+    engine = make_engine(tmp_path / "model")
+    damage(tmp_path / "model/model.safetensors")
+    more = {"source": tmp_path / "model", "keep_draft": True}
+    with pytest.warns(UserWarning, match="may lack its copies of the embedding"):
+        export_weights(engine.chunks, tmp_path / "out", engine.hf_config, world=engine.layout.world, **more)
+    assert "model.layers.4.eh_proj.weight" in load_file(tmp_path / "out/model.safetensors")
+>>>>>>> 7fab1973 (The draft head's own gradient norm is checked, clipped and logged; draft tensors that training would drop are refused)
 
 
 def test_an_export_has_the_trained_head_and_what_repeats_the_model(alone, tmp_path):

@@ -131,7 +131,7 @@ def _compare(case: tuple, reference: dict) -> dict[str, float]:
         key: (rows.values - want["before"][key][begin:end]).abs().max().item() if mine else 0.0
         for key, rows in got["before"].items()
     }
-    drafts = ["actor/mtp_loss"] if name.startswith("drafting") else []
+    drafts = ["actor/mtp_loss", "actor/mtp_grad_norm"] if name.startswith("drafting") else []
     for key in ("loss", next(iter(got["before"])), "actor/grad_norm", "actor/lr", "samples", *drafts):
         pairs = zip(got["steps"], want["steps"], strict=True)
         errors[f"step {key}"] = max(abs(a[key] - b[key]) / max(abs(b[key]), 1.0) for a, b in pairs)

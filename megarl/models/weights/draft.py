@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.tensors import EMBEDDINGS, HEAD
+from megarl.artifacts.checkpoint_files import REPEATED_EMBEDDINGS, REPEATED_HEAD
 from megarl.artifacts.facts import local_folder
 from megarl.models.hf import encoder_of
 from megarl.models.weights.files import CheckpointReader
@@ -36,7 +38,7 @@ class KeptDraft:
         """Return the draft head of a checkpoint; None if it has none."""
         if reader is None or not reader.draft:
             return None
-        return cls(reader, tuple(sorted(name for name in reader.draft if not name.endswith(_SCALES))))
+        return cls(reader, tuple(sorted((name for name in reader.draft if not name.endswith(_SCALES)), key=_numbered)))
 
     @property
     def layers(self) -> int:
@@ -72,35 +74,45 @@ def find_draft(hf: PretrainedConfig, source: str | Path | None) -> KeptDraft | N
     known = ARCHITECTURES.get(hf.model_type)
     if known is None or known.draft is None:
         return None
-    folder = None if source is None else local_folder(str(source))
-    if folder is None or not CheckpointReader.has_weights(folder):
-        if source is not None:
-            _warn_lost(str(source), "its weights are not on this machine")
-        return None
-    try:
-        return KeptDraft.of(CheckpointReader(folder, vision=encoder_of(hf) is not None))
-    except (ConfigError, OSError) as error:
-        _warn_lost(str(source), str(error))
-        return None
+    return KeptDraft.of(_open(hf, source, "the export has no draft head"))
 
 
 def repeated_tensors(hf: PretrainedConfig, source: str | Path | None) -> dict[str, list[str]]:
     """Return the tensors with which the draft head in the files at `source` repeats the embedding and the vocabulary
-    head, by the name of what they repeat: some engines read them. Empty if the files are not on this machine."""
-    folder = None if source is None else local_folder(str(source))
-    if folder is None or not CheckpointReader.has_weights(folder):
-        return {}
+    head, by the name of what they repeat: some engines read them. Empty, with a warning, if the files are no longer on
+    this machine."""
+    reader = _open(hf, source, "the export's draft head may lack its copies of the embedding and the vocabulary head")
     head = EMBEDDINGS if hf.tie_word_embeddings else HEAD
-    names = sorted(CheckpointReader(folder, vision=encoder_of(hf) is not None).draft)
     repeats: dict[str, list[str]] = {}
-    for end, of in ((".embed_tokens.weight", EMBEDDINGS), (".shared_head.head.weight", head)):
+    for end, of in ((REPEATED_EMBEDDINGS, EMBEDDINGS), (REPEATED_HEAD, head)):
+        names = () if reader is None else sorted(reader.draft)
         repeats.setdefault(of, []).extend(name for name in names if name.endswith(end))
     return repeats
 
 
-def _warn_lost(source: str, why: str) -> None:
+def _open(hf: PretrainedConfig, source: str | Path | None, loss: str) -> CheckpointReader | None:
+    """Return a reader of the model's files at `source`, or None; a warning names the `loss` if they cannot be read."""
+    if source is None:
+        return None
+    folder = local_folder(str(source))
+    if folder is None or not CheckpointReader.has_weights(folder):
+        _warn_lost(loss, str(source), "its weights are not on this machine")
+        return None
+    try:
+        return CheckpointReader(folder, vision=encoder_of(hf) is not None)
+    except (ConfigError, OSError, ValueError) as error:  # ValueError: a config.json that is not JSON
+        _warn_lost(loss, str(source), str(error))
+        return None
+
+
+def _warn_lost(loss: str, source: str, why: str) -> None:
     warnings.warn(
-        f"the export has no draft head, because model.path={source} cannot be read: {why}. Put its files back, and "
-        "export a checkpoint of the run again with `megarl convert` if the model is to have its draft head",
-        stacklevel=3,
+        f"{loss}, because model.path={source} cannot be read: {why}. Put its files back, and export a checkpoint of "
+        "the run again with `megarl convert` if the model is to have a complete draft head",
+        stacklevel=4,
     )
+
+
+def _numbered(name: str) -> list[str | int]:
+    """Return a sort key by which expert 2 precedes expert 10."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]

@@ -14,6 +14,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from megarl.architectures.adapters import MODULE, is_adapter
+from megarl.artifacts.checkpoint_files import read_config, refuse_own_embeddings, refuse_unread_draft
 from megarl.models.hf import encoder_of, vision_of, wiring_of
 from megarl.models.layers.rules import TensorRegion
 from megarl.models.policy import PolicyModel
@@ -120,6 +121,9 @@ def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
             allowed="files with the tensors of multi-token prediction",
             fix="use files with them, or remove actor.mtp",
         )
+    if chunks[0].weight_table.has_draft:
+        refuse_own_embeddings(read_config(reader.folder), str(reader.folder / "config.json"))
+        refuse_unread_draft(reader.draft, wanted, str(reader.folder))
     reader.check(wanted, vision_of(hf))
 
     def read(name: str, region: TensorRegion) -> Tensor:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.vision_language import VisionEncoder
-from megarl.artifacts.facts import ModelFacts
+from megarl.artifacts.facts import ModelFacts, local_folder
 from megarl.artifacts.layout import divisors
 from megarl.config.rollout import HeldOutSamplingConfig, SamplingConfig
 from megarl.config.run import RunConfig
@@ -392,9 +392,13 @@ def _check_fp8(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
 def serves_own_draft(config: RunConfig) -> bool:
     """Return whether the servers' draft model is the policy's own draft head, and the run trains it."""
     draft = config.rollout.sglang.speculative
-    if draft is None or config.actor.mtp is None:
+    if draft is None or config.actor.mtp is None or draft.algorithm != "EAGLE":
         return False
-    return draft.algorithm == "EAGLE" and draft.draft_path == config.model.path
+    paths = (draft.draft_path, config.model.path)
+    if None in paths or paths[0] == paths[1]:
+        return None not in paths
+    folders = [local_folder(path) for path in paths if path is not None]
+    return None not in folders and len({folder.resolve() for folder in folders if folder is not None}) == 1
 
 
 def _check_speculative(config: RunConfig, checks: Checklist) -> None:
