@@ -394,11 +394,13 @@ def serves_own_draft(config: RunConfig) -> bool:
     draft = config.rollout.sglang.speculative
     if draft is None or config.actor.mtp is None or draft.algorithm != "EAGLE":
         return False
-    paths = (draft.draft_path, config.model.path)
-    if None in paths or paths[0] == paths[1]:
-        return None not in paths
-    folders = [local_folder(path) for path in paths if path is not None]
-    return None not in folders and len({folder.resolve() for folder in folders if folder is not None}) == 1
+    draft_path, path = draft.draft_path, config.model.path
+    if draft_path is None or path is None:
+        return False
+    draft_folder, folder = local_folder(draft_path), local_folder(path)
+    if draft_folder is None or folder is None:
+        return draft_path == path
+    return draft_folder.resolve() == folder.resolve()
 
 
 def _check_speculative(config: RunConfig, checks: Checklist) -> None:
