@@ -38,7 +38,10 @@ class KeptDraft:
         """Return the draft head of a checkpoint; None if it has none."""
         if reader is None or not reader.draft:
             return None
-        return cls(reader, tuple(sorted((name for name in reader.draft if not name.endswith(_SCALES)), key=_numbered)))
+        names = [name for name in reader.draft if not name.endswith(_SCALES)]
+        # Numbers are compared as numbers: expert 2 precedes expert 10.
+        names.sort(key=lambda name: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)])
+        return cls(reader, tuple(names))
 
     @property
     def layers(self) -> int:
@@ -111,8 +114,3 @@ def _warn_lost(loss: str, source: str, why: str) -> None:
         "the run again with `megarl convert` if the model is to have a complete draft head",
         stacklevel=4,
     )
-
-
-def _numbered(name: str) -> list[str | int]:
-    """Return a sort key by which expert 2 precedes expert 10."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
