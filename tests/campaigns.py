@@ -4,13 +4,16 @@
 
 marks a test, or with `pytest.param(..., marks=...)` one of its cases. Plain runs leave it out.
 
-    exports     under transformers 4                      install     newest and oldest versions that setup.py allows
-    families    every architecture, drawn configurations  memory      engines of real size
-    faults      every kind of fault                       smollm2     a real chat model
-    kills       one process at a drawn moment, and whole  teams       placements and layouts
-                runs at more places than the suite has    trl         TRL's own losses
-    libero      runs in the real simulators               tutorials   whole runs of docs/tutorials.md
-    lora        adapters beside full training
+    durability  more ways to lose a relay of weights      lora        adapters beside full training
+    exports     under transformers 4                      memory      engines of real size
+    families    every architecture, drawn configurations  servers     more cases with real SGLang servers
+    faults      every kind of fault                       slurm       jobs of a real Slurm
+    install     newest and oldest versions that setup.py  smollm2     a real chat model
+                allows                                    teams       placements and layouts
+    kernels     the compiler's other levels, processors   trl         TRL's own losses
+    kills       one process at a drawn moment, and whole  tutorials   whole runs of docs/tutorials.md
+                runs at more places than the suite has
+    libero      runs in the real simulators
 """
 
 from __future__ import annotations

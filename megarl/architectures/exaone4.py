@@ -4,13 +4,14 @@ with a window to one without. Where there are windows, layers without one have n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.architectures.base import COMMON, COMMON_NULL, FULL, SLIDING, Architecture, Refuse, RopeTraits
 from megarl.architectures.tensors import OUTER
 from megarl.architectures.window_pattern import odd_windows, pattern_types, refuse_no_pattern
-from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
+from megarl.models.layers.attention.plain import Attention, AttentionTraits, attention_rules
+from megarl.models.layers.mixer import Mixer
 from megarl.models.layers.mlp.plain import DENSE
 from megarl.models.layers.wiring import Wiring
 
@@ -27,7 +28,7 @@ def rotating(values: Mapping[str, Any]) -> list[bool]:
 
 
 def refuse_unclear_layers(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
-    """Refuse configs that do not give the kinds of layers, with which transformers fails."""
+    """Refuse configs that do not give the kinds of layers, because transformers cannot compute them."""
     pattern = values["sliding_window_pattern"]
     if isinstance(pattern, bool) or not isinstance(pattern, (int, str, type(None))):
         refuse("sliding_window_pattern", pattern, "integer > 0, text, or null")
@@ -42,6 +43,14 @@ def pattern_of_layers(values: Mapping[str, Any]) -> dict[str, Any]:
     if SLIDING not in kinds:
         return {"sliding_window_pattern": None}
     return {"sliding_window_pattern": "L" * (kinds.index(FULL) if FULL in kinds else len(kinds)) + "G"}
+
+
+def other_in_sglang(mixers: Sequence[Mixer], tied: bool) -> str | None:
+    """Return why SGLang would compute other layers; None if it computes the same."""
+    windows = any(mixer.window is not None for mixer in mixers)
+    if not windows and any(mixer.rope is None for mixer in mixers if isinstance(mixer, Attention)):
+        return "SGLang gives rotary positions to all layers of a model without windows, and this model has them in none"
+    return odd_windows(mixers, tied)
 
 
 ARCHITECTURE = Architecture(
@@ -64,6 +73,6 @@ ARCHITECTURE = Architecture(
     layer_types=layer_types,
     wiring=lambda values: Wiring(norms="after"),
     written=pattern_of_layers,
-    wrong_in_sglang=odd_windows,
+    wrong_in_sglang=other_in_sglang,
     refusals=(refuse_unclear_layers, refuse_no_pattern),
 )

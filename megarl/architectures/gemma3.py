@@ -33,7 +33,7 @@ def scale(values: Mapping[str, Any]) -> float:
 
 
 def refuse_variants(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
-    """Refuse other activations, caps that are no numbers above 0, and bidirectional attention."""
+    """Refuse other activations, caps that are not numbers above 0, and bidirectional attention."""
     why = "this variant is not supported"
     if values["hidden_activation"] not in ("gelu_pytorch_tanh", "gelu_tanh"):
         refuse("hidden_activation", values["hidden_activation"], "gelu_pytorch_tanh", why)
@@ -46,7 +46,7 @@ def refuse_variants(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: R
 
 
 CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
-"""Keys of caps."""
+"""Keys with the soft caps of the logits and of the attention scores."""
 GEMMA: dict[str, Any] = {
     **{key: value for key, value in COMMON.items() if key != "hidden_act"},
     "hidden_size": 2304,

@@ -22,7 +22,7 @@ def pattern_types(values: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_no_pattern(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
-    """Refuse patterns from which transformers cannot compute the kinds of layers, where `layer_types` does not say
+    """Refuse patterns from which transformers cannot compute the kinds of layers, unless `layer_types` lists
     them."""
     if values["layer_types"] is None and period_of(values) is None:
         text = "without layer_types, the kinds of layers come from a pattern that is a number"

@@ -17,7 +17,8 @@ def check_mtp(config: RunConfig, facts: ModelFacts | None, checks: Checklist) ->
     problem = draft_problem(config, facts)
     checks.from_error(problem)
     if problem is None:
-        checks.ok(f"trains a draft head of {facts.draft_parameters:,} parameters, which the policy's number leaves out")
+        size = f"{facts.draft_parameters:,} parameters, not counted in the policy's parameters above"
+        checks.ok(f"trains a draft head of {size}")
     folder = None if config.model.path is None else local_folder(config.model.path)
     if problem is not None or folder is None or not any(folder.glob("*.safetensors")):
         return

@@ -314,6 +314,7 @@ def test_servers_have_experts_in_all_layers_of_qwens_mixtures(failures, on, mode
 
 
 _WINDOWS = "[full_attention, sliding_attention, sliding_attention, full_attention]"
+_FULL = "[full_attention, full_attention, full_attention, full_attention]"
 _TIED = "model.hf_config={tie_word_embeddings: true}"
 _LAYERS = "[full_attention, linear_attention, linear_attention, linear_attention]"
 
@@ -325,6 +326,8 @@ _LAYERS = "[full_attention, linear_attention, linear_attention, linear_attention
         ("deepseek_v3", ["sync.fp8=true", "model.dtype=bf16"], "sync.fp8"),
         ("exaone4", [], None),
         ("exaone4", [f"model.hf_config={{layer_types: {_WINDOWS}}}"], "rollout.engine"),
+        ("exaone4", [f"model.hf_config={{layer_types: {_FULL}}}"], "rollout.engine"),
+        ("exaone4", [f"model.hf_config={{sliding_window: null, layer_types: {_FULL}}}"], None),
         ("gemma2", [], "rollout.engine"),
         ("gemma2", ["cluster.device_memory_gb=80"], "rollout.engine"),
         ("gemma2", ["cluster.device_memory_gb=80", _TIED], None),

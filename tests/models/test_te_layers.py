@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.artifacts.facts import facts_from_config
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.models import layer_forms
 from megarl.models.config import load_hf_config, transformer_config
+from megarl.models.layers.attention.plain import Attention
+from megarl.models.layers.wiring import LLAMA
 from megarl.system.errors import ConfigError
 from megarl.training import optimizer
 from tests.dist import fresh_layout, run_distributed, run_with_te
@@ -67,6 +70,16 @@ def test_models_that_need_local_layers_are_refused_by_name(name):
     hf = load_hf_config(ModelConfig(hf_config=tiny_dict(name)))
     with pytest.raises(ConfigError, match="cannot use Transformer Engine layers"):
         transformer_config(hf, ParallelConfig(), dtype=torch.bfloat16, engine=EngineConfig(layers="te"))
+
+
+def only_local(model_type: str) -> bool:
+    facts = facts_from_config(tiny_dict(model_type), model_type)
+    plain = all(isinstance(mixer, Attention) and not mixer.unusual for mixer in facts.mixers)
+    return not plain or facts.wiring != LLAMA or model_type == "phi3"  # scales rotary positions of a part of a head
+
+
+def test_the_descriptions_of_layers_say_which_models_need_local_layers():
+    assert [name for name in ARCHITECTURES if only_local(name)] == list(LOCAL_ONLY)
 
 
 def both_forms(folders: list[str]) -> list[dict]:

@@ -8,11 +8,8 @@ from typing import Any
 
 import torch
 
-from megarl.artifacts.facts import facts_from_config
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.training import EngineConfig
-from megarl.models.layers.attention.plain import Attention
-from megarl.models.layers.wiring import LLAMA
 
 COMMON = {
     "hidden_size": 64,
@@ -178,19 +175,16 @@ EXTRA: dict[str, dict[str, Any]] = {
 ARCHITECTURES = sorted(EXTRA)
 
 
-def _only_local(model_type: str) -> bool:
-    facts = facts_from_config(tiny_dict(model_type), model_type)
-    plain = all(isinstance(mixer, Attention) and not mixer.unusual for mixer in facts.mixers)
-    return not plain or facts.wiring != LLAMA or model_type == "phi3"  # scales rotary positions of a part of a head
+LOCAL_ONLY = (
+    *("deepseek_v3", "exaone4", "gemma2", "gemma3_text", "glm4_moe_lite", "gpt_oss", "granite", "minimax_m2"),
+    *("olmo2", "olmo3", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "smollm3"),
+)
+"""Models whose layers Transformer Engine does not have."""
 
 
 def tiny_dict(model_type: str, **changes: Any) -> dict[str, Any]:
     """`model.hf_config` of a tiny model."""
     return {"model_type": model_type, **COMMON, **EXTRA[model_type], **changes}
-
-
-LOCAL_ONLY = tuple(name for name in ARCHITECTURES if _only_local(name))
-"""Models whose layers Transformer Engine does not have."""
 
 
 def tiny_hf(model_type: str, **changes: Any):

@@ -90,7 +90,6 @@ def push(fleet: Fleet, sync: WeightSync, version: int) -> None:
     ("kind", "tp"),
     [
         ("qwen2_5_vl", 1),
-        pytest.param("qwen2_vl", 1, marks=pytest.mark.campaign("servers")),
         pytest.param("qwen2_5_vl", 2, marks=pytest.mark.campaign("servers")),
         *(
             pytest.param(kind, tp, marks=pytest.mark.campaign("servers"))
