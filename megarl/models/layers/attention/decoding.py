@@ -369,7 +369,7 @@ def attend_cpu(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scores: Sc
         products = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scores.scale)
     else:
         wide = torch.promote_types(q.dtype, torch.float32)  # as in training
-        products = torch.bmm(q.to(wide), keys.to(wide).transpose(1, 2)).mul_(scores.scale)
+        products = torch.bmm(q, keys.transpose(1, 2)).to(wide).mul_(scores.scale)
         products = capped_scores(products, scores.cap).add_(bias)
     chances = torch.softmax(products, dim=-1) if scores.sinks is None else with_sink_column(products, scores.sinks)
     return torch.bmm(chances.to(values.dtype), values)
