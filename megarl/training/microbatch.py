@@ -118,6 +118,9 @@ def build(
     rows = (which >= 0).nonzero()[:, 0]
     order = which[rows]
     moved = stream.to(device)
+    # Routers count tokens of samples only, and neither a filler's nor those of the padding sequences above.
+    real = sum(packed.lengths) if samples else 0
+    moved.params.padding = ~stream.take(torch.arange(len(tokens)) < real, fill=False)
     if packed.seen is not None:
         moved.params.seen = packed.seen.to(device)
     if packed.routes is not None:

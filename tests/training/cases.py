@@ -100,7 +100,7 @@ def make_engine(model: str = "dense", parallel: ParallelConfig | None = None, **
     layout = kwargs.pop("layout", None) or layout_for(parallel)
     hf = hf_config(model, num_hidden_layers=kwargs.pop("layers", MODELS[model]["num_hidden_layers"]))
     optim = None if kwargs.pop("frozen", False) else kwargs.pop("optim", OptimConfig(lr=1e-2, eps=1e-3))
-    if model == "shared" and optim is not None:
+    if model in ("shared", "drafting") and optim is not None:
         optim = optim.model_copy(update={"expert_bias_rate": 1e-5})
     seed = kwargs.pop("seed", 3)
     return MegatronEngine(

@@ -30,11 +30,12 @@ def make_engine(folder: Path, parallel: ParallelConfig | None = None, *, mtp: bo
     return MegatronEngine(
         load_hf_config(ModelConfig(path=str(folder))),
         parallel,
-<<<<<<< HEAD
-        EngineConfig(micro_batch_tokens=tokens, logits_chunk_tokens=16, recompute=more.pop("recompute", "none")),
-=======
-        EngineConfig(micro_batch_tokens=tokens, logits_chunk_tokens=16, distributed_optimizer=more.pop("shards", True)),
->>>>>>> 7fab1973 (The draft head's own gradient norm is checked, clipped and logged; draft tensors that training would drop are refused)
+        EngineConfig(
+            micro_batch_tokens=tokens,
+            logits_chunk_tokens=16,
+            recompute=more.pop("recompute", "none"),
+            distributed_optimizer=more.pop("shards", True),
+        ),
         OptimConfig(lr=1e-2, eps=1e-3, clip_grad=more.pop("clip", 0.0)),
         dtype=torch.float32,
         layout=more.pop("layout", None) or layout_for(parallel),
@@ -102,7 +103,6 @@ def test_the_policy_trains_bit_for_bit_as_without_the_head(alone, tmp_path):
     assert all(found.items() >= wanted.items() for found, wanted in zip(drafted, plain, strict=True))
 
 
-<<<<<<< HEAD
 def test_full_recomputation_covers_the_head_and_changes_no_value(alone, tmp_path):
     DraftOracle("glm4_moe").save(tmp_path)
     results = []
@@ -113,7 +113,8 @@ def test_full_recomputation_covers_the_head_and_changes_no_value(alone, tmp_path
         assert len(calls) == passes
         results.append((metrics, {name: cases.digest(p) for name, p in engine.chunks[0].named_parameters()}))
     assert results[0] == results[1]
-=======
+
+
 @pytest.mark.parametrize("shards", [True, False])
 def test_a_gradient_of_the_head_that_is_not_finite_stops_the_step(alone, shards, tmp_path):
     DraftOracle("glm4_moe").save(tmp_path)
@@ -167,7 +168,6 @@ def test_an_export_without_the_first_files_has_the_head_and_a_warning(alone, dam
     with pytest.warns(UserWarning, match="may lack its copies of the embedding"):
         export_weights(engine.chunks, tmp_path / "out", engine.hf_config, world=engine.layout.world, **more)
     assert "model.layers.4.eh_proj.weight" in load_file(tmp_path / "out/model.safetensors")
->>>>>>> 7fab1973 (The draft head's own gradient norm is checked, clipped and logged; draft tensors that training would drop are refused)
 
 
 def test_an_export_has_the_trained_head_and_what_repeats_the_model(alone, tmp_path):
