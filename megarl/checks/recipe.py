@@ -110,8 +110,7 @@ def check_config(
     graph = built if isinstance(built, TaskGraph) else None
     roles = graph.roles if graph is not None else None
     others = check_other_models(config, roles if job == "train" else extra_models(config, job), facts, checks)
-    actor = None if facts is None else facts_with_draft(config, facts)
-    sizes = {Role.ACTOR: actor, Role.ROLLOUT: facts, **others}
+    sizes = {Role.ACTOR: None if facts is None else facts_with_draft(config, facts), Role.ROLLOUT: facts, **others}
     placement = check_placement(config, graph, job, launcher, checks)
     if placement is not None:
         _check_placed(config, placement, sizes, job, checks)

@@ -274,15 +274,10 @@ class Space:
                             # candidate keeps the recipe's value.
                             sp = tp > 1 and (not facts.is_moe or self.config.actor.parallel.sp)
                             layout = ParallelConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, sp=sp, **experts)
-                            if makes_replicas(devices, layout) and self._allows(layout):
+                            if makes_replicas(devices, layout) and not layout_problems("actor.parallel", layout, facts):
                                 layouts.append(layout)
-        return [layout for layout in layouts if self._fits_others(layout, spread)]
-
-    def _allows(self, layout: ParallelConfig) -> bool:
-        """Return whether a layout of the actor divides the model and allows training of its draft head."""
-        if draft_layout_problem(self.config, layout) is not None:
-            return False
-        return not layout_problems("actor.parallel", layout, self.facts)
+        trainable = [layout for layout in layouts if draft_layout_problem(self.config, layout) is None]
+        return [layout for layout in trainable if self._fits_others(layout, spread)]
 
     def _experts(self, tp: int, ranks: int) -> list[Mapping[str, Any]]:
         """Return the ways to divide experts over the ranks of a stage: by number, or also by their width."""

@@ -94,7 +94,7 @@ def build(
     rows_of = batch.select(list(samples))
     packed = sequences.pack(rows_of) if samples else sequences.filler()
     tokens, predicts, lengths, opens = packed.tokens, packed.predicts, list(packed.lengths), list(packed.open_from)
-    positions = packed.positions
+    positions, counted = packed.positions, sum(packed.lengths) if samples else 0
     if total is not None:
         # Padding sequences fill the packed stream up to `total`; none is longer than the longest real one.
         unit = _unit(layout)
@@ -118,9 +118,8 @@ def build(
     rows = (which >= 0).nonzero()[:, 0]
     order = which[rows]
     moved = stream.to(device)
-    # Routers count tokens of samples only, and neither a filler's nor those of the padding sequences above.
-    real = sum(packed.lengths) if samples else 0
-    moved.params.padding = ~stream.take(torch.arange(len(tokens)) < real, fill=False)
+    # Routers count the tokens of samples, not those of a filler and of the padding sequences above.
+    moved.params.padding = ~stream.take(torch.arange(len(tokens)) < counted, fill=False)
     if packed.seen is not None:
         moved.params.seen = packed.seen.to(device)
     if packed.routes is not None:
