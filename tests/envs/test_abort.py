@@ -147,7 +147,7 @@ def test_what_is_kept_trains_like_a_brute_force_sum_over_it(trained, ticking):
 
     def capture(batch, groups, losses):
         found.extend(p.main_grad.clone() for p in parameters)
-        return 0.0, 0.0
+        return {"grad_norm": 0.0, "lr": 0.0}
 
     policy._update = capture
     policy.sft_step(samples).result()

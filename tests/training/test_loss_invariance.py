@@ -93,7 +93,7 @@ def step(engine, batch: Batch, loss: dict, budget: int, step_on=None, **sections
         signs = torch.randint(0, 2, flat.shape, generator=g) * 2 - 1
         bucket = torch.randint(0, BUCKETS, flat.shape, generator=g)
         seen.extend([torch.zeros(BUCKETS).double().index_add_(0, bucket, signs * flat), sum(map(bool, groups))])
-        return 0.0, 0.0
+        return {"grad_norm": 0.0, "lr": 0.0}
 
     engine._update = capture
     metrics = (step_on or update.actor_step)(c, batch, model(engine, c, offloads=False)).result()

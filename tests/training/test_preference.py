@@ -146,7 +146,7 @@ def engine_gradient(folder: str, settings: dict = SETTINGS, make: Callable[[], B
             for parameter in engine.chunks[0].parameters():
                 parameter.copy_(parameter.main_grad)
         found.update(iter_hf_tensors(engine.chunks, layout.world))
-        return 0.0, 0.0
+        return {"grad_norm": 0.0, "lr": 0.0}
 
     engine._update = capture
     metrics, _ = step(engine, make(), 60, settings)
