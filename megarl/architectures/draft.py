@@ -5,10 +5,11 @@ next one from the model's last hidden state and the next token's embedding. Engi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megarl.models.layers.mixer import Mixer
 from megarl.models.layers.rules import COPY, HF, MCORE, WeightRule, WeightSource
 
 _AFTER = re.compile(r"model\.layers\.(\d+)\.")
@@ -96,3 +97,8 @@ APART = DraftForm(
     "mtp.layers.0.",
     dict(zip(_PARAMS, ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), strict=True)),
 )
+
+
+def draft_place(mixers: Sequence[Mixer]) -> int:
+    """Return the number of the last layer with the mixer of the draft head's layer, which has no recurrent state."""
+    return max(place for place, mixer in enumerate(mixers) if not mixer.state_bytes(1, 1))

@@ -8,18 +8,22 @@ from megarl.models.layers.attention.plain import AttentionTraits, attention_rule
 from megarl.models.layers.mlp.plain import DENSE
 from megarl.models.layers.wiring import Wiring
 
+#: Keys of all OLMo models of this form, and those of them that may be null.
+OLMO = {
+    **COMMON,
+    "num_key_value_heads": None,
+    "intermediate_size": 11008,
+    "vocab_size": 50304,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+}
+OLMO_NULL = (*COMMON_NULL, "num_key_value_heads")
+
 ARCHITECTURE = Architecture(
     model_type="olmo2",
-    keys={
-        **COMMON,
-        "num_key_value_heads": None,
-        "intermediate_size": 11008,
-        "vocab_size": 50304,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "attention_bias": False,
-    },
-    null=(*COMMON_NULL, "num_key_value_heads"),
+    keys=OLMO,
+    null=OLMO_NULL,
     tensors=OUTER + attention_rules(norms="after") + DENSE,
     attention=AttentionTraits(qkv_bias="attention_bias", out_bias="attention_bias", wide_norm=True),
     wiring=lambda values: Wiring(norms="after"),

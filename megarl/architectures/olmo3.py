@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.architectures.base import COMMON, COMMON_NULL, Architecture, RopeTraits
+from megarl.architectures.base import Architecture, RopeTraits
+from megarl.architectures.olmo2 import OLMO, OLMO_NULL
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.mlp.plain import DENSE
@@ -25,18 +26,12 @@ def layer_types(values: Mapping[str, Any]) -> list[str]:
 ARCHITECTURE = Architecture(
     model_type="olmo3",
     keys={
-        **COMMON,
-        "num_key_value_heads": None,
-        "intermediate_size": 11008,
-        "vocab_size": 50304,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
+        **OLMO,
         "rope_theta": THETA,
-        "attention_bias": False,
         "sliding_window": 4096,
         "layer_types": None,
     },
-    null=(*COMMON_NULL, "num_key_value_heads", "layer_types"),
+    null=(*OLMO_NULL, "layer_types"),
     tensors=OUTER + attention_rules(norms="after") + DENSE,
     attention=AttentionTraits(windows="chosen", qkv_bias="attention_bias", out_bias="attention_bias", wide_norm=True),
     rope=RopeTraits(local_theta=("default_theta", THETA)),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from megarl.architectures import ARCHITECTURES, standard_config
 from megarl.architectures.check import check_keys
 from megarl.architectures.decoders import DECODERS, decoder_config, reads_vision
+from megarl.architectures.draft import draft_place
 from megarl.architectures.tensors import UNTIED_HEAD, Elements, ModelPart, elements, part_of
 from megarl.architectures.values import (
     dense_width,
@@ -157,7 +158,12 @@ class ModelFacts:
     @property
     def draft_mixer(self) -> str:
         """The kind of the mixer of the draft head's layer."""
-        return next(mixer.kind for mixer in reversed(self.mixers) if not mixer.state_bytes(1, 1))
+        return self.mixers[draft_place(self.mixers)].kind
+
+    @property
+    def outer_draft_parameters(self) -> int:
+        """Number of parameters of a draft head outside its layer: a projection and three norms."""
+        return 2 * self.hidden**2 + 3 * self.hidden
 
     @property
     def draft_parameters(self) -> int:
@@ -165,7 +171,7 @@ class ModelFacts:
         parts = {"norms": 1, self.draft_mixer: 1}
         parts |= {"router": 1, "shared": 1, "experts": self.experts} if self.is_moe else {"mlp": 1}
         layer = sum(times * self.elements[part].all for part, times in parts.items() if part in self.elements)
-        return layer + 2 * self.hidden**2 + 3 * self.hidden
+        return layer + self.outer_draft_parameters
 
     @cached_property
     def multiplied_of(self) -> dict[str, int]:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.architectures import ALIASES, ARCHITECTURES, standard_config, values
+from megarl.architectures import ALIASES, ARCHITECTURES, draft, standard_config, values
 from megarl.architectures.decoders import DECODERS, canonical_name, decoder_config, reads_vision
 from megarl.architectures.generic import MEANINGS
 from megarl.architectures.vision import LANGUAGE_MODEL
@@ -288,17 +288,17 @@ def route_form(hf: PretrainedConfig) -> RouteForm | None:
 
 def draft_place(hf: PretrainedConfig) -> int:
     """Return the number of the last layer with the mixer of the draft head's layer, which has no recurrent state."""
-    return max(place for place, mixer in enumerate(mixers_of(hf)) if not mixer.state_bytes(1, 1))
+    return draft.draft_place(mixers_of(hf))
 
 
 def draft_rules(hf: PretrainedConfig, rules: Iterable[WeightRule]) -> tuple[WeightRule, ...]:
     """Return the rules of the draft head of this model, from those of its other weights. In a model with experts, its
     layer has experts."""
-    draft = ARCHITECTURES[hf.model_type].draft
-    if draft is None:
+    form = ARCHITECTURES[hf.model_type].draft
+    if form is None:
         raise ValueError(f"{hf.model_type} has no draft head")
     mlp = ("moe", "shared", "expert") if any(moe_layers(hf)) else ("dense",)
-    return draft.rules(rules, ("layer", mixers_of(hf)[draft_place(hf)].kind, *mlp), hf.num_hidden_layers)
+    return form.rules(rules, ("layer", mixers_of(hf)[draft_place(hf)].kind, *mlp), hf.num_hidden_layers)
 
 
 def value_bias(hf: PretrainedConfig) -> bool:

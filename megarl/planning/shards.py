@@ -110,7 +110,7 @@ def sequence_state_bytes(facts: ModelFacts, tp: int, element: int) -> float:
 def _elements(facts: ModelFacts, tp: int, expert_tp: int) -> Mapping[str, int]:
     """Return the number of parameters of each part of the model on a rank, per layer and expert, cached."""
     size = facts.dimensions
-    counts = Counter[str](draft=2 * facts.hidden**2 + 3 * facts.hidden)  # outside its layer
+    counts = Counter[str](draft=facts.outer_draft_parameters)
     for rule in facts.rules:
         ways = expert_tp if rule.part == "expert" else tp
         for source in rule.sources:

@@ -115,7 +115,7 @@ TRAINING_ONLY = ("data.val_files=[]", "validation.every=0", "rollout.sampling.ig
 def stop_halfway(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
     """Run and note; samples that step 1 does not need stop after 8 tokens until its weights interrupt them.
 
-    Those of step 1 wait for one that has stopped, so that the weights come while it is under way.
+    Those of step 1 wait for one that has stopped, so that the weights come while it is unfinished.
     """
     from megarl.rollout.sglang.client import Dispatch
 
