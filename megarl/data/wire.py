@@ -144,7 +144,8 @@ class Packer:
             _check_plain(name, column)
 
     def spans(self, parts: Sequence[Sequence[int]], together: Sequence[int] = ()) -> Iterator[Span]:
-        """Implement `Batch.to_blocks`."""
+        """Write the samples of each part to a block, and yield the part's span in the block; see `Batch.to_blocks` for
+        the arguments."""
         owners = _owners([int(self._sizes[part].sum()) for part in parts], together)
         members: dict[int, list[int]] = {}
         for number, owner in enumerate(owners):

@@ -36,11 +36,11 @@ class BatchedGeneration:
     def submit(
         self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None, begun: int = 0
     ) -> None:
-        """Implement `Generation.submit`."""
+        """Keep the next turn of `sequence` for the next round; see `Generation.submit` for the arguments."""
         self._turns[sequence] = (tokens, seed, room, images, begun)
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
-        """Implement `Generation.wait` with one round. If `enough()` is True, the turns stay for the next round.
+        """Run one round, and return its turns by sequence. If `enough()` is True, the turns stay for the next round.
 
         This rank joins a round without turns as well, because ranks that have turns wait for it.
         """
@@ -64,16 +64,16 @@ class BatchedGeneration:
         }
 
     def abort(self, sequence: int) -> None:
-        """Implement `Generation.abort`: drop the turn, whose round has not begun."""
+        """Drop the turn of `sequence`, whose round has not begun."""
         del self._turns[sequence]
         self._aborted.append(sequence)
 
     def forget(self, sequence: int) -> None:
-        """Implement `Generation.forget`: nothing is cached between rounds."""
+        """Do nothing, because nothing is cached between rounds."""
 
     def any_busy(self, busy: bool) -> bool:
-        """Implement `Generation.any_busy`."""
+        """Return whether any rank that generates together with this one is busy. Collective over these ranks."""
         return self.together(busy)
 
     def close(self) -> None:
-        """Implement `Generation.close`: nothing is in flight between rounds."""
+        """Do nothing, because nothing is in flight between rounds."""

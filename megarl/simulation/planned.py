@@ -75,7 +75,8 @@ class Planned:
         return self.given.link_gbit * self.given.link_share * 1e9 / 8 / self.given.link_times
 
     def token(self, running: int) -> float:
-        """Implement `Seconds.token`."""
+        """Return the seconds of a decoding step with `running` samples: a fixed part, and the reading of memory or the
+        FLOPs, whichever takes longer."""
         facts, given, devices = self.facts, self.given, self.system.server_devices
         met = facts.parameters
         if facts.is_moe:
@@ -89,12 +90,13 @@ class Planned:
         return given.decode_ms / 1e3 + max(read, compute)
 
     def prefill(self, tokens: int) -> float:
-        """Implement `Seconds.prefill`."""
+        """Return the seconds in which a replica prefills `tokens` tokens."""
         rate = self.system.server_devices * self.given.peak_tflops * 1e12 * self.given.prefill_mfu
         return 2 * self.facts.computing_parameters * tokens / rate
 
     def node(self, id: str, tokens: float, replicas: int) -> float:
-        """Implement `Seconds.node`. Nodes that neither train nor score take no time."""
+        """Return the seconds of a node whose fullest replica has `tokens` tokens. Nodes that neither train nor score
+        take no time."""
         flops = 2 * self.facts.computing_parameters * tokens
         rate = self.model_parallel * self.given.peak_tflops * 1e12 * self.given.train_mfu
         if id in self.scores:
@@ -113,20 +115,20 @@ class Planned:
         return sent / self._link + 2 * replicas * self.given.hop_us / 1e6
 
     def push(self, replicas: int) -> float:
-        """Implement `Seconds.push`."""
+        """Return the seconds until all `replicas` of the rollout have new weights."""
         bytes_ = self.facts.parameters * _BF16 / self.system.server_devices
         return self.given.push_fixed_s + bytes_ / self._link + replicas * self.given.server_push_ms / 1e3
 
     def handover(self, tokens: float) -> float:
-        """Implement `Seconds.handover`."""
+        """Return the seconds in which a replica fetches samples of `tokens` tokens that another team wrote."""
         return tokens * _SAMPLE_BYTES / self._link
 
     def other(self, team: str) -> float:
-        """Implement `Seconds.other`."""
+        """Return the assumed seconds per step that any team spends outside all nodes."""
         return self.given.step_s
 
     def call(self) -> float:
-        """Implement `Seconds.call`."""
+        """Return the assumed seconds in which the coordinator process handles one call."""
         return self.given.call_ms / 1e3
 
 

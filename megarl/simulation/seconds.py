@@ -67,29 +67,30 @@ class Table:
         return replace(self, push_s=self.push_s * times, handover_s=slower)
 
     def token(self, running: int) -> float:
-        """Implement `Seconds.token`."""
+        """Return the seconds of one decoding step of a replica with `running` samples."""
         return self.token_s.at(running)
 
     def prefill(self, tokens: int) -> float:
-        """Implement `Seconds.prefill`."""
+        """Return the seconds in which a replica prefills `tokens` tokens."""
         return self.prefill_s.at(tokens)
 
     def node(self, id: str, tokens: float, replicas: int) -> float:
-        """Implement `Seconds.node`."""
+        """Return the seconds of a node whose fullest replica has `tokens` tokens; 0 for nodes that are not in the
+        table."""
         return self.nodes[id].at(tokens) if id in self.nodes else 0.0
 
     def push(self, replicas: int) -> float:
-        """Implement `Seconds.push`."""
+        """Return the seconds of a weight update, whatever the number of replicas."""
         return self.push_s
 
     def handover(self, tokens: float) -> float:
-        """Implement `Seconds.handover`."""
+        """Return the seconds in which a replica fetches samples of `tokens` tokens that another team wrote."""
         return self.handover_s.at(tokens)
 
     def other(self, team: str) -> float:
-        """Implement `Seconds.other`."""
+        """Return the seconds per step that a team spends outside all nodes; 0 for teams that are not in the table."""
         return self.other_s.get(team, 0.0)
 
     def call(self) -> float:
-        """Implement `Seconds.call`."""
+        """Return the seconds in which the coordinator process handles one call."""
         return self.call_s

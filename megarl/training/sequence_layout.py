@@ -84,12 +84,13 @@ class TextLayout:
         return samples
 
     def sample_columns(self, samples: Batch) -> list[list[int]]:
-        """Implement `SequenceLayout.sample_columns`."""
+        """Return the number of tokens of each sample, prompt included, as a list of one number."""
         lengths = samples["prompt_ids"].lengths + samples["response_ids"].lengths
         return [[length] for length in lengths.tolist()]
 
     def lengths(self, batch: Batch) -> Tensor:
-        """Implement `SequenceLayout.lengths`; raises if a prompt or response is empty."""
+        """Return the number of columns of each row, P + R - 1, int64 [B]. Raise ValueError if a prompt or response is
+        empty."""
         prompts, responses = batch["prompt_ids"].lengths.cpu(), batch["response_ids"].lengths.cpu()
         if len(batch) and min(int(prompts.min()), int(responses.min())) < 1:
             bad = int(((prompts < 1) | (responses < 1)).nonzero()[0])
@@ -100,11 +101,11 @@ class TextLayout:
         return prompts + responses - 1
 
     def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
-        """Implement `SequenceLayout.patches`."""
+        """Return an empty sequence, because text has no images."""
         return ()
 
     def pack(self, rows: Batch) -> PackedRows:
-        """Implement `SequenceLayout.pack`."""
+        """Pack prompts and responses end to end, with the routes to replay if the rows have them."""
         packed = self._pack(rows["prompt_ids"].to("cpu"), rows["response_ids"].to("cpu"))
         if self.routes is None or ROUTES not in rows:  # examples of supervised training have none
             return packed

@@ -25,7 +25,7 @@ class ImageLayout(TextLayout):
     reads_images: bool = True  # whether samples have the fields of images; otherwise all samples are text
 
     def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
-        """Implement `SequenceLayout.patches`."""
+        """Return {digest: number of patches} of each row's images; empty if all samples are text."""
         if not self.reads_images:
             return super().patches(batch)
         square = self.encoder.merge**2
@@ -39,7 +39,7 @@ class ImageLayout(TextLayout):
         ]
 
     def pack(self, rows: Batch) -> PackedRows:
-        """Implement `SequenceLayout.pack`; rows may be without images.
+        """Pack rows with and without images end to end, with the positions of all tokens and the distinct images.
 
         Response tokens are text, except for images in an environment's observations.
         """

@@ -75,7 +75,7 @@ class SamplingPolicy:
         self.blank = Chunk(first.tolist(), [0.0] * self._slots, codec.to_actions(first))
 
     def act(self, calls: Sequence[PolicyCall]) -> list[Chunk]:
-        """Implement `ActingPolicy.act`."""
+        """Sample the tokens of all `calls`, and return one chunk of actions for each call, in order."""
         start, count = self._codec.tokens.start, len(calls)
         tokens_before = torch.full((count * self._slots,), start, dtype=torch.int64)
         fields: dict[str, Tensor | Jagged] = {

@@ -69,7 +69,8 @@ class EmbeddedEngine:
         eos_ids: Sequence[int],
         advance: Callable[[int], None] = ignore_progress,
     ) -> list[list[Completion]]:
-        """Implement `RolloutEngine.generate`."""
+        """Decode all requests, and return the completions of each request in the order of its seeds. Context-parallel
+        ranks share the requests."""
         shares = share_out(requests, self._mesh.cp.size)
         share = [requests[i] for i in shares[self._mesh.cp.rank]]
         stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
@@ -81,7 +82,8 @@ class EmbeddedEngine:
         return [list(itertools.islice(samples, len(request.seeds))) for request in requests]
 
     def open(self, sampling: SamplingConfig, eos_ids: Sequence[int], sequences: int, longest: int) -> Generation:
-        """Implement `RolloutEngine.open`. Models with experts or context parallelism generate in rounds."""
+        """Return a `Generation` for up to `sequences` sequences of up to `longest` tokens. Models with experts or
+        context parallelism generate in rounds."""
         if self._mesh.cp.size > 1 or self.chunks[0].config.num_moe_experts is not None:
             return BatchedGeneration(self.generate, self._any_replica, sampling, eos_ids)
         running = max(1, min(self._config.max_running, sequences))

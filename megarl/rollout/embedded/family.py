@@ -29,13 +29,15 @@ class EmbeddedFamily(EngineFamily):
         return engine, SharedWeights(engine)
 
     def open_receiver(self, host: EngineHost, engine: RolloutEngine) -> tuple[RolloutEngine, WeightLink]:
-        """Implement `EngineFamily.open_receiver`; raises the errors of `ReceivedWeights`."""
+        """Return the same engine, and the link by which it receives the actor's weights. Collective over the rollout
+        team. Raise ConfigError if a replica, or replicas that share experts, are on several machines."""
         from megarl.rollout.embedded.links import ReceivedWeights
 
         return engine, ReceivedWeights(host, engine)
 
     def open_sender(self, host: EngineHost) -> WeightLink:
-        """Implement `EngineFamily.open_sender`; raises the errors of `SentWeights`."""
+        """Connect to the engines of the rollout team, and return the link that sends them the actor's weights.
+        Collective over the actor's team. Raise WorkerError on every rank if an engine does not answer."""
         from megarl.rollout.embedded.links import SentWeights
 
         return SentWeights(host)
@@ -45,19 +47,20 @@ class EmbeddedFamily(EngineFamily):
         return config.rollout.max_running
 
     def check_receiver(self, config: RunConfig, team: TeamPlan, checks: Checklist) -> None:
-        """Implement `EngineFamily.check_receiver`."""
+        """Check that the engine of a separate rollout team can receive the actor's weights: their dtype, and the
+        machines of a replica."""
         from megarl.rollout.embedded.checks import check_receiver
 
         check_receiver(config, team, checks)
 
     def check_as_ready(self, config: RunConfig, team: TeamPlan, facts: ModelFacts | None, checks: Checklist) -> None:
-        """Implement `EngineFamily.check_as_ready`."""
+        """Check that groups can finish one by one: not with context parallelism or experts, which generate in rounds."""
         from megarl.rollout.embedded.checks import check_as_ready
 
         check_as_ready(config, team, facts, checks)
 
     def experts_problems(self, config: RunConfig) -> list[ConfigError]:
-        """Implement `EngineFamily.experts_problems`."""
+        """Return the problem of `async.order=as_ready` with a mixture-of-experts policy; empty for in_order."""
         from megarl.rollout.embedded.checks import experts_problems
 
         return experts_problems(config)

@@ -36,7 +36,7 @@ class SharedWeights(WeightLink):
         self._engine = engine
 
     def publish(self, version: int) -> None:
-        """Implement `WeightLink.publish`."""
+        """Set the engine's weight version; nothing is sent, because the engine reads the trained parameters."""
         self._engine.weight_version = version
 
 

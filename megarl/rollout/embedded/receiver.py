@@ -73,7 +73,7 @@ class EngineLayout:
             yield part_name(name, region, number), part, part.numel()
 
     def together(self, tensor: str) -> str:
-        """Implement `ReceiverLayout.together`: an engine takes each tensor by itself."""
+        """Return the tensor's own name, because an engine can load each tensor by itself."""
         return tensor
 
     def make_checksum(self, nbytes: int) -> Checksum:

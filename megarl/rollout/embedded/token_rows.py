@@ -20,14 +20,14 @@ class TokenRows:
         self._rows, self._none = rows, none
 
     def reserve(self, rows: int, needed: int) -> None:
-        """Implement `Store.reserve`: do nothing, because memory for all tokens is allocated from the start."""
+        """Do nothing, because memory for all tokens is allocated from the start."""
 
     def clear(self, rows: Tensor) -> None:
-        """Implement `Store.clear`."""
+        """Set all numbers of `rows` to `none`."""
         self._rows[rows] = self._none
 
     def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
-        """Implement `Store.copy_rows`."""
+        """Copy rows `sources` to `targets`; all rows are read before any row is written."""
         self._rows[targets] = self._rows[sources]
 
     def append(self, index: Tensor, numbers: Tensor) -> None:

@@ -72,7 +72,7 @@ class TurnSession(Session):
     def submit(
         self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None, begun: int = 0
     ) -> None:
-        """Implement `Generation.submit`."""
+        """Put the next turn of `sequence` into the queue; see `Generation.submit` for the arguments."""
         self._begin_text(sequence, tokens, begun)
         self._contexts[sequence], self._images[sequence] = tokens, images
         self._place_images(sequence, len(tokens), images)
@@ -81,23 +81,23 @@ class TurnSession(Session):
         self._queue.append(sequence)
 
     def forget(self, sequence: int) -> None:
-        """Implement `Generation.forget`: free the kept row of `sequence`."""
+        """Free the cache row that was kept for `sequence`."""
         if self._cached.pop(sequence, None) is not None and sequence in self._rows.holders:
             self._rows.forget(sequence)
 
     def abort(self, sequence: int) -> None:
-        """Implement `Generation.abort`."""
+        """Mark the turn of `sequence` as aborted; the next `wait` returns its partial tokens."""
         self._aborted.add(sequence)
 
     def any_busy(self, busy: bool) -> bool:
-        """Implement `Generation.any_busy`: each replica generates independently."""
+        """Return `busy`, because each replica generates independently."""
         return busy
 
     def close(self) -> None:
-        """Implement `Generation.close`: nothing decodes between two calls of `wait`."""
+        """Do nothing, because nothing decodes between two calls of `wait`."""
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
-        """Implement `Generation.wait`."""
+        """Decode until a turn has finished or `enough()` is True, and return the finished turns by sequence."""
         return {
             sequence: self.completion(sequence, sampled, 0, self.weight_version)
             for sequence, sampled in self._wait(enough).items()

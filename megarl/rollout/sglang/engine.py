@@ -92,7 +92,7 @@ class SglangEngine:
         eos_ids: Sequence[int],
         advance: Callable[[int], None] = ignore_progress,
     ) -> list[list[Completion]]:
-        """Implement `RolloutEngine.generate`.
+        """Generate all requests on the servers, and return the completions of each request in the order of its seeds.
 
         Raises:
             ServerError: no server is left, or a server rejected a request as invalid.
@@ -109,7 +109,7 @@ class SglangEngine:
         return [[completions[next(numbers)] for _ in request.seeds] for request in requests]
 
     def open(self, sampling: SamplingConfig, eos_ids: Sequence[int], sequences: int, longest: int) -> Generation:
-        """Implement `RolloutEngine.open`."""
+        """Return a `Generation` that sends turns to the servers."""
         return self._turns(sampling, eos_ids, None)
 
     def _turns(

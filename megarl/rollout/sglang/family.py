@@ -25,21 +25,23 @@ class SglangFamily(EngineFamily):
     facts: ClassVar[EngineFacts] = ENGINES["sglang"]
 
     def open(self, host: EngineHost, engine: RolloutEngine) -> tuple[RolloutEngine, WeightLink]:
-        """Implement `EngineFamily.open`."""
+        """Start the servers, and return their engine and the link that sends them weights. Collective over the team."""
         from megarl.rollout.sglang.links import OwnServers
 
         link = OwnServers(host)
         return link.engine, link
 
     def open_receiver(self, host: EngineHost, engine: RolloutEngine) -> tuple[RolloutEngine, WeightLink]:
-        """Implement `EngineFamily.open_receiver`."""
+        """Start the servers, and return their engine and the link by which the actor's team fills them. Collective over
+        the rollout team."""
         from megarl.rollout.sglang.links import PumpedServers
 
         link = PumpedServers(host)
         return link.engine, link
 
     def open_sender(self, host: EngineHost) -> WeightLink:
-        """Implement `EngineFamily.open_sender`."""
+        """Wait until the rollout team has started its servers, and return the link that sends them weights. Collective
+        over the actor's team."""
         from megarl.rollout.sglang.links import FilledServers
 
         return FilledServers(host)
@@ -63,13 +65,14 @@ class SglangFamily(EngineFamily):
         *,
         here: bool = True,
     ) -> None:
-        """Implement `EngineFamily.check`."""
+        """Check the settings of the recipe's servers except images; the arguments are explained in
+        `EngineFamily.check`."""
         from megarl.rollout.sglang.checks import check_servers
 
         check_servers(config, placement, facts, checks, launcher, here=here)
 
     def check_images(self, config: RunConfig, encoder: VisionEncoder, checks: Checklist) -> None:
-        """Implement `EngineFamily.check_images`."""
+        """Check that the servers can generate from images with this vision encoder."""
         from megarl.rollout.sglang.checks import check_images
 
         check_images(config, encoder, checks)

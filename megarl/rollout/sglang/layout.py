@@ -162,7 +162,8 @@ class ServerLayout:
         return rows
 
     def together(self, tensor: str) -> str:
-        """Implement `ReceiverLayout.together`: the server joins these projections only if one call brings both."""
+        """Return one name for the two projections to latents: the server joins them only if one call brings both. Other
+        tensors keep their own names."""
         for module, fused in self._fusions.items():
             if fused == _LATENT and f".{module}." in tensor:
                 return tensor.replace(module, fused)

@@ -217,7 +217,7 @@ class ServerTurns:
     def submit(
         self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None, begun: int = 0
     ) -> None:
-        """Implement `Generation.submit`. The turn is sent with the next `any_busy` or `wait`."""
+        """Submit the next turn of `sequence`, which is sent to a server by the next `any_busy` or `wait`."""
         if not self._replica.is_first:
             return
         key = None if images is None else (images.digests, images.places)
@@ -248,7 +248,8 @@ class ServerTurns:
         self._to_send = dict(self._samples)
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
-        """Implement `Generation.wait`. Collective: busy ranks call it while all other ranks call `any_busy`.
+        """Return the finished turns by sequence, at least one if any is in flight, unless `enough()` ends the wait.
+        Collective: busy ranks call it while all other ranks call `any_busy`.
 
         Raises:
             ServerError: on every rank, if no server is left or a server rejected a request as invalid.
@@ -264,7 +265,8 @@ class ServerTurns:
                 return self._take()
 
     def abort(self, sequence: int) -> None:
-        """Implement `Generation.abort`."""
+        """Abort the turn of `sequence` on its server, or drop it if no server has it; `wait` returns its partial
+        tokens."""
         if not self._replica.is_first:
             return
         if self._to_send.pop(sequence, None) is not None:
@@ -273,7 +275,7 @@ class ServerTurns:
             self._client.abort(self._samples[sequence])
 
     def forget(self, sequence: int) -> None:
-        """Implement `Generation.forget`."""
+        """Forget the sequence, and its prompt if no other sequence begins with this prompt."""
         begin = self._begins.pop(sequence, None)
         if begin is None:
             return
@@ -285,7 +287,7 @@ class ServerTurns:
                 self._client.forget(prompt)
 
     def any_busy(self, busy: bool) -> bool:
-        """Implement `Generation.any_busy`. Collective over all ranks of the run.
+        """Return whether any rank is busy; `busy` is this rank's state. Collective over all ranks of the run.
 
         Raises:
             ServerError: as in `wait`.
@@ -297,7 +299,7 @@ class ServerTurns:
         return any_busy
 
     def close(self) -> None:
-        """Implement `Generation.close`."""
+        """Drop all in-flight turns, and record the failures of servers."""
         if self._client is not None:
             client, self._client = self._client, None
             client.close()

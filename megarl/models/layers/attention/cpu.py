@@ -177,13 +177,13 @@ class _CompiledLoop:
         self._starts = torch.tensor([0, *itertools.accumulate(lengths)])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Implement `Kernel.forward`."""
+        """Return the attention [t, H, d] of q to k and v, and the log-sum of each query's exponentials, [t, H]."""
         return self._kernels.causal_forward(q, k, v, self._starts, self._longest, self._scale)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Implement `Kernel.backward`."""
+        """Return the gradients of q, k and v for the probabilities exp(score - lse)."""
         return self._kernels.causal_backward(q, k, v, out, lse, grad, self._starts, self._longest, self._scale)
 
 

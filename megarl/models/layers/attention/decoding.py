@@ -137,7 +137,8 @@ class AttentionDecoder:
         return torch.cat((*normed, parts[2]), 2)
 
     def __call__(self, x: Tensor, step: Pass) -> Tensor:
-        """Implement `MixerDecoder`."""
+        """Return the layer's output [n, h] of hidden states x [n, h], before the sum over tensor-parallel ranks, and
+        cache their keys and values."""
         # Megatron stores the query heads, key and value of a group side by side, as decoding needs them.
         qkv = self._qkv(x).view(len(x), *self._heads)
         if self._gated:
@@ -176,7 +177,8 @@ class KernelAttention:
     def __call__(
         self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables, sinks: Tensor | None
     ) -> Tensor:
-        """Implement `Attend`."""
+        """Attend to the cached positions with the kernel: qkv [n, G, q + 2, D] -> [n, G*q*D]; the kernel also caches
+        the new keys and values."""
         return self._kernels.attend(
             qkv,
             norm.weights,
@@ -202,7 +204,7 @@ class DecodeAttention:
     def __call__(
         self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables, sinks: Tensor | None
     ) -> Tensor:
-        """Implement `Attend`."""
+        """Cache the new keys and values, and attend to the cached positions: qkv [n, G, q + 2, D] -> [n, G*q*D]."""
         q, k, v = norm.split(qkv, rope)
         n, groups, per, size = q.shape
         self._cache.append(layer, self._index, k, v)
@@ -279,7 +281,7 @@ class PromptAttention:
     def __call__(
         self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables, sinks: Tensor | None
     ) -> Tensor:
-        """Implement `Attend`."""
+        """Attend within each prompt: packed qkv [t, G, q + 2, D] -> [t, G*q*D]; cache the keys and values in all rows."""
         q, k, v = norm.split(qkv, rope)
         scores = replace(self._scores, sinks=sinks)
         out = varlen_attention(q.flatten(1, 2), k, v, self._stream, scores, window)
@@ -336,7 +338,8 @@ class ExtendAttention:
     def __call__(
         self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables, sinks: Tensor | None
     ) -> Tensor:
-        """Implement `Attend`."""
+        """Cache the new keys and values, and attend to these and the earlier positions: packed qkv [t, G, q + 2, D] ->
+        [t, G*q*D]."""
         q, k, v = norm.split(qkv, rope)
         keys = self._places.write(self._cache.keys(layer), k)
         values = self._places.write(self._cache.values(layer), v)

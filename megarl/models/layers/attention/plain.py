@@ -46,7 +46,7 @@ class Attention(Mixer):
     rope: str | None = ROPE  # the RoPE tables that rotate queries and keys; None: they are not rotated
 
     def dimensions(self) -> dict[str, int]:
-        """Implement `Mixer.dimensions`."""
+        """Return the sizes that the weight rules of softmax attention use, by name."""
         return {
             "head": self.width,
             "groups": self.groups,
@@ -80,20 +80,21 @@ class Attention(Mixer):
         return self.width**-0.5 if self.scale is None else self.scale
 
     def widths(self) -> dict[str, int]:
-        """Implement `Mixer.widths`."""
+        """Return the numbers of heads and of key/value heads, which tensor parallelism divides."""
         return {"attention heads": self.heads, "key/value heads": self.groups}
 
     def kept_elements(self, tp: int) -> float:
-        """Implement `Mixer.kept_elements`: the projection to queries, keys and values; a copy of the queries if there
-        are several groups and the norm of queries keeps it; queries and keys after RoPE; the result of attention; with
-        a gate, its projection, a float32 copy, and the gated result; with a cap, copies of all four in buckets."""
+        """Return the elements per token that a rank keeps for the backward pass: the projection to queries, keys and
+        values; a copy of the queries if there are several groups and the norm of queries keeps it; queries and keys
+        after RoPE; the result of attention; with a gate, its projection, a float32 copy, and the gated result; with a
+        cap, copies of all four in buckets."""
         q, k = self.heads / tp * self.width, self.groups / tp * self.width
         if self.cap is not None:
             return replace(self, cap=None).kept_elements(tp) + 2 * q + 2 * k
         return q + 2 * k + (q if self.normed and self.groups / tp > 1 else 0) + q + k + q + (4 * q if self.gate else 0)
 
     def attended_elements(self, tp: int) -> tuple[float, float]:
-        """Implement `Mixer.attended_elements`."""
+        """Return the elements per token of the queries, and of the keys and values together, on a rank."""
         return self.heads / tp * self.width, 2 * self.groups / tp * self.width
 
     @property
@@ -102,11 +103,11 @@ class Attention(Mixer):
         return 4.0 * self.heads * self.width
 
     def cache_elements(self, tp: int) -> float:
-        """Implement `Mixer.cache_elements`."""
+        """Return the elements of the keys and values that a rank caches per token; a key/value head is never divided."""
         return 2 * self.groups / min(tp, self.groups) * self.width
 
     def gathered_elements(self, tp: int, cp: int) -> float:
-        """Implement `Mixer.gathered_elements`."""
+        """Return the elements of the keys and values that a rank receives per token of all context-parallel ranks."""
         return 2 * self.groups * self.width / tp
 
 

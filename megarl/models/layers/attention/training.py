@@ -309,7 +309,7 @@ class TorchVarlen:
     window: int | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Implement `Kernel.forward`."""
+        """Return the attention [t, H, d] of q to k and v, and the log-sum of each query's exponentials, [t, H]."""
         from torch.nn.attention.varlen import AuxRequest
 
         out, lse = _torch_varlen(q, k, v, self.call, self.scale, self.window, return_aux=AuxRequest(lse=True))
@@ -318,7 +318,7 @@ class TorchVarlen:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Implement `Kernel.backward`."""
+        """Return the gradients of q, k and v for the probabilities exp(score - lse)."""
         call, span = self.call, _span(self.call, self.window)
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of dropout, of which there is none
         lengths = call.cu_q, call.cu_k, call.longest_q, call.longest_k, span == (-1, 0), unused

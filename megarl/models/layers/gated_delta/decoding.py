@@ -70,7 +70,8 @@ class GatedDeltaDecoder:
         self._parameters = module.A_log.detach(), module.dt_bias.detach()
 
     def __call__(self, x: Tensor, step: Pass) -> Tensor:
-        """Implement `MixerDecoder`."""
+        """Return the layer's output [n, h] of hidden states x [n, h], before the sum over tensor-parallel ranks, and
+        update the states of the running samples."""
         qkv, z, b, a = split_projection(self._in(x), self._mixer, self._sections)
         states: DeltaStates = step.caches[GatedDelta.kind]
         parts = states.state[self._number], states.window[self._number]

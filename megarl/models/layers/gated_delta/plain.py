@@ -66,7 +66,7 @@ class GatedDelta(Mixer):
         return (2 * self.key_heads * self.key + self.value_heads * self.value) // tp
 
     def dimensions(self) -> dict[str, int]:
-        """Implement `Mixer.dimensions`."""
+        """Return the sizes that the weight rules of gated delta nets use, by name."""
         values = self.value_heads * self.value
         return {
             "delta_key_heads": self.key_heads,
@@ -81,12 +81,13 @@ class GatedDelta(Mixer):
         }
 
     def widths(self) -> dict[str, int]:
-        """Implement `Mixer.widths`."""
+        """Return the number of key heads, which tensor parallelism divides."""
         return {"key heads of the gated delta net": self.key_heads}
 
     def kept_elements(self, tp: int) -> float:
-        """Implement `Mixer.kept_elements`: the input projection; the convolution's result; queries and keys of every
-        value head, and the chunks' triangular matrices; the rule's result before and after its norm."""
+        """Return the elements per token that a rank keeps for the backward pass: the input projection; the
+        convolution's result; queries and keys of every value head, and the chunks' triangular matrices; the rule's
+        result before and after its norm."""
         heads = self.value_heads / tp
         projected = 2 * self.channels(1) / tp + heads * (self.value + 2)
         return projected + heads * (2 * self.key + CHUNK + 2 * self.value)
@@ -104,14 +105,14 @@ class GatedDelta(Mixer):
         return state + (self.taps - 1) * self.channels(1) / tp * element
 
     def gathered_elements(self, tp: int, cp: int) -> float:
-        """Implement `Mixer.gathered_elements`: tokens are exchanged for heads before the convolution, and the results
-        are exchanged back."""
+        """Return the elements per token that a rank receives from context-parallel ranks: tokens are exchanged for
+        heads before the convolution, and the results are exchanged back."""
         values = self.value_heads * self.value
         return (self.channels(1) + 2 * self.value_heads + values) / (tp * cp)
 
     def context_widths(self) -> dict[str, int]:
-        """Implement `Mixer.context_widths`: a state is never divided, so a rank reads whole sequences for a part of the
-        heads."""
+        """Return the number of key heads, which tensor and context parallelism divide together: a state is never
+        divided, so a rank reads whole sequences for a part of the heads."""
         return self.widths()
 
 

@@ -41,7 +41,7 @@ class GatedDeltaNet(PackedMixer[GatedDelta]):
     kind = GatedDelta
 
     def build(self, mixer: GatedDelta, config: PolicyConfig) -> None:
-        """Implement `PackedMixer.build`."""
+        """Create the parameters, in the order in which they are initialised."""
         tp = self.groups.tp.size()
         self.sections = mixer.sections(tp)
         self.in_proj = self.columns(config.hidden_size, tp * sum(self.sections.values()))
@@ -148,5 +148,5 @@ def delta_inputs(mixed: Tensor, b: Tensor, a: Tensor, a_log: Tensor, dt_bias: Te
 
 
 def gated_delta_net(mixer: Mixer) -> ModuleSpec:
-    """Return the spec of the module, see `KindOfMixer`."""
+    """Return Megatron's spec of `GatedDeltaNet`, which takes the place of self-attention in a layer."""
     return ModuleSpec(module=GatedDeltaNet)

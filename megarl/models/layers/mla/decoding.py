@@ -66,7 +66,8 @@ class LatentDecoder:
         self._keys, self._values = rows.split([mixer.nope, mixer.value], 1)  # [H, dn or dv, rk]
 
     def __call__(self, x: Tensor, step: Pass) -> Tensor:
-        """Implement `MixerDecoder`."""
+        """Return the layer's output [n, h] of hidden states x [n, h], before the sum over tensor-parallel ranks, and
+        cache their latents and rope keys."""
         mixer, cos, sin = self._mixer, step.rope.cos, step.rope.sin
         q = self._q(x if mixer.q_rank is None else _norm(self._q_down(x), self._q_norm, mixer.eps))
         q = rotate_end(q.view(len(x), -1, mixer.key), cos, sin, mixer.interleaved)
@@ -160,7 +161,7 @@ class _ExtendAttention:
         self._places = NewPlaces(lengths, starts, rows, cache.device)
 
     def __call__(self, layer: int, token: Tensor, q: Tensor) -> Tensor:
-        """Implement `_StepAttention.__call__`."""
+        """Cache `token` [t, rk + dr]; return the mean latents [t, H, rk] for absorbed queries `q` [t, H, rk + dr]."""
         keys = self._places.write(self._cache.latents(layer), token[:, None]).expand(-1, q.shape[1], -1, -1)
         queries = self._places.padding.pad(q).transpose(1, 2)
         # Pass the whole keys as values: torch's fused kernels, which do not store the scores, need values as wide as

@@ -48,7 +48,7 @@ class MLA(Mixer):
         return self.kv_rank + self.rope
 
     def dimensions(self) -> dict[str, int]:
-        """Implement `Mixer.dimensions`."""
+        """Return the sizes that the weight rules of latent attention use, by name."""
         return {
             "q_rank": self.q_rank or 0,
             "kv_rank": self.kv_rank,
@@ -60,18 +60,20 @@ class MLA(Mixer):
         }
 
     def widths(self) -> dict[str, int]:
-        """Implement `Mixer.widths`."""
+        """Return the number of heads, which tensor parallelism divides."""
         return {"attention heads": self.heads}
 
     def kept_elements(self, tp: int) -> float:
-        """Implement `Mixer.kept_elements`: latents before and after their norms; queries and keys after RoPE; values
-        and context, which kernels need in the width of the keys; the context in its own width."""
+        """Return the elements per token that a rank keeps for the backward pass: latents before and after their norms;
+        queries and keys after RoPE; values and context, which kernels need in the width of the keys; the context in its
+        own width."""
         latents = 2 * (self.q_rank or 0) + 2 * self.kv_rank + self.rope
         context = self.nope + 2 * self.value if self.value >= self.key else 2 * self.key + self.value
         return latents + self.heads / tp * (2 * max(self.key, self.value) + context)
 
     def attended_elements(self, tp: int) -> tuple[float, float]:
-        """Implement `Mixer.attended_elements`."""
+        """Return the elements per token of the queries, and of the keys and values together, on a rank; kernels need
+        both in the larger width of keys and values."""
         width = max(self.key, self.value)
         return self.heads / tp * width, 2 * self.heads / tp * width
 
@@ -85,7 +87,7 @@ class MLA(Mixer):
         return float(self.cached)
 
     def gathered_elements(self, tp: int, cp: int) -> float:
-        """Implement `Mixer.gathered_elements`: ranks gather latents before they expand them."""
+        """Return the cached elements per token, because context-parallel ranks gather latents before they expand them."""
         return float(self.cached)
 
 

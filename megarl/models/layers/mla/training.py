@@ -42,7 +42,7 @@ class LatentAttention(PackedMixer[MLA]):
     kind = MLA
 
     def build(self, mixer: MLA, config: PolicyConfig) -> None:
-        """Implement `PackedMixer.build`."""
+        """Create the parameters, in the order in which they are initialised."""
         hidden, heads = config.hidden_size, mixer.heads
         if mixer.q_rank is None:
             self.linear_q_proj = self.columns(hidden, heads * mixer.key)
@@ -103,7 +103,7 @@ class LatentAttention(PackedMixer[MLA]):
 
 
 def latent_attention(mixer: Mixer) -> ModuleSpec:
-    """Return the spec of the module, see `KindOfMixer`."""
+    """Return Megatron's spec of `LatentAttention`, which takes the place of self-attention in a layer."""
     return ModuleSpec(module=LatentAttention)
 
 

@@ -79,17 +79,18 @@ class VLALayout:
     block_only: bool = False
 
     def rows(self, samples: Batch) -> Batch:
-        """Implement `SequenceLayout.rows`; a batch of calls is returned unchanged."""
+        """Return one row per policy call of the samples; a batch of calls is returned unchanged."""
         return calls_of(samples) if "turn_ends" in samples else samples
 
     def sample_columns(self, samples: Batch) -> list[list[int]]:
-        """Implement `SequenceLayout.sample_columns`."""
+        """Return the number of columns of each policy call of each sample."""
         more = self._layout(2).length - 2
         calls, prompts = samples["turn_ends"].lengths.tolist(), samples["prompt_ids"].lengths.tolist()
         return [[prompt + more] * count for prompt, count in zip(prompts, calls, strict=True)]
 
     def lengths(self, batch: Batch) -> Tensor:
-        """Implement `SequenceLayout.lengths`."""
+        """Return the number of columns of each policy call, int64 [B]. Raise ValueError if a call does not have K * D
+        tokens."""
         wrong = (batch["response_ids"].lengths.cpu() != self.dim * self.chunk).nonzero()
         if len(wrong):
             count = int(batch["response_ids"].lengths[int(wrong[0])])
@@ -99,11 +100,11 @@ class VLALayout:
         return batch["prompt_ids"].lengths.cpu() + (self._layout(2).length - 2)
 
     def patches(self, batch: Batch) -> Sequence[Mapping[int, int]]:
-        """Implement `SequenceLayout.patches`: pictures take columns, so there are no other patches."""
+        """Return an empty sequence, because `lengths` counts the patches of pictures as columns."""
         return ()
 
     def pack(self, rows: Batch) -> PackedRows:
-        """Implement `SequenceLayout.pack`; targets outside of `columns` have no log-prob."""
+        """Pack policy calls end to end. Raise ValueError if a response has a token that is not an action token."""
         targets = rows["response_ids"].values.cpu()
         outside = ((targets < self.columns[0]) | (targets >= self.columns[1])).nonzero()
         if len(outside):
