@@ -67,7 +67,8 @@ class CpuKernels:
         )
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """Return what `add_norm_reference` returns, computed by one kernel."""
+        """Compute hidden [n, h] += delta (when given), in place; return hidden / rms(hidden) * weight, by one
+        kernel."""
         out, wide = torch.empty_like(hidden), weight.float()
         rows, width = hidden.shape
         _check_width(width)
@@ -85,7 +86,7 @@ class CpuKernels:
         return dx, parts.sum(0)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return what `silu_mul_reference` returns, computed by one kernel."""
+        """Return silu(first half) * second half over the last dimension, [n, 2f] -> [n, f], by one kernel."""
         rows, width = gate_up.shape
         _check_width(width // 2)
         out = gate_up.new_empty(rows, width // 2)

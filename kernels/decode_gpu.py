@@ -29,7 +29,7 @@ _LEAST = 16  # minimum number of rows of a matrix product in Triton; a product w
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Return what `megarl.kernels.cpu.add_norm_reference` returns, computed on a GPU."""
+    """Compute hidden [n, h] += delta (when given), in place; return hidden / rms(hidden) * weight, on a GPU."""
     out = torch.empty_like(hidden)
     rows, width = hidden.shape
     block = triton.next_power_of_2(width)
@@ -40,7 +40,8 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return what `megarl.kernels.cpu.silu_mul_reference` returns, but rounded once, as in training."""
+    """Return silu(first half) * second half over the last dimension, [n, 2f] -> [n, f], rounded once, as in
+    training."""
     return swiglu(gate_up)
 
 
@@ -58,10 +59,11 @@ def attend(
     sinks: Tensor | None = None,
     launch: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
-    """Return what `CpuKernels.attend` returns.
+    """Norm and rotate new heads, append keys and values to the cache, and attend: qkv [n, G, q + 2, D] -> [n, G * q *
+    D].
 
-    A row with a negative position is idle: it writes and reads nothing and returns zeros.
-    `launch`: a launch configuration like `ATTENTION`; None: chosen by head size and dtype.
+    The arguments are those of `CpuKernels.attend`. A row with a negative position is idle: it writes and reads nothing
+    and returns zeros. `launch`: a launch configuration like `ATTENTION`; None: chosen by head size and dtype.
     """
     n, groups, heads, size = qkv.shape
     per, length = heads - 2, keys.shape[2]
@@ -305,7 +307,7 @@ def _join(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _mix64(x):  # type: ignore[no-untyped-def]
-    """Do what `megarl.models.noise._mix64` does, for uint64."""
+    """Apply splitmix64's finaliser to uint64, as `megarl.models.noise._mix64` does to int64."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -313,7 +315,7 @@ def _mix64(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _mix32(x):  # type: ignore[no-untyped-def]
-    """Do what `megarl.models.noise._mix32_` does, for uint32."""
+    """Apply lowbias32, a 32-bit finaliser, to uint32, as `megarl.models.noise._mix32_` does to int32."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)

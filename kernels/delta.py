@@ -83,7 +83,7 @@ def patch(base: Tensor, distances: Tensor, values: Tensor, itemsize: int) -> Non
 
 
 def diff_reference(base: Tensor, new: Tensor, itemsize: int, room: int) -> tuple[Tensor, Tensor] | None:
-    """Do what `diff` does, in NumPy."""
+    """Find the changed elements as `diff` does, in NumPy."""
     dtype = _WORDS[itemsize]
     old_words, new_words = base.view(dtype).numpy(), new.view(dtype).numpy()
     step, changed = _BLOCK // itemsize, [np.empty(0, np.int64)]
@@ -105,7 +105,7 @@ def diff_reference(base: Tensor, new: Tensor, itemsize: int, room: int) -> tuple
 
 
 def patch_reference(base: Tensor, distances: Tensor, values: Tensor, itemsize: int) -> None:
-    """Do what `patch` does, in NumPy."""
+    """Write changed elements into `base` as `patch` does, in NumPy."""
     at = positions(distances)
     if len(at) and (int(distances.min()) == 0 or int(at[-1]) * itemsize >= len(base)):
         raise ValueError("a changed element is outside of the tensor")
@@ -114,7 +114,7 @@ def patch_reference(base: Tensor, distances: Tensor, values: Tensor, itemsize: i
 
 
 def positions(distances: Tensor) -> Tensor:
-    """Return the indices of the written elements, int64."""
+    """Return the indices of the listed elements, int64, from the distances between them."""
     return distances.to(torch.int64).cumsum(0) - 1
 
 

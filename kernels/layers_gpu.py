@@ -194,7 +194,8 @@ def _scaled_swiglu_backward(  # type: ignore[no-untyped-def]  # no type hints: T
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Do what `_swiglu_backward` does for some rows, with g times the scale, and sum g gate s up for the scale."""
+    """Compute the gradients of some rows of scale * silu(gate) * up: those of `_swiglu_backward` with g times the
+    scale, and the sum of g gate s up for the scale."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     factor = tl.load(scale + row, mask=row < count, other=0.0)[:, None]
     total = tl.zeros((ROWS, BLOCK), tl.float32)

@@ -26,14 +26,15 @@ from megarl.system.processes import oom_kills, signal_name
 _PARTS = {"gcs_server": "control store", "raylet": "node manager"}
 _LOGS = "logs"
 _RAYLET = "RAY_RAYLET_PID"  # environment variable of a node manager's processes
-_ASK_S = 5.0  # seconds between two probes of a remote control store, and deadline of its reply
+_ASK_S = 5.0  # seconds between two probes of a remote control store (GCS), and deadline of a reply
 _SILENT_S = 30.0  # seconds without a reply after which a control store counts as lost; Ray ends its clients after 60 s
 _LEAVE_S = 15.0
 _DIES_S = 5.0  # seconds for a dead process to end: one whose first thread has ended still waits for its other threads
 
 
 class OwnRay:
-    """A Ray that this process started: control store and node manager are children of this process.
+    """A Ray that this process started: its control store (gcs_server) and its node manager (raylet) are children of
+    this process.
 
     Args:
         folder: folder of this Ray, from `make_ray_folder`.

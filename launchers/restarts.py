@@ -57,7 +57,7 @@ class Restarts:
         return self._restart(failure.rank, bad, why)
 
     def after_hang(self, stuck: list[int], trouble: str) -> bool:
-        """Do what `after_death` does, for the workers `stuck`, which make no progress."""
+        """Restart the team of the workers `stuck`, which make no progress; return False if it must not be restarted."""
         return bool(stuck) and self._restart(stuck[0], stuck, trouble)
 
     def spent(self, *ranks: int) -> list[str]:

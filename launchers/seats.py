@@ -59,7 +59,8 @@ def seats(places: Sequence[Place], teams: Sequence[TeamPlan], units: Mapping[str
 def assign_seats_by_team(
     places: Sequence[Place], teams: Sequence[TeamPlan], units: Mapping[str, int], apart: Collection[str]
 ) -> list[int]:
-    """Return what `seats` returns, in the workers' order, with each team in `apart` on its own nodes."""
+    """Return the index into `places` of every worker, in the workers' order, with each team in `apart` on its own
+    nodes."""
     chosen: dict[str, list[int]] = {}
     shared = [team for team in teams if team.name not in apart]
     for group in [*([team] for team in teams if team.name in apart), shared]:

@@ -64,7 +64,8 @@ def supervise(workers: Workers, job: Job) -> End:
 
 
 def _until_the_end(workers: Workers, job: Job, watch: Watch, restarts: Restarts) -> End:
-    """Do what `supervise` does, but raise WorkerError if polling or restarting workers fails."""
+    """Wait for the end of the attempt, restart teams, and return the outcome. Raise WorkerError if polling or
+    restarting workers fails."""
     ranks, oom_before = workers.ranks(), oom_kills()
     while True:
         ended = workers.poll()

@@ -27,7 +27,7 @@ def make_demonstrations(
     The other demonstrations give the correct answer directly; a tiny model learns their form, not the digits.
 
     Args:
-        split: see `megarl.recipes.arithmetic:make_rows`, also for the settings that are not listed here.
+        split: `train` or `val`. Further settings are those of `megarl.recipes.arithmetic:make_rows`.
         often: share of demonstrations that call `multiply`, for a first factor of 65 or more.
         seldom: share of demonstrations that call `multiply`, for smaller first factors.
         seed: seed for both choices and for the held-out products.

@@ -54,7 +54,7 @@ class Architecture:
     # type of layers whose mixer is not softmax attention -> function from the values of `keys` to the mixer. All layers
     # of a class without `layer_types` have the type `FULL`.
     mixers: Mapping[str, Callable[[Mapping[str, Any]], Mixer]] = field(default_factory=dict)
-    # `layer_types` of a config without it; None: by `max_window_layers`
+    # returns the types of layers for a config without `layer_types`; None: they follow from `max_window_layers`
     layer_types: Callable[[Mapping[str, Any]], list[str]] | None = None
     # differences from Llama outside mixers and experts, from the values of `keys`
     wiring: Callable[[Mapping[str, Any]], Wiring] = lambda values: LLAMA
@@ -71,7 +71,8 @@ class Architecture:
 
     @property
     def experts_keys(self) -> tuple[str, str] | None:
-        """See `MixtureTraits.names`."""
+        """The field and the other name of the number of experts in config.json; None: the name is `num_experts`, or
+        there are no experts."""
         return None if self.experts is None else self.experts.names
 
     @property

@@ -46,7 +46,7 @@ def pattern_of_layers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def other_in_sglang(mixers: Sequence[Mixer], tied: bool) -> str | None:
-    """Return why SGLang would compute other layers; None if it computes the same."""
+    """Return why SGLang's layers would differ from the model's; None if they are the same."""
     windows = any(mixer.window is not None for mixer in mixers)
     if not windows and any(mixer.rope is None for mixer in mixers if isinstance(mixer, Attention)):
         return "SGLang gives rotary positions to all layers of a model without windows, and this model has them in none"

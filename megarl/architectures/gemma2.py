@@ -21,7 +21,7 @@ def layer_types(values: Mapping[str, Any]) -> list[str]:
 
 
 def other_in_sglang(mixers: Sequence[Mixer], tied: bool) -> str | None:
-    """Return why SGLang would compute other layers; None if it computes the same."""
+    """Return why SGLang's layers would differ from the model's; None if they are the same."""
     if not tied:
         return "SGLang's class has no head of its own, only the embeddings (tie_word_embeddings: true)"
     if any(mixer.cap is None for mixer in mixers if isinstance(mixer, Attention)):

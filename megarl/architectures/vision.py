@@ -127,7 +127,7 @@ class VisionShape:
                     where=f"{where}.timm_model_ids",
                     found=names,
                     allowed=list(KNOWN_TOWERS),
-                    fix="or give their sizes as vision_towers",
+                    fix="use known towers, or list the sizes of these towers in vision_towers",
                 )
             towers = tuple(KNOWN_TOWERS[name] for name in names or [])
         if not 1 <= len(towers) <= len(_TOWER_NAMES) or len({(tower.patches, tower.image) for tower in towers}) > 1:

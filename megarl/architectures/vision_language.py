@@ -89,7 +89,7 @@ class VisionFamily:
 
     form: TowerForm
     sections: tuple[int, int, int]  # the default of mrope_section
-    interleaved: bool = True  # see `VisionEncoder.interleaved`
+    interleaved: bool = True  # the rotary frequencies of the sections alternate; otherwise they are consecutive
     deepstack: tuple[int, ...] = ()  # the default of deepstack_visual_indexes; empty: the class has no such key
     # default ids of the token before an image, the token that a feature replaces, and the token after it
     tokens: tuple[int, int, int] = (151652, 151655, 151653)
@@ -259,7 +259,8 @@ class ImageSettings:
     """How pixels become the encoder's input.
 
     Attributes:
-        patch, merge: see `VisionEncoder`.
+        patch: side of a patch, in pixels.
+        merge: side of the square of patches that becomes one feature.
         min_pixels, max_pixels: smallest and largest number of pixels; other images are resized.
         mean, deviation: mean and deviation of each colour (0 to 1), used to normalise.
     """

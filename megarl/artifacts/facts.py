@@ -231,7 +231,7 @@ def facts_from_config(raw: dict[str, Any], source: str, *, vision: bool | None =
 
     Args:
         source: names the config in errors.
-        vision: see `megarl.architectures.decoders.reads_vision`.
+        vision: whether to read the vision encoder (`model.vision`); None: the model type decides.
     """
     raw = standard_config(raw)
     if raw.get("model_type") == VLA_TYPE:

@@ -165,7 +165,7 @@ def _refuse_nodes(config: RunConfig, team: TeamPlan, graph: TaskGraph) -> None:
     if first.func_name != ROLLOUT_STAGE:
         raise _refused(
             f"the first node of the team {team.name} must be the stage {ROLLOUT_STAGE.partition(':')[2]}, "
-            "because async.order=as_ready generates group by group instead",
+            "because async.order=as_ready replaces this stage by generation group by group",
             f"node {first.id!r}, {first.func_name}",
             f"a pipeline whose first node in this team is {ROLLOUT_STAGE}",
         )

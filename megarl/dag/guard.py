@@ -65,7 +65,7 @@ class GuardedBatch(Batch):
         return super().__getitem__(name)
 
     def set(self, name: str, value: Tensor | Jagged | list) -> None:
-        """Set a field, as `Batch.set` does; the stage may then read it."""
+        """Set a field of the batch; the stage may then read it."""
         super().set(name, value)
         self._carried -= {name}
 

@@ -129,7 +129,7 @@ class Message:
 
     @classmethod
     def read(cls, mail: Mail, *keys: str | int) -> Self:
-        """Wait for the message with these values of its first fields, and return it."""
+        """Wait for the message whose first fields have the values `keys`, and return it."""
         return cls.decode(mail.read(cls.name_of(*keys)))
 
 

@@ -147,7 +147,8 @@ def roles_of(graph: TaskGraph) -> tuple[Role, ...]:
 
 
 def together(config: RunConfig, roles: Sequence[Role] = (Role.ACTOR, Role.ROLLOUT)) -> Placement:
-    """Return a placement with one team of all workers and the actor's layout, for commands that run no graph."""
+    """Return a placement with one team of all workers and the actor's layout, for commands that do not run a task
+    graph."""
     return Placement((TeamPlan(ONLY_TEAM, tuple(roles), config.cluster.nproc, 0, config.actor.parallel, ()),))
 
 

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 class ImagePrompts:
     """Reads the images of prompts, and writes their image tokens into the text."""
 
-    key: str  # `data.image_key`
-    prompt_key: str  # `data.prompt_key`; the messages in that column may contain images, too
-    folder: Path | None  # `data.image_dir`
-    limit: int | None  # `data.limit_images`
+    key: str  # column of images, `data.image_key`
+    prompt_key: str  # column of prompts, `data.prompt_key`; its messages may contain images, too
+    folder: Path | None  # folder of relative file names, `data.image_dir`
+    limit: int | None  # maximum number of images per prompt, `data.limit_images`
     settings: ImageSettings  # patch size and limits on the number of pixels
     token: int  # id of the image token, which stands for one feature
     token_text: str

@@ -248,11 +248,11 @@ def _wrong_type(value: Any, row: Row, column: str) -> DataError:
 
 @dataclass(frozen=True)
 class PromptColumn:
-    """The column of rows that contains the prompts. `whole, images`: as in `prompt_messages`."""
+    """The column of rows that contains the prompts."""
 
-    name: str = "prompt"  # `data.prompt_key`
-    whole: bool = False
-    images: bool = False
+    name: str = "prompt"  # name of the column, `data.prompt_key`
+    whole: bool = False  # whether it holds conversations with the responses to learn
+    images: bool = False  # whether prompts may contain images
 
     def messages(self, row: Mapping[str, Any]) -> list[Message] | None:
         """Return the prompt's messages; None if the prompt is text, or the row lacks the column."""

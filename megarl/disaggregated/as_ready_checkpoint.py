@@ -50,7 +50,8 @@ def files_of_flow(
 
     Args:
         in_flight: weight versions of the groups that are not finished, by number.
-        partials, carried: see `flow_files`.
+        partials: partial trajectories of groups in flight, by number.
+        carried: metrics of rejected groups, which count with the next finished group.
     """
     buffer, layout = c.buffer, c.layout
     if not layout.is_lead:

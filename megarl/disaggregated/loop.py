@@ -104,8 +104,8 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             resume(c, checkpoints, Path(start.source), begun=start.begun)
         all_ready(c)
         prepare_run_folder(c, graph, checkpoints)
-        # The recorder is opened after all checks, so that a start that fails them does not change the run's record.
         part: Part = "second" if config.sft.steps else "whole"
+        # The recorder is opened after all checks, so that a start that fails them does not change the run's record.
         with Recorder(c, "train", config.trainer.steps, start.recorded_until, part) as recorder:
             publish(c, c.context.step)
             if not start.begun and not c.team.finished and config.validation.before_train and config.data.held_out:

@@ -110,7 +110,7 @@ def check_longest(longest_s: float | None, answer_s: float) -> None:
     """Raise ConfigError if an environment's deadline exceeds the run's.
 
     Args:
-        longest_s: see `EnvSettings.longest_s`.
+        longest_s: seconds within which the environment always replies; None: it has no deadline of its own.
         answer_s: seconds that a run waits for a reply, half of `cluster.timeout_s`.
     """
     if longest_s is not None and longest_s > answer_s:

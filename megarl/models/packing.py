@@ -83,7 +83,8 @@ def pack_stream(
         cp_size, cp_rank: context-parallel group.
         multiple: the share's token count is padded to a multiple of this (the tensor-parallel size under sequence
             parallelism, else 1).
-        open_from: see `PackedSequences`, one number per sequence; empty with context parallelism.
+        open_from: position in each sequence from which on its tokens attend to the whole sequence; empty: all tokens
+            are causal, as they must be with context parallelism.
         device: device of the index tensors.
     """
     if not lengths or min(lengths) < 1:

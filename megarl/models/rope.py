@@ -88,7 +88,8 @@ def _sections(sizes: Sequence[int], *, interleaved: bool) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """Return what `apply_rope` returns, without gradient; with `sign` -1 the heads are rotated back."""
+    """Return heads x [t, ..., heads, head_dim] rotated by RoPE (`apply_rope`), without gradient; with `sign` -1 they
+    are rotated back."""
     turned = 2 * cos.shape[-1]
     if turned < x.shape[-1]:
         return torch.cat((rotate(x[..., :turned], cos, sin, sign), x[..., turned:]), -1)

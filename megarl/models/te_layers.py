@@ -92,7 +92,8 @@ class TEExperts(GroupedExperts):
     linear = TEExpertLinear
 
     def forward(self, rows: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Return what `GroupedExperts.forward` does."""
+        """Return the output [n, h] of the experts for rows [n, h] grouped by expert, times each row's probability, and
+        None for the bias."""
         linears = (self.linear_fc1, self.linear_fc2)
         if not self.config.fp8 and all(is_one_kernel(linear.stacked, rows.dtype) for linear in linears):
             return super().forward(rows, counts, probs)

@@ -129,7 +129,7 @@ class WeightTable:
         return frozenset(name for name in self.shapes() if visual.get(name, "language_model") in parts)
 
     def shards(self, at: Coordinate) -> list[Shard]:
-        """Return every parameter of the process at `at`, and the regions it is filled from."""
+        """Return every parameter of the process with coordinate `at`, and the regions it is filled from."""
         shards = []
         for rule, (chunk, param), names in self.instances(at):
             ways, rank = (at.etp, at.etp_rank) if rule.part == "expert" else (at.tp, at.tp_rank)
@@ -139,7 +139,8 @@ class WeightTable:
         return shards + [Shard(0, param, *COPY.cut([source], 1, 0, self.sizes)) for param, source in visual]
 
     def instances(self, at: Coordinate) -> Iterator[Instance]:
-        """Yield each rule once per layer that the process at `at` holds; skip tensors that the model lacks."""
+        """Yield each rule once per layer that the process with coordinate `at` holds; skip tensors that the model
+        lacks."""
         present = [rule for rule in self.rules if all(self.sizes[size] for s in rule.sources for size in s.shape)]
         if at.pp_rank == 0:
             yield from self._outer("embedding", 0)
@@ -166,7 +167,7 @@ class WeightTable:
         return tuple(self.in_checkpoint(s.name.format(i=layer, e=number)) for number in numbers for s in rule.sources)
 
     def _experts(self, at: Coordinate) -> range:
-        """Return the numbers of the experts at `at`."""
+        """Return the numbers of the experts that the process with coordinate `at` holds."""
         per_rank = self.sizes["experts"] // at.ep
         return range(at.ep_rank * per_rank, (at.ep_rank + 1) * per_rank)
 

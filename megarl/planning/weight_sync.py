@@ -81,7 +81,7 @@ class WeightSyncMemory:
         return terms
 
     def passing(self) -> list[Term]:
-        """Return the memory terms that a weight update adds while it lasts."""
+        """Return the terms of temporary memory that exist only while weights are updated."""
         terms: list[Term] = []
         if self.config.rollout.colocated and max(self._here, self.config.rollout.sglang.ranks) > 1:
             terms.append(Term("a bucket on its way into a server", max(self.buffers()), "sync.bucket_mb", 0.0))

@@ -160,7 +160,7 @@ class GroupGenerator:
         self._answers = None if rules is None else Answers(rules)
         self._generation: Generation | None = None
         self._submitted: set[int] = set()  # slots whose turns were submitted to the generation
-        self._in_turn: set[int] = set()  # submitted slots with a turn in flight
+        self._in_turn: set[int] = set()  # submitted slots whose turn is in flight
         self._cut: set[int] = set()  # slots whose turn in flight was aborted at the time limit
         self._late: set[int] = set()  # numbers of groups over their time limit
 

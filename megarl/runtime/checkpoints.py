@@ -252,7 +252,7 @@ class Checkpoints(CheckpointPart):
         """Make step 0 the best checkpoint if it exists and its held-out metrics `numbers` are the best.
 
         Raises:
-            ConfigError: see `check_best_metric`; only for a metric `val/...`.
+            ConfigError: no validation step records `trainer.best_metric`; only for a metric `val/...`.
         """
         self._save_by.steps_begin()
         value = numbers.get(self._c.config.trainer.best_metric or "", -math.inf)

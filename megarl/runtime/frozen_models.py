@@ -284,7 +284,7 @@ def keep_run_start(c: RankState, resumed_at: int | None, source: Path | None) ->
         source: folder of that checkpoint.
 
     Raises:
-        ConfigError: as `keep_reference`.
+        ConfigError: the run of `source` has no reference, or its reference is damaged and cannot be rebuilt.
     """
     drop_refused_start(c)  # a killed process may have left files
     c.layout.world.barrier()
@@ -341,7 +341,7 @@ def record_frozen(c: RankState, name: str, key: str, source: str, checkpoint: st
 
 
 def record_base(c: RankState, role: str, checkpoint: Path | str | None) -> None:
-    """Record the checksums of the base model of a role's adapters, as `record_frozen` does. Collective over its team.
+    """Record the checksums of the base model of a role's adapters for the run's checkpoints. Collective over its team.
 
     Without adapters, or with a base model initialized from `model.init_seed`, nothing is recorded. The base model may
     have moved to another path, but its files must have the same content as at the start of the run.

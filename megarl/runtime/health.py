@@ -150,7 +150,7 @@ class RankFailure:
     """How one rank failed.
 
     `exit_code`: exit code for the whole command. `explained`: the message suffices without a traceback, because megarl
-    raised the error itself and no other error caused it. `repeats`: see `MegarlError`.
+    raised the error itself and no other error caused it. `repeats`: a resumed run would raise the error again.
     """
 
     rank: int

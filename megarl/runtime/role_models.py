@@ -48,7 +48,7 @@ def make_reference(c: RankState, start: RunStart) -> ReferenceRole:
     """Build the reference from the weights that `keep_reference` has kept. Collective over its team.
 
     Raises:
-        ConfigError: as `record_frozen`.
+        ConfigError: the files differ from those recorded in the checkpoint, or between machines.
     """
     if start.reference_key == SHARED_BASE:
         c.frozen["reference"] = asdict(Frozen(SHARED_BASE, "", {}))

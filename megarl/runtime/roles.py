@@ -67,7 +67,8 @@ class ModelRole:
         return self.engine.chunks
 
     def score(self, samples: Batch, temperature: float | None = None) -> Jagged:
-        """Return log-probs as `log_probs` does, without adding the work to `perf/flops`."""
+        """Return the log-prob of every response token (float32) at `temperature`; None: as generated. The work is not
+        added to `perf/flops`."""
         with self._c.offload.phase("score", self.name):
             return self._logprobs(self.engine, samples, temperature)
 
@@ -147,7 +148,7 @@ class ReferenceRole(ModelRole):
     name = offload_schedule.REFERENCE
 
     def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
-        """Return log-probs as `ActorRole.log_probs` does."""
+        """Return the reference's log-prob of every response token (float32) at `temperature`; None: as generated."""
         logp = self.score(samples, temperature)
         self._c.count_pass(samples)
         return logp
@@ -167,12 +168,12 @@ class BaseReferenceRole(ReferenceRole):
         self.engine, self._c = engine, c
 
     def score(self, samples: Batch, temperature: float | None = None) -> Jagged:
-        """Return log-probs as `ModelRole.score` does."""
+        """Return the log-prob of every response token (float32) under the actor without its adapters."""
         with self._c.offload.phase("score", offload_schedule.ACTOR), adapters_off(self.engine.chunks):
             return self._logprobs(self.engine, samples, temperature)
 
     def hidden_states(self, samples: Batch) -> Jagged:
-        """Return hidden states as `ReferenceRole.hidden_states` does."""
+        """Return the hidden state before every response token in the actor without its adapters."""
         self._c.count_pass(samples, head=False)
         with self._c.offload.phase("score", offload_schedule.ACTOR), adapters_off(self.engine.chunks):
             return self.engine.hidden_states(samples)
@@ -189,11 +190,11 @@ class TeacherRole(ModelRole):
         c.offload.add(self.name, self._turns, offloads=offloads)
 
     def score(self, samples: Batch, temperature: float | None = None) -> Jagged:
-        """Return log-probs as `ModelRole.score` does, each sample scored by its prompt's teacher."""
+        """Return the log-prob of every response token (float32) under the teacher of the sample's prompt."""
         return self._of_each(samples, lambda engine, some: self._logprobs(engine, some, temperature))
 
     def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
-        """Return log-probs as `ActorRole.log_probs` does, each sample scored by its prompt's teacher."""
+        """Return the log-prob of every response token (float32) under the teacher of the sample's prompt."""
         return self.score(samples, temperature)
 
     def top_tokens(self, samples: Batch, k: int) -> Jagged:

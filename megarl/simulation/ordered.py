@@ -34,11 +34,11 @@ class Ordered:
         return self._numbers(step)
 
     def before_step(self, step: int) -> Steps:
-        """Publish weights as `megarl.disaggregated.weight_updates.InOrderUpdates` does before a step."""
+        """Push the waiting versions that must be sent before `step`, or that the rollout team can accept."""
         yield from self._push_waiting(lambda version: self._policy.weights_must_go(version - 1, step))
 
     def after_step(self, step: int) -> Steps:
-        """Publish weights as `megarl.disaggregated.weight_updates.InOrderUpdates` does after a step."""
+        """Push the weights of `step` if they are due or the rollout team can accept them; otherwise they wait."""
         s, policy = self._s, self._policy
         s.outcome.age.append(float(step - 1 - policy.oldest(step)))
         now = step == s.steps or policy.weights_must_go(step - 1, step + 1)

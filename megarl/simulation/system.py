@@ -34,9 +34,9 @@ class System:
     groups: int  # prompt groups per step, B
     samples: int  # samples per group
     prompt_tokens: int  # tokens per prompt
-    max_staleness: int  # k, `async.max_staleness`
-    order: str  # `async.order`
-    partial: bool  # `async.partial`
+    max_staleness: int  # largest number of off-policy steps, `async.max_staleness` (k)
+    order: str  # order in which groups are trained on, `async.order`
+    partial: bool  # whether samples are interrupted for a weight update, `async.partial`
     shares_tokens: bool  # whether `placement.share` is tokens
     servers: int  # number of generating replicas: engines or servers
     server_devices: int  # devices per replica

@@ -162,14 +162,15 @@ def make_plan(
         one_replica: whether the first replica sends to all receivers.
         senders_per_stage: largest number of senders per pipeline stage; None: every holder of a tensor may send it.
         frozen: tensors that training does not change; they have separate buckets, which each sender sends first.
-        together: see `ReceiverLayout.together`; None: receivers take each tensor by itself.
+        together: returns a name that tensors have in common which must share a bucket; None: receivers take each
+            tensor by itself.
 
     Raises:
         ValueError: a receiver's host has no trainer rank although `same_host` needs one.
     """
     count = min(len(who) for tensor in tensors.values() for _, who in tensor.regions)
     members = _replicas(tensors, count)
-    units: dict[str, list[str]] = {}  # tensors that one bucket must have; most have no partner
+    units: dict[str, list[str]] = {}  # tensors that must share a bucket; most are by themselves
     for name in tensors:
         units.setdefault(name if together is None else together(name), []).append(name)
     routes = []
@@ -342,7 +343,8 @@ def _buckets(on_wire: list[list[Entry]], bound: int) -> Iterable[Bucket]:
 def _in_turn(buckets: Iterable[Bucket], bound: int) -> tuple[Bucket, ...]:
     """Order a sender's buckets so that, if possible, buckets larger than `bound` (single tensors) have even numbers.
 
-    Buckets use two buffers in turn, so only the first buffer has to be large."""
+    Buckets are double-buffered: those with even numbers use the first buffer, so only this buffer has to be large.
+    """
     large: list[Bucket] = []
     small: list[Bucket] = []
     for bucket in buckets:

@@ -160,7 +160,7 @@ class Receiver(Protocol):
 
         Args:
             handles: for each rank, one handle of a buffer with distances and values from `megarl.sync.delta`.
-            header: see `megarl.sync.delta.patch_header`.
+            header: name, shape, dtype and number of changed elements of each changed tensor.
         """
 
     def join_group(self, group: UpdateGroup, step: UpdateStep) -> None:

@@ -37,7 +37,8 @@ def guarded(*close: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # when SIGCHLD is ignored, children that end leave no status
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    os.environ |= as_parent(os.environ.get(PARENTS))  # the worker's environment
+    # the worker inherits this variable; processes that read it end when this process, the worker's guardian, ends
+    os.environ |= as_parent(os.environ.get(PARENTS))
     worker = os.fork()
     if worker == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)

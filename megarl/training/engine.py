@@ -525,7 +525,7 @@ class MegatronEngine:
         return self.parts - self._away.keys()
 
     def hold(self, *parts: str) -> None:
-        """Move exactly these parts to the device, and the others off it; training results do not change.
+        """Move `parts` to the device, and all other parts off it; training results do not change.
 
         Parameters and optimizer state move to host memory; gradients are dropped.
 

@@ -18,7 +18,8 @@ _REPEATS = 10  # calls between two readings of the clock, because starting a ker
 
 
 def run(found: Findings, folder: Path) -> None:
-    """Record in `found` the rates of products, memory, copies and attention on this process's device."""
+    """Record in `found` the measured rates of matrix products, memory, copies and attention on this process's
+    device."""
     kind = hardware_here()
 
     def beside(field: str) -> tuple[float | None, str]:

@@ -334,7 +334,9 @@ class Core:
         at = f"prompts {[*(group.number for group in finished), *rejected][:4]} of team {team!r} rank {rank}"
         keys = [handover.key for handover in self._flows]
         if finished and ({*keys} != refs.keys() or team != self._generator):
-            raise HandoverError(f"{at}: found the handovers {sorted(refs)}; team {self._generator!r} must give {keys}")
+            raise HandoverError(
+                f"{at}: this call hands over {sorted(refs)}; expected: team {self._generator!r} hands over {keys}"
+            )
         if not all(len(finished) == len(some) for some in refs.values()):
             raise HandoverError(f"{at}: every handover must have one payload for each of the {len(finished)} groups")
         try:

@@ -42,7 +42,7 @@ class Images:
     patches: Tensor  # uint8 [P, 3 * patch * patch], of all images, as `megarl.data.images.patchify` orders them
     grids: Tensor  # int64 [n, 2], rows and columns of patches of each image
     places: Tensor  # int64 [F], columns of the packed stream that take a feature
-    features: Tensor  # int64 [F], the feature for each column; samples of a group share features
+    features: Tensor  # int64 [F], index of the feature that each of `places` takes; samples of a group share features
 
     def to(self, device: torch.device) -> Images:
         """Move all tensors to `device`."""

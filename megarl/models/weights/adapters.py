@@ -26,7 +26,7 @@ def adapter_tensors(hf: PretrainedConfig, lora: LoraConfig) -> dict[str, tuple[i
 
 
 def adapter_slices(hf: PretrainedConfig, at: Coordinate, lora: LoraConfig) -> list[Shard]:
-    """Return the adapter parameters of the process at `at`, each with the tensor regions that fill it."""
+    """Return the adapter parameters of the process with coordinate `at`, each with the tensor regions that fill it."""
     return _table(hf, lora).shards(at)
 
 

@@ -189,9 +189,9 @@ def export_weights(
         dtype: dtype of the written tensors, except those that are float32 in every model; None: the parameters'
             dtype.
         max_shard_gb: largest size of a file (10**9 bytes).
-        source: the model that this one was trained from; see `write_metadata`.
+        source: folder or hub name of the model that this one was trained from; its generation_config.json is copied.
         keep_draft: also write the draft head of `source` if it has one. A critic has none.
-        classifies: see `write_metadata`.
+        classifies: the value head scores whole sequences, not tokens.
     """
     out_dir = Path(out_dir)
     dtype = dtype or chunks[0].config.params_dtype

@@ -80,7 +80,7 @@ class CheckpointReader:
     name.
 
     Args:
-        vision: see `megarl.architectures.decoders.reads_vision`.
+        vision: whether to read the vision encoder (`model.vision`); None: the model type decides.
 
     Attributes:
         draft: the tensors of the draft head, with the number of their layer in it; `names` does not list them.

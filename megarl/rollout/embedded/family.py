@@ -54,7 +54,8 @@ class EmbeddedFamily(EngineFamily):
         check_receiver(config, team, checks)
 
     def check_as_ready(self, config: RunConfig, team: TeamPlan, facts: ModelFacts | None, checks: Checklist) -> None:
-        """Check that groups can finish one by one: not with context parallelism or experts, which generate in rounds."""
+        """Check that groups can finish one by one: not with context parallelism or experts, which generate in
+        rounds."""
         from megarl.rollout.embedded.checks import check_as_ready
 
         check_as_ready(config, team, facts, checks)

@@ -73,7 +73,8 @@ def keeping_sizes(config: SGLangConfig, encoder: VisionEncoder | None) -> SGLang
 
 
 def _any_size(encoder: VisionEncoder) -> dict[str, int]:
-    """Return limits on the pixels of an image that allow all images of whole features."""
+    """Return limits on the pixels of an image so wide that the server resizes no image whose sides are multiples of a
+    feature's side, patch * merge pixels."""
     return {"shortest_edge": (encoder.patch * encoder.merge) ** 2, "longest_edge": MOST_PIXELS}
 
 

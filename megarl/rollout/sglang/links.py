@@ -121,7 +121,7 @@ class FilledServers(WeightLink):
     """The weight link of the actor's team: sends weights to the rollout team's servers. Collective over the team.
 
     Raises:
-        ConfigError: see `servers_key`.
+        ConfigError: the environment variable that should contain the API key of the servers is not set.
     """
 
     def __init__(self, host: EngineHost) -> None:

@@ -16,7 +16,8 @@ from megarl.system.offload_schedule import CACHE, WEIGHTS
 
 
 class ServerMemory:
-    """The memory of servers on shared devices. Methods are collective over all ranks of the run.
+    """Frees and restores the memory of servers that share devices with the trainer. Methods are collective over all
+    ranks of the run.
 
     Args:
         deadline_s: deadline in seconds of each call.

@@ -186,7 +186,7 @@ class ServerProcess:
         """Start the process and return at once, before the server answers.
 
         Args:
-            meeting: see `ServerSpec.arguments`.
+            meeting: address at which the node processes of a server meet; empty: the server has one process.
 
         Raises:
             ConfigError: this machine does not have the address `rollout.sglang.host`.

@@ -70,7 +70,7 @@ def pair_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
 
 
 def count_tokens(c: StepContext, samples: Batch) -> None:
-    """Record the tokens of the step's samples."""
+    """Record the number of tokens of the step's samples."""
     columns = sum(map(sum, c.sequences.sample_columns(samples)))
     c.metrics.sum("perf/total_tokens", float(columns))
 

@@ -281,7 +281,8 @@ class PromptAttention:
     def __call__(
         self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables, sinks: Tensor | None
     ) -> Tensor:
-        """Attend within each prompt: packed qkv [t, G, q + 2, D] -> [t, G*q*D]; cache the keys and values in all rows."""
+        """Attend within each prompt: packed qkv [t, G, q + 2, D] -> [t, G*q*D]; cache the keys and values in
+        all rows."""
         q, k, v = norm.split(qkv, rope)
         scores = replace(self._scores, sinks=sinks)
         out = varlen_attention(q.flatten(1, 2), k, v, self._stream, scores, window)

@@ -103,7 +103,8 @@ class Attention(Mixer):
         return 4.0 * self.heads * self.width
 
     def cache_elements(self, tp: int) -> float:
-        """Return the elements of the keys and values that a rank caches per token; a key/value head is never divided."""
+        """Return the elements of the keys and values that a rank caches per token; a key/value head is never
+        divided."""
         return 2 * self.groups / min(tp, self.groups) * self.width
 
     def gathered_elements(self, tp: int, cp: int) -> float:

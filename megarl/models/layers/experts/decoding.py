@@ -38,7 +38,7 @@ class MoE:
 
     Args:
         prepared: prepares the weights.
-        silu_mul: see `megarl.kernels.cpu.silu_mul_reference`, for the shared MLP.
+        silu_mul: returns silu(first half) * second half, [n, 2f] -> [n, f], for the shared MLP.
 
     Attributes:
         waits: whether the host waits for the device or other ranks in every decode step: with expert parallelism,

@@ -72,7 +72,8 @@ class ExpertRouter(MegatronModule):
     Attributes:
         weight: [E, h]; bias: [E] or None.
         expert_bias: the correction bias, a float32 buffer [E], or None.
-        routes: see `route`; set before each forward pass of the layer (`megarl.models.layers.experts.replay`).
+        routes: int64 [n, k], experts to choose in the next forward pass of the layer
+            (`megarl.models.layers.experts.replay`); None: the router chooses.
         counts: tokens that chose each expert since the last update of the bias, int64 [E]; None: not counted.
     """
 
@@ -104,7 +105,7 @@ class ExpertRouter(MegatronModule):
         Args:
             hidden: [t, 1, h].
             padding_mask: bool [t, 1], true for padding, which is not counted; None: no padding.
-            routes: see `route`.
+            routes: int64 [n, k], experts that replace the choice; None: the attribute `routes`.
         """
         x = hidden.view(-1, hidden.shape[-1])
         dtype = torch.promote_types(x.dtype, torch.float32) if self.rules.wide else x.dtype

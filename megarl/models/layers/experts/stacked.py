@@ -107,7 +107,8 @@ class StackedExperts(MegatronModule):
         self.linear_fc2 = StackedLinear(config, experts, config.hidden_size, width, split=1)
 
     def forward(self, rows: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Return what `GroupedExperts.forward` does; the bias is a part of it."""
+        """Return the output [n, h] of the experts for rows [n, h] grouped by expert, biases included, times each row's
+        probability; and None for a bias that is left to add."""
         ends = counts.cumsum(0, dtype=torch.int32)
         owners = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)
         inner = clamped_gate(add_bias(self.linear_fc1(rows, ends), self.linear_fc1.bias, owners), self._gate)

@@ -134,7 +134,7 @@ class ChunkPlan:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> ChunkPlan:
-        """Return the plan of sequences of `lengths` tokens."""
+        """Return how a stream of sequences with `lengths` tokens is cut into chunks."""
         size = min(CHUNK, -(-max(lengths) // 16) * 16)
         counts = [-(-length // size) for length in lengths]
         order = sorted(range(len(lengths)), key=lambda i: -counts[i])
@@ -161,7 +161,7 @@ class ChunkPlan:
 
 
 class _Rows(torch.autograd.Function):
-    """See `take_rows`; its backward pass takes the gradient's rows by the inverse `back`."""
+    """Takes rows of a tensor; the backward pass takes rows of the gradient by the inverse `back`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
@@ -187,9 +187,11 @@ def _rows_or_zeros(x: Tensor, rows: Tensor) -> Tensor:
 def chunked(
     inputs: DeltaInputs, plan: ChunkPlan, state: Tensor | None = None, *, want_state: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what `recurrent` returns, in the dtype of the values, by matrix products over chunks.
+    """Return the outputs [t, G, r, dv] in the dtype of the values, and the states [m, G, r, dk, dv] after the last
+    tokens, computed by matrix products over chunks.
 
-    Padding has beta = 0 and g = 0, so it does not change the state. The states are None unless they are wanted.
+    The result is that of `recurrent`. Padding has beta = 0 and g = 0, so it does not change the state. The states are
+    None unless they are wanted.
     """
     exact = inputs.exact()
     q, k = (plan.cut(x).transpose(1, 2)[:, :, None] for x in (exact.q, exact.k))  # [chunks, G, 1, C, dk]

@@ -87,7 +87,8 @@ class MLA(Mixer):
         return float(self.cached)
 
     def gathered_elements(self, tp: int, cp: int) -> float:
-        """Return the cached elements per token, because context-parallel ranks gather latents before they expand them."""
+        """Return the cached elements per token, because context-parallel ranks gather latents before they
+        expand them."""
         return float(self.cached)
 
 

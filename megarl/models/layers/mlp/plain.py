@@ -23,7 +23,7 @@ def mlp_rules(param: str, part: str, width: str, gate: str, up: str, down: str) 
 
     Args:
         param: beginning of its parameters' names in Megatron.
-        part: see `WeightRule`.
+        part: the layers that have the MLP, such as `dense` (`WeightRule.part`).
         width: name of its inner size.
         gate, up, down: names of its tensors in a checkpoint.
     """

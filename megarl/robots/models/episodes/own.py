@@ -83,7 +83,7 @@ class OwnEmbedder(EpisodeEmbedder):
 
     @torch.no_grad()
     def embed(self, episodes: Batch) -> Tensor:
-        """Return float32 [B, points * width]; see `EpisodeEmbedder`."""
+        """Return embeddings float32 [B, points * width], zeros for episodes with an error."""
         valid, lengths = valid_episodes(episodes), episodes["states"].lengths.cpu()
         points = self._settings.points
         embeddings = torch.zeros(len(valid), points * self._settings.width)

@@ -50,7 +50,7 @@ class VideoEmbedder(EpisodeEmbedder):
 
     @torch.no_grad()
     def embed(self, episodes: Batch) -> Tensor:
-        """Return float32 [B, cameras * hidden_size]; see `EpisodeEmbedder`."""
+        """Return embeddings float32 [B, cameras * hidden_size], zeros for episodes with an error."""
         made = torch.zeros(len(episodes), len(self._cameras), self._width)
         rows = valid_episodes(episodes).nonzero().squeeze(1)
         parts = rows.split(self._batch_size) if len(rows) else []

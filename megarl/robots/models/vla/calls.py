@@ -93,7 +93,7 @@ class CallLayout:
     chunk: int  # number of actions per call, K
     cameras: int = 1  # number of pictures per call
     state: bool = False  # whether one column stands for the robot's own state
-    parallel: bool = True  # `parallel` of the policy family
+    parallel: bool = True  # whether all slots are predicted in one pass; otherwise one after another
 
     def __post_init__(self) -> None:
         # A prompt has at least BOS, which is before the pictures, and the token that predicts the first slot.
