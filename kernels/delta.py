@@ -48,7 +48,7 @@ class DeltaKernels:
         n = len(base) // itemsize
         pointers = base.data_ptr(), n, distances.data_ptr(), values.data_ptr()
         if self._patch(itemsize, *pointers, len(distances)) < 0:
-            raise ValueError("a changed element is outside of the tensor")
+            raise _outside(n)
 
 
 def diff(base: Tensor, new: Tensor, itemsize: int, room: int) -> tuple[Tensor, Tensor] | None:
@@ -108,9 +108,16 @@ def patch_reference(base: Tensor, distances: Tensor, values: Tensor, itemsize: i
     """Write changed elements into `base` as `patch` does, in NumPy."""
     at = positions(distances)
     if len(at) and (int(distances.min()) == 0 or int(at[-1]) * itemsize >= len(base)):
-        raise ValueError("a changed element is outside of the tensor")
+        raise _outside(len(base) // itemsize)
     dtype = _WORDS[itemsize]
     base.view(dtype)[at] = values.view(dtype)
+
+
+def _outside(elements: int) -> ValueError:
+    return ValueError(
+        f"the delta changes elements outside of this tensor of {elements} elements, so it was made for another tensor; "
+        "send the whole tensor instead"
+    )
 
 
 def positions(distances: Tensor) -> Tensor:

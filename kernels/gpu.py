@@ -35,9 +35,9 @@ def triton_kernels() -> Kernels:
 
 
 def layer_kernels(*tensors: Tensor) -> ModuleType | None:
-    """Return the kernels for `tensors` of one layer; None to use torch operations.
-
-    Float64, which the kernels would round, and tensors of several dtypes use torch."""
+    """Return the kernels for the `tensors` of a layer's operation; None to use torch operations: on a CPU, for float64,
+    which the kernels would round, and for tensors of several dtypes.
+    """
     return triton_kernels().layers if _fit(*tensors) else None
 
 

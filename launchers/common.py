@@ -235,7 +235,7 @@ def make_run_dir(
             candidate.mkdir()
             return candidate.resolve()
     raise ConfigError(
-        f"there are too many run folders of this second: {stamp} to {stamp}-999",
+        f"999 runs have started in the same second: the folders {stamp} to {stamp}-999 exist",
         where="tracking.dir",
         found=str(parent),
         fix="name another folder, or start fewer runs at the same time",

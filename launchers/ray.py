@@ -267,7 +267,7 @@ class RayWorkers:
             self._results[number] = self._actors[number].run.remote(job.entry, *paths, environment)
 
     def end_team(self, team: TeamPlan) -> None:
-        """End the workers of a team; see `megarl.launchers.restarts.TeamWorkers`."""
+        """Kill a team's workers and wait until they are gone; raise WorkerError if they are not gone in time."""
         import ray
 
         self._deadline = time.monotonic() + self._limit_s
@@ -281,7 +281,9 @@ class RayWorkers:
             raise self._no_restart(team, "its processes do not end")
 
     def restart_team(self, team: TeamPlan, number: int) -> int | None:
-        """Restart a team; see `megarl.launchers.restarts.TeamWorkers`."""
+        """Start all workers of a team that has ended, for the `number`-th time; return the last finished step. Raise
+        WorkerError if they do not start in time.
+        """
         import ray
 
         ranks = range(team.first, team.first + team.devices)

@@ -174,7 +174,7 @@ class TorchrunWorkers:
         """End the agent, which ends its workers; then kill any remaining process of either."""
         import psutil
 
-        # workers have sessions of their own, and a stopped process handles no other signal
+        # Workers have sessions of their own, so killpg does not reach them; SIGKILL also ends a stopped process.
         below = set[psutil.Process]()
         for number in (_END, signal.SIGKILL):
             if self._agent.poll() is None:

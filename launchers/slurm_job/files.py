@@ -92,8 +92,8 @@ class Folder:
         return {**first, **read_object(self.path / "state.json")}
 
     def set_state(self, **values: Any) -> None:
-        """Change parts of the state. A full disk is reported on the console, and the next job does not get the
-        change.
+        """Change entries of the state that the jobs of a run share. If the disk is full, print this; the next job then
+        reads the old entries.
         """
         file = self.path / "state.json"
         draft = file.with_suffix(".tmp")

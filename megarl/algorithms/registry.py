@@ -211,7 +211,7 @@ class Registry(Generic[S]):
             return inspect.signature(function).parameters
         except (TypeError, ValueError):
             raise ConfigError(
-                f"cannot read the parameters of this {self.kind}",
+                f"cannot read the signature of this {self.kind}",
                 where=self.key,
                 found=getattr(function, "__name__", repr(function)),
                 allowed="a function that is written in Python",

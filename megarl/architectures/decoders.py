@@ -62,7 +62,7 @@ _OF_IMAGES = ("vision_config", "image_token_id", "video_token_id", "vision_start
 
 
 def reads_vision(model_type: object, vision: bool | None) -> bool:
-    """Return whether the vision encoder of a model is read; `vision` is the recipe key `model.vision`."""
+    """Return whether a model's vision encoder is loaded; `vision` is the recipe key `model.vision`."""
     if model_type not in DECODERS:
         return False
     return model_type not in _ON_DEMAND if vision is None else vision

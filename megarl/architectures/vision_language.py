@@ -89,7 +89,8 @@ class VisionFamily:
 
     form: TowerForm
     sections: tuple[int, int, int]  # the default of mrope_section
-    interleaved: bool = True  # the rotary frequencies of the sections alternate; otherwise they are consecutive
+    # whether the rotary frequencies for time, height and width alternate; false: they are consecutive
+    interleaved: bool = True
     deepstack: tuple[int, ...] = ()  # the default of deepstack_visual_indexes; empty: the class has no such key
     # default ids of the token before an image, the token that a feature replaces, and the token after it
     tokens: tuple[int, int, int] = (151652, 151655, 151653)
@@ -129,8 +130,8 @@ class VisionEncoder:
     deepstack: tuple[int, ...]  # blocks whose features are also used; the i-th is added after decoder layer i
     window: int  # side in pixels of the attention windows of blocks that are not `full`; 0: no windows
     full: tuple[int, ...]  # blocks that attend to the whole image
-    sections: tuple[int, int, int]  # number of rotary frequencies for the first, second and third number of a position
-    interleaved: bool  # these frequencies alternate; otherwise they are consecutive
+    sections: tuple[int, int, int]  # number of rotary frequencies for time, height and width
+    interleaved: bool  # whether the frequencies for time, height and width alternate; false: they are consecutive
     # ids of the token before an image, the token that a feature replaces, and the token after it
     image_tokens: tuple[int, int, int]
 

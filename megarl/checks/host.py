@@ -66,7 +66,9 @@ def _ranks_here(config: RunConfig, team: TeamPlan) -> int:
 
 
 def _team_memory(config: RunConfig, sizes: Sizes, facts: ModelFacts, team: TeamPlan, *, gpu: bool, job: str) -> Memory:
-    """Estimate the memory of a team's ranks on one machine. `facts` are the policy's sizes."""
+    """Estimate the host memory of a team's ranks on one machine; without GPUs it holds the models too. `facts` are the
+    policy's sizes.
+    """
     ranks, parallel, dp, actor = _ranks_here(config, team), team.parallel, team.replicas, config.actor
     state = state_bytes(facts, parallel, actor.engine, config.model.dtype, dp, lora=config.model.lora)
     adapters = state["gradients"] / GRADIENT * BYTES[config.model.dtype]

@@ -47,7 +47,9 @@ def refuse_lengths(config: RunConfig, graph: TaskGraph) -> None:
 
 
 def refuse_simulated(config: RunConfig, graph: TaskGraph) -> None:
-    """Check layouts, batches, lengths and servers, for any launcher; raise ConfigError if any fails."""
+    """Check layouts, batches, lengths and servers of a run that is to be simulated, for any launcher; raise ConfigError
+    if a check fails.
+    """
     _refuse_pairs(config, graph)
     checks, sizes, placement = Checklist(), model_sizes(config, graph), place(graph, config)
     checks.of("actor").from_error(draft_problem(config, known_sizes(sizes, Role.ACTOR)))

@@ -59,7 +59,7 @@ class Rope(torch.nn.Module):
         return self._tables(positions.unsqueeze(-1).float() * self.frequencies, dtype)
 
     def cos_sin_of_three(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [t, rotated / 2] of positions [3, t] that have three numbers each."""
+        """Return cos and sin [t, rotated / 2] of M-RoPE positions [3, t]: time, height and width of each token."""
         assert self.sections is not None, "this model's positions have one number"
         self.frequencies, self.sections = (x.to(positions.device) for x in (self.frequencies, self.sections))
         return self._tables(positions[self.sections].t().float() * self.frequencies, dtype)
@@ -78,7 +78,7 @@ class Rope(torch.nn.Module):
 
 
 def _sections(sizes: Sequence[int], *, interleaved: bool) -> Tensor:
-    """Return which of a position's three numbers each frequency uses, int64 [rotated / 2]."""
+    """Return which number of an M-RoPE position each frequency uses: 0 time, 1 height, 2 width, int64 [rotated / 2]."""
     if not interleaved:
         return torch.arange(3).repeat_interleave(torch.tensor(sizes))
     numbers = torch.zeros(sum(sizes), dtype=torch.int64)

@@ -32,7 +32,9 @@ class RowRoute(NamedTuple):
         return _Spread.apply(tokens, *self)
 
     def collect(self, rows: Tensor, count: int) -> Tensor:
-        """Sum the rows [m, h] of each of `count` tokens: [count, h]. The kernels read the count from `places`."""
+        """Return the sum [count, h] of each token's rows among `rows` [m, h]; `count` is the number of tokens. The
+        kernels read it from `places`.
+        """
         if self.kernels is None:
             # The backward pass of index_add_ would keep the rows.
             total = rows.new_zeros(count, rows.shape[1])

@@ -42,7 +42,7 @@ class Cost:
 
     formula: str  # tag of the formula in docs/planning.md, such as T4
     what: str  # kind of work
-    seconds: float  # seconds of the fullest rank in one step
+    seconds: float  # seconds of the busiest rank in one step
     # bytes that this rank sends, reads or writes for this work; 0: the cost does not depend on bytes
     bytes: float = 0.0
 

@@ -230,7 +230,8 @@ class ScorerPool:
         its = f"its {self._noun} process"
         reason = f"died with {its} ({how})" if wrote is None else f"lost {its}, which {wrote}"
         self._start_missing()
-        if not left or worker.broken:  # in these cases no sample is to blame
+        # The process had nothing to score, or ended before it had received its samples, so no sample is to blame.
+        if not left or worker.broken:
             log.warning("an idle process of %s %s; it is replaced", name, wrote or f"died ({how})")
             batch.pending.extendleft([left] if left else [])
             return

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megarl.config.data import RewardConfig
 
 _LIMIT_S = 2.0
-#: Limit for requests of keys, long enough for files that import torch on a busy machine.
+#: Seconds in which a process must import a function and return its keys; importing torch is slow on a busy machine.
 KEYS_LIMIT_S = 60.0
 _DEPTH, _LINES = 100, 20
 _PARTS = ("what", "where", "found", "allowed", "fix")
@@ -93,9 +93,9 @@ def _answered(line: bytes) -> tuple[dict[str, Any] | None, object]:
     message = parsed(line, _DEPTH)
     error = message.get("error")
     if message.keys() != {"error", "value"} or not (error is None or isinstance(error, dict)):
-        raise Malformed("this line of output is not an answer")
+        raise Malformed("this line of output is not a reply")
     if error is not None and (error.keys() != set(_PARTS) or not isinstance(error["what"], str)):
-        raise Malformed("the answer has an invalid error")
+        raise Malformed("the error in the reply is invalid")
     return error, message["value"]
 
 

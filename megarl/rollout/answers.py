@@ -257,7 +257,7 @@ def _digests(images: ImageSet | None) -> tuple[int, ...]:
 
 
 def _plain(answer: Answer) -> dict[str, Any]:
-    """Return an answer as JSON values, without the observation itself."""
+    """Return an answer as JSON values; of the observation they contain only token ids and images."""
     reply, ids, images, differs, bodies = answer
     numbers = {name: getattr(reply, name) for name in ("reward", "done", "info", "error", "repeats")}
     return {

@@ -119,7 +119,8 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
 
 #: Keys and sections of generation and scoring. The checkpoint may hold samples generated with their old values.
 SAMPLING = ("algorithm.overlong", "async", "data", "env", "reward", "robot", "rollout", "trainer.seed")
-#: Sections that select groups; with async.order=as_ready groups in the checkpoint were selected with the old values.
+#: Sections that select groups. With async.order=as_ready, a new value does not apply to the groups in the checkpoint,
+#: which were selected with the old one.
 CHOOSING = ("algorithm.dynamic_sampling", "algorithm.filter")
 HELD_OUT = ("data.val_files", "data.val_batch_size", "data.max_val_samples")
 

@@ -98,7 +98,10 @@ class MessageClient:
             nonce = secrets.token_bytes(_NONCE)
             self._sock.sendall(proof(key, b"trainer", _read(self._sock, _NONCE, end)) + nonce)
             if not hmac.compare_digest(_read(self._sock, _NONCE, end), proof(key, peer.encode(), nonce)):
-                raise ConnectionError(f"the process that answers is not this run's {peer}")
+                raise ConnectionError(
+                    f"the process at {address[0]}:{address[1]} is not this run's {peer}, since it does not have the "
+                    "run's key; another program may have taken the port: start the run again"
+                )
         except OSError:
             self._sock.close()
             raise

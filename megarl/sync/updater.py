@@ -113,7 +113,10 @@ class WeightSync:
             WorkerError: a receiver's checksums differ from the trainer's.
         """
         if self.version is not None and version < self.version:
-            raise ValueError(f"weight version {version} is older than the last one, {self.version}")
+            raise ValueError(
+                f"weight version {version} is older than version {self.version}, which was sent before; send version "
+                f"{self.version} or a newer one"
+            )
         self.version = version
         return self._sync(lambda receiver: True)
 

@@ -110,7 +110,9 @@ class WorkerGroup:
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
         """Overwrite `tensor` with the sum or maximum (undefined with NaN) over all ranks and return it."""
         if self.size == 2 and tensor.device.type == "cpu" and tensor.nbytes <= _SMALL:
-            with torch.inference_mode():  # torch's own reduction also accepts tensors with and without gradients
+            # `out=` rejects tensors with gradients and, outside of this mode, inference tensors; dist.all_reduce
+            # accepts both
+            with torch.inference_mode():
                 _BOTH[op](*self.all_gather(tensor), out=tensor)
             return tensor
         if self.size > 1:

@@ -43,7 +43,9 @@ Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
 def snapshot(engines: Mapping[str, MegatronEngine], label: dict[str, Any]) -> Snapshot:
-    """Copy this rank's slices of all engines into host memory of the first engine; `engines` may be empty."""
+    """Copy this rank's slices of all engines into the host memory that the first engine keeps for this purpose.
+    `engines` may be empty.
+    """
     first = next(iter(engines.values()), None)
     memory = HostArena() if first is None else first.snapshots
     return Snapshot(_all_slices(engines, writing=True), label, memory)

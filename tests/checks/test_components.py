@@ -236,7 +236,7 @@ def test_a_component_that_does_not_take_what_it_declares_is_refused(
 def test_a_function_that_does_not_say_what_it_takes_is_refused(failures, section):
     checks = failures(f"algorithm.{section}.name=builtins:max")
     assert [(check.key, check.found) for check in checks] == [(f"algorithm.{section}.name", "max")]
-    assert "cannot read the parameters" in checks[0].message
+    assert "cannot read the signature" in checks[0].message
 
 
 REGISTRIES = {registry.key: registry for registry in BY_SECTION.values()}

@@ -169,7 +169,9 @@ def _update(c: RankState, version: int) -> dict[str, float]:
 
 
 def _generate(c: RankState) -> tuple[float, list[int]]:
-    """Return the largest difference of log-probs between server and trainer, and the weight versions that generated."""
+    """Generate samples with a server; return the largest difference between its log-probs and the trainer's, and the
+    weight versions that generated the samples.
+    """
     from megarl.data.batch import Batch, Jagged
     from megarl.rollout.engine import Request
 

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from megarl.disaggregated.buffer.core import GroupInfo, HandoverError, Topic
+from megarl.disaggregated.buffer.core import RUN_AGAIN, GroupInfo, HandoverError, Topic
 from megarl.disaggregated.buffer.progress import Ping
 from megarl.system import tracing
 
@@ -312,7 +312,7 @@ class BufferClient:
             yield
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, HandoverError):
-                raise HandoverError(f"{self._caller()}: {error.cause}") from None
+                raise HandoverError(f"{self._caller()}: {buffer} rejected a call: {error.cause}") from None
             raise
         except ray.exceptions.GetTimeoutError as error:
             raise HandoverError(
@@ -322,7 +322,7 @@ class BufferClient:
         except ray.exceptions.RayActorError as error:
             raise HandoverError(f"{self._caller()}, waiting for {awaited}: {buffer} is gone: {error}") from error
         except ray.exceptions.RayError as error:
-            raise HandoverError(f"{self._caller()}: {awaited} cannot be read: {error}") from error
+            raise HandoverError(f"{self._caller()}: {awaited} cannot be read: {error}{RUN_AGAIN}") from error
 
     def _caller(self) -> str:
         return f"team {self.team!r} rank {self.rank} in phase {tracing.current()}"

@@ -44,6 +44,9 @@ class Change(NamedTuple):
 
 #: Number of messages that are kept per series; no reader is that many steps late.
 KEPT = 64
+#: The fix of an error after which the run can continue from a checkpoint.
+RUN_AGAIN = "\n  fix:     run the command again with this run's --run-dir, which continues from the newest checkpoint"
+_REPORT = f"{RUN_AGAIN}; if the error returns, report it with the files of the run folder"
 
 
 class HandoverError(MegarlError):
@@ -147,9 +150,8 @@ class Core:
             raise HandoverError(f"{at}: this rank has already given its groups")
         if len(sent.givers) == self._parts[team]:
             raise HandoverError(
-                f"{at}: all {self._parts[team]} replicas have already given their groups, ranks {sorted(sent.givers)}\n"
-                "  fix:     run the command again with this run's --run-dir, which continues from the newest "
-                "checkpoint; if the error returns, report it with the files of the run folder"
+                f"{at}: all {self._parts[team]} replicas have already given their groups, ranks {sorted(sent.givers)}"
+                f"{_REPORT}"
             )
         ordinals = state.ordinals.get(handover.samples, {})
         for group in groups:
@@ -189,7 +191,7 @@ class Core:
         """
         if not 0 <= part < self._parts[team]:
             raise HandoverError(
-                f"step {step}: team {team!r} has {self._parts[team]} replicas, so it has no replica {part}"
+                f"step {step}: team {team!r} has {self._parts[team]} replicas, so it has no replica {part}{_REPORT}"
             )
         self._form_until(step)
         state = self._steps.get(step)
@@ -256,7 +258,7 @@ class Core:
         known = self._starts.get(team, 0)
         if number < known:
             raise HandoverError(
-                f"team {team!r} has already been restarted {known} times, so restart {number} comes too late"
+                f"team {team!r} has already been restarted {known} times, so restart {number} comes too late{_REPORT}"
             )
         if number > known:
             self._starts[team] = number
@@ -394,7 +396,7 @@ class Core:
                 refs = {info.uid: group.refs[given.key] for info, group in zip(infos, chosen, strict=True)}
                 state.sent_by_key[given.key] = _Sent(set(range(self._parts[given.giver])), refs)
                 topics += [("handover", flow.step, given.key), ("samples", flow.step, given.samples)]
-            metrics = Metrics()  # merged now, because the message is kept for many steps
+            metrics = Metrics()  # merged now, so that the message, which is kept for many steps, is small
             for group in chosen:
                 if group.metrics is not None:
                     metrics.merge(Metrics.from_json(json.loads(group.metrics)))

@@ -257,5 +257,5 @@ def _shown(said: str | list[dict[str, str]], most: int) -> str | list[dict[str, 
 
 
 def _encodable(text: str) -> str:
-    """Return text without unpaired surrogates, which JSON can express but tokenizers cannot encode."""
+    """Replace unpaired surrogates, which JSON can express but tokenizers cannot encode, by `?`."""
     return text.encode("utf-8", "replace").decode()

@@ -126,7 +126,7 @@ class Functions:
         left = deadline - time.monotonic()
         seen = {IMAGES: list(images)} if name in self.seeing else {}
         try:
-            # The pool's own deadline covers a restarting process; `timeout_s` limits a call.
+            # `left` covers the call and the start of a new process; `timeout_s` limits only the call.
             outcome = pool.score([{"name": name, "arguments": arguments, **seen}], max(0.0, left), False)[0]
         finally:
             self._free.put(pool)

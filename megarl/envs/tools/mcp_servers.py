@@ -230,7 +230,7 @@ class _Connection:
         except TimeoutError:
             await self._check(client)
             raise
-        except Exception as error:  # the model gets errors of the server, the connection or the package
+        except Exception as error:  # an error of server, connection or package becomes the tool's result
             await self._check(client)
             return f"error: {error}", True
 

@@ -99,7 +99,8 @@ class CheckpointReader:
         self._left_out = len(stored) - len(read)
         self._place = {canonical_name(kind, name, vision=sees): (file, name) for file, name in read}
         self._cuts: dict[str, Cut] = {}
-        self._packed: dict[str, tuple[Any, Any]] = {}  # (blocks, scales) of each mxfp4 tensor
+        # slices of the two stored tensors, (blocks, scales), that each mxfp4 tensor is dequantised from
+        self._packed: dict[str, tuple[Any, Any]] = {}
         if has_stacks(kind):
             self._find_packed()
         else:
@@ -136,7 +137,7 @@ class CheckpointReader:
         tensors = read_projector(file)
         if twice := sorted(tensors.keys() & self._place.keys()):
             raise ConfigError(
-                "the projector of the policy's state is stored twice",
+                "the projector of the robot's state is stored twice",
                 where=str(self.folder),
                 found=f"{twice[0]} in {self._place[twice[0]][0].name} and in {file.name}",
                 allowed="one of the two",

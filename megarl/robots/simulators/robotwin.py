@@ -132,7 +132,10 @@ class RoboTwin(Simulator):
         try:
             descriptions = made.generate_episode_descriptions(self.spec.name, [objects], 1)
         except SystemExit as error:  # RoboTwin exits if a description is missing
-            raise ValueError(f"{self.spec.name}, seed {seed}: RoboTwin has no description of {objects}") from error
+            raise ValueError(
+                f"{self.spec.name}, seed {seed}: RoboTwin has no text that describes {objects}; complete the folder "
+                "description/objects_description of RoboTwin"
+            ) from error
         finally:
             random.setstate(before)
         texts = descriptions[0][self._kind] if descriptions else []

@@ -45,7 +45,8 @@ class Scheduler:
 
     Args:
         max_prefill_tokens: maximum number of prompt tokens in one prefill pass, after padding to the longest prompt.
-        copies: whether a running row still has what its prompt left, so that later samples of the prompt can copy it.
+        copies: whether the cache of a prompt can be copied from a running sample to later samples of the prompt; false
+            for layers with a recurrent state, which the sample's own tokens have changed.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ def read_routes(meta: dict[str, Any], form: RouteForm, tokens: int) -> Tensor | 
     """Return the routes in the `meta_info` of an answer about a sequence of `tokens` tokens; None: it has none.
 
     Raises:
-        ValueError: they are not those of this model or of this sequence.
+        ValueError: the routes are of another model or of another sequence.
     """
     text = meta.get("routed_experts")
     if text is None:
@@ -42,6 +42,6 @@ def read_routes(meta: dict[str, Any], form: RouteForm, tokens: int) -> Tensor | 
     if len(routes) and not 0 <= int(routes.min()) <= int(routes.max()) < form.experts:
         raise ValueError(
             f"the server's answer has routes to experts {int(routes.min())} to {int(routes.max())}, but the model has "
-            f"{form.experts} experts"
+            f"{form.experts} experts; let the server load the same model as the trainer (model.path)"
         )
     return routes.to(form.dtype)

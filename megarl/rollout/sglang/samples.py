@@ -22,6 +22,8 @@ from megarl.rollout.sglang.routes import REQUEST, read_routes
 from megarl.rollout.stop_strings import StopStrings
 from megarl.sync.protocol import read_tag
 
+_OTHER_SGLANG = "run servers with an SGLang that `make sglang-env` installs"
+
 
 class BadAnswerError(Exception):
     """A server's answer is incomplete or contradicts itself."""
@@ -48,7 +50,7 @@ class ServedSample:
             these strings, so later tokens are dropped.
         begun: number of tokens at the end of the prompt that belong to the turn which the sample continues.
         form: form of the routes to ask for; None: no routes.
-        routes: those of the first tokens of prompt and response, as far as they are known.
+        routes: routes of the first tokens of prompt and response, as far as they are known.
         kept_tokens: tokens that the filters kept for each token, among which log-probs then are; None: not asked for.
     """
 
@@ -120,13 +122,18 @@ class ServedSample:
             reason = meta["finish_reason"]["type"]
             logprobs = [float(entry[0]) for entry in scored]
             if [entry[1] for entry in scored] != ids:
-                raise ValueError(f"the {len(scored)} log-probs of the answer do not belong to its {len(ids)} tokens")
+                raise ValueError(
+                    f"the answer has {len(ids)} tokens and the log-probs of {len(scored)} other tokens; {_OTHER_SGLANG}"
+                )
             recorded: list[list[int]] = []
             if self.kept_tokens is not None:
                 recorded = meta["output_token_sampling_mask"]
                 logprobs = [float(value) for value in meta["output_token_sampling_logprobs"]]
                 if len(recorded) != len(ids) or any(i not in row for i, row in zip(ids, recorded, strict=True)):
-                    raise ValueError(f"the {len(recorded)} lists of kept tokens do not belong to the {len(ids)} tokens")
+                    raise ValueError(
+                        f"the answer has {len(recorded)} lists of kept tokens, which do not fit its {len(ids)} tokens; "
+                        f"{_OTHER_SGLANG}"
+                    )
             length = len(self.prompt_ids) + len(self.token_ids) + len(ids)
             routes = None if self.form is None else read_routes(meta, self.form, length)
             if reason == "length" and not (self.token_ids or ids):

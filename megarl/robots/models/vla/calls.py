@@ -109,17 +109,17 @@ class CallLayout:
 
     @property
     def visual(self) -> slice:
-        """Columns of the patches, camera after camera."""
+        """Columns of the token sequence that hold image patches, camera after camera."""
         return slice(1, 1 + self.patches * self.cameras)
 
     @property
     def state_at(self) -> int | None:
-        """Column of the robot's own state."""
+        """Column of the token sequence that holds the robot's own state; None: the policy does not read it."""
         return self.visual.stop if self.state else None
 
     @property
     def text(self) -> slice:
-        """Columns of the prompt's tokens after BOS, which is column 0."""
+        """Columns of the token sequence that hold the prompt without BOS, which is column 0."""
         start = self.visual.stop + self.state
         return slice(start, start + self.prompt - 1)
 
