@@ -17,7 +17,7 @@ from megarl.system.errors import ConfigError
 
 #: Prefix of the tensors of a policy's language model in checkpoints.
 LANGUAGE_MODEL = "language_model."
-#: Prefix of the tensors that embed the robot's state.
+#: Prefix of the tensors that embed the proprioceptive state.
 STATE_PROJECTOR = "proprio_projector."
 _KEYS = ("width", "blocks", "heads", "mlp", "patch", "image", "class_token", "registers", "layer_scale")
 
@@ -158,7 +158,7 @@ def state_size(config: Mapping[str, Any], where: str) -> int:
     for key, value in (("state_dim", state), ("proprio_dim", size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise ConfigError(
-                "the size of the robot's state is invalid",
+                "the size of the proprioceptive state is invalid",
                 where=f"{where}.{key}",
                 found=value,
                 allowed="0 or a larger integer",
@@ -169,7 +169,7 @@ def state_size(config: Mapping[str, Any], where: str) -> int:
         )
     if used and not size and not state:
         raise ConfigError(
-            "use_proprio is true, but the size of the robot's state is missing",
+            "use_proprio is true, but the size of the proprioceptive state is missing",
             where=f"{where}.proprio_dim",
             found=size,
             allowed="the number of values in the state, such as 8 for LIBERO and 14 for two arms",
@@ -179,7 +179,7 @@ def state_size(config: Mapping[str, Any], where: str) -> int:
         return int(size or 0) if used else 0
     if used is not None and int(state) != (int(size or state) if used else 0):
         raise ConfigError(
-            "two keys give different sizes of the robot's state",
+            "two keys give different sizes of the proprioceptive state",
             where=where,
             found={"state_dim": state, "use_proprio": used, "proprio_dim": size},
             allowed="one of state_dim, and use_proprio with proprio_dim",

@@ -210,7 +210,7 @@ def refuse_unread(names: Iterable[str], read: Collection[str], sight: VisionShap
         return
     fix = "check that config.json belongs to these files, and that the model is of a supported kind"
     if any(name.startswith(STATE_PROJECTOR) for name in unread):
-        fix = "set use_proprio to true in config.json, and proprio_dim to the numbers of the robot's state"
+        fix = "set use_proprio to true in config.json, and proprio_dim to the size of the proprioceptive state"
     raise ConfigError(
         f"the checkpoint has {count(len(unread), 'tensor')} that the model in config.json does not use",
         where=where,

@@ -42,7 +42,7 @@ def complete_config(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     # `proprio_dim` proves nothing: SimpleVLA-RL also writes it for policies without a state.
     if declared.keys() - {"proprio_dim"} and declared != {"use_proprio": True} and state_size(raw, where) != size:
         raise ConfigError(
-            f"config.json contradicts {file.name}, which holds the projector of the robot's state",
+            f"config.json contradicts {file.name}, which holds the projector of the proprioceptive state",
             where=where,
             found=declared,
             allowed=f"a state of {size} numbers, as in {file.name}",
@@ -58,7 +58,7 @@ def projector_file(folder: Path) -> Path | None:
     files = sorted(file for file in folder.glob("*proprio_projector*") if file.is_file())
     if len(files) > 1:
         raise ConfigError(
-            "the folder has several projectors of the robot's state",
+            "the folder has several projectors of the proprioceptive state",
             where=str(folder),
             found=[file.name for file in files],
             allowed="one file",
@@ -76,7 +76,7 @@ def read_projector(file: Path) -> dict[str, Tensor]:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken archive, or a pickle that holds more than tensors
         raise ConfigError(
-            f"the file with the projector of the robot's state cannot be read ({type(error).__name__})",
+            f"the file with the projector of the proprioceptive state cannot be read ({type(error).__name__})",
             where=str(file),
             found=str(error).split("\n", 1)[0][:200],
             allowed=allowed,
@@ -92,7 +92,7 @@ def read_projector(file: Path) -> dict[str, Tensor]:
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     if sorted(named) != sorted(_PROJECTOR_TENSORS) or len(tensors) != len(named) or len(shapes["fc1.weight"]) != 2:
         raise ConfigError(
-            "this file is not a projector of the robot's state",
+            "this file is not a projector of the proprioceptive state",
             where=str(file),
             found=shapes or type(content).__name__,
             allowed=allowed,

@@ -137,7 +137,7 @@ class CheckpointReader:
         tensors = read_projector(file)
         if twice := sorted(tensors.keys() & self._place.keys()):
             raise ConfigError(
-                "the projector of the robot's state is stored twice",
+                "the projector of the proprioceptive state is stored twice",
                 where=str(self.folder),
                 found=f"{twice[0]} in {self._place[twice[0]][0].name} and in {file.name}",
                 allowed="one of the two",

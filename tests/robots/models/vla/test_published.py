@@ -102,8 +102,8 @@ def test_what_was_read_is_in_what_is_exported(tmp_path: Path) -> None:
         ({"state_dim": 14, "use_proprio": True, "proprio_dim": 14}, 14),
         ({"use_proprio": True}, "state is missing"),
         ({"use_proprio": "yes", "proprio_dim": 3}, "must be true or false"),
-        ({"use_proprio": True, "proprio_dim": "14"}, "the size of the robot's state is invalid"),
-        ({"state_dim": -1}, "the size of the robot's state is invalid"),
+        ({"use_proprio": True, "proprio_dim": "14"}, "the size of the proprioceptive state is invalid"),
+        ({"state_dim": -1}, "the size of the proprioceptive state is invalid"),
         ({"state_dim": 3, "use_proprio": True, "proprio_dim": 14}, "different sizes"),
         ({"state_dim": 3, "use_proprio": False}, "different sizes"),
     ],
@@ -158,7 +158,7 @@ def test_files_that_fit_nothing_are_refused(tmp_path: Path) -> None:
     file.write_bytes(pickle.dumps(_Code()))
     refused("cannot be read")
     torch.save({"fc1.weight": torch.zeros(4, 2)}, file)
-    refused("this file is not a projector of the robot's state")
+    refused("this file is not a projector of the proprioceptive state")
     publish(tmp_path, own_file=True)
     refused("contradicts", {"use_proprio": False})
     refused("contradicts", {"use_proprio": True, "proprio_dim": 8})
