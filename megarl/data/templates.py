@@ -182,7 +182,7 @@ class ChatTemplate:
 
     def _check_tools(self) -> None:
         """Raise an error if the template leaves the environment's tools out of the prompt."""
-        if self._tools.schemas and not self._writes_tools:
+        if self._tools.schemas and not self.writes_tools:
             raise unwritten_tools([str(tool.get("function", tool).get("name")) for tool in self._tools.schemas])
         if self._tools.system:
             try:
@@ -198,7 +198,7 @@ class ChatTemplate:
                 )
 
     @cached_property
-    def _writes_tools(self) -> bool:
+    def writes_tools(self) -> bool:
         """Whether the text that the template renders depends on its variable `tools`."""
         try:
             return self._rendered(_QUESTION, [_TOOL], _EXAMPLE) != self._rendered(_QUESTION, [], _EXAMPLE)
@@ -295,7 +295,7 @@ class ChatTemplate:
         tools = row_tools(row)
         if not tools:
             return self._tools.schemas
-        if self._tools != NO_TOOLS or not self._writes_tools:
+        if self._tools != NO_TOOLS or not self.writes_tools:
             raise DataError(
                 "column 'tools' lists tools, but the environment has other tools"
                 if self._tools != NO_TOOLS

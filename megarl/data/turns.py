@@ -75,9 +75,16 @@ class Turns:
         """
         if not _are_messages(observation):
             return self._plain(observation)
-        tail = self._tail(observation)
+        return self.after(self._tail(observation), ended=ended)
+
+    def after(self, tail: str, *, ended: bool) -> list[int]:
+        """Return the tokens of a chat template's text after a turn, as `following` does."""
         ids = self._after(tail) if ended else self._ids(tail)
         return ids[1:] if ended and ids and ids[0] in self._stops else ids
+
+    def whole(self, text: str) -> list[int]:
+        """Return the tokens of a whole text of the chat template."""
+        return self._ids(text)
 
     def bodies(self, observation: str | Messages | list[int], ids: Sequence[int], *, ended: bool) -> list[list[int]]:
         """Return where the observation's own text is in `ids`, the tokens that `following` returned for it: [start,

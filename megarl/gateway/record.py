@@ -1,0 +1,159 @@
+"""The record of an episode's calls: a forest, in which a call that extends an earlier one is its child.
+
+    call 0: system, user                        node 0
+    call 1: system, user, reply 0, tool         node 1, child of 0: its prompt is the tokens of node 0 and a bridge
+    call 2: system, user, reply 0, tool         node 2, child of 0: the same question again is another sample
+    call 3: system', user                       node 3, a root: a sub-agent, or a history that was compacted
+
+Node k is the k-th generation of the episode. A node holds what is new in it; the tokens that the engine read for a node
+and generated are those of its path end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megarl.gateway.messages import ASSISTANT, ChatMessage, are_replayed
+
+
+@dataclass
+class Node:
+    """One generation.
+
+    Attributes:
+        number: position among the episode's generations.
+        parent: number of the node that it continues; None: a root.
+        messages: messages of the request after those of the path.
+        tools: a digest of the request's tools.
+        prompt_ids: tokens between the parent's last token and the first sampled one.
+        prefix: a digest of the template's text for all messages of the request.
+        cause: why it does not continue the episode's latest line; empty: it does.
+        reply: the message as the client was sent it; None: it is being generated.
+        token_ids, logprobs: sampled tokens, end token included.
+        finish: `stop`, `length` or `abort`.
+        delivered: the client has received the reply.
+    """
+
+    number: int
+    parent: int | None
+    messages: tuple[ChatMessage, ...]
+    tools: str
+    prompt_ids: list[int]
+    prefix: Prefix
+    cause: str = ""
+    reply: ChatMessage | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: str = ""
+    delivered: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call may continue from here: the reply was received, and no limit cut it."""
+        return self.reply is not None and self.delivered and self.finish == "stop"
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The beginning of a longer text: its length and digest."""
+
+    length: int
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a call belongs in the record.
+
+    Attributes:
+        node: the node whose path the messages repeat; None: no node.
+        rest: the messages after that path.
+        cause: why no node can be continued, or why the call is a sibling; empty: it continues a leaf, or is the first.
+    """
+
+    node: Node | None
+    rest: tuple[ChatMessage, ...]
+    cause: str
+
+
+class Record:
+    """The generations of one episode."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._children: dict[int | None, list[int]] = {}
+
+    def place(self, messages: Sequence[ChatMessage], tools: str) -> Place:
+        """Return where a call with these messages belongs: after the deepest node whose path they repeat, of equally
+        deep ones the latest that was delivered.
+        """
+        node, used = self._deepest(messages, tools)
+        rest = tuple(messages[used:])
+        if node is None:
+            return Place(None, rest, self._cause_of_root(rest, tools))
+        if not node.is_open:
+            return Place(None, tuple(messages), "cut" if node.finish == "length" else "undelivered")
+        if any(message.role == ASSISTANT for message in rest):
+            return Place(None, tuple(messages), "history")
+        return Place(node, rest, "sibling" if self._children.get(node.number) else "")
+
+    def add(self, parent: Node | None, place: Place, tools: str, prompt_ids: list[int], prefix: Prefix) -> Node:
+        """Add the node of a generation that begins."""
+        messages, number = place.rest, len(self.nodes)
+        above = None if parent is None else parent.number
+        node = Node(number, above, messages, tools, prompt_ids, prefix, place.cause)
+        self.nodes.append(node)
+        self._children.setdefault(above, []).append(number)
+        return node
+
+    def path(self, node: Node | None) -> list[Node]:
+        """Return the nodes from a root to `node`."""
+        nodes: list[Node] = []
+        while node is not None:
+            nodes.append(node)
+            node = None if node.parent is None else self.nodes[node.parent]
+        return nodes[::-1]
+
+    def tokens(self, node: Node | None) -> list[int]:
+        """Return all tokens of a path: what the engine read for its last node, and what it generated."""
+        return [token for part in self.path(node) for token in (*part.prompt_ids, *part.token_ids)]
+
+    def said(self, node: Node | None) -> list[ChatMessage]:
+        """Return all messages of a path, with the replies as they were sent first, thoughts included."""
+        messages: list[ChatMessage] = []
+        for part in self.path(node):
+            messages += [*part.messages, *([] if part.reply is None else [part.reply])]
+        return messages
+
+    def leaves(self) -> list[Node]:
+        """Return the nodes that nothing continues."""
+        return [node for node in self.nodes if not self._children.get(node.number)]
+
+    def _deepest(self, messages: Sequence[ChatMessage], tools: str) -> tuple[Node | None, int]:
+        best: tuple[int, bool, int, Node | None, int] = (0, False, -1, None, 0)
+        waiting: list[tuple[int | None, int, int]] = [(None, 0, 0)]
+        while waiting:
+            above, used, depth = waiting.pop()
+            for node, end in self._repeated(above, messages, used, tools):
+                best = max(best, (depth + 1, node.is_open, node.number, node, end), key=lambda entry: entry[:3])
+                waiting.append((node.number, end, depth + 1))
+        return best[3], best[4]
+
+    def _repeated(
+        self, above: int | None, messages: Sequence[ChatMessage], used: int, tools: str
+    ) -> Iterator[tuple[Node, int]]:
+        """Yield the children of a node that the messages from `used` on repeat, and where their replies end."""
+        for number in self._children.get(above, ()):
+            node, rest = self.nodes[number], messages[used:]
+            if node.tools == tools and node.reply is not None and are_replayed((*node.messages, node.reply), rest):
+                yield node, used + len(node.messages) + 1
+
+    def _cause_of_root(self, messages: Sequence[ChatMessage], tools: str) -> str:
+        if not self.nodes:
+            return ""
+        roots = [self.nodes[number] for number in self._children.get(None, ())]
+        same = [node for node in roots if are_replayed(node.messages, messages)]
+        if any(node.tools == tools for node in same):
+            return "sibling" if any(len(node.messages) == len(messages) for node in same) else "history"
+        return "tools" if same else "root"
