@@ -1,1 +1,1 @@
-"""A chat endpoint in front of generation: programs that speak to it are episodes, whose tokens are recorded as sampled."""
+"""A chat endpoint in front of generation: a program that speaks to it plays an episode."""

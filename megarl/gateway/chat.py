@@ -130,19 +130,18 @@ class ChatForm:
         return bool(reasoning) and reasoning not in text[before.length :]
 
     def _bridge(self, node: Node, rest: Sequence[ChatMessage], tools: list[dict[str, Any]]) -> list[int] | None:
-        """Return the tokens from the end of a node to the next turn; None if the template does not allow to cut there."""
-        assert node.reply is not None, "calls continue finished nodes"
+        """Return the tokens from the end of a node to the next turn; None if the template cannot be cut there."""
+        calls = () if node.reply is None else node.reply.calls
         ended = self._turns.is_ended(node.token_ids)
-        spoken = ChatMessage(ASSISTANT, MARK, calls=node.reply.calls)
-        for said in dict.fromkeys((spoken, replace(spoken, calls=()))):
-            tail = self._tail(said, rest, tools)
+        for turn in dict.fromkeys((ChatMessage(ASSISTANT, MARK, calls=calls), ChatMessage(ASSISTANT, MARK))):
+            tail = self._tail(turn, rest, tools)
             if tail is not None:
                 return self._turns.after(tail, ended=ended)
         return None
 
-    def _tail(self, said: ChatMessage, rest: Sequence[ChatMessage], tools: list[dict[str, Any]]) -> str | None:
-        """Return the template's text after the assistant's turn `said`, whose content is a placeholder."""
-        example = [ChatMessage(USER, "x"), said]
+    def _tail(self, turn: ChatMessage, rest: Sequence[ChatMessage], tools: list[dict[str, Any]]) -> str | None:
+        """Return the template's text after the assistant's `turn`, whose content is a placeholder."""
+        example = [ChatMessage(USER, "x"), turn]
         try:
             alone, whole = self._render(example, tools, prompt=False), self._render([*example, *rest], tools)
             plain = self._render([*example[:1], ChatMessage(ASSISTANT, MARK)], tools, prompt=False)
@@ -167,10 +166,12 @@ class ChatForm:
                 "the request lists tools, but the chat template does not write them",
                 where="env.announce",
                 found="template",
-                fix="set env.announce: system to write them into the system message, or none where the model knows them",
+                fix="set env.announce: system, or none where the model knows them",
             )
         if tools and self._announce == "system":
-            messages = _with_system(messages, system_text(self._parser, tools))
+            given = [message.content for message in messages[:1] if message.role == SYSTEM]
+            text = "\n\n".join([*given, system_text(self._parser, tools)]).strip()
+            messages = [ChatMessage(SYSTEM, text), *messages[len(given) :]]
         if self._announce != "template":
             messages = [self._with_written_calls(message) for message in messages]
         row = Row({"tools": listed} if listed else {}, "a request", 0)
@@ -188,7 +189,8 @@ class ChatForm:
             return message
         key = "parameters" if self._parser == "llama3" else "arguments"
         texts = [json.dumps({"name": call.name, key: call.parsed}, ensure_ascii=False) for call in message.calls]
-        written = "; ".join(texts) if self._parser == "llama3" else "\n".join(map(_tagged, texts))
+        tagged = [f"<tool_call>\n{text}\n</tool_call>" for text in texts]
+        written = "; ".join(texts) if self._parser == "llama3" else "\n".join(tagged)
         return replace(message, content="\n".join(filter(None, [message.content, written])), calls=())
 
 
@@ -215,16 +217,6 @@ def _sent(call: Call, id: str) -> ToolCall | None:
         return ToolCall(id, call.name, json.dumps(call.arguments, ensure_ascii=False, allow_nan=False))
     except ValueError:
         return None
-
-
-def _with_system(messages: Sequence[ChatMessage], text: str) -> list[ChatMessage]:
-    if messages and messages[0].role == SYSTEM:
-        return [replace(messages[0], content=f"{messages[0].content}\n\n{text}".strip()), *messages[1:]]
-    return [ChatMessage(SYSTEM, text), *messages]
-
-
-def _tagged(call: str) -> str:
-    return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def _digest(text: str) -> bytes:

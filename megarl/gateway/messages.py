@@ -28,7 +28,7 @@ class ToolCall:
     def parsed(self) -> Any:
         """The arguments as a JSON value; the text itself if it is no JSON, or has a key twice in one object."""
         try:
-            return json.loads(self.arguments, object_pairs_hook=_no_twice, parse_constant=_no_constant)
+            return json.loads(self.arguments, object_pairs_hook=_no_twice, parse_constant=_no_twice)
         except (ValueError, RecursionError):
             return self.arguments
 
@@ -89,24 +89,21 @@ def fold_systems(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     them only at the start. Without a next user message one is added.
     """
     folded: list[ChatMessage] = []
-    held: list[str] = []
+    late: list[str] = []
     for place, message in enumerate(messages):
         if message.role == SYSTEM and place:
-            held.append(message.content)
-        elif message.role == USER and held:
-            folded.append(replace(message, content="\n\n".join([*held, message.content])))
-            held = []
+            late.append(message.content)
+        elif message.role == USER and late:
+            folded.append(replace(message, content="\n\n".join([*late, message.content])))
+            late = []
         else:
             folded.append(message)
-    return [*folded, ChatMessage(USER, "\n\n".join(held))] if held else folded
+    return [*folded, ChatMessage(USER, "\n\n".join(late))] if late else folded
 
 
-def _no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
+def _no_twice(pairs: list[tuple[str, Any]] | str) -> dict[str, Any]:
+    """Return an object's pairs as a dict. Raise ValueError for a key that stands twice, and for NaN, a text here."""
+    value = {} if isinstance(pairs, str) else dict(pairs)
     if len(value) < len(pairs):
-        raise ValueError("a key stands twice in an object")
+        raise ValueError(f"no JSON, or a key stands twice: {pairs}")
     return value
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
