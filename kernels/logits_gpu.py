@@ -61,10 +61,13 @@ def gradients(
     """Return the gradient [n, V] in `dtype` of the logits before the division by the temperature.
 
     Args:
-        logits, targets, start, launch: as for `statistics`.
+        logits: float32 [n, V], contiguous, V at least 1, before the division by the temperature.
+        targets: int64 [n], indices into the whole vocabulary.
         log_z, entropy: float32 [n], computed over the whole vocabulary.
         grad_logp, grad_entropy: float32 [n], gradients of both results; None: no gradient. The gradient of the entropy
             counts only if `entropy` is given.
+        start: vocabulary index of the first column.
+        launch: columns of a block and warps of a program.
     """
     count, columns = logits.shape
     block, warps = fitting(columns, launch)

@@ -151,7 +151,7 @@ def kl_in_reward(
         token_rewards, logp, ref_logp: float [N] or [B, T]; `logp` is of the policy before the update.
         mask: bool, same shape.
         coef: weight of the penalty.
-        estimator: see `kl_tokens`.
+        estimator: name of the estimator (`kl_tokens`), or a function of the log-ratio d.
 
     Returns:
         New token rewards, zero where the mask is False, and float64 [2] on the CPU: the sum of the KL and the number of

@@ -97,7 +97,7 @@ class Message:
 
     @classmethod
     def name_of(cls, *keys: str | int) -> str:
-        """Return the name of the message of this class with these values of its first fields."""
+        """Return the name of the message of this class whose first fields have the values `keys`."""
         assert len(keys) == cls.keys, f"{cls.__name__} has {cls.keys} keys, found {keys}"
         return "/".join([cls.topic, *map(str, keys)])
 

@@ -183,7 +183,7 @@ def max_over_mean(tokens: Sequence[int], owners: Sequence[int], parts: int, cuts
         tokens: tokens of each group of a step, in the order of the data.
         owners: replica of each group.
         parts: number of replicas.
-        cuts: as in `share_groups`.
+        cuts: places of the first group of every mini-batch but the first, ascending.
 
     >>> max_over_mean([9, 1, 9, 1], [0, 1, 0, 1], 2), max_over_mean([9, 1, 9, 1], [0, 1, 1, 0], 2)
     (1.8, 1.0)

@@ -255,7 +255,8 @@ def resized(image: Image, settings: ImageSettings) -> npt.NDArray[np.uint8]:
 
 
 def fitting_size(height: int, width: int, settings: ImageSettings) -> tuple[int, int]:
-    """Return the size nearest to the given one whose sides are whole features and whose pixels are within the limits.
+    """Return the size nearest to the given one whose sides are multiples of a feature's side (patch * merge) and whose
+    number of pixels is within the limits.
 
     Source: `smart_resize` of transformers' processor of Qwen2-VL, 5.23.
     """

@@ -71,7 +71,7 @@ def prompt_messages(value: Any, row: Row, column: str, *, whole: bool, images: b
     Args:
         value: value of the prompt's column.
         whole: the column holds conversations with the responses to learn; the prompt is the part before the responses.
-        images: as in `read_messages`.
+        images: convert image parts to `<image>`; if false, they are errors.
     """
     messages = read_messages(value, row, column, images=images)
     if not whole and messages[-1]["role"] == ASSISTANT:

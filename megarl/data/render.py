@@ -39,7 +39,8 @@ def render_prompts(
 
     Args:
         chat: (messages, row) -> text; None: no chat template is used.
-        whole, mark: as in `given_prompts`.
+        whole: the column has whole conversations, responses included; a prompt is the part before the responses.
+        mark: replaces `<image>` by the model's image tokens, in the text of a whole prompt.
     """
     return written(given_prompts(config, rows, chat=chat is not None, whole=whole, mark=mark), chat, rows)
 

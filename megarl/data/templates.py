@@ -426,7 +426,9 @@ def chat_renderer(
     """Return the chat template to use: `override` (text or file name), or else the tokenizer's.
 
     Args:
-        tools, more, date: as in `ChatTemplate`.
+        tools: the environment's tools, which every prompt lists.
+        more: further variables of the template, `data.chat_template_kwargs`.
+        date: the date that the template reads, `data.date`; None: today.
     """
     template = read_template(override, _OVERRIDE) if override is not None else tokenizer.chat_template
     if not template:

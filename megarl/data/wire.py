@@ -197,7 +197,7 @@ def _owners(sizes: Sequence[int], together: Sequence[int]) -> list[int]:
 
     Args:
         sizes: bytes of each part.
-        together: as in `Batch.to_blocks`.
+        together: a label per part; parts with the same label share blocks. Empty: one block per part.
     """
     if not together:
         return list(range(len(sizes)))

@@ -249,7 +249,7 @@ class StepFormulas:
         return keys
 
     def node(self, id: str) -> list[Cost]:
-        """Return the costs of a node; empty if it makes no pass of a model."""
+        """Return the costs of a node; empty if no model runs in it."""
         node = self.graph[id]
         kind, role = node.declared.kind, node.role
         if kind is Kind.MODEL_INFERENCE and role is Role.ROLLOUT:

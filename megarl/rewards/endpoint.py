@@ -87,7 +87,9 @@ class ScoreServer:
 
     Attributes:
         url: address to which requests are posted.
-        api_key_env, timeout_s, retries: as in `EndpointSettings`.
+        api_key_env: environment variable with the bearer token; None: no token is sent.
+        timeout_s: deadline of one attempt in seconds.
+        retries: number of further attempts after a failed one.
     """
 
     url: str

@@ -81,7 +81,7 @@ def changes_in_place(
         now: checksums of the files as they are now.
         configs: the recipe of the checkpoint, and the recipe of this start.
         command: the megarl command, for example `train`.
-        begun: as for `announcements`.
+        begun: whether RL has begun; False: the checkpoint is the result of a cold start.
 
     Raises:
         ConfigError: the checkpoint cannot be continued with the changed files.

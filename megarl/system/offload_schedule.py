@@ -88,7 +88,7 @@ class Holder(Protocol):
     """An object whose parts (parameters, optimizer state, ...) can be on the device or off it."""
 
     def hold(self, *parts: str) -> None:
-        """Keep exactly these parts on the device."""
+        """Keep only `parts` on the device."""
         ...
 
 

@@ -32,7 +32,9 @@ def kept_logprob(
     One chunk of logits is in memory at a time; both numbers come from the same logits.
 
     Args:
-        hidden, weight, targets: as for `linear_logprob`.
+        hidden: [N, H], equal on all ranks of `group`; its gradient is only this rank's part (`linear_logprob`).
+        weight: [V, H], this rank's rows of the output embedding.
+        targets: int64 [N], indices into the whole vocabulary.
         kept: int64 [N, K], kept tokens of each row, where -1 is none. A target is always kept; a row without kept
             tokens keeps the whole vocabulary.
         shard: this rank's part of the vocabulary.

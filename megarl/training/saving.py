@@ -208,7 +208,8 @@ class PendingSave:
     """Holds the current `Saving` of a run, if any. All methods except `finish_save` are collective over the team.
 
     Raises (poll, wait):
-        CheckpointError, WorkerError: as in `Saving.poll`; the previous checkpoint is still complete.
+        CheckpointError: a rank of the team could not write its part; the previous checkpoint is still complete.
+        WorkerError: another team has not written its part within the deadline.
 
     Attributes:
         longest_s: the longest time, in seconds, in which this rank's thread wrote its part of a checkpoint.

@@ -94,7 +94,8 @@ def token_logprobs(hidden: Tensor, weight: Tensor, ids: Tensor, shard: Vocabular
     be inexact for a small remainder.
 
     Args:
-        hidden, weight: as for `linear_logprob`.
+        hidden: [N, H], equal on all ranks of `group`; its gradient is only this rank's part (`linear_logprob`).
+        weight: [V, H], this rank's rows of the output embedding.
         ids: int64 [N, K], different indices into the whole vocabulary.
         shard: this rank's part of the vocabulary; its entropy is not read.
 

@@ -57,7 +57,7 @@ def correct(
         mask: bool, same shape.
         offsets: int64 [B + 1] for the packed form.
         is_level: none, token or sequence; none gives weights of 1.
-        is_threshold: C of min(ratio, C), or [low, high]: see `importance_weights`.
+        is_threshold: C of min(ratio, C); or [low, high], outside of which weights are 0.
         is_batch_normalize: divide by the mean weight over tokens (token) or sequences (sequence) of all ranks.
         is_normalize_over: which weights count in this mean: `trained` (without rejected tokens) or `all`, as in verl.
         rules: a token is trained on if all of them accept it.

@@ -74,7 +74,9 @@ class Caches:
     """The stores of a session, by kind of layer.
 
     Attributes:
-        slots, max_length, fixed: see `Room`.
+        slots: number of rows.
+        max_length: maximum positions per row.
+        fixed: whether one memory layout is kept (GPU).
     """
 
     def __init__(self, stores: Mapping[str, Store], room: Room) -> None:

@@ -118,7 +118,8 @@ class VisionLanguageModel(PolicyModel):
     `position_ids` are [3, t] (`positions_of`), or [1, t] for text.
 
     Args:
-        settings: see `PolicyModel`.
+        encoder: form and sizes of the vision encoder.
+        settings: further keyword arguments of `PolicyModel`.
     """
 
     def __init__(

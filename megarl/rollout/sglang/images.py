@@ -62,7 +62,7 @@ class ServedImages:
 
 
 def keeping_sizes(config: SGLangConfig, encoder: VisionEncoder | None) -> SGLangConfig:
-    """Return the settings of servers that resize no image which consists of whole features.
+    """Return the settings of servers that resize no image whose sides are multiples of a feature's side.
 
     For Qwen2-VL SGLang replaces the limits that `write_processor` writes by others, which an argument overrides.
     """
@@ -81,7 +81,8 @@ def _any_size(encoder: VisionEncoder) -> dict[str, int]:
 def write_processor(folder: Path, hf_config: PretrainedConfig) -> None:
     """Write the config of an image processor and tokenizer into a server's folder of a vision-language model.
 
-    The processor does not resize images that consist of whole features; the tokenizer's text of token 17 is "17,".
+    The processor does not resize images whose sides are multiples of a feature's side. The tokenizer's text of token 17
+    is "17,".
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

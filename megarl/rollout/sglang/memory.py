@@ -31,7 +31,7 @@ class ServerMemory:
         self._parts: dict[tuple[int, int], set[str]] = {}
 
     def hold(self, *parts: str) -> None:
-        """Keep exactly these parts of the servers' memory (`WEIGHTS`, `CACHE`) on the devices.
+        """Keep only `parts` of the servers' memory (`WEIGHTS`, `CACHE`) on the devices.
 
         A server that rejects this or hangs is marked failed on every rank and killed, which frees its memory.
         """

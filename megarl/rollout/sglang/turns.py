@@ -290,7 +290,7 @@ class ServerTurns:
         """Return whether any rank is busy; `busy` is this rank's state. Collective over all ranks of the run.
 
         Raises:
-            ServerError: as in `wait`.
+            ServerError: on every rank, if no server is left or a server rejected a request as invalid.
         """
         self._busy = busy
         any_busy = any(report.busy for report in self._meet())

@@ -157,7 +157,7 @@ class VlaModel(PolicyModel):
 
     Args:
         shape: shape of towers and projectors.
-        arguments, settings: see `PolicyModel`.
+        settings: further keyword arguments of `PolicyModel`.
     """
 
     def __init__(

@@ -174,7 +174,7 @@ def patch(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Write the changed elements of some tensors into the model's parameters.
 
     Args:
-        model: as in `load`.
+        model: model of the server, as SGLang passes it to a loader.
         named_tensors: one entry, uint8: the distance of each element from the previous one (from -1 at the start of
             each tensor), then the elements. Its name is a JSON header: a list of (name, shape, dtype, number
             of elements).
