@@ -279,7 +279,7 @@ def _join(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Join the contexts of a head's chunks."""
+    """Combine the attention contexts of a head that were computed over chunks of the cached positions."""
     row = tl.program_id(0).to(tl.int64)
     place = row * heads + tl.program_id(1)
     at = tl.arange(0, SIZE)

@@ -34,7 +34,7 @@ class DeltaKernels:
         self._patch.argtypes, self._patch.restype = [_I, _P, _I, _P, _P, _I], _I
 
     def diff(self, base: Tensor, new: Tensor, itemsize: int, room: int) -> tuple[Tensor, Tensor] | None:
-        """Do what the function `diff` does, in C."""
+        """Find the changed elements as the function `diff` does, in C."""
         n = len(new) // itemsize
         room = min(room, n)
         distances = torch.empty(room, dtype=torch.uint8)
@@ -44,7 +44,7 @@ class DeltaKernels:
         return None if count < 0 else (distances[:count], values[: count * itemsize])
 
     def patch(self, base: Tensor, distances: Tensor, values: Tensor, itemsize: int) -> None:
-        """Do what the function `patch` does, in C."""
+        """Write changed elements into `base` as the function `patch` does, in C."""
         n = len(base) // itemsize
         pointers = base.data_ptr(), n, distances.data_ptr(), values.data_ptr()
         if self._patch(itemsize, *pointers, len(distances)) < 0:

@@ -14,7 +14,7 @@ _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
 class Kernels(NamedTuple):
-    """The kernel modules; None without Triton."""
+    """The modules of Triton kernels; all are None if Triton cannot be used."""
 
     layers: ModuleType | None = None
     logits: ModuleType | None = None

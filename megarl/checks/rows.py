@@ -437,7 +437,7 @@ def _no_parameter(row: Row, column: str, name: str, answer_key: str | None) -> D
 
 
 def _rename_fix(key: str, value: str, name: str) -> str:
-    """Describe the fix for a setting with the name of a column."""
+    """Describe the fix for a setting whose value is the name of a column."""
     top = value.partition(".")[0]
     inner = f", and read {value} in it" if top != value else ""
     return (

@@ -46,14 +46,14 @@ class NoChannel:
     tokens = 0
 
     def take(self, context: Any, node: Node, batch: Batch | None) -> Batch | None:
-        """Return `batch`."""
+        """Return the batch unchanged, because there are no other teams."""
         return batch
 
     def give(self, context: Any, node: Node, batch: Batch) -> None:
-        """Do nothing."""
+        """Do nothing, because there are no other teams."""
 
     def done(self, step: int) -> None:
-        """Do nothing."""
+        """Do nothing, because there are no other teams."""
 
 
 class Executor:

@@ -102,7 +102,7 @@ class ImagePrompts:
         return patches_of(value, self.settings, self.folder, where)
 
     def patches(self, row: Row) -> list[ImageSet]:
-        """Read the images of a row."""
+        """Read the images of a row, and return them as patches."""
         return [self.read(value, self._where(row)) for value in self.values(row)]
 
     def placed(self, ids: Sequence[int], images: Sequence[ImageSet]) -> tuple[list[int], ImageSet | None]:

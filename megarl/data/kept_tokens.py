@@ -24,7 +24,7 @@ class KeptTokens:
 
     @classmethod
     def of(cls, rows: Tensor) -> KeptTokens:
-        """Return those of `rows` [n, k]; an id of -1 is none."""
+        """Return the record of `rows` [n, k], the ids of the kept tokens of each token; an id of -1 is none."""
         is_kept = rows >= 0
         return cls(is_kept.sum(1, dtype=torch.int32), rows[is_kept].to(torch.int32))
 
@@ -35,7 +35,7 @@ class KeptTokens:
 
     @classmethod
     def from_lists(cls, rows: Sequence[Sequence[int]]) -> KeptTokens:
-        """Return those of a list of ids per token."""
+        """Return the record of a list of ids per token."""
         flat = [token for row in rows for token in row]
         return cls(torch.tensor([len(row) for row in rows], dtype=torch.int32), torch.tensor(flat, dtype=torch.int32))
 
@@ -60,7 +60,7 @@ class KeptTokens:
         return rows
 
     def to_text(self) -> list[list[str | int] | None]:
-        """Return JSON values."""
+        """Return the record as JSON values."""
         return [to_text(part[:, None]) for part in (self.counts, self.ids)]
 
     @classmethod

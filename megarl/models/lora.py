@@ -107,7 +107,7 @@ class Adapter(torch.nn.Module):
         return torch.addmm(whole, self.b[top:bottom].to(wide), a, alpha=self.scale).to(weight.dtype)
 
     def whole(self, weight: Tensor) -> Tensor:
-        """Return `merged` for this rank's whole weight."""
+        """Return W + scale * B A for this rank's whole weight."""
         out, top = torch.empty_like(weight), 0
         while top < len(weight):
             for height in self._heights:

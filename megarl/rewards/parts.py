@@ -82,7 +82,7 @@ class Rewards:
         return any(runner.uses_images for runner in self._runners.values())
 
     def submit(self, samples: list[Sample], images: Sequence[list[str]] | None = None) -> Submitted:
-        """Start scoring a batch, as `RewardRunner.submit`."""
+        """Start scoring a batch with every function; `images`: the images of each sample. The list must not change."""
         seen = samples
         if images is not None:
             seen = [{**sample, IMAGES: pictures} for sample, pictures in zip(samples, images, strict=True)]

@@ -31,7 +31,7 @@ class ProcessOutput:
         self._thread.start()
 
     def renew(self) -> None:
-        """Allow another LIMIT bytes."""
+        """Allow another LIMIT bytes of output."""
         self._left = LIMIT
 
     def close(self) -> None:

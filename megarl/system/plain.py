@@ -50,7 +50,7 @@ class PlainInbox:
         self._held = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Add bytes."""
+        """Add bytes that have arrived."""
         self._held += data
 
     def take(self) -> tuple[dict[str, Any], bytes] | None:

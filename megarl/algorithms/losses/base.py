@@ -164,7 +164,7 @@ class LossInputs:
 
     @classmethod
     def of(cls, logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor) -> LossInputs:
-        """Build from inputs of one shape, [N] or [B, T]."""
+        """Compute the inputs of a loss; all arguments have one shape, [N] or [B, T]."""
         # Multiplication by the mask would keep NaN of masked tokens.
         logp, old_logp, advantages = (
             torch.where(mask, at_least_float32(x), 0) for x in (logp, old_logp.detach(), advantages.detach())

@@ -118,7 +118,7 @@ class Functions:
             self._free.put(pool)
 
     def call(self, name: str, arguments: dict[str, Any], deadline: float, images: Sequence[str]) -> Said:
-        """Run a tool; see `megarl.envs.tools.environment.Caller`."""
+        """Return the tool's result, or its error as text for the model, and whether it failed."""
         try:
             pool = self._free.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:

@@ -115,7 +115,7 @@ class McpServers:
     def call(
         self, name: str, arguments: dict[str, Any], deadline: float = math.inf, images: Sequence[str] = ()
     ) -> tuple[str, bool]:
-        """Run a tool; see `megarl.envs.tools.environment.Caller`.
+        """Return the tool's result, or its error as text for the model, and whether it failed.
 
         A server whose connection has ended is first started or connected again. `images` are not sent to servers.
 

@@ -112,7 +112,7 @@ class Caches:
 
 @dataclass
 class _Pass:
-    """The fields of all passes.
+    """The fields that all kinds of forward passes of a session have.
 
     caches: of the session. memo: values that the first layer computes for the others, by a name that the kind chooses.
     rope: tables of the pass's tokens, set by the decoder. other_ropes: tables of layers that have others, by name.

@@ -206,7 +206,7 @@ def _name_classifier(
 
 
 def _name_padding(folder: Path, token: str) -> None:
-    """Set the tokenizer's padding token to the classifier's."""
+    """Write `token` as the padding token into the files of a tokenizer."""
     for name in (_TOKENIZER_CONFIG, "special_tokens_map.json"):
         file = folder / name
         if file.is_file():

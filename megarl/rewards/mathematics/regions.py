@@ -86,7 +86,7 @@ def _region(node: Node) -> Region:
 
 
 def everything() -> Region:
-    """Return all real numbers."""
+    """Return the region of all real numbers."""
     return Region((RealInterval(_end(Apply("neg", (INFINITY,))), _end(INFINITY), False, False),), None)
 
 

@@ -54,7 +54,7 @@ class Inbox:
         self._inbox = plain.PlainInbox(_ANY, _ANY, None) if trusted else plain.PlainInbox(_HEADER, _BODY, _DEPTH)
 
     def feed(self, data: bytes) -> None:
-        """Add bytes."""
+        """Add bytes that have arrived."""
         self._inbox.feed(data)
 
     def take(self) -> Message | None:

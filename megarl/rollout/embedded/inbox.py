@@ -190,7 +190,7 @@ class WeightInbox:
         self.version, self._whole = version, True
 
     def held_version(self) -> dict[str, str]:
-        """Return the tag of the weights in a message."""
+        """Return an answer with the tag of the weights that the engine holds."""
         return {"version": self.version}
 
     def resume(self) -> None:

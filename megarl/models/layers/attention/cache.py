@@ -29,10 +29,7 @@ def _round_up(length: int) -> int:
 
 
 class PositionCache:
-    """`tensors` tensors [rows, G, L, D] per layer.
-
-    See `megarl.models.layers.passes.Store`.
-    """
+    """A cache of positions (`megarl.models.layers.passes.Store`): `tensors` tensors [rows, G, L, D] per layer."""
 
     def __init__(self, tensors: int, heads: int, head_dim: int, layers: int, room: Room) -> None:
         slots, max_length, dtype, device, fixed = room.slots, room.max_length, room.dtype, room.device, room.fixed

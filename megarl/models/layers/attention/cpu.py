@@ -170,7 +170,7 @@ class _FusedAttention(torch.autograd.Function):
 
 
 class _CompiledLoop:
-    """The compiled loop as a kernel for attention with sinks."""
+    """Causal attention by the compiled CPU kernel, as a `Kernel` for attention with sinks."""
 
     def __init__(self, kernels: cpu.CpuKernels, lengths: tuple[int, ...], scale: float) -> None:
         self._kernels, self._longest, self._scale = kernels, max(lengths), scale

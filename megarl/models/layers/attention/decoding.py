@@ -86,11 +86,11 @@ class DecodeKernels(Protocol):
 
     @property
     def add_norm(self) -> Callable[[Tensor, Tensor | None, Tensor, float], Tensor]:
-        """The kernel for `megarl.kernels.cpu.add_norm_reference`."""
+        """The kernel that adds to the residual stream and norms it, as `megarl.kernels.cpu.add_norm_reference`."""
 
     @property
     def silu_mul(self) -> Callable[[Tensor], Tensor]:
-        """The kernel for `megarl.kernels.cpu.silu_mul_reference`."""
+        """The kernel of the gated product, as `megarl.kernels.cpu.silu_mul_reference`."""
 
     @property
     def attend(self) -> Callable[..., Tensor]:
