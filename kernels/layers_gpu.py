@@ -282,7 +282,7 @@ def _rms_norm_backward(  # type: ignore[no-untyped-def]  # no type hints: Triton
     BLOCK: tl.constexpr,
     OF_WEIGHT: tl.constexpr,
 ):
-    """Process blocks of ROWS rows, which the programs take in turn.
+    """Compute the gradients of a norm for blocks of ROWS rows, which the programs share out in turn.
 
     With n = x / rms and a = g weight: (a - n mean(a n)) / rms, and the sum of g n.
     """

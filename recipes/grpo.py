@@ -149,6 +149,6 @@ def add_overlong(p: Pipeline, config: RunConfig) -> None:
 
 
 def add_kl(p: Pipeline, config: RunConfig) -> None:
-    """Add the KL penalty to the reward, if the recipe has it there."""
+    """Add the node that subtracts the KL penalty from the reward, if `algorithm.kl.use` is `reward`."""
     if config.algorithm.kl.use == "reward":
         p.add(advantage.kl_in_reward)

@@ -27,7 +27,7 @@ def mixture(values: Mapping[str, Any]) -> Mixture:
 
 
 def refuse_other_gates(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
-    """Refuse numbers of the activation with which it is no gate."""
+    """Refuse a limit or alpha of the experts' gate that is not a float above 0."""
     for key in ("swiglu_limit", "swiglu_alpha"):
         if not isinstance(values[key], float) or values[key] <= 0:  # transformers refuses integers
             refuse(key, values[key], "number > 0, with a decimal point")

@@ -206,7 +206,7 @@ def rope_scaling(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _complete(scaling: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Add to RoPE's settings what may stand outside their section."""
+    """Add the RoPE settings that a config has outside of its RoPE section, and their defaults."""
     scaling.setdefault("rope_type", scaling.get("type", "default"))
     if scaling["rope_type"] == "yarn" and "longrope" in ARCHITECTURES[values["model_type"]].rope.types:
         scaling["rope_type"] = "longrope"  # an older name of this kind, which transformers also accepts

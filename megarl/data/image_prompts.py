@@ -98,7 +98,7 @@ class ImagePrompts:
         return tokens
 
     def read(self, value: Any, where: str) -> ImageSet:
-        """Read an image; raises DataError like `patches_of`, with `where`."""
+        """Read an image as patches. Raise DataError at `where` if it cannot be read or has an invalid size."""
         return patches_of(value, self.settings, self.folder, where)
 
     def patches(self, row: Row) -> list[ImageSet]:

@@ -246,7 +246,7 @@ def _files_for(meta: dict[str, Any], engines: Collection[str]) -> dict[str, File
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return the `extra` of a checkpoint that `verify` has found intact."""
+    """Return the run's state in a checkpoint that `verify` has found intact."""
     return json.loads((folder / _STATE).read_text())
 
 

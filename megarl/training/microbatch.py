@@ -169,5 +169,5 @@ def build_all(
 
 
 def _unit(layout: Layout) -> int:
-    """Return a number: the length of every sequence is padded to a multiple of it."""
+    """Return the number to a multiple of which the length of every sequence is padded."""
     return 2 * layout.cp_size if layout.cp_size > 1 else 1

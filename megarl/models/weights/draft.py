@@ -62,7 +62,7 @@ class KeptDraft:
             yield name, self.reader.read(name)
 
     def describe(self) -> str:
-        """Return a line for the user: what is kept, and what training did to its use."""
+        """Describe for the user which draft head is kept, and how training affects its use."""
         return (
             f"draft head: {count(len(self.names), 'tensor')} as in {self.reader.folder}; the head was not trained, so "
             "engines may accept fewer of its tokens"

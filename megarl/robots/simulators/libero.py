@@ -114,7 +114,7 @@ class Libero(Simulator):
         self._gripper.current_action = self._grip.copy()
 
     def reset(self, trial: int) -> Observation:
-        """Begin an episode in LIBERO's start state `trial`; objects have settled."""
+        """Begin an episode in LIBERO's start state `trial`, and let the objects settle."""
         self.begin(trial)
         self._render(False)
         self._as_constructed()

@@ -94,7 +94,7 @@ class DecodeKernels(Protocol):
 
     @property
     def attend(self) -> Callable[..., Tensor]:
-        """The kernel with the arguments and result of `CpuKernels.attend`."""
+        """The kernel of decode attention, as `megarl.kernels.cpu.CpuKernels.attend`."""
 
 
 class AttentionDecoder:
