@@ -377,7 +377,7 @@ def _limit(error: Exception) -> UserError | None:
             fix="shorten it; text that is meant as text, not as the name of a file, is written in another way",
         )
     refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    # the loader's message for a library
+    # the dynamic loader's message for a library that does not fit into memory
     if isinstance(error, MemoryError) or refused or "failed to map segment" in text_of(error):
         fix = "free memory, or raise the limit that `ulimit -v` shows"
         return UserError("not enough memory for this command", found=describe(error), fix=fix)

@@ -24,8 +24,8 @@ _PUBLISHED = frozenset(
         *("use_mrope", "quantization_config", "compression_config", "auto_map", "tokenizer_class"),
         *("model_max_length", "unsloth_fixed", "unsloth_version"),
         *("scoring_func", "topk_method", "moe_layer_freq", "ep_size", "seq_aux", "aux_loss_alpha"),
-        *("experts_per_token", "initial_context_length"),  # of gpt-oss's own code
-        *("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),  # of draft heads
+        *("experts_per_token", "initial_context_length"),  # keys of gpt-oss's own code
+        *("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),  # keys of draft heads
         "qk_head_dim",  # written by classes with latent attention, which compute it
     }
 )

@@ -36,7 +36,8 @@ def _check(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) ->
 
 def serving_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that SGLang reads and transformers does not write; without them it computes another model."""
-    from megarl.architectures.values import head_width, rope_scaling  # which imports all architectures
+    # imported here, because `values` imports all architectures
+    from megarl.architectures.values import head_width, rope_scaling
 
     return {**_FIXED, "rotary_dim": int(head_width(values) * (rope_scaling(values)["partial_rotary_factor"] or 1))}
 

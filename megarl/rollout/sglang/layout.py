@@ -113,7 +113,7 @@ class ServerLayout:
             return torch.cat([part.chunk(tp)[rank] for part in tensor.split([keys, keys, values])])
         if module == "linear_attn":  # parameters of the value heads
             return tensor.chunk(tp)[rank].float() if leaf == "A_log" else tensor.chunk(tp)[rank]
-        if leaf == "sinks":  # in this dtype whatever the model's
+        if leaf == "sinks":  # bfloat16 on the server, whatever the model's dtype
             return tensor.chunk(tp)[rank].bfloat16()
         if module in ("o_proj", "down_proj", "out_proj"):
             return tensor.chunk(tp, 1)[rank] if leaf == "weight" else tensor
@@ -195,7 +195,7 @@ def _stacked_part(name: str, tensor: Tensor, tp: int, rank: int) -> tuple[str, T
         param, part = name.replace("gate_up_proj", "w13_weight"), stack.chunk(tp, 1)[rank]
     else:
         param, part = name.replace("down_proj", "w2_weight"), stack if bias else stack.chunk(tp, 2)[rank]
-        if bias and rank:  # the sum over the ranks has it once
+        if bias and rank:  # ranks are summed, so only the first one has the bias
             part = torch.zeros_like(part)
     return param + ("_bias" if bias else ""), part, part.numel()
 

@@ -38,7 +38,7 @@ def turn_keys(c: StepContext, samples: Batch) -> Batch:
                 parts.append(digests[(grids[:, 0] >= begin) & (grids[:, 0] < stop)])
             if start < len(response):
                 digest = blake2b(b"".join(part.numpy().tobytes() for part in parts), digest_size=8).digest()
-                keys[first + start] = int.from_bytes(digest, "little", signed=True) or 1  # 0 is no turn
+                keys[first + start] = int.from_bytes(digest, "little", signed=True) or 1  # 0 stands for no turn
             begin = len(prompt) + end
     samples.set("turn_keys", responses.like(keys))
     return samples

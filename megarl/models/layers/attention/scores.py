@@ -11,6 +11,6 @@ from torch import Tensor
 class Scores:
     """How a model makes scores out of the products of queries and keys."""
 
-    scale: float  # their factor
+    scale: float  # factor of the products
     sinks: Tensor | None = None  # [heads], further scores in the softmax, see sinks.py
     cap: float | None = None  # the soft cap after the factor, see capped.py; not together with sinks

@@ -49,11 +49,11 @@ class Mixture:
     """A layer's routed experts, and the MLP that all tokens share."""
 
     router: RouterRules
-    width: int  # of one expert's MLP
-    shared_width: int = 0  # of the MLP that every token passes; 0: none
+    width: int  # width of one expert's MLP
+    shared_width: int = 0  # width of the MLP that every token passes; 0: there is none
     shared_gate: bool = False  # the shared MLP's output is multiplied by sigmoid(w x)
     bias: bool = False  # experts' projections have biases
-    clamped: ClampedGate | None = None  # None: SwiGLU
+    clamped: ClampedGate | None = None  # the experts' gate; None: SwiGLU
     # parameters are [experts, in, out], as the tensors in checkpoints that have all experts of a layer
     stacked: bool = False
 
