@@ -106,15 +106,14 @@ def draw(
 
     Args:
         logits: float32 [n, V], over this rank's vocabulary.
-        seeds, index: int64 [n], see `noise.exponential_noise`.
+        seeds, index: int64 [n], each sample's seed, and the number of the token within the sample.
         start: vocabulary id of the first column.
         inverse_temperature: factor of the logits.
         greedy: the largest logit wins, without noise.
 
     Returns:
         float64 [parts, n, 4]: the winner's score, vocabulary id and logit, and logsumexp of the part's logits. Float64
-        is
-            exact for ids.
+            is exact for ids.
     """
     n, columns = logits.shape
     share, at_once, warps = launch

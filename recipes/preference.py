@@ -28,7 +28,7 @@ _LOSSES = {"dpo": ("sigmoid", "robust", "hinge", "ipo"), "kto": ("kto",), "rewar
 
 
 def build_dpo(config: RunConfig) -> TaskGraph:
-    """Return the task graph of one training step of DPO; errors as for `_pipeline`."""
+    """Return the task graph of one training step of DPO."""
     p = _pipeline("dpo", "direct preference optimisation", config)
     p.add(logprob.ref_logp)
     p.add(preference.dpo_train)
@@ -36,7 +36,7 @@ def build_dpo(config: RunConfig) -> TaskGraph:
 
 
 def build_kto(config: RunConfig) -> TaskGraph:
-    """Return the task graph of one training step of KTO; errors as for `_pipeline`."""
+    """Return the task graph of one training step of KTO."""
     p = _pipeline("kto", "policy from desirable and undesirable responses", config)
     p.add(logprob.ref_logp)
     p.add(kto.mismatched_ref_logp)
@@ -45,14 +45,16 @@ def build_kto(config: RunConfig) -> TaskGraph:
 
 
 def build_reward_model(config: RunConfig) -> TaskGraph:
-    """Return the task graph of one training step of a reward model; errors as for `_pipeline`."""
+    """Return the task graph of one training step of a reward model."""
     p = _pipeline("reward_model", "a sequence classifier that scores responses", config)
     p.add(preference.reward_model_train)
     return p.build(preference.PAIR_FIELDS)
 
 
 def _pipeline(pipeline: str, title: str, config: RunConfig) -> Pipeline:
-    """Return a pipeline without nodes."""
+    """Return a pipeline without nodes. Raise ConfigError if the recipe lacks the section `preference`, or its loss
+    belongs to another pipeline.
+    """
     losses = _LOSSES[pipeline]
     if config.preference is None:
         raise ConfigError(

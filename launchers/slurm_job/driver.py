@@ -322,7 +322,7 @@ class SlurmJob:
         if not self.plan["spares"] or not others or runs:
             return
         self.files.write_heartbeat()
-        # a different node than before: that one may have caused the guard's end
+        # take another node than before, because that node may have ended the guard
         node = others[self.guards % len(others)]
         self.guarded, self.guards = time.monotonic(), self.guards + 1
         command = [sys.executable, "-m", "slurm_job", str(self.files.run_dir), "guard"]

@@ -91,7 +91,8 @@ def forward_kl_topk(teacher: Tensor, policy: Tensor) -> Tensor:
 @KL.register("reverse_kl", settings=DivergenceSettings, distributions=True)
 def reverse_kl(teacher: Tensor, policy: Tensor) -> Tensor:
     """Return q (log q - log p) of each token of the vocabulary, with the policy's q and the teacher's p: the terms of
-    KL(policy || teacher). Arguments as for `forward_kl`."""
+    KL(policy || teacher). `teacher` is log p and `policy` is log q, float [..., K].
+    """
     return full(teacher, policy)
 
 
@@ -100,7 +101,11 @@ def jsd(teacher: Tensor, policy: Tensor, *, beta: float) -> Tensor:
     """Return the terms beta p log(p / m) + (1 - beta) q log(q / m), with m = beta p + (1 - beta) q.
 
     At beta 0 and 1, where these terms are zero, they are those of the forward and of the reverse KL, as in TRL's GKD.
-    Source: GKD (arXiv 2306.13649). Other arguments as for `forward_kl`.
+    Source: GKD (arXiv 2306.13649).
+
+    Args:
+        teacher: float [..., K], log p of each token.
+        policy: same shape, log q, differentiable.
     """
     if beta == 0:
         return forward_kl(teacher, policy)

@@ -130,9 +130,14 @@ def informative_groups(
     """Return which samples dynamic sampling keeps, bool [B]: by `accuracy_filter` if a bound is set, else
     `group_filter`.
 
-    A group without a sample that counts is dropped in either case.
+    A group without a sample that counts is dropped in either case. Source of the bounds: SimpleVLA-RL (arXiv
+    2509.09674), where both are inclusive.
 
-    Arguments as for `accuracy_filter`. Source of the bounds: SimpleVLA-RL (arXiv 2509.09674), where both are inclusive.
+    Args:
+        metric: float [B], usually the score.
+        uid: B group names.
+        low, high: smallest and largest group mean to keep; None: no bound.
+        live: bool [B], samples whose metric counts; None: all.
     """
     if low is None and high is None:
         return group_filter(metric, uid, live=live)

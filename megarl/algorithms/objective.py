@@ -59,7 +59,7 @@ class TokenInputs:
     rollout_logp: Tensor | None = None
     ref_logp: Tensor | None = None
     teacher_logp: Tensor | None = None
-    # float32 [N, K + 1, 2], the teacher's most likely tokens, see `MegatronEngine.top_tokens`
+    # float32 [N, K + 1, 2], ids and log-probs of the teacher's most likely tokens, the last entry for all other tokens
     teacher_topk: Tensor | None = None
     is_weights: Tensor | None = None  # importance weights of rollout correction
     observation_mask: Tensor | None = None  # bool, the environment's own tokens, for ECHO

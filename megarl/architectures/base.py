@@ -71,8 +71,8 @@ class Architecture:
 
     @property
     def experts_keys(self) -> tuple[str, str] | None:
-        """The field and the other name of the number of experts in config.json; None: the name is `num_experts`, or
-        there are no experts."""
+        """The names of the number of experts: of the configuration's field, and in older config.json files; None: the
+        name is `num_experts`, or there are no experts."""
         return None if self.experts is None else self.experts.names
 
     @property

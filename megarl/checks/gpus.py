@@ -23,7 +23,8 @@ def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks
         beside = occupied(config, placement) - workers if job != "sft" and not servers.urls else 0
         refused = servers.dp_size > 1 or bool(beside and placement.request_workers and cluster.nnodes > 1)
         uneven = bool(beside and servers.servers * servers.nnodes % cluster.nnodes)
-    if refused or workers % cluster.nnodes or uneven:  # other checks report these cases
+    # Other checks report settings that servers refuse, and workers or servers that machines cannot share evenly.
+    if refused or workers % cluster.nnodes or uneven:
         return
     here, lent = (workers + beside) // cluster.nnodes, beside // cluster.nnodes
     machines = f"{count(cluster.nnodes, 'machine')} of {count(here, 'GPU')}"

@@ -39,7 +39,7 @@ _DATA = 6.0
 
 
 def host_memory(config: RunConfig, sizes: Sizes, placement: Placement, *, gpu: bool, job: str = "train") -> Memory:
-    """Estimate the host memory of all processes of one machine. `sizes` as in `device_memory`."""
+    """Estimate the host memory of all processes of one machine, from the sizes of each role's model."""
     facts = sizes[Role.ACTOR]
     assert facts is not None, "the policy's sizes must be known"
     ranks = sum(_ranks_here(config, team) for team in placement.teams)

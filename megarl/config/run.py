@@ -349,7 +349,9 @@ class RunConfig(Section):
         return max(self.trainer.steps - resting, 1) * self._updates_per_step(role)
 
     def updates_after(self, step: int, role: ActorConfig | CriticConfig, resting: int = 0) -> int:
-        """Return how many optimizer steps `role` takes after training step `step`; `resting` is as in `updates`."""
+        """Return how many optimizer steps `role` takes after training step `step` if it skips the first `resting`
+        training steps.
+        """
         return max(self.trainer.steps - max(step, resting), 0) * self._updates_per_step(role)
 
     def _updates_per_step(self, role: ActorConfig | CriticConfig) -> int:

@@ -224,7 +224,7 @@ class Batch:
         opened = {block: open_block(block) for block in dict.fromkeys(span.block for span in spans)}
         kinds = [block.kinds for block in opened.values()]
         if not kinds or any(kind != kinds[0] for kind in kinds):
-            # Raises an error that names the difference.
+            # The blocks have different fields, or none were given: `_joined` raises an error that names the difference.
             return _joined([gather([(block, 0, block.head["size"])]) for block in opened.values()])
         fields, columns, size = gather([(opened[block], start, stop) for block, start, stop in spans])
         return Batch(fields, columns, size=size)

@@ -24,7 +24,7 @@ ORDINAL = "ordinal"
 
 
 def group_numbers(samples: Batch, groups: Sequence[Sequence[int]], replica: int, replicas: int) -> list[int]:
-    """Return, for each of a replica's `groups` (from `group_places`), its number within the step; see `ORDINAL`."""
+    """Return, for each of a replica's `groups` (from `group_places`), its number among all groups of the step."""
     if ORDINAL in samples:
         numbers = samples[ORDINAL]
         return [int(numbers[places[0]]) for places in groups]

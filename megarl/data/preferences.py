@@ -58,8 +58,8 @@ class PairDataset:
 
         Args:
             max_tokens: maximum tokens per sequence for the model; `preference.max_tokens` can lower it.
-            stop_ids: as in SFTDataset.
-            images: as in PromptDataset.
+            stop_ids: tokens that end a turn, in addition to the tokenizer's end token.
+            images: reads the images of prompts; None: rows have no images.
         """
         self.split, self._margin_key = split, settings.margin_key
         rows = read_split(config, split)

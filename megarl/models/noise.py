@@ -52,5 +52,11 @@ def uniforms(seeds: Tensor, index: Tensor, vocab_ids: Tensor) -> Tensor:
 
 
 def exponential_noise(seeds: Tensor, index: Tensor, vocab_ids: Tensor) -> Tensor:
-    """Return log E, float32 [n, V]: the token with the largest logit - log E is sampled. Arguments as in `uniforms`."""
+    """Return log E, float32 [n, V], with E exponential: the token with the largest logit - log E is sampled.
+
+    Args:
+        seeds: int64 [n].
+        index: int64 [n], number of the token within its sample.
+        vocab_ids: int64 [V].
+    """
     return torch.log(-torch.log1p(-uniforms(seeds, index, vocab_ids)))

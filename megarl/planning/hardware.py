@@ -32,7 +32,7 @@ class Hardware:
     node_gb_s: float  # GB/s of a device's link to other devices of its domain
     net_gbit: float  # Gbit/s of a device's link to other machines
     per_node: int  # devices of a machine
-    source: str  # source of these numbers
+    source: str  # data sheet or measurement that the numbers are from
     fp8_tflops: float = 0.0  # dense matrix products in fp8; 0: the device has no fp8
     host_gb_s: float = 55.0  # GB/s of a device's link to host memory
     domain: int = 0  # number of devices that the fast links connect; 0: the devices of a machine

@@ -90,7 +90,7 @@ class ColdStartCheckpoints:
         return False
 
     def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
-        """Save `step` if a checkpoint is requested or due; arguments as in `Checkpoints.after_step`."""
+        """Save `step` if a checkpoint is requested or due; `accuracy` is on held-out prompts, None if not measured."""
         settings = self._c.config.trainer
         requested = self._world.broadcast_json(any(map(Path.exists, self._requests)) if self._world.rank == 0 else None)
         if not requested and not due(step, settings.resume_every):

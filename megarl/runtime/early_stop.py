@@ -33,7 +33,7 @@ class EarlyStop:
         return self._settings is not None and (validated or not self._settings.metric.startswith("val/"))
 
     def may_end(self, *, validated: bool) -> bool:
-        """Return whether the run may end early after the next step; `validated` as in `measures`."""
+        """Return whether the run may end early after the next step; `validated`: held-out prompts are evaluated."""
         settings = self._settings
         if settings is None or not self.measures(validated=validated):
             return False

@@ -52,9 +52,9 @@ class Recorder:
     """Reduces the metrics of a team's ranks after each step and logs them; rank 0 of the actor's team has the tracker.
 
     Args:
-        stage: `train` or `sft`, see `megarl.tracking.tracker.Tracker`.
+        stage: `train` or `sft`.
         resume_step: the step that a resumed run continues after.
-        part: which part of the run this is, see the same class.
+        part: whether this stage is the whole run, its first phase, or its second.
 
     Attributes:
         status: status to record at the end of a stage without an error.

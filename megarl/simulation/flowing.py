@@ -47,7 +47,7 @@ class Flowing:
             self._replicas.append(replica)
             replica.process = self._s.env.process(replica.run())
 
-    # -- the trainer's end, see weight_updates ------------------------------------------------------
+    # -- calls of the trainer (megarl.disaggregated.weight_updates) -------------------------------------
 
     def samples(self, step: int) -> Generator[simpy.Event, Any, list[int]]:
         """Wait until the groups of a step are formed, and return them."""

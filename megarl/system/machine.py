@@ -149,7 +149,7 @@ def smallest_gpu(
             else:
                 certain = False
         nvml.nvmlShutdown()
-    except (OSError, AttributeError):  # the library is missing or lacks these functions
+    except (OSError, AttributeError):  # NVML is missing or too old
         return None, True
     known = chosen if visible is not None and certain else every
     return min((size for size in known if size is not None), default=None), certain

@@ -71,7 +71,9 @@ class PlainInbox:
 
 
 def parsed(text: bytes, depth: int | None) -> dict[str, Any]:
-    """Return the JSON object in `text`, or raise Malformed; `depth` is as for `PlainInbox`."""
+    """Return the JSON object in `text`, or raise Malformed. `depth` is the maximum nesting of lists and objects; None:
+    no limit.
+    """
     try:
         header = json.loads(text.decode("utf-8", "surrogatepass"), parse_constant=_constant if depth else None)
     except (ValueError, RecursionError) as error:

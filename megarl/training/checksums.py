@@ -41,7 +41,7 @@ def opened_size(file: BinaryIO) -> int:
 
 
 def size_at(path: Path) -> int:
-    """Return the current size of the file `path`, see `opened_size`."""
+    """Return the current size of the file `path`; NFS may report an older size until the file is opened."""
     with path.open("rb") as file:
         return opened_size(file)
 

@@ -125,7 +125,7 @@ class MegatronEngine:
         self._where = "critic.engine" if name == "critic" else "actor.engine"
         configured = functools.partial(transformer_config, hf_config, parallel, dtype=dtype, engine=engine, lora=lora)
         self.model_config = configured(freeze=freeze, where=self._where, world=layout.world)
-        self.model_config.variable_seq_lengths = parallel.vpp is None  # see microbatch.build_all
+        self.model_config.variable_seq_lengths = parallel.vpp is None  # with vpp all micro-batches are equally long
         self.model_config.draft = mtp is not None
         self.chunks = build_policy(hf_config, self.model_config, value_head=value_head)
         if lora is not None:  # attach adapters before the weights are read: a critic begins with the actor's adapters

@@ -44,7 +44,7 @@ class VocabularyShard(NamedTuple):
     chunk: int
     group: WorkerGroup | None
     entropy: bool = False
-    cap: float | None = None  # the cap of the logits, see `megarl.models.head.capped`
+    cap: float | None = None  # soft cap of the logits: cap * tanh(logit / cap)
 
     @property
     def scaled_cap(self) -> float | None:

@@ -100,7 +100,7 @@ class Saving:
         return not any(busy for busy, _, _ in everyone)
 
     def wait(self) -> None:
-        """Wait until the checkpoint is complete. Collective; errors as for `poll`."""
+        """Wait until the checkpoint is complete; raise the errors of `poll`. Collective."""
         while not self.poll():
             self._thread.join(_POLL_S)
             time.sleep(0.1 * _POLL_S)  # other ranks still write

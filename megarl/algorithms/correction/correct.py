@@ -27,7 +27,7 @@ class Correction(NamedTuple):
     """The corrected mask and weights of a batch."""
 
     weights: Tensor  # float in the shape of the mask: factor of each token's policy loss, zero where `mask` is False
-    mask: Tensor  # bool, same shape: the given mask without rejected tokens. Losses and their normalisers use this one
+    mask: Tensor  # bool, same shape: the given mask without rejected tokens, for losses and their normalisers
     keep: Tensor  # bool [B]: False for samples that lost all their tokens
     moments: Metrics  # raw sums from which `finish` computes the metrics
     normaliser: Tensor  # float64 [2], sum and number of this batch's importance weights, for their mean

@@ -49,8 +49,7 @@ class LossSpec(Spec):
     # the update with the engine's, and the engine's are the `old_logp` of the loss. None: any mode
     mode: Literal["bypass", "decoupled"] | None = None
     per_sequence: bool = False  # the loss is one number per sequence, so aggregation should weigh sequences equally
-    # the loss uses the importance weights of `rollout_correction` with `loss: pg`, which replaces the recipe's loss by
-    # this one
+    # `rollout_correction` with `loss: pg` replaces the recipe's loss by this loss, which uses its importance weights
     corrects: bool = False
 
     @property

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 class KindOfMixer:
     """The modules of one kind of mixer.
 
-    decoder, store: see `MixerDecoder` and `Store`. training: returns the spec of the training module, which takes the
-    place of Megatron's self-attention; None: Megatron's own with this package's core attention.
+    decoder: computes the mixer while decoding. store: holds what decoding keeps of running samples. training: returns
+    the spec of the training module, which takes the place of Megatron's self-attention; None: Megatron's own with this
+    package's core attention.
     """
 
     decoder: type[MixerDecoder]

@@ -15,7 +15,7 @@ Add = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
 
 class ResidualAdd(torch.nn.Module):
-    """Adds the normed and scaled result of a mixer or MLP to the residual stream; see `Wiring`."""
+    """Adds the result of a mixer or MLP, normed and scaled where the model does so, to the residual stream."""
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__()

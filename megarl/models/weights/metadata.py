@@ -257,7 +257,7 @@ def _complete_decoder(file: Path, hf_config: PretrainedConfig, dtype: str) -> No
         text |= further(values)
     # of the file also where no layer has experts: transformers refuses null
     text |= _older_keys(text, hf_config.model_type, values.get("num_experts"))
-    vision = written["vision_config"]  # its keys here are those of published files, which transformers does not write
+    vision = written["vision_config"]  # gets the keys that published files have and transformers does not write
     if encoder.form.learned:
         vision.setdefault("deepstack_visual_indexes", list(encoder.deepstack))
     else:

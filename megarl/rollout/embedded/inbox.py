@@ -212,7 +212,9 @@ class WeightInbox:
                 self._missing.discard(name)
 
     def take_changes(self, flat: Tensor, header: Sequence[Sequence[Any]], update: int) -> None:
-        """Write changed elements from a flat buffer of their distances and values, see `megarl.sync.delta`."""
+        """Write the changed elements of some tensors. `flat`, uint8, has the distance of each element from the one
+        before it, then their values; `header` lists (name, shape, dtype, number of changed elements).
+        """
         steps, values = flat, flat[sum(count for *_, count in header) :]
         with self._on_device():
             self._need_open(update)

@@ -101,7 +101,9 @@ class Recipe:
         return self.cast(adapter.whole(linear.weight))
 
     def grouped(self, linear: Any) -> Grouped:
-        """Return the function of a `GroupedLinear` layer of experts; adapters are handled as in `layer`."""
+        """Return the function of a `GroupedLinear` layer of experts. If the weight is copied for decoding, the adapter
+        is merged into the copy; otherwise its output is added.
+        """
         weight, adapter = linear.stacked, adapter_of(linear)
         if adapter is not None and adapter.enabled:
             if not self.pack_rows and self.dtype == weight.dtype:
@@ -151,7 +153,7 @@ class Layer:
 
     @property
     def waits(self) -> bool:
-        """Whether the host waits for the device or other ranks in every decode step, see `MoE.waits`."""
+        """Whether the host waits for the device or other ranks in every decode step because of the layer's experts."""
         return self._moe is not None and self._moe.waits
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, step: Pass, lockstep: int) -> Tensor:

@@ -148,7 +148,9 @@ class Sampler:
         return z
 
     def _join(self, shard: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens [n] and log-probs [n] over all shards from this shard's best tokens [n, 4], see `_best`."""
+        """Return tokens [n] and log-probs [n] over all shards of the vocabulary. `shard` [n, 4] describes each row's
+        best token in this shard.
+        """
         best = shard if self._tp.size == 1 else _best(self._tp.gather(shard))
         return best[:, 1].long(), (best[:, 2] - best[:, 3]).float()
 

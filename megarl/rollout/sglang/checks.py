@@ -212,9 +212,8 @@ def _check_layout(config: RunConfig, request_workers: int, checks: Checklist, *,
             fix="set rollout.sglang.host=null",
         )
     key = "rollout.sglang.servers"
-    if nnodes > 1 and (
-        request_workers or not known
-    ):  # servers run only on some of the machines; see megarl.checks.placement
+    # With request workers, servers run only on some of the machines, which the checks of the placement cover.
+    if nnodes > 1 and (request_workers or not known):
         return
     per, by = nnodes // math.gcd(nnodes, servers.nnodes), "cluster.nnodes"
     by += " / rollout.sglang.nnodes" if servers.nnodes > 1 else ""

@@ -268,7 +268,9 @@ class Fleet:
         return server.state == "failed" and not server.given_up and server.restarts < self.config.max_restarts
 
     def _restart(self) -> None:
-        """Restart failed servers. Collective, after `share_failures`; from the main thread, see ServerProcess."""
+        """Restart failed servers. Collective, after `share_failures`; in the main thread, so that servers end with this
+        process.
+        """
         again = [] if self.external else [server for server in self.servers if self._may_restart(server)]
         self._start([server.number for server in again])
         for server in again:
@@ -349,7 +351,7 @@ class Fleet:
         """Share each server's state from the rank that tracks it with all ranks. Collective."""
         for reports in self._world.all_gather_json([_report(server) for server in self._tracked()]):
             self.adopt(reports)
-        self._end_failed()  # ends the other node processes of servers that were given up
+        self._end_failed()  # a server that was given up may have processes on other machines
         self.need_one()
 
     def reports(self) -> list[dict[str, Any]]:

@@ -160,7 +160,7 @@ class _Report:
     """The state that one rank sends to all other ranks when they synchronize.
 
     Attributes:
-        busy: whether the rank needs further turns, see `Generation.any_busy`.
+        busy: whether the rank needs further turns.
         over: whether the replica has finished turns that `wait` has not returned.
         in_flight: whether servers are generating turns of the replica.
         stuck: whether the replica has unfinished turns but no server with the current weights.

@@ -227,6 +227,6 @@ def gpu_uuids(library: str = "libnvidia-ml.so.1") -> list[str]:
             failed = failed or nvml.nvmlDeviceGetUUID(handle, text, _UUID_BYTES)
             uuids.append("" if failed else text.value.decode())
         nvml.nvmlShutdown()
-    except (OSError, AttributeError):  # the library is missing or lacks these functions
+    except (OSError, AttributeError):  # NVML is missing or too old
         return []
     return uuids

@@ -103,7 +103,11 @@ def _scores(q: Tensor, k: Tensor, form: _Form) -> Tensor:
 
 
 def _masked(scores: Tensor, mask: Tensor | None, block: tuple[int, int, int], *, causal: bool) -> Tensor:
-    """Set the scores [b, G, H / G * m, n] of keys that a query does not see to -inf, in place; `mask` as above."""
+    """Set the scores [b, G, H / G * m, n] of keys that a query does not see to -inf, in place, and return them.
+
+    `mask` is bool, true where a query sees a key, or float, added to the scores; None: every key, or with `causal` only
+    the keys up to the query.
+    """
     first, last, keys = block
     each = scores.view(*scores.shape[:2], -1, last - first, keys)
     if mask is None:

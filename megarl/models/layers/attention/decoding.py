@@ -257,7 +257,7 @@ class Padding:
         return x.reshape(math.prod(self.shape), *x.shape[2:])[self._packed]
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
-        """Return the context [t, G*q*D] of packed q [t, G, q, D]; see `attend_prompts`."""
+        """Return the context [t, G*q*D] of packed q [t, G, q, D]: pad the queries, attend, and pack the result."""
         out = attend_prompts(self.pad(q).permute(0, 2, 3, 1, 4), keys, values, mask, scores)
         return self.unpad(out.permute(0, 3, 1, 2, 4)).flatten(1)
 
@@ -294,7 +294,7 @@ class PromptAttention:
 
 
 class NewPlaces:
-    """Where packed new tokens go in caches that have the sequences' earlier positions; see `Extension`.
+    """The places of new tokens in caches that already hold the earlier positions of their sequences.
 
     Attributes:
         padding: the index between the packed and the padded new tokens.
@@ -319,7 +319,9 @@ class NewPlaces:
         return cache[self._rows, :, : self._reach]
 
     def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return the bias [m, 1, P, L] of padded new tokens, see `length_bias`."""
+        """Return the bias [m, 1, P, L] of the scores of padded new tokens: 0 at the last `window` positions up to the
+        token's own (None: at all of them), else -inf.
+        """
         if window not in self._bias:
             bias = length_bias(self._positions.flatten(), self._reach, window, dtype)
             m, longest = self.padding.shape
@@ -372,7 +374,7 @@ def attend_cpu(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scores: Sc
     if scores.cap is None:
         products = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scores.scale)
     else:
-        wide = torch.promote_types(q.dtype, torch.float32)  # as in training
+        wide = torch.promote_types(q.dtype, torch.float32)  # training also caps scores in at least float32
         products = torch.bmm(q, keys.transpose(1, 2)).to(wide).mul_(scores.scale)
         products = capped_scores(products, scores.cap).add_(bias)
     chances = torch.softmax(products, dim=-1) if scores.sinks is None else with_sink_column(products, scores.sinks)

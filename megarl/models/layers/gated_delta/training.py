@@ -48,7 +48,7 @@ class GatedDeltaNet(PackedMixer[GatedDelta]):
         self.conv1d = _Convolution(mixer.channels(tp), mixer.taps, config.params_dtype)
         self.A_log, self.dt_bias = (_split_parameter(config.params_dtype, self.sections["beta"]) for _ in range(2))
         self.out_norm = RMSNorm(config, mixer.value, config.layernorm_epsilon)
-        # its gradient is summed below, whatever the parallelism
+        # `forward` sums the gradient of this weight over ranks, so Megatron must not do so too.
         self.out_norm.weight.sequence_parallel = False  # type: ignore[attr-defined]
         self.out_proj = self.rows(mixer.value_heads * mixer.value, config.hidden_size)
 

@@ -43,7 +43,7 @@ class Seen:
 
 
 class Tower(nn.Module):
-    """A vision transformer that returns the features of patches; see `TowerShape`."""
+    """A vision transformer of the sizes in `shape` that returns the features of patches."""
 
     def __init__(self, shape: TowerShape, dtype: torch.dtype) -> None:
         super().__init__()
