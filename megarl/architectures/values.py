@@ -191,7 +191,7 @@ def rope_tables(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def rope_scaling(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return RoPE's settings as transformers composes them; with two tables those of layers without a window.
+    """Return RoPE's settings as transformers composes them; with two tables the settings of layers without a window.
 
     `rope_scaling`, the older name, takes precedence over `rope_parameters`; the kind is in `rope_type`; keys that may
     also be outside the section are included.

@@ -185,7 +185,8 @@ def compared_role(config: RunConfig) -> Role | None:
 
 
 def compared_width(config: RunConfig, sizes: Sizes) -> int:
-    """Return the width of the hidden states of that role; those of several teachers add up."""
+    """Return the width of the hidden states of the role that the policy is compared with (`compared_role`); the widths
+    of several teachers add up."""
     if compared_role(config) is Role.REFERENCE:
         return known_sizes(sizes, Role.ACTOR).hidden
     return known_sizes(sizes, Role.TEACHER).hidden * max(1, len(config.teacher.models))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def encoded(images: Sequence[Sequence[tuple[int, npt.NDArray[np.uint8]]]]) -> list[list[str]]:
-    """Return the images (digest, pixels uint8 [height, width, 3]) of each sample as base64 text; those with equal
+    """Return the images (digest, pixels uint8 [height, width, 3]) of each sample as base64 text; images with equal
     digests are encoded once."""
     known: dict[int, str] = {}
     for encoded_images in images:

@@ -392,7 +392,7 @@ class MegatronEngine:
         return DraftLoss(self._mtp.loss_weight, self.config.logits_chunk_tokens, self.layout.tp_group)
 
     def _divide_gradients(self, divisor: float) -> None:
-        """Divide the summed gradients, but those of a draft head, whose loss is a mean already."""
+        """Divide the summed gradients, except the gradients of a draft head, whose loss is a mean already."""
         for chunk in self.chunks:
             for parameter in chunk.draft.parameters() if self._draft_loss is not None else ():
                 parameter.main_grad.mul_(divisor)

@@ -100,7 +100,8 @@ class _KeptLogprob(torch.autograd.Function):
 def _kept_gradient(
     raw: Tensor, targets: Tensor, kept: Tensor, log_z: Tensor, grad: Tensor, shard: VocabularyShard
 ) -> Tensor:
-    """Return the gradient [C, v] of the logits `raw`; `grad` [C]: that of the log-prob over the temperature."""
+    """Return the gradient [C, v] of the logits `raw`; `grad` [C]: gradient of the log-prob, divided by the
+    temperature."""
     slope = _kept_logits(raw, targets, kept, shard).sub_(log_z[:, None]).exp_().mul_(-grad[:, None])
     if slope.shape[1]:
         column, here = local_columns(targets, shard.start, slope.shape[1])

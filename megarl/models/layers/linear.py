@@ -50,5 +50,5 @@ class RowsWithBias(RowParallelLinear):
 
 
 def is_summed(linear: Any) -> bool:
-    """Return whether the output of a linear layer is the sum of those of the tensor-parallel ranks."""
+    """Return whether the output of a linear layer is the sum of the outputs of the tensor-parallel ranks."""
     return isinstance(linear, RowParallelLinear)

@@ -181,7 +181,8 @@ class VisionLanguageModel(PolicyModel):
         return [x[images.features].to(hidden.dtype) for x in deeper]
 
     def encode(self, images: Images) -> tuple[Tensor, list[Tensor]]:
-        """Return the features [n, hidden] of all images in order: the final ones, and those of earlier blocks."""
+        """Return the features [n, hidden] of all images in order: the final features, and the features of earlier
+        blocks."""
         pixels = self._normalise(images.patches)
         ones = torch.ones_like(images.grids[:, :1])
         outputs = self.visual(pixels, grid_thw=torch.cat([ones, images.grids], 1))

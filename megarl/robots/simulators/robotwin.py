@@ -197,7 +197,7 @@ def _yaml(root: Path, name: str) -> Any:
 
 
 def _arguments(root: Path, task: str, config: str) -> dict[str, Any]:
-    """Return the arguments of `setup_demo`: the task's configuration with those of both arms and the head camera."""
+    """Return the arguments of `setup_demo`: the configurations of the task, of both arms and of the head camera."""
     import yaml
 
     arguments = _yaml(root, config)

@@ -31,6 +31,7 @@ class KeptRecord(TokenRows):
         return 4 * tokens * most
 
     def read(self, rows: Sequence[int], tokens: Sequence[int]) -> list[KeptTokens]:
-        """Return those of the first `tokens` tokens of `rows`, on the host; collective over the pipeline stages."""
+        """Return the kept tokens of the first `tokens` tokens of `rows`, on the host; collective over the pipeline
+        stages."""
         whole = self._mesh.from_last_stage(self._rows[list(rows), : max(tokens)].contiguous()).cpu()
         return [KeptTokens.of(row[:count]) for row, count in zip(whole, tokens, strict=True)]

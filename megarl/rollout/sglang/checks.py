@@ -60,7 +60,7 @@ def check_servers(
     *,
     here: bool = True,
 ) -> None:
-    """Check all settings of a recipe's servers except images; the arguments are those of `EngineFamily.check`."""
+    """Check all settings of a recipe's servers except images; `EngineFamily.check` explains the arguments."""
     checks = checks.of(_NAME)
     _check_ignored(config, checks)
     _check_interpreter(config, checks, here=here)

@@ -65,8 +65,7 @@ class SglangFamily(EngineFamily):
         *,
         here: bool = True,
     ) -> None:
-        """Check the settings of the recipe's servers except images; the arguments are explained in
-        `EngineFamily.check`."""
+        """Check all settings of the recipe's servers except images; `EngineFamily.check` explains the arguments."""
         from megarl.rollout.sglang.checks import check_servers
 
         check_servers(config, placement, facts, checks, launcher, here=here)

@@ -47,7 +47,7 @@ def place_servers(servers: int, ranks: int, workers: Sequence[int], nnodes: int 
 
 
 def most_servers(ranks: int, workers: Sequence[int], nnodes: int = 1) -> int:
-    """Return how many servers fit on the GPUs that workers lend; the arguments are those of `place_servers`."""
+    """Return how many servers fit on the GPUs that workers lend; `place_servers` explains the arguments."""
     places = [number // ranks for number in workers]
     return max(n for n in range(sum(places) // nnodes + 1) if sum(min(place, n) for place in places) >= n * nnodes)
 

@@ -314,7 +314,8 @@ class NewPlaces:
         self._bias: dict[int | None, Tensor] = {}
 
     def write(self, cache: Tensor, new: Tensor) -> Tensor:
-        """Write `new` [t, G, D] to a cache [rows, G, L, D]; return what the sequences have there, [m, G, L, D]."""
+        """Write `new` [t, G, D] to a cache [rows, G, L, D], and return the cached positions of the sequences, [m, G, L,
+        D]."""
         cache[self._token_rows, :, self._token_positions] = new
         return cache[self._rows, :, : self._reach]
 

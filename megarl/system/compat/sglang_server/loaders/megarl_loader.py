@@ -41,7 +41,8 @@ class CopyTarget:
     target: Tensor
 
     def write(self, positions: Tensor, values: Tensor) -> None:
-        """Write those of `values` [n] whose `positions` in the tensor (int64 [n], ascending) are in this part."""
+        """Write the elements of `values` [n] whose `positions` in the tensor (int64 [n], ascending) are in
+        this part."""
         word = _WORDS[self.target.itemsize]  # not every dtype can be written by index
         values, target = values.to(self.target.dtype).view(word), self.target.view(word)
         # the part is one run of elements on both sides
