@@ -102,18 +102,19 @@ def draw(
     greedy: bool,
     launch: tuple[int, int, int] = DRAWING,
 ) -> Tensor:
-    """Return the winners of the race (`megarl.models.noise`) in each part of the vocabulary.
+    """Sample from each part of the vocabulary: return its token with the largest logit plus noise
+    (`megarl.models.noise`).
 
     Args:
         logits: float32 [n, V], over this rank's vocabulary.
         seeds, index: int64 [n], each sample's seed, and the number of the token within the sample.
         start: vocabulary id of the first column.
         inverse_temperature: factor of the logits.
-        greedy: the largest logit wins, without noise.
+        greedy: return the token with the largest logit, without noise.
 
     Returns:
-        float64 [parts, n, 4]: the winner's score, vocabulary id and logit, and logsumexp of the part's logits. Float64
-            is exact for ids.
+        float64 [parts, n, 4]: the sampled token's score, vocabulary id and logit, and logsumexp of the part's logits.
+            Float64 is exact for ids.
     """
     n, columns = logits.shape
     share, at_once, warps = launch

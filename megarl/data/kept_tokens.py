@@ -43,7 +43,7 @@ class KeptTokens:
         return len(self.counts)
 
     def extended(self, tokens: int) -> KeptTokens:
-        """Return the record of `tokens` tokens, of which those after the first ones have none."""
+        """Return the record extended to `tokens` tokens; the further tokens have no kept tokens."""
         return KeptTokens(torch.cat([self.counts, self.counts.new_zeros(tokens - len(self))]), self.ids)
 
     def first(self, tokens: int) -> KeptTokens:

@@ -448,7 +448,7 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
 
 
 class _ToBucket(torch.autograd.Function):
-    """x[index] whose gradient adds up over rows that are selected several times (padding repeats rows)."""
+    """Selects rows x[index]; the gradients of a row that is selected several times (as padding) are added up."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
