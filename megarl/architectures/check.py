@@ -104,7 +104,7 @@ def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     for key, expected in read.items():
         if key in values and expected != key and values[key] is not expected:
             refuse(key, values[key], str(expected).lower(), "this variant is not supported")
-    if values.get("hidden_act", "silu") not in ("silu", "swish"):  # both names mean the same function
+    if values.get("hidden_act", "silu") not in ("silu", "swish"):  # silu and swish are the same function
         refuse("hidden_act", values["hidden_act"], "silu", "this variant is not supported")
     if raw.get("per_layer_config"):
         refuse("per_layer_config", raw["per_layer_config"], "null", "layers of different sizes are not supported")

@@ -179,7 +179,7 @@ class FolderLock:
             if gone:
                 return True
             waited = time.monotonic() - start
-            if joins and not holder:  # the record is being written
+            if joins and not holder:  # another process is writing the record of the holder
                 first = touched
             if gone is not None or (first is not None and touched - first > _SETTLE_S):
                 raise self._refusal(holder)

@@ -17,7 +17,9 @@ from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, devices_key
 from megarl.launchers.common import LAZY_FROM
 
-_OTHERS = 128  # files, pipes, servers, libraries: 17 in a bare process, more with servers and reward processes
+# descriptors of a process other than sockets between ranks: 17 in a bare process, more with servers and reward
+# processes
+_OTHERS = 128
 _USUAL = 1024  # limit of descriptors with which most systems start processes
 
 

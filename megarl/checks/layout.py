@@ -43,7 +43,7 @@ def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) ->
             allowed=divisors(cluster.nproc),
             fix="cluster.nproc counts the processes of all machines together",
         )
-    # teams in launch.slurm.teams have nodes of their own, see megarl.launchers.slurm
+    # The Slurm launcher checks teams that have nodes of their own (launch.slurm.teams).
     elif not config.launch.slurm.teams:
         _check_even(config, checks.of("machines"))
     too_many = cluster.device_memory_gb is not None and cluster.nproc > USUAL_GPUS  # too many for one machine

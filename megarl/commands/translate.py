@@ -519,7 +519,7 @@ def _nemo(source: OtherSettings, gpus: int | None) -> Translation:
         made.set(f"{optimizer}.{name}", source.take(f"optimizer.kwargs.{name}"))
     if source.take("megatron_cfg.activation_checkpointing", "dtensor_cfg.activation_checkpointing"):
         made.set("actor.engine.recompute", "full")
-    if source.has("policy.megatron_cfg"):  # Megatron is the backend, so the settings of the other one are unused
+    if source.has("policy.megatron_cfg"):  # the backend is Megatron, so settings of the DTensor backend are unused
         source.drop(lambda name: name.startswith("policy.dtensor_cfg."))
     if source.take("checkpointing.enabled") is False:
         source.take("checkpointing.save_period")

@@ -105,7 +105,8 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
     from PIL import Image, UnidentifiedImageError
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `MOST_PIXELS` is lower
+        # PIL warns at a number of pixels above `MOST_PIXELS`, which is checked here.
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         try:
             image = Image.open(source, formats=_FORMATS)
         except UnidentifiedImageError as error:

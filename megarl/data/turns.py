@@ -117,7 +117,7 @@ class Turns:
             content = str(message.get("content") or "")
             start = end + len(delimiter)
             if not tail.startswith(content, start):
-                content = content.strip()  # as many templates do
+                content = content.strip()  # many templates strip the text of a message
             if tail[end:start] != delimiter or not tail.startswith(content, start):
                 break
             end = start + len(content)

@@ -74,7 +74,7 @@ def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head
         # Megatron creates some parameters (gates of shared experts) on the host whatever the device.
         chunks.append(chunk.to(device()))
     if wide:
-        # Megatron would take these norms for whole on every tensor-parallel rank, and sum their gradients.
+        # With the flag Megatron would sum the norms' gradients over tensor-parallel ranks, as if each had all heads.
         tconf.qk_layernorm = False
     if tconf.lora is not None:
         attach(chunks, tconf.lora)

@@ -40,7 +40,8 @@ class DraftHead(MegatronModule):
         self.embedding_norm = RMSNorm(config, width, eps)
         self.hidden_norm = RMSNorm(config, width, eps)
         self.joint = torch.nn.Linear(2 * width, width, bias=False, dtype=config.params_dtype, device=device())
-        # The same on all tensor-parallel ranks, of which each has some of the tokens under sequence parallelism.
+        # All tensor-parallel ranks hold this weight. Under sequence parallelism each has only some of the tokens, so
+        # Megatron must sum the weight's gradient over them.
         self.joint.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.layer = build_module(layer, config=config, layer_number=place + 1)
         self.final_norm = RMSNorm(config, width, eps)

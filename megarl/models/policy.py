@@ -90,7 +90,7 @@ class PolicyModel(GPTModel):
             self.embedding_factor = float(torch.tensor(self.embedding_factor, dtype=config.params_dtype))
         self.has_value_head = value_head
         self.weight_table = WeightTable.of(hf, value_head=value_head, draft=config.draft)
-        self.marks_padding = False  # whether routers get to know which tokens are padding
+        self.marks_padding = False  # whether routers get the mask of padding tokens
         if value_head and post_process:
             vocabulary_head = getattr(self, "output_layer")  # noqa: B009 (Megatron does not declare its type)
             self.output_layer = ValueHead(config, vocabulary_head.weight.device, bias=value_bias(hf))

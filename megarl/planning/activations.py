@@ -115,7 +115,7 @@ class Activations:
         if "attention" in self.engine.recomputed:
             return 0.0
         if longest <= WHOLE_PASS:
-            return sums + self.element * t * kv / 2  # a copy of the values in the projection
+            return sums + self.element * t * kv / 2  # the values are copied out of the projection's result
         blocks = max(1, round(longest / _QUERY_BLOCK))
         return self.element * t * heads * longest / 2 * (1 + 1 / blocks)
 

@@ -41,7 +41,7 @@ class Spread:
     """The assignment of devices to teams and servers."""
 
     workers: int
-    servers: int = 0  # servers that the run starts; 0: none, or the recipe's stay
+    servers: int = 0  # servers that the run starts; 0: it has none, or those of the recipe are kept
     tp_size: int = 1  # ranks per server
     colocated: bool = False  # whether servers share the trainer's devices
     teams: tuple[tuple[str, tuple[str, ...], int], ...] = ()  # (name, roles, devices) of each team; empty: one team

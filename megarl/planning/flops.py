@@ -46,7 +46,9 @@ class FlopCounter:
     """Counts the FLOPs of one model."""
 
     per_token: float  # forward FLOPs of all layers for one token, without attention over keys and the output head
-    per_pair: Mapping[int | None, float]  # the result of `pair_flops`
+    per_pair: Mapping[
+        int | None, float
+    ]  # sliding window -> FLOPs of a (query, key) pair in all layers with this window
     per_head_token: float  # FLOPs of the output head for one token
 
     @classmethod

@@ -60,7 +60,7 @@ def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:
 def ask(work: Callable[..., object], request: Mapping[str, object], limit_s: float, *, where: str) -> object:
     """Return `work(**request)`, plain JSON, as run in another process; None if there was no result in time. Raise
     ConfigError if `work` raised it, or the process died while it loaded the file that the key `where` names."""
-    environment = os.environ | as_parent() | {"PYTHONSAFEPATH": "1"}  # PYTHONSAFEPATH as in workers
+    environment = os.environ | as_parent() | {"PYTHONSAFEPATH": "1"}  # workers also run with PYTHONSAFEPATH
     command = [sys.executable, "-m", __name__, f"{work.__module__}:{work.__name__}"]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(

@@ -90,7 +90,7 @@ def record_tokens(c: StepContext, samples: Batch) -> None:
     counts = [count for _, count, _ in groups]
     even = max_over_mean(counts, [part for _, _, part in groups], parts, c.cuts)
     dealt = max_over_mean(counts, [number % parts for number, _, _ in groups], parts, c.cuts)
-    c.metrics.mean("balance/tokens_max_over_mean", even, 1)  # the same on all ranks
+    c.metrics.mean("balance/tokens_max_over_mean", even, 1)  # every rank adds the same value
     c.metrics.mean("balance/tokens_max_over_mean_dealt", dealt, 1)
 
 

@@ -128,7 +128,7 @@ def _kept(c: RankState, checkpoint: Path) -> ReferencePlace:
     Raises the errors of `keep_reference`.
     """
     recorded = frozen_in(checkpoint).get("reference")
-    if recorded is not None and recorded.key == _INITIAL:  # the checkpoint also records the path
+    if recorded is not None and recorded.key == _INITIAL:  # the reference is model.path, which the checkpoint records
         _note_origin(c, recorded.path)
         return ReferencePlace(recorded.path, _INITIAL)
     folder = find_kept(checkpoint)
@@ -188,7 +188,7 @@ def keep_start(c: RankState) -> str:
     folder = c.run_dir / NEXT_REFERENCE
     # Only rank 0 checks: on a shared file system two ranks may see different folders.
     exists = (folder / "config.json").is_file() if c.layout.rank == 0 else None
-    if not c.layout.world.broadcast_json(exists):  # otherwise the new reference is the same model
+    if not c.layout.world.broadcast_json(exists):  # the new reference, if it exists, is the same model
         folder = c.run_dir / START_WEIGHTS
         _export_actor(c, folder)
     return str(folder)

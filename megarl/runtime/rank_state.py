@@ -116,7 +116,7 @@ class RankState:
     # held-out preference pairs or labelled examples of a run that generates nothing
     val_pairs: PairDataset | LabelledDataset | None = None
     loader_elsewhere: RemoteLoader | None = None  # stands for another team's loader in the team that saves checkpoints
-    # how this team sends or receives weight updates for the rollout engine; see `megarl.runtime.generation`
+    # sends or receives this team's weight updates for the rollout engine
     link: WeightLink = field(default_factory=WeightLink)
     frozen: dict[str, Any] = field(default_factory=dict)  # checksums of frozen models by name, for checkpoints
 

@@ -75,7 +75,7 @@ def make_teacher(c: RankState, start: RunStart) -> TeacherRole:
             check_same_tokens(c.tokenizer, load_tokenizer_of(c.config.model, path, key), path, key)
             engines[name] = build_frozen(c, hf_config, path, "teacher")
             if offloads and len(engines) < len(settings.paths):
-                engines[name].hold()  # offload it to make room for the next teacher
+                engines[name].hold()  # offload this teacher to make room for the next one
     return TeacherRole(engines, c.context, offloads=offloads)
 
 
@@ -96,7 +96,7 @@ def read_other_head(c: RankState, start: RunStart, field: str) -> tuple[Tensor |
     if field == "teacher_hidden":
         paths = c.config.teacher.paths
     elif start.reference_key == SHARED_BASE:
-        return chunk.lm_head_weight.detach().clone(), chunk.logit_cap  # adapters do not change it
+        return chunk.lm_head_weight.detach().clone(), chunk.logit_cap  # adapters do not change the head
     else:
         paths = {"reference.path": now_at(c.run_dir, start.reference or "")}
     heads, caps = [], {}

@@ -45,7 +45,7 @@ class Held:
 
     shape: tuple[int, ...]
     regions: tuple[tuple[TensorRegion, tuple[int, ...]], ...]
-    float32: bool = False  # whether it is float32 whatever the model's dtype
+    float32: bool = False  # whether the tensor is float32 whatever the model's dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from torch.multiprocessing import reductions
 Handle = dict[str, Any]  # a JSON object
 _CUDA = ("offset", "device", "handle", "bytes", "start", "counter", "counter_offset", "event", "wait")
 _BINARY = ("handle", "counter", "event")
-# Cache: each call of torch's `_share_cuda_` wraps the storage again, and freeing all wrappers recurses.
+# Handles are cached: each call of torch's `_share_cuda_` wraps the storage once more, and freeing many nested wrappers
+# recurses too deeply.
 _shared: weakref.WeakKeyDictionary[torch.UntypedStorage, Handle] = weakref.WeakKeyDictionary()
 _sharing = threading.Lock()
 
@@ -48,7 +49,7 @@ def handle_of(flat: Tensor) -> Handle:
                 _shared[storage] = _share_on_device(flat)
             return _shared[storage] | place
     manager, name, size = storage._share_filename_cpu_()
-    storage._shared_incref()  # the mapping gives this reference back
+    storage._shared_incref()  # a reference for the process that maps the storage; closing the mapping drops it
     return {"manager": manager.decode(), "name": name.decode(), "bytes": size} | place
 
 
@@ -58,7 +59,7 @@ def _share_on_device(flat: Tensor) -> Handle:
     handle, nbytes, start, _, counter, counter_offset, event, _ = shared
     # Use the UUID: device numbers differ between processes with different visible devices.
     uuid = str(torch.cuda.get_device_properties(flat.device).uuid)
-    # The event is from the time of sharing; the other process opens a new one each time.
+    # The event was recorded when the buffer was shared; the other process opens it again with each handle.
     values = dict(zip(_CUDA[1:], (uuid, handle, nbytes, start, counter, counter_offset, event, False), strict=True))
     return values | {key: base64.b64encode(values[key]).decode() for key in _BINARY}
 

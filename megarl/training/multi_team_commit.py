@@ -47,7 +47,7 @@ class Teams:
 
     name: str  # name of this team
     first: int  # number of the team's first worker; 0 in the team that leads
-    mail: Mail  # the mailbox
+    mail: Mail  # mailbox for messages between teams
     deadline_s: float  # seconds without growth after which the leading team stops waiting for a team's files
     others: tuple[str, ...] = ()  # only in the leading team: the other teams that write a part
 

@@ -52,5 +52,5 @@ def opsm(
     away = rows.sum(-p.difference.detach()) / rows.counts(mask).clamp(min=1)
     stopped = (p.advantages < 0) & (rows.spread(away, mask) > cfg.off_policy_threshold)
     loss, clipped, lower = clipped_surrogate(p.ratio, p.advantages, cfg)
-    # `lower` is None without a dual clip.
+    # Without a dual clip, `lower` (the tokens at that clip) is None.
     return torch.where(stopped, 0, loss), p.metrics(clipped | stopped, None if lower is None else lower & ~stopped)

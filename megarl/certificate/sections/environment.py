@@ -25,7 +25,7 @@ from megarl.system.errors import ConfigError
 from megarl.system.machine import machine_info
 from megarl.system.processes import has_nvidia_device
 
-_WAIT_S = 120.0  # seconds for one command, or one message of the other process
+_WAIT_S = 120.0  # seconds within which a command, or the process that opens shared memory, must end
 _SHARED_BYTES = 1 << 20
 
 

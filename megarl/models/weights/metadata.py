@@ -115,7 +115,7 @@ def older_rope_keys(rope_parameters: dict[str, Any], max_positions: int) -> dict
             length, which transformers 4 needs as a number.
     """
     scaling = {key: value for key, value in rope_parameters.items() if key not in ("rope_theta", "type")}
-    # Version 4 looks for this key outside, and so does version 5 if there is the older section, which takes precedence.
+    # transformers 4 reads this key beside the section `rope_scaling`, and so does version 5 if the section exists.
     partial = scaling.pop("partial_rotary_factor", None)
     older: dict[str, Any] = {} if partial is None else {"partial_rotary_factor": partial}
     if scaling.get("rope_type", "default") == "default":
@@ -124,7 +124,8 @@ def older_rope_keys(rope_parameters: dict[str, Any], max_positions: int) -> dict
         return {"rope_theta": rope_parameters["rope_theta"], "rope_scaling": scaled, **older}
     if scaling["rope_type"] == "yarn" and scaling.get("factor") is None:
         scaling["factor"] = max_positions / scaling["original_max_position_embeddings"]
-    if scaling["rope_type"] == "longrope":  # beside the factors, version 4 allows only the older name of the type
+    # In a longrope section transformers 4 allows no keys but the factors and the kind, under its older name `type`.
+    if scaling["rope_type"] == "longrope":
         older["original_max_position_embeddings"] = scaling.pop("original_max_position_embeddings")
         scaling["type"] = scaling.pop("rope_type")
     return {"rope_theta": rope_parameters["rope_theta"], "rope_scaling": scaling, **older}
@@ -255,7 +256,7 @@ def _complete_decoder(file: Path, hf_config: PretrainedConfig, dtype: str) -> No
     values = read_keys({**text, "model_type": hf_config.model_type})
     if (further := ARCHITECTURES[hf_config.model_type].written) is not None:
         text |= further(values)
-    # of the file also where no layer has experts: transformers refuses null
+    # The number of experts is in the file even if no layer has experts, because transformers refuses null.
     text |= _older_keys(text, hf_config.model_type, values.get("num_experts"))
     vision = written["vision_config"]  # gets the keys that published files have and transformers does not write
     if encoder.form.learned:

@@ -288,7 +288,7 @@ class DecoderStage:
         step.rope, deeper = RopeTables(*tables(positions, self.dtype)), list[Tensor]()
         if self._local_rope is not None:
             step.other_ropes[LOCAL_ROPE] = RopeTables(*self._local_rope.cos_sin(positions, self.dtype))
-        if self._without_rope:  # kernels rotate all layers: these by an angle of 0
+        if self._without_rope:  # kernels rotate in every layer; in a layer without RoPE by an angle of 0
             step.other_ropes[None] = RopeTables(torch.ones_like(step.rope.cos), torch.zeros_like(step.rope.sin))
         hidden = torch.empty(len(tokens), self._config.hidden_size, dtype=self.dtype, device=self.device)
         for number, layers in enumerate(self._chunks):

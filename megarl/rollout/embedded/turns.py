@@ -227,7 +227,8 @@ class TurnSession(Session):
         moves = self._rows.retire(finished)
         self._move(moves, self._rows.running)
         if counts is not None:
-            # A turn that ends before the tokens that its row has read, such as at a stop string found later.
+            # A turn may end before tokens that its row has read, such as at a stop string found later. The row's state
+            # then includes these tokens, so it cannot be reused.
             for sequence, count in zip(sequences, counts, strict=True):
                 if len(sampled[sequence][0]) < count:
                     self.forget(sequence)

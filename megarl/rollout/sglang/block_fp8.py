@@ -39,7 +39,7 @@ def quantization_config(facts: ModelFacts) -> dict[str, Any]:
 def unsplittable(facts: ModelFacts, tp_size: int, ep_size: int) -> list[str]:
     """Return "NAME WIDTH" of each layer width per server rank that is not a multiple of the FP8 block size."""
     sizes = facts.dimensions
-    heads = max(facts.kv_heads // tp_size, 1) * facts.head_dim  # if there are more ranks, several have the same head
+    heads = max(facts.kv_heads // tp_size, 1) * facts.head_dim  # with more ranks than heads, ranks share a head
     widths = {"queries": sizes["query"] // tp_size, "keys and values": heads}
     if sizes["ffn"]:
         widths["feed-forward part"] = sizes["ffn"] // tp_size

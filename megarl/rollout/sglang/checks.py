@@ -321,7 +321,8 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
             allowed=False,
             fix="set sync.fp8=false",
         )
-    lists = "mlp_only_layers" in ARCHITECTURES[facts.model_type].keys  # SGLang 0.5.23 reads neither of its two keys
+    # SGLang 0.5.23 reads neither key that chooses layers without experts: mlp_only_layers, decoder_sparse_step.
+    lists = "mlp_only_layers" in ARCHITECTURES[facts.model_type].keys
     if facts.dense_layers and lists:
         checks.fail(
             "model: mlp_only_layers, decoder_sparse_step",

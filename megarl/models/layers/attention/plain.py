@@ -248,6 +248,7 @@ def _gated_qkv(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> 
 
 
 QKV = Split("qkv", "rows", _qkv)  # by rows: for each key/value group its query heads, its key and its value
-FUSED_QKV = Split("fused_qkv", "rows", _fused_qkv)  # the same from one tensor: all queries, then keys, then values
+#: like QKV, from one tensor with all queries, then all keys, then all values
+FUSED_QKV = Split("fused_qkv", "rows", _fused_qkv)
 #: by rows: for each key/value group its query heads, their gates, its key and its value
 GATED_QKV = Split("gated_qkv", "rows", _gated_qkv)

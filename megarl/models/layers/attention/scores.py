@@ -12,5 +12,5 @@ class Scores:
     """How a model makes scores out of the products of queries and keys."""
 
     scale: float  # factor of the products
-    sinks: Tensor | None = None  # [heads], further scores in the softmax, see sinks.py
-    cap: float | None = None  # the soft cap after the factor, see capped.py; not together with sinks
+    sinks: Tensor | None = None  # [heads], one further score per head in the softmax's sum, which no key belongs to
+    cap: float | None = None  # the soft cap after the factor: cap * tanh(score / cap); not together with sinks

@@ -58,7 +58,8 @@ class MoE:
         whole = all(is_one_kernel(linear.stacked, dtype) and adapter_of(linear) is None for linear in (first, second))
         self.waits = mesh.ep.size > 1 or not whole
         self._clamped, self._biases = module.config.mixture.clamped, None
-        if isinstance(first, StackedLinear):  # the sum over the expert-tensor ranks has the second bias once
+        if isinstance(first, StackedLinear):
+            # Outputs are summed over the expert-tensor ranks, so only the first rank adds the second bias.
             down = prepared.cast(second.bias) if mesh.etp.rank == 0 else torch.zeros_like(prepared.cast(second.bias))
             self._biases = prepared.cast(first.bias), down
         self._count, self._first = first.experts, mesh.ep.rank * first.experts

@@ -114,7 +114,8 @@ class StackedExperts(MegatronModule):
         inner = clamped_gate(add_bias(self.linear_fc1(rows, ends), self.linear_fc1.bias, owners), self._gate)
         weighted = (inner * probs[:, None]).to(inner.dtype)
         bias: Tensor = self.linear_fc2.bias
-        if self._groups.expt_tp.rank():  # the sum over the ranks has its value once; all ranks have its gradient
+        # The output is summed over ranks, so only the first adds the bias; the others add 0, with the bias's gradient.
+        if self._groups.expt_tp.rank():
             bias = bias - bias.detach()
         return add_bias(self.linear_fc2(weighted, ends), bias, owners, probs), None
 

@@ -211,7 +211,7 @@ def chunked(
     before, corrections, after = [], [], []
     parts = (x.split(plan.active) for x in (of_values, of_state, to_end, keep))
     for values, keys, ends, share in zip(*parts, strict=True):
-        if len(values) < len(s):  # the other sequences have ended
+        if len(values) < len(s):  # the last sequences have no chunk of this number: they have ended
             s, ended = s.split([len(values), len(s) - len(values)])
             after.append(ended)
         before.append(s)

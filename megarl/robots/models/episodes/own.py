@@ -109,7 +109,7 @@ class OwnEmbedder(EpisodeEmbedder):
             negatives. None: no episode of any rank has three points.
         """
         lengths = episodes["states"].lengths.cpu()
-        # two calls and the end state are three points
+        # Learning needs three points of an episode: at least two calls, and the end state.
         usable = (valid_episodes(episodes) & (lengths >= 2)).nonzero().squeeze(1)
         ranks = self._group.all_gather_json([len(usable), episodes["states"].values.shape[1]])
         total, first = sum(count for count, _ in ranks), sum(count for count, _ in ranks[: self._group.rank])

@@ -45,7 +45,7 @@ class CopyTarget:
         this part."""
         word = _WORDS[self.target.itemsize]  # not every dtype can be written by index
         values, target = values.to(self.target.dtype).view(word), self.target.view(word)
-        # the part is one run of elements on both sides
+        # The part is contiguous in the sent tensor and in the parameter.
         if self.target.is_contiguous() and self.target.stride() == self.strides:
             run = torch.tensor([self.offset, self.offset + self.target.numel()], device=positions.device)
             first, last = torch.searchsorted(positions, run).tolist()
