@@ -170,7 +170,7 @@ class Host:
         done, _ = await asyncio.wait({task}, timeout=self._answer_s)
         if not done:
             task.cancel()
-            raise _Late(f"the environment did not reply within {self._answer_s:g} s")
+            raise _Late(f"the environment did not reply within {self._answer_s:g} s, half of cluster.timeout_s")
         result, error = task.result()
         if error is not None:
             raise error
