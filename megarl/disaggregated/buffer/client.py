@@ -74,7 +74,7 @@ class BufferClient:
         try:
             actor = ray.get_actor(name, namespace=NAMESPACE)
         except ValueError as error:
-            raise HandoverError(f"team {team!r} rank {rank}: Ray has no buffer {name!r}: {error}") from error
+            raise HandoverError(f"team {team!r} rank {rank}: Ray has no buffer {name!r}: {error}{RUN_AGAIN}") from error
         return cls(actor, name, team, rank, deadline_s, start)
 
     # -- mail --------------------------------------------------------------------------------------------------------
@@ -149,7 +149,8 @@ class BufferClient:
                     cause = full if isinstance(error, ray.exceptions.OutOfDiskError) else error
                     raise HandoverError(
                         f"{self._caller()}: {len(block)} bytes of {samples} do not fit into this machine's object "
-                        f"store: {cause}"
+                        f"store: {cause}\n  fix:     lower data.batch_size or rollout.sampling.n, or start Ray's nodes "
+                        "with a larger --object-store-memory"
                     ) from error
                 size += len(block)
             pieces.append((objects[block], start, stop))
@@ -300,6 +301,8 @@ class BufferClient:
                         f"{self._caller()} timed out waiting for {awaited} after {waited:.0f} s: no other team has "
                         f"made progress for {self._deadline_s:g} s (cluster.timeout_s)"
                         + "".join(f"\n  {other}" for other in others)
+                        + "\n  fix:     raise cluster.timeout_s if another team only works longer than that; otherwise "
+                        "see the logs of its workers"
                     )
 
     @contextmanager
@@ -317,10 +320,12 @@ class BufferClient:
         except ray.exceptions.GetTimeoutError as error:
             raise HandoverError(
                 f"{self._caller()} timed out waiting for {awaited}: {buffer} did not reply for {limit_s:g} s "
-                "(cluster.timeout_s)"
+                f"(cluster.timeout_s); raise the limit if its machine is only slow or busy{RUN_AGAIN}"
             ) from error
         except ray.exceptions.RayActorError as error:
-            raise HandoverError(f"{self._caller()}, waiting for {awaited}: {buffer} is gone: {error}") from error
+            raise HandoverError(
+                f"{self._caller()}, waiting for {awaited}: {buffer} is gone: {error}{RUN_AGAIN}"
+            ) from error
         except ray.exceptions.RayError as error:
             raise HandoverError(f"{self._caller()}: {awaited} cannot be read: {error}{RUN_AGAIN}") from error
 

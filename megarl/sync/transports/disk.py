@@ -124,5 +124,8 @@ def _names(file: Path) -> list[str]:
         table = json.loads(handle.read(size))
         size_now = os.fstat(handle.fileno()).st_size  # size of the open file: NFS may cache an older size for its name
     if size_now < 8 + size + max(e["data_offsets"][1] for n, e in table.items() if n != "__metadata__"):
-        raise WorkerError(f"{file} is shorter than its header declares")
+        raise WorkerError(
+            f"{file} is shorter than its header declares, so it was not written completely; check that its disk is not "
+            "full and that all machines see the same folder, or choose another sync.transport"
+        )
     return [name for name in table if name != "__metadata__"]
