@@ -62,6 +62,13 @@ _SINKS = {
     "swiglu_limit": 1.0,
     "pad_token_id": None,
 }
+_CAPPED = {
+    "model_type": "gemma2",
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 9,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+}
 _TIED = {**_DENSE, "tie_word_embeddings": True}
 MODELS = {
     "dense": _DENSE,
@@ -73,6 +80,7 @@ MODELS = {
     "drafting latent": {**{key: value for key, value in _DENSE.items() if key != "head_dim"}, **_LATENT},
     "wide": {**_DENSE, **_WIDE},  # norms of queries and keys over all heads
     "sinks": {**_DENSE, **_SINKS},  # with windows, and biases everywhere
+    "capped": {**_DENSE, **_CAPPED},  # scores and logits have soft caps
     "critic": _TIED,  # with a value head
     "moe critic": {**_DENSE, **_EXPERTS},
 }

@@ -22,7 +22,7 @@ STEPS = 2
 COUNT = 6  # the first of two data-parallel ranks has five of them, the first of four has four: several micro-batches
 
 TWO = [
-    ("dense", {"tp": 2}, {}),
+    ("capped", {"tp": 2}, {}),
     ("tied", {"tp": 2, "sp": True}, {"micro_batch_tokens": 50}),
     ("moe", {"tp": 2, "sp": True}, {}),
     ("dense", {"pp": 2}, {"distributed_optimizer": False}),
@@ -67,6 +67,7 @@ FOUR = [
 ]
 # Each of these changes one thing of a layout above, or leaves one out.
 MORE_OF_TWO = [
+    ("capped", {"cp": 2}, {"recompute": "selective"}),
     ("latent", {"cp": 2}, {"recompute": "selective"}),
     ("latent", {"tp": 2}, {}),
     ("latent", {"pp": 2}, {"recompute": "full"}),

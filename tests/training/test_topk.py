@@ -127,20 +127,20 @@ def _of_the_vocabulary(own: slice) -> float:
 
 def _sharded() -> dict[str, float]:
     group, errors = world(), {}
-    for rows in (-(-V // group.size), V):  # with V the last rank holds no row at all
+    for rows, cap in ((-(-V // group.size), 3.0), (V, None)):  # with V the last rank holds no row at all
         hidden, whole, ids = _inputs()
         own = slice(min(group.rank * rows, V), min((group.rank + 1) * rows, V))
         mine = whole.detach()[own].clone().requires_grad_()
-        found = token_logprobs(hidden, mine, ids, VocabularyShard(own.start, 1 / 0.9, 8, group))
+        found = token_logprobs(hidden, mine, ids, VocabularyShard(own.start, 1 / 0.9, 8, group, cap=cap))
         _loss(found).backward()
         grad = group.all_reduce(hidden.grad.clone())
         hidden.grad = None
-        expected = _oracle(hidden, whole, ids, 0.9)
+        expected = _oracle(hidden, whole, ids, 0.9, cap)
         _loss(expected).backward()
         errors[f"{rows}, of the vocabulary"] = _of_the_vocabulary(own)
         top = TopTokens(K, V - 4, LogProbs(0.9, 8, group, entropy=False))
-        best = top._of(hidden.detach().float(), mine.detach().float(), own.start)
-        logp = torch.log_softmax(hidden.detach() @ whole.detach().t() / 0.9, 1)
+        best = top._of(hidden.detach().float(), mine.detach().float(), own.start, cap)
+        logp = torch.log_softmax(_capped(hidden.detach() @ whole.detach().t(), cap) / 0.9, 1)
         order = logp[:, : V - 4].topk(K, dim=1).indices
         errors[str(rows)] = max(
             float((a - b).abs().max())
@@ -152,7 +152,7 @@ def _sharded() -> dict[str, float]:
         )
         assert torch.equal(best[:, :K].long(), order)
         assert (best[:, K] == -1).all()
-        assert (best[:, K + 1 :] - _oracle(hidden, whole, order, 0.9)).abs().max() < 1e-5
+        assert (best[:, K + 1 :] - _oracle(hidden, whole, order, 0.9, cap)).abs().max() < 1e-5
     return errors
 
 
