@@ -19,8 +19,6 @@ def check_routes(config: RunConfig, facts: ModelFacts | None, checks: Checklist)
         obstacle = "this model has no experts, so there are no routes", facts.model_type, "a mixture of experts"
     elif not config.task.writes_text:
         obstacle = "the policy of this task has no routes", "true", "a text model"
-    elif facts is not None and facts.encoder is not None:
-        obstacle = "routes of models with images are not supported", facts.encoder.model_type, "a text model"
     engine = config.actor.engine
     if engine.fp8 != "none" and "moe" in engine.recomputed:
         obstacle = "FP8 mixtures that recompute themselves cannot replay routes", "actor.engine.recompute: moe", "full"

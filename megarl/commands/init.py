@@ -209,7 +209,7 @@ def run(arguments: argparse.Namespace) -> int:
     gpus = int(machine.has_gpu) if arguments.gpus is None else arguments.gpus
     facts = model_facts(ModelConfig(path=arguments.model))
     settings = _settings(arguments, gpus)
-    if facts is not None and facts.is_moe and facts.encoder is None and "rollout.engine" in settings:
+    if facts is not None and facts.is_moe and "rollout.engine" in settings:
         settings["rollout.replay_routes"] = True
     layouts = _layouts(gpus, arguments.engine, machine, facts)
     if not layouts:

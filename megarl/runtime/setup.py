@@ -57,7 +57,7 @@ from megarl.system.tracing import keep_beating, phase
 from megarl.training.engine import MegatronEngine, Weights
 from megarl.training.parallel import Layout, init_parallel
 from megarl.training.rng import seed_generators
-from megarl.training.sequence_layout import TEXT, SequenceLayout, TextLayout
+from megarl.training.sequence_layout import SequenceLayout, TextLayout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -384,12 +384,13 @@ def sequence_layout_of(config: RunConfig, hf_config: PretrainedConfig, *, replay
     """
     if (of_task := config.task.sequence_layout(config, hf_config)) is not None:
         return of_task
+    routes = route_form(hf_config) if replays and config.rollout.replay_routes else None
     encoder = encoder_of(hf_config)
     if encoder is None:
-        return TextLayout(routes=route_form(hf_config)) if replays and config.rollout.replay_routes else TEXT
+        return TextLayout(routes=routes)
     from megarl.training.vlm_sequences import ImageLayout
 
-    return ImageLayout(encoder, config.data.image_key is not None)
+    return ImageLayout(encoder, config.data.image_key is not None, routes=routes)
 
 
 def image_prompts(

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megarl.data.batch import Batch, Jagged
+from megarl.data.image_set import fields_of_sets, image_sets
 from megarl.data.routes import RouteError, RouteForm, continued
 from megarl.data.tensor_text import from_text, to_text
+from megarl.models.hf import encoder_of, image_settings, route_form
 from megarl.models.packing import pack_stream
+from megarl.rollout.engine import Completion, Request
+from megarl.training import microbatch
+from megarl.training.sequence_layout import TextLayout
+from megarl.training.vlm_sequences import ImageLayout
 from tests.dist import single_process
+from tests.models.vlm_tiny import batch_of, draw
 from tests.rollout.cases import STOP, build, engine, make_requests, sampled
 
 
@@ -24,7 +34,7 @@ def logprobs(chunk, prompt: list[int], response: list[int], routes: torch.Tensor
     stream = pack_stream([len(ids)])
     stream.params.routes = routes
     hidden = chunk(stream.input_ids(ids), stream.position_ids, None, packed_seq_params=stream.params)
-    logits = F.linear(hidden[len(prompt) - 1 :, 0], chunk.lm_head_weight).float()
+    logits = F.linear(hidden[len(prompt) - 1 :, 0], chunk.lm_head_weight)
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
@@ -50,44 +60,82 @@ def brute_force(layer, routes: torch.Tensor, expert):
         for token, score, experts in zip(hidden[:, 0], scores, routes.tolist(), strict=True):
             weights = score[experts] / score[experts].sum()
             rows.append(sum(w * expert(layer.experts, e, token) for w, e in zip(weights, experts, strict=True)))
-        return torch.stack(rows)[:, None], None
+        routed = torch.stack(rows)[:, None]
+        return routed if layer.shared_experts is None else routed + layer.shared_experts(hidden), None
 
     return forward
 
 
-@pytest.mark.parametrize(
-    ("model", "layers", "changes", "expert"),
-    [("qwen3_moe", (0, 2), {"mlp_only_layers": [1]}, swiglu), ("gpt_oss", (0, 1), {}, clamped)],
-)
-def test_a_model_with_other_routers_follows_the_recorded_routes(model, layers, changes, expert, monkeypatch):
-    chunks = build(model, hf={"num_hidden_layers": layers[-1] + 1, **changes})
-    requests = make_requests(count=4)
-    groups = engine(chunks, max_running=5, replay_routes=True).generate(requests, sampled(), STOP)
-    (chunk,) = chunks
-    samples = [(r.prompt_ids, done) for r, group in zip(requests, groups, strict=True) for done in group]
-    for prompt, done in samples:
-        assert done.routes.shape == (len(prompt) + len(done.token_ids) - 1, 2 * 2)
-        same = logprobs(chunk, prompt, done.token_ids, done.routes)
-        torch.testing.assert_close(same, torch.tensor(done.logprobs), atol=1e-5, rtol=0)
+def requests_for(hf) -> list[Request]:
+    """Prompts with one image, none, two, and one with fewer features, if the model has an encoder."""
+    rng, requests, shapes = random.Random(1), make_requests(count=4, n=2), [((2, 3),), (), ((1, 1), (3, 2)), ((1, 4),)]
+    if encoder_of(hf) is None:
+        return requests
+    samples = [draw(rng, encoder_of(hf), *each) for each in shapes]
+    sets = image_sets(batch_of(samples, image_settings(hf)))
+    seen = zip(requests, samples, sets, strict=True)
+    return [Request(sample.prompt, request.seeds, images=images) for request, sample, images in seen]
 
-    routers = [layer.mlp.router.weight for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]
+
+def packed_logprobs(chunk, samples: list[tuple[Request, Completion]], *, replays: bool) -> torch.Tensor:
+    """Log-probs of all responses from one packed stream, as training computes them."""
+    form, encoder = route_form(chunk.hf_config), encoder_of(chunk.hf_config)
+    fields = {
+        "prompt_ids": Jagged.from_list([request.prompt_ids for request, _ in samples], dtype=torch.int64),
+        "response_ids": Jagged.from_list([done.token_ids for _, done in samples], dtype=torch.int64),
+    }
+    sequences = TextLayout(routes=form)
+    if encoder is not None:
+        fields |= fields_of_sets([request.images for request, _ in samples], 3 * encoder.patch**2)
+        sequences = ImageLayout(encoder, routes=form)
+    if replays:
+        lengths = [len(request.prompt_ids) + len(done.token_ids) - 1 for request, done in samples]
+        fields["routes"] = form.field([done.routes for _, done in samples], lengths, lengths)
+    cpu = torch.device("cpu")
+    micro = microbatch.build(Batch(fields), range(len(samples)), single_process(), cpu, None, sequences)
+    hidden = chunk(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed)
+    logits = F.linear(hidden[micro.rows, 0], chunk.lm_head_weight)
+    return torch.log_softmax(logits, -1).gather(1, micro.targets[:, None])[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("model", "expert"),
+    [
+        ("qwen3_vl_moe", swiglu),
+        ("gpt_oss", clamped),
+        pytest.param("qwen3_moe", swiglu, marks=pytest.mark.campaign("families")),
+        pytest.param("qwen3_5_moe", swiglu, marks=pytest.mark.campaign("families")),
+    ],
+)
+def test_a_model_with_other_routers_follows_the_recorded_routes(model, expert, monkeypatch):
+    """Also in one stream of all samples, and at the features of images. Training is in float64."""
+    hf = {"num_hidden_layers": 3, "mlp_only_layers": [1]} if model == "qwen3_moe" else {}
+    ((decoded,), (chunk,)) = (build(model, dtype=dtype, hf=hf) for dtype in (torch.float32, torch.float64))
+    chunk.load_state_dict(decoded.state_dict())
+    requests = requests_for(chunk.hf_config)
+    groups = engine([decoded], max_running=5, replay_routes=True).generate(requests, sampled(max_new_tokens=12), STOP)
+    samples = [(request, done) for request, group in zip(requests, groups, strict=True) for done in group]
+    generated = torch.tensor([value for _, done in samples for value in done.logprobs], dtype=torch.float64)
+    torch.testing.assert_close(packed_logprobs(chunk, samples, replays=True), generated, atol=2e-5, rtol=0)
+
+    sparse = [layer.mlp for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]
+    assert {done.routes.shape[1] for _, done in samples} == {2 * len(sparse)}
     with torch.no_grad():
-        for weight in routers:
-            weight.add_(torch.randn_like(weight))
-    prompt, done = max(samples, key=lambda sample: len(sample[1].token_ids))
-    replayed = logprobs(chunk, prompt, done.token_ids, done.routes)
+        for mlp in sparse:
+            mlp.router.weight.add_(torch.randn_like(mlp.router.weight))
+    replayed = packed_logprobs(chunk, samples, replays=True)
     parameters = [p for p in chunk.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(replayed.sum(), parameters)
-    own = logprobs(chunk, prompt, done.token_ids, None)
+    own = packed_logprobs(chunk, samples, replays=False)
     assert (own - replayed).abs().max() > 0.05  # otherwise the routers would have chosen the same experts anyway
 
-    for place, number in enumerate(layers):
-        mlp, chosen = chunk.decoder.layers[number].mlp, done.routes[:, 2 * place : 2 * place + 2].long()
+    routes = torch.cat([done.routes for _, done in samples]).long().split(2, 1)
+    for mlp, chosen in zip(sparse, routes, strict=True):
         monkeypatch.setattr(mlp, "forward", brute_force(mlp, chosen, expert))
-    oracle = logprobs(chunk, prompt, done.token_ids, None)
-    torch.testing.assert_close(replayed, oracle, atol=1e-5, rtol=0)
+    oracle = packed_logprobs(chunk, samples, replays=False)
+    torch.testing.assert_close(replayed, oracle)
     for gradient, expected in zip(gradients, torch.autograd.grad(oracle.sum(), parameters), strict=True):
-        torch.testing.assert_close(gradient, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(gradient, expected)
 
 
 def test_routes_are_complete_and_of_this_model():

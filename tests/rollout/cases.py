@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from megarl.architectures.vision_language import FAMILIES
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.config.training import EngineConfig
 from megarl.rollout.engine import Completion, Request
 from tests.dist import current_layout
 from tests.models.tiny import tiny_dict
+from tests.models.vlm_tiny import config_of
 
 STOP = [2, 5, 9]
 
@@ -28,7 +30,9 @@ def build(model_type: str = "qwen3", seed: int = 3, dtype: torch.dtype = torch.f
     from megarl.models.lora import init_adapters, local_adapters
     from megarl.models.weights import init_random
 
-    hf = load_hf_config(ModelConfig(hf_config=tiny_dict(model_type, **(hf or {}))))
+    images = model_type in FAMILIES
+    described = config_of(model_type, **(hf or {})) if images else tiny_dict(model_type, **(hf or {}))
+    hf = load_hf_config(ModelConfig(hf_config=described, vision=images or None))
     config = transformer_config(hf, ParallelConfig(**layout), dtype=dtype, engine=EngineConfig(), lora=lora)
     chunks = build_policy(hf, config)
     init_random(chunks, hf, seed)

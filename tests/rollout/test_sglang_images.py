@@ -16,6 +16,7 @@ from megarl.architectures.vision_language import ImageSettings, VisionEncoder
 from megarl.config.rollout import SamplingConfig
 from megarl.data.image_set import ImageSet, image_sets
 from megarl.data.images import patchify
+from megarl.data.routes import RouteForm
 from megarl.rollout.engine import Request
 from megarl.rollout.sglang.samples import OtherPromptError, ServedSample
 from tests.models.vlm_tiny import BEGIN, END, IMAGE, batch_of, config_of, draw
@@ -35,8 +36,12 @@ def request(*shapes: tuple[int, int], seeds: int = 1, seed: int = 0) -> tuple[Re
     return Request(one.prompt, list(range(seeds)), images=images), images
 
 
-def answered(sample: ServedSample, ids: list[int], reason: str, tokens: int | None = None) -> dict[str, Any]:
+def answered(
+    sample: ServedSample, ids: list[int], reason: str, tokens: int | None = None, routes: list[int] | None = None
+) -> dict[str, Any]:
     found = answer(ids, reason)
+    if routes is not None:
+        found["meta_info"]["routed_experts"] = base64.b64encode(np.array(routes, dtype=np.int32).tobytes()).decode()
     found["meta_info"]["prompt_tokens"] = len(sample.prompt_ids) + len(sample.token_ids) if tokens is None else tokens
     return found
 
@@ -75,12 +80,14 @@ def test_an_interrupted_sample_goes_on_with_its_image() -> None:
 
 def test_an_interrupted_sample_that_says_the_image_token_begins_again() -> None:
     (sample,) = samples_of([request((2, 2))[0]])
-    first = sample.payload(SAMPLING, [2])
-    sample.add(answered(sample, [7, IMAGE], "abort"), SAMPLING, [2], TAG)
+    sample.form = RouteForm((True,), chosen=1, experts=9)
+    first, tokens = sample.payload(SAMPLING, [2]), len(sample.prompt_ids) + 1
+    sample.add(answered(sample, [7, IMAGE], "abort", routes=[3] * tokens), SAMPLING, [2], TAG)
     assert sample.payload(SAMPLING, [2]) == first
-    sample.add(answered(sample, [IMAGE, 2], "stop"), SAMPLING, [2], TAG)
+    sample.add(answered(sample, [IMAGE, 2], "stop", routes=[4] * tokens), SAMPLING, [2], TAG)
     done = sample.completion()
     assert (done.token_ids, len(done.logprobs), done.versions) == ([IMAGE, 2], 2, [[5, 2]])
+    assert done.routes[:, 0].tolist() == [4] * tokens
 
 
 def test_a_request_that_was_aborted_in_its_queue_was_not_read() -> None:

@@ -14,7 +14,8 @@ from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.config.sync import SyncConfig
 from megarl.data.image_set import ImageSet, image_sets
-from megarl.models.hf import encoder_of, image_settings, load_hf_config
+from megarl.data.routes import RouteForm
+from megarl.models.hf import encoder_of, image_settings, load_hf_config, route_form
 from megarl.models.weights.metadata import write_metadata
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.engine import Completion, Request
@@ -23,6 +24,7 @@ from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.images import keeping_sizes, write_processor
 from megarl.rollout.sglang.layout import ServerLayout
 from megarl.rollout.sglang.receiver import SglangReceivers
+from megarl.rollout.sglang.routes import SWITCH
 from megarl.sync.updater import WeightSync
 from megarl.system.comm import WorkerGroup
 from megarl.system.compat.cuda import version_in
@@ -80,6 +82,16 @@ def two_turns(made: EmbeddedEngine | SglangEngine, asked: list[Request]) -> list
     return told
 
 
+def chosen(groups: list[list[Completion]], form: RouteForm) -> list[list[list[list[int]]]]:
+    """The experts of each token and layer of all samples, whose order among themselves is arbitrary."""
+    return [
+        done.routes.unflatten(1, (form.layers, form.chosen)).long().sort(-1).values.tolist()
+        for group in groups
+        for done in group
+        if done.routes is not None
+    ]
+
+
 def push(fleet: Fleet, sync: WeightSync, version: int) -> None:
     report = sync.push(version)
     assert (report.failed, report.updated) == ({}, [0])
@@ -113,21 +125,26 @@ def test_it_generates_as_the_embedded_engine_with_every_version_of_the_encoder(
     hf = chunks[0].hf_config
     write_metadata(folder, hf, None, torch.float32)  # as in a run
     write_processor(folder, hf)
-    embedded = EmbeddedEngine(chunks, RolloutConfig(max_running=3), layout_for(ParallelConfig()))
+    form, rollout = route_form(hf), RolloutConfig(max_running=3, replay_routes=route_form(hf) is not None)
+    embedded = EmbeddedEngine(chunks, rollout, layout_for(ParallelConfig()))
 
     def expected() -> list[list[Completion]]:
         return embedded.generate(asked, SAMPLING, [])
 
     settings: dict[str, Any] = {"timeout_s": 60.0, "verify": "every", "transport": "tensor"}
     random_weights = SGLangConfig(extra_args=["--load-format", "dummy"])  # as in a run
-    arguments = keeping_sizes(random_weights, encoder_of(hf)).extra_args
+    arguments = [*keeping_sizes(random_weights, encoder_of(hf)).extra_args, *([SWITCH] if form else [])]
     with forked_servers(), start(tmp_path, folder, tp_size=tp, extra_args=arguments) as fleet:
         receivers = SglangReceivers(fleet, ServerLayout.of(hf, tp))
         sync = WeightSync(chunks, receivers, SyncConfig(**settings), tmp_path, WorkerGroup.alone())
         push(fleet, sync, 0)
         served = engine(fleet, run=sync.run)
+        served.routes = form
         before = expected()
-        assert_equal(served.generate(asked, SAMPLING, []), before)
+        generated = served.generate(asked, SAMPLING, [])
+        assert_equal(generated, before)
+        if form is not None:
+            assert chosen(generated, form) == chosen(before, form)
         assert_equal(two_turns(served, asked), two_turns(embedded, asked))
         with torch.no_grad():
             for name, parameter in chunks[0].named_parameters():
@@ -137,5 +154,8 @@ def test_it_generates_as_the_embedded_engine_with_every_version_of_the_encoder(
         served.weight_version = 1
         after = expected()
         assert [one.logprobs for one, _ in after] != [one.logprobs for one, _ in before]
-        assert_equal(served.generate(asked, SAMPLING, []), after)
+        again = served.generate(asked, SAMPLING, [])
+        assert_equal(again, after)
+        if form is not None:
+            assert chosen(again, form) == chosen(after, form)
         sync.close()

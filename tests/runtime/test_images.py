@@ -124,7 +124,8 @@ def test_a_killed_run_of_each_family_goes_on_to_the_same_numbers(kind, tmp_path)
         (tmp_path / folder).mkdir()
     write_rows(tmp_path / "whole")
     # null first: a mapping is merged into the recipe's
-    model = "model.hf_config=null", f"model.hf_config={json.dumps(raw)}"
+    replays = f"rollout.replay_routes={str('num_experts' in raw['text_config']).lower()}"
+    model = "model.hf_config=null", f"model.hf_config={json.dumps(raw)}", replays
     given = "grpo_shapes_quickstart", tmp_path / "whole" / "run", *settings(tmp_path / "whole"), *model
     whole = harness.train(*given)
     assert max(whole) == STEPS

@@ -176,11 +176,14 @@ def make_batch(count: int = 9, seed: int = 0, longest: int = 40) -> Batch:
 
 
 def with_routes(batch: Batch, layers: int) -> Batch:
-    """Samples with random routes for a model "moe" of this depth; every third token has none."""
+    """Samples with random routes for a model "moe" of this depth."""
     from megarl.models.hf import route_form
 
-    form = route_form(hf_config("moe", num_hidden_layers=layers))
-    assert form is not None
+    return with_random_routes(batch, route_form(hf_config("moe", num_hidden_layers=layers)))
+
+
+def with_random_routes(batch: Batch, form) -> Batch:
+    """Samples with random routes; every third token has none."""
     lengths = batch["prompt_ids"].lengths + batch["response_ids"].lengths - 1
     total = int(lengths.sum())
     shuffled = torch.rand(total, form.layers, form.experts, generator=torch.Generator().manual_seed(4)).argsort(-1)

@@ -50,8 +50,8 @@ CASES = {
 
 
 def batch_for(hf):
-    """Samples with weights of their tokens."""
-    from megarl.models.hf import encoder_of, image_settings
+    """Samples with weights of their tokens, and for a mixture with routes."""
+    from megarl.models.hf import encoder_of, image_settings, route_form
 
     rng = random.Random(4)
     samples = [draw(rng, encoder_of(hf), *shapes) for shapes in SHAPES]
@@ -63,12 +63,13 @@ def batch_for(hf):
     ]
     batch.set("loss_weights", Jagged.from_list([own / total for own in weights]))
     batch.set("sample_id", [f"s{i}" for i in range(len(samples))])
-    return batch
+    form = route_form(hf)
+    return batch if form is None else cases.with_random_routes(batch, form)
 
 
 def engine_of(kind: str, parallel: ParallelConfig, engine: EngineConfig, optim: OptimConfig = OPTIM, **settings: Any):
     """An engine with a random model; `dtype`, `seed` and `freeze` can be given."""
-    from megarl.models.hf import encoder_of, load_hf_config
+    from megarl.models.hf import encoder_of, load_hf_config, route_form
     from megarl.training.engine import MegatronEngine
     from megarl.training.vlm_sequences import ImageLayout
 
@@ -82,7 +83,7 @@ def engine_of(kind: str, parallel: ParallelConfig, engine: EngineConfig, optim: 
         layout=fresh_layout(parallel),
         total_steps=10,
         weights=lambda chunks: cases._random(chunks, hf, seed),
-        sequences=ImageLayout(encoder_of(hf)),
+        sequences=ImageLayout(encoder_of(hf), routes=route_form(hf)),
         **settings,
     )
 

@@ -82,7 +82,7 @@ class ServedSample:
         """Return the body of the /generate request for the rest of this sample."""
         if self.images is not None and self.images.image_token(self.prompt_ids) in self.token_ids:
             # The server would look for an image at each image token, so a sample that contains one starts again.
-            self.token_ids, self.logprobs, self.versions = [], [], []
+            self.token_ids, self.logprobs, self.versions, self.routes = [], [], [], None
             self.kept_tokens = None if self.kept_tokens is None else []
         settings: dict[str, Any] = {
             "temperature": sampling.temperature,
