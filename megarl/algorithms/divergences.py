@@ -26,7 +26,7 @@ EMPTY = -1e4
 
 
 class DivergenceSettings(Settings):
-    """The part of both distributions that is compared."""
+    """The tokens over which the distributions of teacher and policy are compared."""
 
     topk: PositiveInt | None = Field(
         64,

@@ -10,7 +10,7 @@ from megarl.models.layers.mixer import Mixer
 
 
 def period_of(values: Mapping[str, Any]) -> int | None:
-    """Return n of the pattern; None: it is no positive number."""
+    """Return n if every n-th layer has no window; None: `sliding_window_pattern` is not a positive integer."""
     pattern = values["sliding_window_pattern"]
     return pattern if isinstance(pattern, int) and pattern > 0 else None
 

@@ -183,7 +183,7 @@ class InOrder(StalenessPolicy):
     """
 
     def forms_step(self, step: int, under_way: ByVersion, finished: ByVersion) -> list[int] | None:
-        """Return the first B prompts if all of them are finished."""
+        """Return the numbers of the first `groups` prompts if all of them are finished."""
         done = set(_numbers(finished))
         chosen = sorted([*done, *_numbers(under_way)])[: self.groups]
         return chosen if len(chosen) == self.groups and done.issuperset(chosen) else None

@@ -39,10 +39,10 @@ _TENSORS = ("int64", "int32", "float32", "bool", "uint8", _MODEL_DTYPE, _ROUTES_
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a batch. `dtype, shape`: as described at the top of this file."""
+    """A field of a batch."""
 
-    dtype: str
-    shape: str
+    dtype: str  # dtype of a tensor, or type of the values of a column
+    shape: str  # such as [B, response]: an entry for each response token of each sample
     writer: str  # the stages, or other parts of the program, that write the field
     meaning: str
     example: str  # value of one sample

@@ -65,6 +65,6 @@ class KeptTokens:
 
     @classmethod
     def from_text(cls, values: Sequence[Sequence[str | int]]) -> KeptTokens:
-        """Return the record in the result of `to_text`."""
+        """Return the record from the JSON values that `to_text` returned."""
         parts = [part[:, 0] for value in values if (part := from_text(value)) is not None]
         return cls(*parts)

@@ -18,7 +18,7 @@ def to_text(rows: Tensor | None) -> list[str | int] | None:
 
 
 def from_text(values: Sequence[str | int] | None) -> Tensor | None:
-    """Return the tensor in the result of `to_text`."""
+    """Return the tensor from the JSON values that `to_text` returned; None stays None."""
     if values is None:
         return None
     name, width, text = values

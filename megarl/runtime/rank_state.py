@@ -70,7 +70,7 @@ class TeamContext:
 
     @property
     def others(self) -> list[TeamPlan]:
-        """The other teams."""
+        """The teams of the run other than this team."""
         return [team for team in self.placement.teams if team.name != self.plan.name]
 
     @property

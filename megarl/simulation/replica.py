@@ -118,7 +118,7 @@ class ReplicaClock:
         return over
 
     def finish(self) -> float:
-        """Generate everything that remains, and return the seconds it takes."""
+        """Generate the rest of all running and waiting samples, and return how many seconds this takes."""
         total = 0.0
         while (seconds := self.until_event(0)) is not None:
             self.advance(seconds)

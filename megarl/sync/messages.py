@@ -27,7 +27,7 @@ Opened = Callable[[], contextlib.AbstractContextManager[Handler]]
 
 
 class Refused(Exception):
-    """The other side rejected a request."""
+    """The process at the other end of a connection rejected a request."""
 
 
 class FailedError(ConnectionError):

@@ -55,7 +55,7 @@ class BucketSender:
 
     @property
     def buffer_bytes(self) -> int:
-        """Total size of both buffers in bytes."""
+        """Bytes of the sender's buffers for buckets, all together."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def run(

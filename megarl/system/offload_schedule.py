@@ -102,7 +102,7 @@ class Model(Holder, Protocol):
 
     @property
     def held(self) -> frozenset[str]:
-        """The parts that are on the device."""
+        """The parts of the model that are on the device."""
         ...
 
 

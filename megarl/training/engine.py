@@ -521,7 +521,7 @@ class MegatronEngine:
 
     @property
     def held(self) -> frozenset[str]:
-        """The parts that are on the device."""
+        """The parts of this engine that are on the device."""
         return self.parts - self._away.keys()
 
     def hold(self, *parts: str) -> None:

@@ -27,13 +27,13 @@ class Endpoint:
     value: Any
 
     def same(self, other: Endpoint) -> bool:
-        """Return whether both are the same number."""
+        """Return whether the two endpoints are the same number."""
         if self.exact is not None and other.exact is not None:
             return self.exact == other.exact
         return near(self.value, other.value)
 
     def below(self, other: Endpoint) -> bool:
-        """Return whether this number is smaller."""
+        """Return whether this endpoint is below `other`."""
         return not self.same(other) and bool(self.value < other.value)
 
 

@@ -23,13 +23,13 @@ class EmbeddedFamily(EngineFamily):
     facts: ClassVar[EngineFacts] = ENGINES["embedded"]
 
     def open(self, host: EngineHost, engine: RolloutEngine) -> tuple[RolloutEngine, WeightLink]:
-        """Return the same engine: it decodes with the parameters that are trained."""
+        """Return `engine`, which decodes with the parameters that are trained, and a link that has nothing to send."""
         from megarl.rollout.embedded.links import SharedWeights
 
         return engine, SharedWeights(engine)
 
     def open_receiver(self, host: EngineHost, engine: RolloutEngine) -> tuple[RolloutEngine, WeightLink]:
-        """Return the same engine, and the link by which it receives the actor's weights. Collective over the rollout
+        """Return `engine`, and the link by which it receives the actor's weights. Collective over the rollout
         team. Raise ConfigError if a replica, or replicas that share experts, are on several machines."""
         from megarl.rollout.embedded.links import ReceivedWeights
 

@@ -135,7 +135,7 @@ class ServerLayout:
 
     @cached_property
     def _fusions(self) -> dict[str, str]:
-        """Modules of the checkpoint that are parts of one module of the server, and its name."""
+        """Module of the checkpoint -> the server's module in which it is fused with other modules."""
         fused = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
         if Attention.kind in self._mixers:
             fused |= dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
