@@ -4,6 +4,10 @@
 
 marks a test, or with `pytest.param(..., marks=...)` one of its cases. Plain runs leave it out.
 
+    @pytest.fixture(scope="module")
+    def found(request):
+        return compute(chosen(request, "model"))     # what a module computes at once is for those of its cases that run
+
     durability  more ways to lose a relay of weights      lora        adapters beside full training
     exports     under transformers 4                      memory      engines of real size
     families    every architecture, drawn configurations  servers     more cases with real SGLang servers
@@ -17,6 +21,9 @@ marks a test, or with `pytest.param(..., marks=...)` one of its cases. Plain run
 """
 
 from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import Any
 
 import pytest
 
@@ -48,3 +55,23 @@ def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = kept
+
+
+def chosen(request: pytest.FixtureRequest, *names: str) -> list[Any]:
+    """Return the values of these parameters in the tests of a fixture's module that run: each once, in their order.
+
+    Of several names: tuples.
+    """
+    cases = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    ]
+    values = [tuple(case[name] for name in names) for case in cases if case.keys() >= set(names)]
+    kept = [value for number, value in enumerate(values) if value not in values[:number]]
+    return kept if len(names) > 1 else [value for (value,) in kept]
+
+
+def split(name: str, values: Iterable[Any], kept: Container[Any]) -> list[Any]:
+    """Return values of one parameter of which only those of `kept` run outside the campaign `name`."""
+    return [value if value in kept else pytest.param(value, marks=pytest.mark.campaign(name)) for value in values]
