@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 
+from tests.campaigns import chosen, split
 from tests.dist import fresh_parallel, run_distributed, single_process
 from tests.rollout.cases import PROMPTS, STOP, build, engine, logprobs, make_requests, play_turns, sampled, tokens
 
@@ -50,6 +52,11 @@ FOUR = {
     "moe-tp2-pp2": (MOE, {"tp": 2, "pp": 2}),
 }
 THOROUGH = ("tp2", "pp2", "moe-ep2")  # greedy and filtered, too
+# Every way of splitting a model, and every kind of layer that a split concerns; others combine the same parts.
+KEPT = (
+    *("tp2", "pp2-vpp2", "cp2", "dp2", "latent-tp2", "full-norm-tp2", "moe-ep2", "moe-tp2-ep2-sp", "moe-pp2"),
+    *("tp2-pp2-vpp2-sp", "moe-pp2-ep2", "moe-tp2-ep2-etp2"),
+)
 TIED = {"tie_word_embeddings": True}
 
 
@@ -111,51 +118,50 @@ def every_layout(layouts: dict) -> dict:
     return results
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict:
+@functools.cache
+def expected(model: str, layers: int, sampling: str) -> list:
     """What one process generates."""
     single_process()
-    made = {(model, 2, s): generate(model, {}, s, 2) for model in (DENSE, MOE) for s in SAMPLINGS}
-    made |= {(model, 2, "turns"): turns(model, {}) for model in (DENSE, MOE, LATENT)}
-    others = (LATENT, FULL_NORM, BIASES, GEMMA, CAPPED)
-    made |= {(model, 2, "sampled"): generate(model, {}, "sampled", 2) for model in others}
-    made |= {(model, 4, "sampled"): generate(model, {}, "sampled", 4) for model in (DENSE, MOE)}
-    return made | {(DENSE, layers, "tied"): generate(DENSE, {}, "sampled", layers, **TIED) for layers in (2, 4)}
+    if sampling == "turns":
+        return turns(model, {})
+    if sampling == "tied":
+        return generate(model, {}, "sampled", layers, **TIED)
+    return generate(model, {}, sampling, layers)
 
 
 @pytest.fixture(scope="module")
-def two() -> list[dict]:
-    return run_distributed(every_layout, 2, 400, TWO)
+def two(request: pytest.FixtureRequest) -> list[dict]:
+    return run_distributed(every_layout, 2, 400, {name: TWO[name] for name in chosen(request, "of_two")})
 
 
 @pytest.fixture(scope="module")
-def four() -> list[dict]:
-    return run_distributed(every_layout, 4, 500, FOUR)
+def four(request: pytest.FixtureRequest) -> list[dict]:
+    return run_distributed(every_layout, 4, 500, {name: FOUR[name] for name in chosen(request, "of_four")})
 
 
-def check(ranks: list[dict], name: str, model: str, layout: dict, expected: dict) -> None:
+def check(ranks: list[dict], name: str, model: str, layout: dict) -> None:
     layers = depth(layout)
     for sampling in ranks[0][name]:
-        seen = set()
+        seen, wanted = set(), expected(model, layers, sampling)
         for rank in ranks:
             for number, toks, logps in rank[name][sampling]:
-                _, want_tokens, want_logps = expected[model, layers, sampling][number]
+                _, want_tokens, want_logps = wanted[number]
                 assert toks == want_tokens, f"{name}, {sampling}, request {number}"
                 torch.testing.assert_close(logps, want_logps, rtol=0, atol=1e-5)
                 seen.add(number)
-        assert seen == set(range(len(expected[model, layers, sampling])))
+        assert seen == set(range(len(wanted)))
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("name", TWO)
-def test_two_processes_generate_what_one_does(name, two, expected):
-    check(two, name, *TWO[name], expected)
+@pytest.mark.parametrize("of_two", split("teams", TWO, KEPT))
+def test_two_processes_generate_what_one_does(of_two, two):
+    check(two, of_two, *TWO[of_two])
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("name", FOUR)
-def test_four_processes_generate_what_one_does(name, four, expected):
-    check(four, name, *FOUR[name], expected)
+@pytest.mark.parametrize("of_four", split("teams", FOUR, KEPT))
+def test_four_processes_generate_what_one_does(of_four, four):
+    check(four, of_four, *FOUR[of_four])
 
 
 def unequal_work() -> list:
@@ -171,8 +177,8 @@ def unequal_work() -> list:
 
 
 @pytest.mark.procs
-def test_replicas_that_share_experts_may_have_unequal_work(expected):
+def test_replicas_that_share_experts_may_have_unequal_work():
     first, second = run_distributed(unequal_work, 2, 200)
-    want = [toks for _, toks, _ in expected[MOE, 2, "sampled"]]
+    want = [toks for _, toks, _ in expected(MOE, 2, "sampled")]
     assert [first[0], first[1]] == [[w[0] for w in want[:2]], [w[0] for w in want[2:4]]]
     assert [second[0], second[1]] == [[], [w[0] for w in want[4:]]]
