@@ -61,10 +61,16 @@ def test_a_killed_rank_leaves_the_same_run_after_it_is_resumed(recipe, run_dir, 
     assert harness.train(recipe, tmp_path) == harness.metrics(run_dir)
 
 
-def test_scores_by_progress_go_on_from_a_checkpoint(recipe, tmp_path) -> None:
-    """With the encoder that learns, which a checkpoint brings back."""
-    settings = ("robot.reward={name: progress, embedding: {name: own}}", "validation.before_train=false")
+#: Groups that all fail or all succeed are drawn again, and what is left over waits.
+REFILLS = "algorithm.dynamic_sampling={enabled: true, metric: success, max_rounds: 6, short: fill}"
+
+
+def test_scores_by_progress_refills_and_kept_successes_go_on_from_a_checkpoint(recipe, tmp_path) -> None:
+    """Of two replicas, with the encoder that learns; a checkpoint brings back encoder, leftovers and successes."""
+    reward = "robot.reward={name: progress, embedding: {name: own}, srpo: {bank: 4}}"
+    settings = (reward, REFILLS, "validation.before_train=false")
     expected = harness.train(recipe, tmp_path, *settings)
+    assert max(found["sampling/rounds"] for found in expected.values()) > 1, "nothing was drawn again"
     assert all(0 < expected[step]["critic/score/mean"] <= 1 for step in range(1, STEPS + 1))
     shaped = [found for found in expected.values() if found.get("srpo/shaped_share")]
     assert shaped, "no failure was scored by its distance"
@@ -72,13 +78,9 @@ def test_scores_by_progress_go_on_from_a_checkpoint(recipe, tmp_path) -> None:
     assert without_its_last_step(recipe, tmp_path, *settings) == expected
 
 
-def test_refills_and_kept_successes_of_two_replicas_go_on_from_a_checkpoint(recipe, tmp_path) -> None:
-    """Groups that all fail or all succeed are drawn again, what is left over waits, and a bank keeps successes."""
-    settings = (
-        "robot.reward={name: progress, srpo: {bank: 4}}",
-        "algorithm.dynamic_sampling={enabled: true, metric: success, max_rounds: 6, short: fill}",
-        "validation.before_train=false",
-    )
+@pytest.mark.campaign("kills")  # with the encoder that learns: above
+def test_refills_and_kept_successes_go_on_from_a_checkpoint(recipe, tmp_path) -> None:
+    settings = ("robot.reward={name: progress, srpo: {bank: 4}}", REFILLS, "validation.before_train=false")
     expected = harness.train(recipe, tmp_path, *settings)
     assert max(found["sampling/rounds"] for found in expected.values()) > 1, "nothing was drawn again"
     # Written out, the default embedding is the same one.
@@ -130,6 +132,7 @@ def test_an_episode_whose_simulator_dies_is_left_out_and_counted(recipe, tmp_pat
         "sft.steps=0",
         "trainer.steps=2",
         "validation.before_train=false",
+        "cluster.nproc=1",
         "robot.simulator.wrong=exit",
         f"robot.simulator.once={once}",
     )
@@ -142,7 +145,8 @@ def test_an_episode_whose_simulator_dies_is_left_out_and_counted(recipe, tmp_pat
 
 
 def test_simulators_that_all_fail_end_the_run_with_what_they_said(recipe, tmp_path) -> None:
-    process = harness.start(recipe, tmp_path, "sft.steps=0", "robot.simulator.wrong=raise", "robot.simulator.at=0")
+    wrong = ("robot.simulator.wrong=raise", "robot.simulator.at=0")
+    process = harness.start(recipe, tmp_path, "sft.steps=0", "cluster.nproc=1", *wrong)
     output = harness.finish(process)
     assert process.returncode == 1
     assert "a joint is out of range" in output
@@ -151,8 +155,8 @@ def test_simulators_that_all_fail_end_the_run_with_what_they_said(recipe, tmp_pa
 
 def test_with_on_error_fail_an_episode_that_could_not_be_played_ends_the_run(recipe, tmp_path) -> None:
     once = f"robot.simulator.once={tmp_path / 'once'}"
-    process = harness.start(recipe, tmp_path / "run", "sft.steps=0", "robot.simulator.wrong=exit", once,
-                            "robot.on_error=fail")  # fmt: skip
+    wrong = ("robot.simulator.wrong=exit", once, "robot.on_error=fail")
+    process = harness.start(recipe, tmp_path / "run", "sft.steps=0", "cluster.nproc=1", *wrong)
     output = harness.finish(process)
     assert process.returncode == 1
     assert "the physics engine gives up" in output

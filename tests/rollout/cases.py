@@ -17,12 +17,17 @@ from tests.models.tiny import tiny_dict
 from tests.models.vlm_tiny import config_of
 
 STOP = [2, 5, 9]
+#: Two layers have both kinds where an architecture has two.
+_TWO_KINDS: dict[str, dict[str, Any]] = {
+    **{name: {"full_attention_interval": 2} for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")},
+    "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
+}
 
 
 def build(model_type: str = "qwen3", seed: int = 3, dtype: torch.dtype = torch.float32, hf: Any = None, **layout: Any):
     """Chunks of a tiny random model under the parallel state that is set up now, the same in every layout.
 
-    `lora`: settings of adapters, which are random, too.
+    `hf`: changes of its configuration, which has two layers. `lora`: settings of adapters, which are random, too.
     """
     lora = layout.pop("lora", None)
     from megarl.models.build import build_policy
@@ -30,8 +35,10 @@ def build(model_type: str = "qwen3", seed: int = 3, dtype: torch.dtype = torch.f
     from megarl.models.lora import init_adapters, local_adapters
     from megarl.models.weights import init_random
 
-    images = model_type in FAMILIES
-    described = config_of(model_type, **(hf or {})) if images else tiny_dict(model_type, **(hf or {}))
+    images, changes = model_type in FAMILIES, hf or {}
+    if not images and "num_hidden_layers" not in changes:
+        changes = {"num_hidden_layers": 2, **_TWO_KINDS.get(model_type, {}), **changes}
+    described = (config_of if images else tiny_dict)(model_type, **changes)
     hf = load_hf_config(ModelConfig(hf_config=described, vision=images or None))
     config = transformer_config(hf, ParallelConfig(**layout), dtype=dtype, engine=EngineConfig(), lora=lora)
     chunks = build_policy(hf, config)

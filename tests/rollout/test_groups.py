@@ -334,7 +334,7 @@ def draw(
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize(("slots", "running"), [(40, 256), (7, 256), (7, 3)])
+@pytest.mark.parametrize(("slots", "running"), [(7, 256), (7, 3)])
 def test_without_interruption_samples_are_those_of_generate(single_process, model_type, slots, running):
     """Experts go in rounds."""
     made, requests = engine(build(model_type), max_running=running), make_requests(count=8)
@@ -399,7 +399,7 @@ def test_a_partial_turn_that_has_a_stop_string_by_the_settings_of_now_is_over():
     assert [(turn.before, turn.begun) for turn in made.opened[0].turns.values()] == [([8, *ids[:-1]], len(ids) - 1)]
 
 
-@pytest.mark.parametrize(("moment", "running"), [(1, 256), (8, 256), (1, 4), (2, 4), (5, 4), (13, 4)])
+@pytest.mark.parametrize(("moment", "running"), [(8, 256), (1, 4), (5, 4)])
 def test_whenever_it_is_interrupted_log_probs_are_those_of_a_full_pass(dense, monkeypatch, moment, running):
     """Every `moment` steps, and with few rows also while samples wait that have not begun."""
     monkeypatch.setattr("megarl.rollout.embedded.turns._LOOK_EVERY", 1)
@@ -422,7 +422,7 @@ def test_whenever_it_is_interrupted_log_probs_are_those_of_a_full_pass(dense, mo
             expected = full_forward(dense[0], request.prompt_ids, sample.token_ids)
             torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5)
             same += sample.token_ids == other.token_ids
-    assert same < 15 or moment > 13  # stretches after the first have other seeds
+    assert same < 15  # stretches after the first have other seeds
 
 
 def test_a_stretch_after_new_weights_is_theirs_and_the_ones_before_keep_what_they_were_drawn_with(single_process):

@@ -24,22 +24,24 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def local(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
-    return harness.run(recipe, tmp_path_factory.mktemp("local"), STEPS, program=True)
+    return harness.train(recipe, tmp_path_factory.mktemp("local"), STEPS)
 
 
 def test_torchrun_gives_the_same_metrics(recipe, local, tmp_path):
     assert harness.run(recipe, tmp_path, STEPS, launcher="torchrun") == local
 
 
+def test_the_program_with_one_worker_gives_the_same_metrics(recipe, local, tmp_path):
+    assert_same(harness.run(recipe, tmp_path, STEPS, "cluster.nproc=1", program=True), local)
+
+
 @pytest.mark.parametrize(
     "layout",
     [
-        ["cluster.nproc=1"],
         ["actor.parallel.tp=2", "actor.parallel.sp=true"],
-        ["actor.parallel.cp=2"],
-        ["actor.engine.micro_batch_tokens=200", "actor.engine.offload=true"],
+        ["actor.parallel.cp=2", "actor.engine.micro_batch_tokens=200", "actor.engine.offload=true"],
     ],
-    ids=["single", "tp2-sp", "cp2", "micro-batches-offload"],
+    ids=["tp2-sp", "cp2-micro-batches-offload"],
 )
 def test_layouts_give_the_same_metrics(recipe, local, tmp_path, layout):
     assert_same(harness.train(recipe, tmp_path, STEPS, *layout), local)
@@ -51,14 +53,13 @@ def test_virtual_stages_give_the_same_metrics(recipe, tmp_path):
     assert_same(harness.train(recipe, tmp_path / "vpp2", *deep, "actor.parallel={pp: 2, vpp: 2}"), single)
 
 
-def test_a_mixture_of_experts_is_the_same_under_expert_and_combined_parallelism(recipe, tmp_path):
+def test_a_mixture_of_experts_is_the_same_under_expert_and_pipeline_parallelism(recipe, tmp_path):
     sizes = "num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 32, norm_topk_prob: true"
     experts = [f"model.hf_config={{model_type: qwen3_moe, {sizes}, decoder_sparse_step: 1, mlp_only_layers: []}}"]
     experts += [STEPS]
     single = harness.train(recipe, tmp_path / "single", *experts, "cluster.nproc=1")
-    assert_same(harness.train(recipe, tmp_path / "ep2", *experts, "actor.parallel.ep=2"), single)
-    both = ["cluster.nproc=4", "actor.parallel={tp: 2, pp: 2}"]
-    assert_same(harness.train(recipe, tmp_path / "tp2-pp2", *experts, *both), single)
+    both = ["cluster.nproc=4", "actor.parallel={pp: 2, ep: 2}"]
+    assert_same(harness.train(recipe, tmp_path / "pp2-ep2", *experts, *both), single)
 
 
 def test_bf16_starts_where_fp32_does(recipe, tmp_path):
@@ -99,14 +100,14 @@ def ppo(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dic
     "layout",
     [
         pytest.param(["cluster.nproc=1"], marks=pytest.mark.campaign("teams")),
-        ["actor.parallel.tp=2", "actor.parallel.sp=true"],
         pytest.param(["actor.parallel.pp=2"], marks=pytest.mark.campaign("teams")),
         [
+            "actor.parallel={tp: 2, sp: true}",
             "critic.engine={micro_batch_tokens: 20, offload: true}",
             "actor.engine={micro_batch_tokens: 30, offload: true}",
         ],
     ],
-    ids=["single", "tp2-sp", "pp2", "micro-batches-offload"],
+    ids=["single", "pp2", "tp2-sp-micro-batches-offload"],
 )
 def test_layouts_give_the_same_critic_and_the_same_updates_of_the_actor(recipe, ppo, tmp_path, layout):
     assert_same(harness.train(recipe, tmp_path, *UPDATES, *layout), ppo)
