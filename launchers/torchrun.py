@@ -43,8 +43,8 @@ from megarl.system.processes import (
 from megarl.system.rendezvous import LISTENER, given_listener, is_loopback, listen
 
 GRACE_S = 3.0
-#: Ends the agent, and through it the workers. Batch systems send other signals to every process of a job, which the
-#: launcher handles.
+#: Signal that ends the agent, which then ends the workers. Batch systems send other signals to every process of a job,
+#: which the launcher handles.
 _END = signal.SIGUSR2
 AGENT_REPORT = "MEGARL_AGENT_REPORT"
 

@@ -31,8 +31,8 @@ class RopeTraits:
     width_key: str = "head_dim"  # the key with the width of the part of a head that RoPE rotates
     # RoPE rotates the first `partial_rotary_factor` of a head; other classes ignore the key
     partial: bool = False
-    # layers with a window have RoPE settings of their own; these are their theta, or the key that has it, and its
-    # default. `rope_parameters` then has one section for each kind of layer.
+    # key and default of the theta of layers with a window, if they have RoPE settings of their own; `rope_parameters`
+    # then has one section for each kind of layer. None: all layers have the same settings.
     local_theta: tuple[str, float] | None = None
     # whether each layer rotates queries and keys, from the values of `keys`; None: all layers do
     rotating: Callable[[Mapping[str, Any]], list[bool]] | None = None

@@ -46,8 +46,8 @@ class DraftHead(MegatronModule):
         self.layer = build_module(layer, config=config, layer_number=place + 1)
         self.final_norm = RMSNorm(config, width, eps)
         for parameter in self.parameters():
-            # Megatron leaves such parameters out of the gradient norm: the policy is clipped as without a draft head,
-            # and `megarl.training.optimizer` checks and clips the head's own norm.
+            # Megatron leaves parameters with this mark out of the gradient norm: the policy is clipped as without a
+            # draft head, and `megarl.training.optimizer` checks and clips the head's own norm.
             parameter.shared = True
 
     def forward(
