@@ -85,10 +85,11 @@ def fitting(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
 
 
 def _sizes(draw: Draw, spec: Architecture, raw: dict[str, Any]) -> None:
-    heads = draw(st.sampled_from([4, 2, 6, 1]))
-    raw["num_attention_heads"] = heads
-    raw["num_key_value_heads"] = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
-    raw["num_hidden_layers"] = draw(st.integers(1, 4))
+    # Most configurations have heads and layers that two processes can share.
+    groups = draw(st.sampled_from([2, 4, 2, 1, 6, 3]))
+    heads = groups * draw(st.sampled_from([2, 1, 3] if groups < 3 else [1, 2] if groups < 4 else [1]))
+    raw["num_attention_heads"], raw["num_key_value_heads"] = heads, groups
+    raw["num_hidden_layers"] = draw(st.sampled_from([2, 4, 3, 1]))
     raw["vocab_size"] = draw(st.sampled_from(VOCABULARIES))
     raw["hidden_size"] = heads * draw(st.sampled_from([8, 12, 16]))
     if "intermediate_size" in spec.keys:
@@ -114,7 +115,7 @@ def _latent(draw: Draw, spec: Architecture, raw: dict[str, Any]) -> None:
 def _delta(draw: Draw, spec: Architecture, raw: dict[str, Any]) -> None:
     if "linear_num_key_heads" not in spec.keys:
         return
-    raw["linear_num_key_heads"] = draw(st.sampled_from([2, 4, 1]))
+    raw["linear_num_key_heads"] = draw(st.sampled_from([2, 4, 2, 1]))
     raw["linear_num_value_heads"] = raw["linear_num_key_heads"] * draw(st.sampled_from([1, 2, 3]))
     raw["linear_key_head_dim"] = draw(st.sampled_from([8, 16]))
     raw["linear_value_head_dim"] = draw(st.sampled_from([6, 16]))
@@ -124,7 +125,7 @@ def _experts(draw: Draw, spec: Architecture, raw: dict[str, Any]) -> None:
     if "num_experts" not in spec.keys:
         return
     groups = draw(st.sampled_from([1, 2, 3])) if "n_group" in spec.keys else 1
-    experts = groups * draw(st.sampled_from([2, 4, 3]))
+    experts = groups * draw(st.sampled_from([4, 2, 3]))
     chosen = draw(st.integers(1, groups))
     raw[(spec.experts_keys or ("num_experts",))[0]] = experts
     raw["num_experts_per_tok"] = draw(st.integers(1, min(4, experts // groups * chosen)))

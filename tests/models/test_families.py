@@ -309,7 +309,7 @@ def configurations(model_type: str, count: int) -> dict[str, dict[str, Any]]:
     """Drawn configurations that are supported, by a name."""
     found: list[dict[str, Any]] = []
 
-    @settings(max_examples=2 * count, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @settings(max_examples=4 * count, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
     @given(raw=families.fitting(model_type))
     def each(raw: dict[str, Any]) -> None:
         with contextlib.suppress(ConfigError):
