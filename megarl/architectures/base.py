@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.architectures.draft import DraftForm
+from megarl.architectures.served import ServedClass
 from megarl.models.layers.attention.plain import AttentionTraits
 from megarl.models.layers.experts.plain import MixtureTraits
 from megarl.models.layers.mixer import Mixer
@@ -64,9 +65,7 @@ class Architecture:
     draft: DraftForm | None = None  # the draft head (multi-token prediction) that checkpoints may have
     # keys of an exported config.json that transformers does not write and others read, from the values of `keys`
     written: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
-    # why SGLang 0.5.23 computes another model from the same files, or a function that returns it for the layers' mixers
-    # and whether embeddings are tied
-    wrong_in_sglang: str | Callable[[Sequence[Mixer], bool], str | None] | None = None
+    served: ServedClass = field(default_factory=ServedClass)  # SGLang's class
     refusals: tuple[Refusal, ...] = ()  # further refusals, one function each
 
     @property

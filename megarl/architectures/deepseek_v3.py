@@ -5,14 +5,16 @@ attention.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.architectures.base import COMMON, COMMON_NULL, FULL, Architecture, Refuse, RopeTraits
 from megarl.architectures.draft import AFTER_LAYERS
+from megarl.architectures.served import ServedClass
 from megarl.architectures.sigmoid_routing import ROUTING, check_routing, shared_mixture
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.experts.plain import MixtureTraits, expert_rules
+from megarl.models.layers.mixer import Mixer
 from megarl.models.layers.mla.plain import MLA, mla_of, mla_rules
 from megarl.models.layers.mlp.plain import DENSE
 
@@ -69,6 +71,19 @@ def serving_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 
+def other_yarn(values: Mapping[str, Any], mixers: Sequence[Mixer]) -> str | None:
+    """Return why SGLang would compute other rotary positions; None if it computes the same."""
+    from megarl.architectures.values import rope_scaling  # imported here, because `values` imports all architectures
+
+    scaling = rope_scaling(values)
+    if scaling["rope_type"] != "yarn":
+        return None
+    if bool(scaling.get("mscale")) != bool(scaling.get("mscale_all_dim")):
+        return "SGLang expects both mscale and mscale_all_dim of rotary positions, or neither"
+    return None if scaling.get("truncate", True) else "SGLang expects truncate: true of rotary positions"
+
+
+SERVED = ServedClass(wrong=other_yarn, rope_types=("default", "yarn"))
 ARCHITECTURE = Architecture(
     model_type="deepseek_v3",
     keys={
@@ -94,4 +109,5 @@ ARCHITECTURE = Architecture(
     draft=AFTER_LAYERS,
     written=serving_keys,
     refusals=(check_latent, check_routing),
+    served=SERVED,
 )

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.architectures.base import COMMON, COMMON_NULL, FULL, SLIDING, Architecture, Refuse, RopeTraits
+from megarl.architectures.served import ServedClass
 from megarl.architectures.tensors import OUTER
 from megarl.architectures.window_pattern import odd_windows, pattern_types, refuse_no_pattern
 from megarl.models.layers.attention.plain import Attention, AttentionTraits, attention_rules
@@ -45,12 +46,12 @@ def pattern_of_layers(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_window_pattern": "L" * (kinds.index(FULL) if FULL in kinds else len(kinds)) + "G"}
 
 
-def other_in_sglang(mixers: Sequence[Mixer], tied: bool) -> str | None:
+def other_in_sglang(values: Mapping[str, Any], mixers: Sequence[Mixer]) -> str | None:
     """Return why SGLang's layers would differ from the model's; None if they are the same."""
     windows = any(mixer.window is not None for mixer in mixers)
     if not windows and any(mixer.rope is None for mixer in mixers if isinstance(mixer, Attention)):
         return "SGLang gives rotary positions to all layers of a model without windows, and this model has them in none"
-    return odd_windows(mixers, tied)
+    return odd_windows(mixers)
 
 
 ARCHITECTURE = Architecture(
@@ -73,6 +74,7 @@ ARCHITECTURE = Architecture(
     layer_types=layer_types,
     wiring=lambda values: Wiring(norms="after"),
     written=pattern_of_layers,
-    wrong_in_sglang=other_in_sglang,
+    # transformers' configuration has no attribute `rope_theta`, for which SGLang then takes its default
+    served=ServedClass(wrong=other_in_sglang, windows=True, head_dim=False, rope_theta=1e6),
     refusals=(refuse_unclear_layers, refuse_no_pattern),
 )

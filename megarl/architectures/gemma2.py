@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.architectures.base import FULL, SLIDING, Architecture
 from megarl.architectures.gemma3 import CAPS, GEMMA, GEMMA_NULL, refuse_variants, scale, wiring
+from megarl.architectures.served import ServedClass
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import Attention, AttentionTraits, attention_rules
 from megarl.models.layers.mixer import Mixer
@@ -20,9 +21,9 @@ def layer_types(values: Mapping[str, Any]) -> list[str]:
     return [FULL if layer % 2 else SLIDING for layer in range(values["num_hidden_layers"])]
 
 
-def other_in_sglang(mixers: Sequence[Mixer], tied: bool) -> str | None:
+def other_in_sglang(values: Mapping[str, Any], mixers: Sequence[Mixer]) -> str | None:
     """Return why SGLang's layers would differ from the model's; None if they are the same."""
-    if not tied:
+    if not values["tie_word_embeddings"]:
         return "SGLang's class has no head of its own, only the embeddings (tie_word_embeddings: true)"
     if any(mixer.cap is None for mixer in mixers if isinstance(mixer, Attention)):
         return "SGLang expects a number in attn_logit_softcapping"
@@ -54,6 +55,6 @@ ARCHITECTURE = Architecture(
     even_hidden=True,
     # SGLang reads the activation under the name that published files also have
     written=lambda values: {"hidden_act": values["hidden_activation"]},
-    wrong_in_sglang=other_in_sglang,
+    served=ServedClass(wrong=other_in_sglang, windows=True, rope_types=("default",)),
     refusals=(refuse_variants,),
 )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.architectures.base import COMMON, COMMON_NULL, Architecture, Refuse, RopeTraits
+from megarl.architectures.served import ServedClass
 from megarl.architectures.tensors import OUTER
 from megarl.architectures.window_pattern import pattern_types, refuse_no_pattern
 from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
@@ -88,5 +89,6 @@ ARCHITECTURE = Architecture(
     layer_types=pattern_types,
     wiring=wiring,
     even_hidden=True,
+    served=ServedClass(windows=True),
     refusals=(refuse_variants, refuse_no_pattern),
 )

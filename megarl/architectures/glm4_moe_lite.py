@@ -11,6 +11,7 @@ from megarl.architectures.base import COMMON_NULL, FULL, Architecture, Refuse, R
 from megarl.architectures.deepseek_v3 import (
     LATENT,
     LATENT_TENSORS,
+    SERVED,
     check_latent,
     latent_attention,
     serving_keys,
@@ -69,4 +70,5 @@ ARCHITECTURE = Architecture(
     draft=AFTER_LAYERS,
     written=lambda values: serving_keys(values) | {"first_k_dense_replace": _dense_layers(values)},
     refusals=(check_latent, check_routing, _check_lite),
+    served=SERVED,
 )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.architectures.base import COMMON, COMMON_NULL, ROUTER, Architecture, Refuse
+from megarl.architectures.served import ServedClass
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.experts.plain import ClampedGate, Mixture, MixtureTraits, RouterRules, stacked_expert_rules
@@ -71,4 +72,5 @@ ARCHITECTURE = Architecture(
     # SGLang reads the factor of the gate under another name
     written=lambda values: {"hidden_act_alpha": values["swiglu_alpha"]},
     refusals=(refuse_other_gates,),
+    served=ServedClass(windows=True),
 )

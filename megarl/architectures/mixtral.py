@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.architectures.base import COMMON_NULL, MISTRAL, ROUTER, Architecture, Refuse
+from megarl.architectures.served import ServedClass
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.experts.plain import Mixture, MixtureTraits, RouterRules, expert_rules
@@ -42,4 +43,5 @@ ARCHITECTURE = Architecture(
     attention=AttentionTraits(windows="all"),
     experts=MixtureTraits(mixture, names=("num_local_experts", "num_experts")),
     refusals=(_head_dim_for_yarn,),
+    served=ServedClass(head_dim=False, rope_types=("default",)),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarl.architectures.base import COMMON, COMMON_NULL, Architecture
+from megarl.architectures.served import ServedClass
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.mlp.plain import DENSE
@@ -27,4 +28,5 @@ ARCHITECTURE = Architecture(
     tensors=OUTER + attention_rules(norms="after") + DENSE,
     attention=AttentionTraits(qkv_bias="attention_bias", out_bias="attention_bias", wide_norm=True),
     wiring=lambda values: Wiring(norms="after"),
+    served=ServedClass(head_dim=False),
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.architectures.base import Architecture, RopeTraits
 from megarl.architectures.olmo2 import OLMO, OLMO_NULL
+from megarl.architectures.served import ServedClass
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.mlp.plain import DENSE
@@ -37,6 +38,6 @@ ARCHITECTURE = Architecture(
     rope=RopeTraits(local_theta=("default_theta", THETA)),
     layer_types=layer_types,
     # the class reads `rope_theta` for layers without a window only
-    wrong_in_sglang="SGLang does not read the two sections of rope_parameters",
+    served=ServedClass(wrong="SGLang does not read the two sections of rope_parameters", windows=True, head_dim=False),
     wiring=lambda values: Wiring(norms="after"),
 )

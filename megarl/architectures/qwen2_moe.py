@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.architectures.base import COMMON_NULL, LAYER_WINDOWS, QWEN, ROUTER, Architecture
+from megarl.architectures.served import ServedClass
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.experts.plain import Mixture, MixtureTraits, RouterRules, expert_rules, shared_gate
@@ -50,4 +51,5 @@ ARCHITECTURE = Architecture(
     + (shared_gate("mlp.shared_expert_gate"),),
     attention=AttentionTraits(windows="every_other", qkv_bias="qkv_bias"),
     experts=MixtureTraits(mixture, optional=True),
+    served=ServedClass(head_dim=False),
 )

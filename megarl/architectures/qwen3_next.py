@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.architectures.base import COMMON, COMMON_NULL, FULL, LINEAR, ROUTER, Architecture, Refuse, RopeTraits
 from megarl.architectures.draft import APART
+from megarl.architectures.served import ServedClass
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.experts.plain import Mixture, MixtureTraits, RouterRules, expert_rules, shared_gate
@@ -113,5 +114,6 @@ ARCHITECTURE = hybrid(
     null=(*COMMON_NULL, "layer_types", "mlp_only_layers"),
     tensors=OUTER + attention_rules(gate=True) + gated_delta_rules(by_key_head=True) + DENSE + MIXTURE,
     experts=MixtureTraits(mixture, optional=True),
+    served=ServedClass(rope_types=("default", "linear")),  # other kinds fail in its configuration class
     fields=("num_experts",),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -138,6 +139,27 @@ def layer_windows(values: Mapping[str, Any]) -> tuple[int | None, ...]:
     if kind not in ("chosen", "every_other"):
         return (window,) * count
     return tuple(window if name == SLIDING else None for name in layer_types(values))
+
+
+def wrong_in_sglang(values: Mapping[str, Any]) -> str | None:
+    """Return why SGLang computes another model from the same files; None: it computes the same, at least for sequences
+    that fit into all windows."""
+    served = ARCHITECTURES[values["model_type"]].served
+    wrong = served.wrong(values, mixers(values)) if callable(served.wrong) else served.wrong
+    if wrong is not None:
+        return wrong
+    width = values["hidden_size"] // values["num_attention_heads"]
+    if not served.head_dim and head_width(values) != width:
+        return f"SGLang expects heads of hidden_size / num_attention_heads = {width} numbers, not {head_width(values)}"
+    for scaling in rope_tables(values).values():
+        kind, theta, factor = scaling["rope_type"], scaling["rope_theta"], scaling.get("attention_factor")
+        if served.rope_types is not None and kind not in served.rope_types:
+            return f"SGLang's class does not compute rotary positions of the kind {kind}"
+        if served.rope_theta not in (None, theta):
+            return f"SGLang expects a rope_theta of {served.rope_theta:g}, not {theta:g}"
+        if factor is not None and not math.isclose(factor, 0.1 * math.log(scaling.get("factor") or 1) + 1):
+            return f"SGLang does not read the attention_factor of rotary positions, which is {factor:g}"
+    return None
 
 
 ONLY_IN_TRAINING = ("attention_dropout", "residual_dropout", "resid_pdrop", "router_jitter_noise")

@@ -29,7 +29,7 @@ def refuse_no_pattern(raw: Mapping[str, Any], values: Mapping[str, Any], refuse:
         refuse("sliding_window_pattern", values["sliding_window_pattern"], "integer > 0", text)
 
 
-def odd_windows(mixers: Sequence[Mixer], tied: bool) -> str | None:
+def odd_windows(mixers: Sequence[Mixer]) -> str | None:
     """Return why SGLang, which leaves out the window of every n-th layer, would give windows to other layers."""
     windows = [mixer.window is not None for mixer in mixers]
     period = windows.index(False) + 1 if not all(windows) else len(windows) + 1

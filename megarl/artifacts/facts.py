@@ -26,6 +26,7 @@ from megarl.architectures.values import (
     only_in_training,
     sparse_layers,
     wiring,
+    wrong_in_sglang,
 )
 from megarl.architectures.vision import VisionShape
 from megarl.architectures.vision_language import VisionEncoder
@@ -88,6 +89,8 @@ class ModelFacts:
     """The mixer of each layer; empty: softmax attention without windows in all layers."""
     draft_layers: int = 0
     """Number of layers of the draft head by config.json (`megarl.architectures.draft`)."""
+    wrong_in_sglang: str | None = None
+    """Why SGLang computes another model from the same files; see `megarl.architectures.values.wrong_in_sglang`."""
     trains_draft: bool = False
     """Whether the model has its draft head, to train it; only then `parameters` counts the head."""
 
@@ -269,6 +272,7 @@ def facts_from_config(raw: dict[str, Any], source: str, *, vision: bool | None =
         wiring=wiring(values),
         given_mixers=mixers(values),
         draft_layers=draft.layers_in(raw) if draft else 0,
+        wrong_in_sglang=wrong_in_sglang(values),
     )
 
 

@@ -22,8 +22,8 @@ def model_table() -> str:
     rows |= {kind: (f"a [vision encoder](images.md) before `{same}`", same) for kind, same in DECODERS.items()}
     lines = []
     for kind, (text, same) in sorted(rows.items()):
-        wrong = ARCHITECTURES[same].wrong_in_sglang
-        servers = "some configs" if callable(wrong) else "no" if wrong else "yes"
+        served = ARCHITECTURES[same].served
+        servers = "no" if isinstance(served.wrong, str) else "some configs" if served.partial else "yes"
         lines.append(f"| `{kind}` | {text} | {', '.join(names.get(kind, []))} | {servers} |")
     head = ["| `model_type` | what it is | names without a download | SGLang |", "|---|---|---|---|"]
     return "\n".join([*head, *lines]) + "\n"

@@ -313,42 +313,61 @@ def test_servers_have_experts_in_all_layers_of_qwens_mixtures(failures, on, mode
     assert not [check for check in failures(mixture) if check.key.startswith("model:")], "the embedded engine can"
 
 
-_WINDOWS = "[full_attention, sliding_attention, sliding_attention, full_attention]"
-_FULL = "[full_attention, full_attention, full_attention, full_attention]"
-_TIED = "model.hf_config={tie_word_embeddings: true}"
-_LAYERS = "[full_attention, linear_attention, linear_attention, linear_attention]"
+_WINDOWS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+_FULL = ["full_attention"] * 4
+_LAYERS = ["full_attention", "linear_attention", "linear_attention", "linear_attention"]
+_ON_GPUS = "cluster.device_memory_gb=80"
+#: What SGLang's class of EXAONE 4 expects.
+_EXAONE = {"head_dim": 16, "rope_theta": 1000000}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize(
-    ("model_type", "overrides", "key"),
+    ("model_type", "changes", "overrides", "reason"),
     [
-        ("deepseek_v3", [], None),
-        ("deepseek_v3", ["sync.fp8=true", "model.dtype=bf16"], "sync.fp8"),
-        ("exaone4", [], None),
-        ("exaone4", [f"model.hf_config={{layer_types: {_WINDOWS}}}"], "rollout.engine"),
-        ("exaone4", [f"model.hf_config={{layer_types: {_FULL}}}"], "rollout.engine"),
-        ("exaone4", [f"model.hf_config={{sliding_window: null, layer_types: {_FULL}}}"], None),
-        ("gemma2", [], "rollout.engine"),
-        ("gemma2", ["cluster.device_memory_gb=80"], "rollout.engine"),
-        ("gemma2", ["cluster.device_memory_gb=80", _TIED], None),
-        ("gemma2", ["cluster.device_memory_gb=80", _TIED, f"model.hf_config.layer_types={_WINDOWS}"], "rollout.engine"),
-        ("glm4_moe", [], None),
-        ("glm4_moe_lite", ["model.hf_config={mlp_layer_types: [sparse, dense, sparse, sparse]}"], "rollout.engine"),
-        ("minimax_m2", [], "rollout.engine"),
-        ("minimax_m2", ["cluster.device_memory_gb=80"], None),
-        ("qwen3_5_text", [], "rollout.engine"),
-        ("qwen3_next", ["cluster.device_memory_gb=80"], None),
+        ("deepseek_v3", {}, [], None),
+        ("deepseek_v3", {}, ["sync.fp8=true", "model.dtype=bf16"], "cannot be sent as FP8"),
+        ("deepseek_v3", {"rope_scaling": {**_YARN, "mscale": 0.7}}, [], "expects both mscale"),
+        ("deepseek_v3", {"rope_scaling": {**_YARN, "truncate": False}}, [], "truncate"),
+        ("deepseek_v3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, [], "of the kind linear"),
+        ("exaone4", _EXAONE, [], None),
+        ("exaone4", {"rope_theta": 1000000}, [], "= 16 numbers, not 24"),
+        ("exaone4", {"head_dim": 16}, [], "rope_theta of 1e+06, not 10000"),
+        ("exaone4", {**_EXAONE, "layer_types": _WINDOWS}, [], "after every n layers"),
+        ("exaone4", {**_EXAONE, "layer_types": _FULL}, [], "gives rotary positions to all layers"),
+        ("exaone4", {**_EXAONE, "sliding_window": None, "layer_types": _FULL}, [], None),
+        ("gemma2", {"tie_word_embeddings": True}, [], "kernels for this model on GPUs only"),
+        ("gemma2", {}, [_ON_GPUS], "no head of its own"),
+        ("gemma2", {"tie_word_embeddings": True}, [_ON_GPUS], None),
+        ("gemma2", {"tie_word_embeddings": True, "layer_types": _WINDOWS}, [_ON_GPUS], "first, third"),
+        ("gemma2", {"tie_word_embeddings": True, "rope_scaling": _YARN}, [_ON_GPUS], "of the kind yarn"),
+        ("glm4_moe", {}, [], None),
         (
-            "qwen3_next",
-            ["cluster.device_memory_gb=80", f"model.hf_config={{layer_types: {_LAYERS}}}"],
-            "rollout.engine",
+            "glm4_moe_lite",
+            {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
+            [],
+            "before those with experts",
         ),
+        ("llama", {"rope_scaling": {**_YARN, "attention_factor": 0.5}}, [], "attention_factor"),
+        ("llama", {"rope_scaling": {**_YARN, "attention_factor": 1.1386294361119891}}, [], None),  # what it would be
+        ("minimax_m2", {}, [], "kernels for this model on GPUs only"),
+        ("minimax_m2", {}, [_ON_GPUS], None),
+        ("mistral", {}, [], "without its sliding window of 8 tokens"),
+        ("mistral", {"sliding_window": 64}, [], None),  # no sample is longer
+        ("olmo2", {"head_dim": 24}, [], "= 16 numbers, not 24"),
+        ("qwen3_5_text", {}, [], "kernels for this model on GPUs only"),
+        ("qwen3_next", {}, [_ON_GPUS], None),
+        ("qwen3_next", {"layer_types": _LAYERS}, [_ON_GPUS], "in every n-th layer"),
     ],
 )
-def test_models_that_servers_would_compute_otherwise_are_refused(failures, on, model_type, overrides, key) -> None:
-    sizes = {"head_dim": 8, **EXTRA[model_type]}  # in place of the recipe's
+def test_models_that_servers_would_compute_otherwise_are_refused(
+    failures, on, model_type, changes, overrides, reason
+) -> None:
+    sizes = {"head_dim": 8, **EXTRA[model_type], **changes}  # in place of the recipe's
     model = f"model.hf_config={json.dumps(tiny_dict(model_type, vocab_size=20, **sizes))}"
-    assert [check.key for check in failures(*on, model, *overrides)] == ([key] if key else [])
+    messages = [check.message for check in failures(*on, model, *overrides)]
+    assert len(messages) == (reason is not None), messages
+    assert reason is None or reason in messages[0]
 
 
 def test_replicas_inside_a_server_become_servers_only_where_there_are_gpus(failures, on) -> None:

@@ -56,7 +56,6 @@ SWITCHES: dict[str, st.SearchStrategy[Any]] = {
     "no_rope_layer_interval": st.integers(1, 3),
     "full_attention_interval": st.integers(1, 3),
     "decoder_sparse_step": st.integers(1, 3),
-    "first_k_dense_replace": st.integers(0, 3),
     "linear_conv_kernel_dim": st.sampled_from([2, 3, 4]),
     "output_router_logits": st.booleans(),
     "attention_dropout": st.just(0.0),
@@ -137,6 +136,8 @@ def _experts(draw: Draw, spec: Architecture, raw: dict[str, Any]) -> None:
         if key in spec.keys:
             raw[key] = draw(st.sampled_from([8, 24]))
     layers = raw["num_hidden_layers"]
+    if "first_k_dense_replace" in spec.keys and (dense := draw(st.sampled_from([1, 0, layers - 1, None]))) is not None:
+        raw["first_k_dense_replace"] = dense
     if "mlp_only_layers" in spec.keys and draw(st.booleans()):
         raw["mlp_only_layers"] = draw(st.lists(st.integers(0, layers - 1), unique=True, max_size=2))
     if "mlp_layer_types" in spec.keys and draw(st.booleans()):

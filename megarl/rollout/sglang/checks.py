@@ -290,8 +290,7 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
     servers = config.rollout.sglang
     heads = f"the ranks of a server cannot evenly share the model's {facts.heads} attention heads"
     _check_divides("tp_size", servers.tp_size, facts.heads, heads, checks)
-    wrong = ARCHITECTURES[facts.model_type].wrong_in_sglang
-    if why := (wrong(facts.mixers, facts.tied) if callable(wrong) else wrong) or _odd_layers(facts):
+    if why := facts.wrong_in_sglang or _odd_layers(facts):
         checks.fail(
             "rollout.engine",
             why,
@@ -300,6 +299,7 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
             fix="set rollout.engine=embedded",
         )
         return
+    _check_windows(config, facts, checks)
     _check_processor(config, facts, checks)
     experts = f"expert-parallel ranks cannot evenly share the model's {facts.experts} experts"
     _check_divides("ep_size", servers.ep_size, facts.experts or 1, experts, checks)
@@ -345,6 +345,20 @@ def _check_processor(config: RunConfig, facts: ModelFacts, checks: Checklist) ->
             allowed="embedded; sglang on GPUs",
             fix="set rollout.engine=embedded, or cluster.device_memory_gb to check the recipe for GPUs",
         )
+
+
+def _check_windows(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
+    """Check that all samples fit into the sliding windows that SGLang's class does not apply."""
+    longest, windows = config.longest_sequence(), [mixer.window for mixer in facts.mixers if mixer.window is not None]
+    if ARCHITECTURES[facts.model_type].served.windows or min(windows, default=longest) >= longest:
+        return
+    checks.fail(
+        "rollout.engine",
+        f"SGLang computes a {facts.model_type} without its sliding window of {min(windows)} tokens",
+        found=f"sglang, for {longest} tokens of prompt and response",
+        allowed=f"embedded; sglang for at most {min(windows)} tokens",
+        fix="set rollout.engine=embedded, or lower rollout.sampling.max_new_tokens",
+    )
 
 
 def _odd_layers(facts: ModelFacts) -> str | None:

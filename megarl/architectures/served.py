@@ -1,0 +1,27 @@
+"""How SGLang 0.5.23 reads an architecture's config.json, where its class differs from transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.models.layers.mixer import Mixer
+
+
+@dataclass(frozen=True)
+class ServedClass:
+    """SGLang's class of an architecture: which values of config.json it reads as transformers' class does."""
+
+    # why the class computes another model, whatever the config, or a function that returns the reason (None: there is
+    # none) for the values of `Architecture.keys` and the layers' mixers
+    wrong: str | Callable[[Mapping[str, Any], Sequence[Mixer]], str | None] | None = None
+    windows: bool = False  # it applies sliding windows
+    head_dim: bool = True  # it reads `head_dim`; otherwise a head has hidden_size / num_attention_heads numbers
+    rope_types: tuple[str, ...] | None = None  # the kinds of RoPE that it computes; None: all of the architecture's
+    rope_theta: float | None = None  # the only theta that it computes; None: it reads the config's
+
+    @property
+    def partial(self) -> bool:
+        """Whether the class computes some configs of the architecture otherwise, in more than windows."""
+        return callable(self.wrong) or not self.head_dim or self.rope_types is not None or self.rope_theta is not None
