@@ -243,10 +243,11 @@ def components(config: RunConfig, job: str) -> list[Component]:
     workers = cluster.nproc - sum(part.workers for part in apart)
     if apart and (nodes < 1 or workers < 1 or workers % nodes):
         raise ConfigError(
-            "the other teams do not divide evenly over the other nodes",
+            "the workers of teams without nodes of their own do not divide evenly over the nodes that are left",
             where="launch.slurm.teams",
             found=f"{workers} workers on {nodes} of cluster.nnodes = {cluster.nnodes}",
-            allowed="at least one other team and one other node, and equally many workers on each node",
+            allowed="at least one team and one node that launch.slurm.teams does not name, and equally many workers on "
+            "each of these nodes",
         )
     gpus = workers // nodes if apart else gpus_of_a_node(config, job)
     return [Component("", nodes, workers, slurm, gpus), *apart]

@@ -136,7 +136,7 @@ class ActionStatistics:
         table = np.asarray(values, dtype=np.float64)
         if table.ndim == 0 or table.shape[-1] != self.dim:
             raise DataError(
-                "these values do not have the dimension of the statistics",
+                "the values of an action or state do not have the dimension of the statistics",
                 where="values",
                 found=f"shape {list(table.shape)}",
                 allowed=f"[..., {self.dim}]",

@@ -152,7 +152,7 @@ def _check_rejection(config: RunConfig, correction: ResolvedCorrection, checks: 
         if (rule["level"], rule["stat"]) in seen:
             checks.fail(
                 key,
-                f"there are two rules for {rule['level']} {rule['stat']}",
+                f"two rejection rules have the level {rule['level']} and the stat {rule['stat']}",
                 found=rule,
                 allowed="one rule per level and stat",
                 fix="keep the tighter bounds",

@@ -36,7 +36,7 @@ def assume(base: T, values: Mapping[str, str], where: str = "--assume") -> T:
         if name not in names:
             near = close_matches(name, names)
             fix = f"did you mean {near[0]}?" if near else None
-            raise ConfigError("there is no assumption of this name", where=where, found=name, allowed=names, fix=fix)
+            raise ConfigError("no assumption has this name", where=where, found=name, allowed=names, fix=fix)
         changed[name] = _number(name, text, where)
     return replace(base, **changed)  # type: ignore[type-var]
 

@@ -147,7 +147,7 @@ def test_assumptions_are_listed_and_documented(capsys):
         ([AHEAD, "--hardware", "h100x8x3"], "change placement.teams, cluster.nproc and cluster.nnodes together"),
         ([BIG, "--hardware", "h300"], "unknown kind of hardware"),
         ([BIG, "--hardware", "cpux2x3"], "only this machine can be measured"),
-        ([BIG, "--assume", "speed=3"], "there is no assumption of this name"),
+        ([BIG, "--assume", "speed=3"], "no assumption has this name"),
         ([BIG, "--search", "--top", "0"], "--top"),
         ([BIG, "--top", "3"], "add --search"),
         ([BIG, "--hardware", "h100x8"], "write h100x8x1"),

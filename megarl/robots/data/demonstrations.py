@@ -50,7 +50,10 @@ class Demonstration:
         wrong = {name: (v.dtype.name, v.shape) for name, v in self.frames.items() if v.dtype != np.uint8 or v.ndim != 4}
         if wrong:
             raise DataError(
-                "these frames have a wrong dtype or shape", where=self.task, found=wrong, allowed="uint8 [T, H, W, 3]"
+                "frames of a demonstration have a wrong dtype or shape",
+                where=self.task,
+                found=wrong,
+                allowed="uint8 [T, H, W, 3]",
             )
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
