@@ -89,7 +89,11 @@ def test_a_dumped_recipe_is_the_same_recipe(config_of, write):
         (["rs_level=geometric", "rs_threshold=0.9"], "rs_threshold", ["everything would be rejected"]),
         (["rs_level=token", "rs_threshold=2", "rs_threshold_lower=3"], "rs_threshold", ["everything would be"]),
         (["rs=[{level: token, stat: k2}]"], "rs", ["rejects nothing"]),
-        (["rs=[{level: token, upper: 2}, {level: token, upper: 3}]"], "rs", ["two rules for token k1"]),
+        (
+            ["rs=[{level: token, upper: 2}, {level: token, upper: 3}]"],
+            "rs",
+            ["two rejection rules have the level token and the stat k1"],
+        ),
         (
             ["preset=pg_is", "is_batch_normalize=true", "../algorithm.kl.use=loss"],
             "is_batch_normalize",
