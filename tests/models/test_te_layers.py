@@ -86,9 +86,24 @@ def both_forms(folders: list[str]) -> list[dict]:
     return [{layers: of_architecture(folder, layers) for layers in ("local", "te")} for folder in folders]
 
 
-def test_every_architecture_reads_trains_and_exports_as_the_local_form(tmp_path):
-    models = {name: {} for name in ARCHITECTURES if name not in ("llama", *LOCAL_ONLY)}
-    models["llama"] = {"rope_parameters": YARN}  # whose scale of cosines is not 1
+# Norms of queries and keys, biases, shared experts; others have the same parts with other numbers.
+SOON = ("glm4_moe", "llama", "qwen2", "qwen3")
+CHANGES = {"llama": {"rope_parameters": YARN}}  # whose scale of cosines is not 1
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(SOON, id="soon"),
+        pytest.param(
+            [name for name in ARCHITECTURES if name not in (*SOON, *LOCAL_ONLY)],
+            id="later",
+            marks=pytest.mark.campaign("families"),
+        ),
+    ],
+)
+def test_an_architecture_reads_trains_and_exports_as_the_local_form(tmp_path, names):
+    models = {name: CHANGES.get(name, {}) for name in names}
     for name, changes in models.items():
         save_tiny(tmp_path / name, name, num_hidden_layers=2, **changes)
     (results,) = run_with_te(both_forms, 1, 240, [str(tmp_path / name) for name in models])
@@ -107,13 +122,11 @@ def test_every_architecture_reads_trains_and_exports_as_the_local_form(tmp_path)
 
 
 LAYOUTS = [
-    ("dense", {"tp": 2}, {"overlap_grad_reduce": True}),
     ("tied", {"tp": 2, "sp": True}, {"recompute": "selective"}),
     ("tied", {"pp": 2}, {"distributed_optimizer": False}),
     ("dense", {"cp": 2}, {"recompute": "full"}),
-    ("moe", {"ep": 2}, {}),
+    ("moe", {"ep": 2}, {"overlap_grad_reduce": True}),
     ("moe", {"tp": 2, "sp": True}, {}),
-    ("moe", {"pp": 2}, {}),
 ]
 
 

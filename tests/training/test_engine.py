@@ -120,9 +120,16 @@ def test_only_steps_run_in_the_mode_of_training(alone, monkeypatch):
     assert found == [{False}, {False}, {True}] * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("distributed", [True, False])
-@pytest.mark.parametrize("kept", [(), ("parameters",), ("parameters", "optimizer")])
+@pytest.mark.parametrize(
+    ("kept", "distributed", "dtype"),
+    [
+        ((), True, torch.float32),
+        ((), False, torch.bfloat16),
+        (("parameters",), True, torch.bfloat16),
+        (("parameters",), False, torch.float32),
+        (("parameters", "optimizer"), True, torch.bfloat16),
+    ],
+)
 def test_training_goes_on_bit_for_bit_after_parts_were_away(alone, dtype, distributed, kept):
     settings = EngineConfig(micro_batch_tokens=64, distributed_optimizer=distributed)
     ends = []
@@ -211,7 +218,7 @@ def test_bf16_keeps_small_updates_in_master_weights(alone):
     engine = cases.make_engine(dtype=torch.bfloat16, optim=optim)
     start = [p.detach().clone() for p in engine.chunks[0].parameters()]
     for _ in range(30):
-        engine.train_step(cases.make_batch(), cases.loss_fn)
+        engine.train_step(cases.make_batch(2), cases.loss_fn)
     moved = [(a - b).abs().max().item() for a, b in zip(start, engine.chunks[0].parameters(), strict=True)]
     # One step of 2e-4 rounds to nothing for the norm weights, which are 1; thirty of them do not.
     assert sum(value > 0 for value in moved) == len(moved)
