@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megarl.artifacts.draft_training import facts_with_draft
 from megarl.artifacts.facts import ModelFacts
+from megarl.artifacts.shared_prefixes import prefix_problem
 from megarl.checks.asynchrony import check_async
 from megarl.checks.checklist import Check, Checklist, Roles, problems_of
 from megarl.checks.correction import check_correction
@@ -160,6 +161,8 @@ def _check_parts(config: RunConfig, facts: ModelFacts | None, placement: Placeme
     """Check the model's parts other than the decoder, and the placement of the servers."""
     check_lora(config, facts, placement, checks)
     check_mtp(config, facts, checks.of("actor"))
+    for role in ("actor", "critic"):
+        checks.of(role).from_error(prefix_problem(config, facts, role))
     check_routes(config, facts, checks.of("rollout"))
     check_kept_tokens(config, checks.of("rollout"))
     check_images(config, placement, facts, checks)

@@ -78,6 +78,12 @@ class EngineConfig(Section):
         "from maxima of earlier steps; mxfp8: one scale per 32 numbers, on Blackwell. Weights, attention and head stay "
         "in model.dtype",
     )
+    share_prefixes: bool = Field(
+        False,
+        description="compute the prompt of a group, and any longer prefix that samples of a micro-batch share, once "
+        "and not for each sample, in log-probs, values and updates; results are equal to rounding. Frozen models use "
+        "the actor's setting where they can",
+    )
     distributed_optimizer: bool = Field(True, description="shard the optimizer state over data-parallel ranks")
     exp_avg_dtype: Literal["fp32", "bf16"] = Field(
         "fp32",

@@ -82,7 +82,8 @@ def transformer_config(
     `where` is the recipe key of `engine`, for errors. Collective over `world`.
     """
     check_layout(hf, parallel)
-    needs_local = None if lora is None else "a model with adapters"
+    needs_local = "a model whose samples share prefixes" if engine.share_prefixes else None
+    needs_local = needs_local if lora is None else "a model with adapters"
     if "language_model" in freeze:
         needs_local = "a model whose language_model is frozen"
     if encoder_of(hf) is not None:

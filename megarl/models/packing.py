@@ -9,6 +9,7 @@ Without context parallelism this is the only padding.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,24 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megarl.data.prefix_tree import Span
+
 HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """How the nodes of a packed stream depend on each other (`megarl.data.prefix_tree`)."""
+
+    lengths: tuple[int, ...]  # tokens of each node, padding included
+    spans: tuple[Span, ...]  # every node whose tokens are seen by other nodes, and these nodes
+    positions: Tensor  # int64 [t], on the CPU, positions of the tokens in their sequences
+    multiplicity: Tensor  # int64 [t], on the CPU, number of sequences that have each token; 0 for padding
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self.positions.max()) + 1
 
 
 @dataclass
@@ -33,6 +51,8 @@ class PackedSequences(PackedSeqParams):
     open_from: tuple[int, ...] = ()
     # image inputs: a `megarl.robots.models.vla.vision.Seen`, a `megarl.models.vlm.model.Images`, or None
     seen: Any = None
+    # the tree of sequences that share prefixes, whose nodes `lengths` are those of; None: nothing is shared
+    prefixes: SharedPrefixes | None = None
     # experts to replay, uint8 or int16 [t, layers * chosen]: those of this rank's tokens (`megarl.data.routes`); None:
     # routers choose
     routes: Tensor | None = None
@@ -40,6 +60,13 @@ class PackedSequences(PackedSeqParams):
     cp_rank: int = 0
     padding: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))  # bool [t], true for padding
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def shared_tokens(self) -> tuple[int, int]:
+        """The tokens that shared prefixes save, and those of all sequences; without context parallelism."""
+        computed = int((~self.padding).sum())
+        total = computed if self.prefixes is None else int(self.prefixes.multiplicity.sum())
+        return total - computed, total
 
 
 @dataclass(frozen=True)

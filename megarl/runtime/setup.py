@@ -14,6 +14,7 @@ from megarl.algorithms.kl import KLController
 from megarl.architectures.decoders import DECODERS
 from megarl.artifacts.draft_training import draft_problem
 from megarl.artifacts.layout import image_problems
+from megarl.artifacts.shared_prefixes import prefix_problem, shares_prefixes
 from megarl.config.base import raise_problems
 from megarl.config.run import RunConfig, repeated_problem, steps_of_epochs, steps_text
 from megarl.dag.stage import Role
@@ -272,8 +273,9 @@ def _check_model_config(config: RunConfig, team: TeamContext, hf_config: Pretrai
         raise_problems(family_of(config).experts_problems(config))
     problem = config.model.freeze_problem(sees=bool(visual_tensors(hf_config)))
     raise_problems([] if problem is None else [problem])
-    problem = draft_problem(config, facts_of(hf_config))
-    raise_problems([] if problem is None else [problem])
+    facts = facts_of(hf_config)
+    problems = [draft_problem(config, facts), *(prefix_problem(config, facts, role) for role in ("actor", "critic"))]
+    raise_problems([problem for problem in problems if problem is not None])
     if encoder_of(hf_config) is not None:
         raise_problems(image_problems([team.plan.parallel]))
 
@@ -369,7 +371,9 @@ def build_engine(
         weights=weights,
         name=name,
         seed=config.trainer.seed,
-        sequences=sequence_layout_of(config, hf_config, replays=name == ACTOR),
+        sequences=sequence_layout_of(
+            config, hf_config, replays=name == ACTOR, shares=shares_prefixes(config, facts_of(hf_config), name)
+        ),
         lora=config.model.lora if name in (ACTOR, CRITIC) else None,
         value_head=name in (CRITIC, REWARD_MODEL) or (name == ACTOR and config.trains_reward_model),
         freeze=config.model.freeze if trainable else (),
@@ -377,17 +381,20 @@ def build_engine(
     )
 
 
-def sequence_layout_of(config: RunConfig, hf_config: PretrainedConfig, *, replays: bool = False) -> SequenceLayout:
+def sequence_layout_of(
+    config: RunConfig, hf_config: PretrainedConfig, *, replays: bool = False, shares: bool = False
+) -> SequenceLayout:
     """Return how a run's samples are laid out as input sequences of its models.
 
-    With `replays` the sequences have the rollout's routes, if `rollout.replay_routes` is set.
+    With `replays` the sequences have the rollout's routes, if `rollout.replay_routes` is set; with `shares` they share
+    the columns of common prefixes.
     """
     if (of_task := config.task.sequence_layout(config, hf_config)) is not None:
         return of_task
     routes = route_form(hf_config) if replays and config.rollout.replay_routes else None
     encoder = encoder_of(hf_config)
     if encoder is None:
-        return TextLayout(routes=routes)
+        return TextLayout(routes=routes, share=shares)
     from megarl.training.vlm_sequences import ImageLayout
 
     return ImageLayout(encoder, config.data.image_key is not None, routes=routes)

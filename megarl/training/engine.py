@@ -416,6 +416,8 @@ class MegatronEngine:
             # the loss is a zero that depends on every parameter, because other ranks wait for this rank's gradients
             else:
                 value, metrics = outputs[0].sum() * 0.0, Metrics()
+            if self.config.share_prefixes and micro.samples:
+                metrics.mean(f"{self.name}/shared_tokens", *micro.packed.shared_tokens)
             if self._draft_loss is not None:
                 model = chunk if isinstance(chunk, PolicyModel) else chunk.module
                 drafted, more = self._draft_loss(hidden, model, micro, samples)

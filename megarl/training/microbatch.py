@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.data.batch import Batch
 from megarl.data.fields import KEPT, KEPT_COUNTS
 from megarl.data.kept_tokens import KeptTokens
 from megarl.data.packing import bundles, pack, split_to_count
-from megarl.models.packing import PackedSequences, pack_stream
+from megarl.data.prefix_tree import PrefixTree
+from megarl.models.packing import PackedSequences, PackedStream, SharedPrefixes, pack_stream
 from megarl.training.parallel import Layout
 from megarl.training.sequence_layout import TEXT, SequenceLayout
 
@@ -53,19 +55,11 @@ def plan(
 
     With `together=False` only this replica has rows. Every `unit` consecutive rows are in one micro-batch, in order. A
     patch of an image counts as `patch_tokens` tokens; rows with the same images are put together if possible, so that
-    these images count once. With interleaved pipelining the number of micro-batches is a multiple of the pipeline size.
+    these images count once. So are rows of one prompt where rows share prefixes. With interleaved pipelining the number
+    of micro-batches is a multiple of the pipeline size.
     """
     rows = sequences.lengths(batch).view(-1, unit)
-    patches = sequences.patches(batch)
-    shared = [
-        {
-            image: math.ceil(count * patch_tokens)
-            for counts in patches[first : first + unit]
-            for image, count in counts.items()
-        }
-        for first in range(0, len(batch), unit)
-    ]
-    joined, lengths = bundles(rows.sum(1).tolist(), shared, budget)
+    joined, lengths = bundles(*_costs(batch, rows, sequences, patch_tokens), budget)
     wanted = torch.tensor([len(pack(lengths, budget))], device=device)
     count = max(int(layout.dp_group.all_reduce(wanted, "max") if together else wanted), 1)
     if layout.parallel.vpp:
@@ -75,6 +69,25 @@ def plan(
     groups = [[number for part in group for number in joined[part]] for group in split_to_count(lengths, count, budget)]
     ordered = [sorted(group, key=lambda number: (-longest[number], number)) for group in groups]
     return [[number * unit + i for number in group for i in range(unit)] for group in ordered]
+
+
+def _costs(
+    batch: Batch, rows: Tensor, sequences: SequenceLayout, patch_tokens: float
+) -> tuple[list[int], list[dict[int, int]]]:
+    """Return the tokens of each unit of rows [units, unit], and what it may share with others: number -> tokens."""
+    patches, prompts = sequences.patches(batch), sequences.prompts(batch)
+    parts = [[math.ceil(count * patch_tokens) for count in counts.values()] for counts in patches]
+    inputs = [dict(zip(counts, part, strict=True)) for counts, part in zip(patches, parts, strict=True)] or prompts
+    unit = rows.shape[1]
+    shared = [
+        {number: tokens for each in inputs[first : first + unit] for number, tokens in each.items()}
+        for first in range(0, len(batch), unit)
+    ]
+    if not prompts:
+        return rows.sum(1).tolist(), shared
+    # A sample of one response token has no column of its own.
+    of_prompts = torch.tensor([sum(each.values()) for each in prompts], dtype=torch.int64).view(-1, unit)
+    return (rows - of_prompts).sum(1).clamp(min=1).tolist(), shared
 
 
 def build(
@@ -93,7 +106,7 @@ def build(
     """
     rows_of = batch.select(list(samples))
     packed = sequences.pack(rows_of) if samples else sequences.filler()
-    tokens, predicts, lengths, opens = packed.tokens, packed.predicts, list(packed.lengths), list(packed.open_from)
+    tokens, lengths, opens = packed.tokens, list(packed.lengths), list(packed.open_from)
     positions, counted = packed.positions, sum(packed.lengths) if samples else 0
     if total is not None:
         # Padding sequences fill the packed stream up to `total`; none is longer than the longest real one.
@@ -102,8 +115,7 @@ def build(
         missing, piece = total - sum(padded), max(padded)
         extra = [piece] * (missing // piece) + ([missing % piece] if missing % piece else [])
         tokens = torch.cat([tokens, tokens.new_zeros(sum(extra))])
-        predicts = torch.cat([predicts, predicts.new_full((sum(extra),), -1)])
-        positions = None if positions is None else torch.cat([positions, positions.new_zeros(3, sum(extra))], 1)
+        positions = None if positions is None else F.pad(positions, (0, sum(extra)))
         lengths += extra
         opens += [0] * len(extra) if opens else []
     stream = pack_stream(
@@ -113,11 +125,10 @@ def build(
         multiple=layout.tp_size * multiple,  # needed for sequence parallelism, which mixtures of experts always use
         open_from=opens,
     )
-    # Computed on the host: on a GPU this would wait for the number of rows.
-    which = stream.take(predicts, fill=-1)
-    rows = (which >= 0).nonzero()[:, 0]
-    order = which[rows]
+    rows, order = _rows_here(stream.index, packed.sources, len(tokens))
     moved = stream.to(device)
+    if packed.prefixes is not None:
+        _share(packed.prefixes, stream, moved.params)
     # Routers count the tokens of samples, not those of a filler and of the padding sequences above.
     moved.params.padding = ~stream.take(torch.arange(len(tokens)) < counted, fill=False)
     if packed.seen is not None:
@@ -137,6 +148,32 @@ def build(
         tokens=len(packed.targets),
         kept_tokens=_kept(rows_of)[order].to(device) if samples and KEPT_COUNTS in batch.names() else None,
     )
+
+
+def _share(tree: PrefixTree, stream: PackedStream, params: PackedSequences) -> None:
+    """Add the tree of the stream's first columns to the parameters of attention; the other columns are padding."""
+    arrays = tree.positions(), tree.multiplicity()
+    missing = len(stream.index) - len(arrays[0])
+    positions, counts = (F.pad(torch.from_numpy(values), (0, missing)) for values in arrays)
+    params.prefixes = SharedPrefixes(params.lengths, tree.spans(), positions, counts)
+    params.max_seqlen_q = params.max_seqlen_kv = params.prefixes.longest
+
+
+def _rows_here(index: Tensor, sources: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Return which of this rank's tokens predict response tokens, and which of these they predict, int64 [n] both.
+
+    Computed on the host: on a GPU this would wait for the number of rows.
+
+    Args:
+        index: the column of each token, -1 for padding.
+        sources: int64 [N], the column that predicts each response token, of `columns` columns.
+    """
+    real = (index >= 0).nonzero()[:, 0]
+    here = torch.full((columns,), -1)
+    here[index[real]] = real
+    rows = here[sources]
+    order = (rows >= 0).nonzero()[:, 0]
+    return rows[order], order
 
 
 def _kept(rows: Batch) -> Tensor:
@@ -163,7 +200,11 @@ def build_all(
         step = math.lcm(unit, layout.cp_size * layout.tp_size * multiple)
         padded = -(-sequences.lengths(batch) // unit) * unit
         filler = sum(-(-length // unit) * unit for length in sequences.filler().lengths)
-        longest = max(int(padded[list(group)].sum()) if group else filler for group in groups)
+        if sequences.prompts(batch):
+            totals = [sum(sequences.pack(batch.select(list(group))).lengths) for group in groups if group]
+        else:
+            totals = [int(padded[list(group)].sum()) for group in groups if group]
+        longest = max([*totals, filler])
         total = -(-longest // step) * step
     return [build(batch, group, layout, device, total, sequences, multiple) for group in groups], total or 1
 

@@ -1,7 +1,7 @@
 """How samples become sequences of the model: as text, or as policy calls of a robot.
 
 A sequence layout turns samples into rows, one per sequence, and packs rows end to end. It returns which columns predict
-a response token, and the model's other inputs."""
+the response tokens, and the model's other inputs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.data.batch import Batch, Jagged
 from megarl.data.fields import ROUTES
+from megarl.data.prefix_tree import SHORTEST, PrefixTree, prefix_tree
 from megarl.data.routes import RouteError, RouteForm
 
 
@@ -23,12 +25,14 @@ class PackedRows:
 
     lengths: list[int]  # number of columns of each row
     tokens: Tensor  # int64 [T], the input tokens
-    predicts: Tensor  # int64 [T], which of the N response tokens each column predicts; -1 for none
+    sources: Tensor  # int64 [N], the column that predicts each of the N response tokens
     targets: Tensor  # int64 [N], the response tokens to predict
     open_from: Sequence[int] = ()  # column of each row from which tokens attend to the whole row; empty: never
     seen: Any = None  # image inputs, with their places among the T columns
-    # int64 [3, T], for models whose positions have three numbers; None: the index in the row
+    # int64 [1, T], or [3, T] for models whose positions have three numbers; None: the index in the row
     positions: Tensor | None = None
+    # where rows share prefixes: their tree, whose nodes `lengths` are those of
+    prefixes: PrefixTree | None = None
     # routes to replay: their form (`megarl.data.routes`), and uint8 or int16 [T, layers * chosen]; None: no replay
     routes: tuple[RouteForm, Tensor] | None = None
 
@@ -59,6 +63,9 @@ class SequenceLayout(Protocol):
         Empty if samples have no images, or if `lengths` already counts each patch as a column.
         """
 
+    def prompts(self, batch: Batch) -> Sequence[Mapping[int, int]]:
+        """Return {number of the prompt: columns} of each row if rows share their prompts' columns, else nothing."""
+
     def pack(self, rows: Batch) -> PackedRows:
         """Pack these rows, at least one, end to end."""
 
@@ -74,9 +81,11 @@ class TextLayout:
 
     Attributes:
         routes: form of the routes that the model replays; None: its routers choose.
+        share: whether rows that are packed together share the columns of common prefixes (`megarl.data.prefix_tree`).
     """
 
     routes: RouteForm | None = field(default=None, kw_only=True)
+    share: bool = field(default=False, kw_only=True)
     columns: ClassVar[None] = None
 
     def rows(self, samples: Batch) -> Batch:
@@ -104,9 +113,23 @@ class TextLayout:
         """Return an empty sequence, because text has no images."""
         return ()
 
+    def prompts(self, batch: Batch) -> Sequence[Mapping[int, int]]:
+        """Implement `SequenceLayout.prompts`; prompts that are too short to be shared are left out."""
+        if not self.share:
+            return ()
+        rows = [prompt.numpy() for prompt in batch["prompt_ids"].to("cpu").unbind()]
+        numbers = dict[bytes, int]()
+        return [
+            {numbers.setdefault(row.tobytes(), len(numbers)): len(row)} if len(row) >= SHORTEST else {} for row in rows
+        ]
+
     def pack(self, rows: Batch) -> PackedRows:
         """Pack prompts and responses end to end, with the routes to replay if the rows have them."""
         packed = self._pack(rows["prompt_ids"].to("cpu"), rows["response_ids"].to("cpu"))
+        packed = self._with_routes(packed, rows)
+        return share_prefixes(packed) if self.share else packed
+
+    def _with_routes(self, packed: PackedRows, rows: Batch) -> PackedRows:
         if self.routes is None or ROUTES not in rows:  # examples of supervised training have none
             return packed
         routes, lengths = rows[ROUTES].to("cpu"), packed.lengths
@@ -126,16 +149,40 @@ class TextLayout:
 
     @staticmethod
     def _pack(prompts: Jagged, responses: Jagged) -> PackedRows:
-        tokens, predicts, done = [], [], 0
+        tokens, sources, end = [], [], 0
         for prompt, response in zip(prompts.unbind(), responses.unbind(), strict=True):
             tokens += [prompt, response[:-1]]
-            predicts += [
-                torch.full((len(prompt) - 1,), -1, dtype=torch.int64),
-                torch.arange(done, done + len(response)),
-            ]
-            done += len(response)
+            end += len(prompt) + len(response) - 1
+            sources.append(torch.arange(end - len(response), end))
         lengths = (prompts.lengths + responses.lengths - 1).tolist()
-        return PackedRows(lengths, torch.cat(tokens), torch.cat(predicts), responses.values)
+        return PackedRows(lengths, torch.cat(tokens), torch.cat(sources), responses.values)
+
+
+def share_prefixes(packed: PackedRows) -> PackedRows:
+    """Return rows of text in which the columns of common prefixes are there once; unchanged if there are none.
+
+    Columns are common if their tokens are equal, and the experts to replay.
+    """
+    inputs = packed.tokens.numpy()
+    if packed.routes is not None:
+        whole = np.concatenate([inputs[:, None], packed.routes[1].numpy()], 1)
+        inputs = np.unique(whole, axis=0, return_inverse=True)[1].reshape(-1)
+    tree = prefix_tree(np.split(inputs, np.cumsum(packed.lengths)[:-1]))
+    if len(tree.nodes) == len(packed.lengths):
+        return packed
+    columns = tree.columns()
+    moved = torch.from_numpy(np.concatenate(columns))  # the new column of each old one
+    index = torch.empty(sum(tree.lengths), dtype=torch.int64)  # one of the old columns of each new one
+    index[moved] = torch.arange(len(inputs))
+    return replace(
+        packed,
+        lengths=tree.lengths,
+        tokens=packed.tokens[index],
+        sources=moved[packed.sources],
+        positions=torch.from_numpy(tree.positions())[None],
+        prefixes=tree,
+        routes=None if packed.routes is None else (packed.routes[0], packed.routes[1][index]),
+    )
 
 
 TEXT = TextLayout()

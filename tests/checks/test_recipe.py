@@ -487,6 +487,22 @@ def test_a_model_without_experts_has_no_routes(failures):
     assert only(failures("rollout.replay_routes=true")).key == "rollout.replay_routes"
 
 
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ("model.lora={rank: 2, dropout: 0.1}", "dropout draws another mask"),
+        ("actor.parallel.cp=2", "context parallelism cuts samples"),
+        ("actor.engine.layers=te", "Transformer Engine's attention"),
+    ],
+)
+def test_prefixes_are_not_shared_where_samples_have_none(failures, more, problem):
+    share = "actor.engine.share_prefixes=true"
+    assert failures(share) == []
+    assert any(
+        problem in check.message and check.key == "actor.engine.share_prefixes" for check in failures(share, more)
+    )
+
+
 def test_user_module_in_the_current_folder_is_found(write, failures):
     write("from megarl.recipes.grpo import build_graph as build", "my_pipelines.py")
     assert failures("algorithm.pipeline=my_pipelines:build") == []

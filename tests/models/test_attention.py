@@ -96,7 +96,7 @@ def check(
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("compiled", [True, False])
 def test_cpu_attention_equals_the_loop(lengths, heads, groups, dtype, atol, compiled, monkeypatch):
-    monkeypatch.setattr(attention_cpu, "_SHORT", 1 << 30 if compiled else 0)  # whatever the length
+    monkeypatch.setattr(attention_cpu, "COMPILED", 1 << 30 if compiled else 0)  # whatever the length
     check(lambda q, k, v: causal_attention(q, k, v, tuple(lengths), 0.25), lengths, heads, groups, dtype, None, atol)
 
 

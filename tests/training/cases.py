@@ -110,18 +110,19 @@ def make_engine(model: str = "dense", parallel: ParallelConfig | None = None, **
     optim = None if kwargs.pop("frozen", False) else kwargs.pop("optim", OptimConfig(lr=1e-2, eps=1e-3))
     if model in ("shared", "drafting") and optim is not None:
         optim = optim.model_copy(update={"expert_bias_rate": 1e-5})
-    seed = kwargs.pop("seed", 3)
+    seed, engine = kwargs.pop("seed", 3), kwargs.pop("engine", None)
+    engine = engine or EngineConfig(micro_batch_tokens=64, logits_chunk_tokens=16)
     return MegatronEngine(
         hf,
         parallel,
-        kwargs.pop("engine", EngineConfig(micro_batch_tokens=64, logits_chunk_tokens=16)),
+        engine,
         optim,
         dtype=kwargs.pop("dtype", torch.float32),
         layout=layout,
         total_steps=kwargs.pop("total_steps", 10),
         weights=lambda chunks: _random(chunks, hf, seed),
         value_head="critic" in model,
-        sequences=TextLayout(routes=route_form(hf) if model == "moe" else None),
+        sequences=TextLayout(routes=route_form(hf) if model == "moe" else None, share=engine.share_prefixes),
         mtp=MtpConfig(loss_weight=0.5) if model.startswith("drafting") else None,
         **kwargs,
     )

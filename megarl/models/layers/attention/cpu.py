@@ -30,7 +30,7 @@ from megarl.models.layers.attention.sinks import attend_with_sinks, with_sink_co
 LONGEST = 1024
 """Longer sequences use torch's kernel, which does not store scores."""
 
-_SHORT = 64
+COMPILED = 64
 """Up to this length one compiled pass over the stream is faster than matrix products."""
 
 _QUERY_BLOCK = 64
@@ -169,7 +169,7 @@ class _FusedAttention(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-class _CompiledLoop:
+class CompiledLoop:
     """Causal attention by the compiled CPU kernel, as a `Kernel` for attention with sinks."""
 
     def __init__(self, kernels: cpu.CpuKernels, lengths: tuple[int, ...], scale: float) -> None:
@@ -192,10 +192,10 @@ def causal_attention(
 ) -> Tensor:
     """Return causal attention [t, heads, dv] of `q` [t, heads, d] to `k` [t, groups, d] and `v` [t, groups, dv], within
     sequences of `lengths`, with `sinks` [heads] if they are given."""
-    fits = max(lengths) <= _SHORT and q.shape[2] == v.shape[2] and cpu.CpuKernels.supports(q.dtype, q.shape[-1])
+    fits = max(lengths) <= COMPILED and q.shape[2] == v.shape[2] and cpu.CpuKernels.supports(q.dtype, q.shape[-1])
     kernels = cpu.load() if fits else None
     if kernels is None:
         return _CausalAttention.apply(q, k, v, lengths, scale, sinks)
     if sinks is None:
         return _FusedAttention.apply(q, k, v, lengths, scale)
-    return attend_with_sinks(q, k, v, sinks, _CompiledLoop(kernels, lengths, scale))
+    return attend_with_sinks(q, k, v, sinks, CompiledLoop(kernels, lengths, scale))

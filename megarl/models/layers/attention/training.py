@@ -38,9 +38,10 @@ from megarl.models.config import PolicyConfig
 from megarl.models.layers.attention.capped import capped_attention
 from megarl.models.layers.attention.cpu import LONGEST, causal_attention
 from megarl.models.layers.attention.plain import Attention
+from megarl.models.layers.attention.prefixes import attend_with, level_parts, plain_parts
 from megarl.models.layers.attention.scores import Scores
 from megarl.models.layers.attention.sinks import attend_with_sinks, sink_key
-from megarl.models.packing import PackedSequences, inverse_order, places_on_ranks
+from megarl.models.packing import PackedSequences, SharedPrefixes, inverse_order, places_on_ranks
 from megarl.models.rope import apply_rope
 from megarl.system.device import device
 
@@ -114,6 +115,8 @@ def of_all_ranks(k: Tensor, v: Tensor, packed: PackedSequences, ranks: ProcessGr
 def attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, scores: Scores, window: int | None) -> Tensor:
     """Return attention [t, heads, dv] of `q` [t, heads, d] to `k` [t * cp, groups, d] and `v` [t * cp, groups, dv] by
     the fastest implementation."""
+    if packed.prefixes is not None:
+        return prefix_attention(q, k, v, packed.prefixes, packed.cache, scores, window)
     if packed.open_from and window is not None:
         raise ValueError(f"a sliding window ({window} tokens) cannot be combined with bidirectional attention")
     out = varlen_attention(q, k, v, packed, scores, window)
@@ -331,6 +334,60 @@ def _varlen_with_sinks(
     sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float, window: int | None
 ) -> Tensor:
     return attend_with_sinks(q, k, v, sinks, TorchVarlen(call, scale, window))
+
+
+def prefix_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prefixes: SharedPrefixes,
+    cache: dict[Any, Any],
+    scores: Scores,
+    window: int | None,
+) -> Tensor:
+    """Compute `attend` for a stream in which sequences share prefixes (prefixes.py); `cache` is that of the stream.
+
+    Variable-length kernels have one window for all calls, and a rectangle needs another one for each branch. With a
+    window they therefore get, for each node, the keys of the nodes before it that its tokens see.
+    """
+    kernel = varlen_kernel(q)
+    if kernel is None or scores.cap is not None:
+        return attend_with(plain_parts(q, v, prefixes, scores, window), q, k, v, scores.sinks)
+    width = v.shape[2]
+    q, k, v = equal_widths(q, k, v)
+    if window is None:
+
+        def make(queries: list[int], keys: list[int], causal: bool) -> TorchVarlen:
+            call = VarlenCall(_ends(queries, q.device), _ends(keys, q.device), max(queries), max(keys), causal=causal)
+            return TorchVarlen(call, scores.scale, None)
+
+        parts = cache.get(("parts", scores.scale)) or level_parts(prefixes, make, q.device)
+        cache["parts", scores.scale] = parts
+        return attend_with(parts, q, k, v, scores.sinks)[..., :width]
+    if scores.sinks is not None:
+        kernel = functools.partial(_varlen_with_sinks, scores.sinks)
+    call, index = cache.get(("paths", window)) or _path_call(prefixes, window, q.device)
+    cache["paths", window] = call, index
+    return kernel(q, *(_ToBucket.apply(x, index) for x in (k, v)), call, scores.scale, window)[..., :width]
+
+
+def _path_call(prefixes: SharedPrefixes, window: int, where: torch.device) -> tuple[VarlenCall, Tensor]:
+    """Return one call for the nodes of a stream with shared prefixes, and the tokens of its keys: those of the nodes
+    before a node that a window shows to the node, and its own."""
+    start, keys = 0, list[Tensor]()
+    for length in prefixes.lengths:
+        before = [torch.arange(s.start, s.end) for s in prefixes.spans if s.end <= start < s.last]
+        seen = torch.cat([*before, torch.arange(start, start + length)])
+        keys.append(seen[-(length + window - 1) :])
+        start += length
+    sizes = [len(part) for part in keys]
+    ends = _ends(prefixes.lengths, where), _ends(sizes, where)
+    return VarlenCall(*ends, max(prefixes.lengths), max(sizes)), torch.cat(keys).to(where)
+
+
+def _ends(sizes: Sequence[int], where: torch.device) -> Tensor:
+    """Return the first token of each sequence, and the number of tokens, int32."""
+    return F.pad(torch.tensor(sizes).cumsum(0), (1, 0)).to(torch.int32).to(where)
 
 
 def _span(call: VarlenCall, window: int | None) -> tuple[int, int]:

@@ -103,6 +103,10 @@ class VLALayout:
         """Return an empty sequence, because `lengths` counts the patches of pictures as columns."""
         return ()
 
+    def prompts(self, batch: Batch) -> Sequence[Mapping[int, int]]:
+        """Implement `SequenceLayout.prompts`: nothing is shared."""
+        return ()
+
     def pack(self, rows: Batch) -> PackedRows:
         """Pack policy calls end to end. Raise ValueError if a response has a token that is not an action token."""
         targets = rows["response_ids"].values.cpu()
@@ -131,7 +135,7 @@ class VLALayout:
     def _pack(self, prompts: Sequence[Tensor], targets: Tensor, pictures: Tensor, states: Tensor) -> PackedRows:
         layouts = [self._layout(len(prompt)) for prompt in prompts]
         tokens = torch.zeros(sum(call.length for call in layouts), dtype=torch.int64)
-        predicts = torch.full_like(tokens, -1)
+        sources = torch.empty_like(targets)
         places, state_places, blank = list[Tensor](), list[int](), list[Tensor]()
         start, slots = 0, self.dim * self.chunk
         for number, (prompt, call) in enumerate(zip(prompts, layouts, strict=True)):
@@ -139,7 +143,7 @@ class VLALayout:
             tokens[start] = prompt[0]
             tokens[columns[call.text]] = prompt[1:]
             targets_here = torch.arange(number * slots, (number + 1) * slots)
-            predicts[columns[call.predictors]] = targets_here
+            sources[targets_here] = columns[call.predictors]
             if call.stop is None:
                 tokens[columns[call.slots]] = targets[targets_here]
             else:
@@ -159,4 +163,4 @@ class VLALayout:
             torch.tensor(state_places, dtype=torch.int64),
             torch.cat([*blank, torch.zeros(0, dtype=torch.int64)]),
         )
-        return PackedRows([call.length for call in layouts], tokens, predicts, targets, opens, seen)
+        return PackedRows([call.length for call in layouts], tokens, sources, targets, opens, seen)

@@ -1,0 +1,128 @@
+"""Attention by plain matrix products that also returns the sums of its softmax, on any device and in any dtype.
+
+It is a kernel like those of sinks.py: its backward pass takes the final output and the final sums, of which the keys
+here may be a part. Only the scores of some queries are in memory, and the backward pass computes them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.models.layers.attention.capped import capped_scores
+
+#: Number of scores of a block: 2 MB in float32, which fit in a core's cache, and 256 MB on a GPU.
+_ON_CPU, _ON_GPU = 1 << 19, 1 << 26
+_HIDDEN = -1e30
+"""The score of a key that a query does not see: finite, so that a query which sees no key has no NaN."""
+
+
+@dataclass(frozen=True)
+class Products:
+    """Attention of `count` equally long sequences to as many equally long sequences of keys (`sinks.Kernel`).
+
+    Attributes:
+        scale, cap: factor of the products and, unless None, the soft cap of the scores.
+        causal: whether query i sees the keys up to i only.
+        seen: bool [queries, keys] of one sequence, which keys a query sees; None: all.
+    """
+
+    count: int
+    scale: float
+    cap: float | None = None
+    causal: bool = False
+    seen: Tensor | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Implement `Kernel.forward`; a query that sees no key has a sum of exponentials close to 0."""
+        rows = _Rows(self.count, len(q) // self.count, q.shape[1], k.shape[1])
+        wide = torch.promote_types(q.dtype, torch.float32)
+        queries, keys, values = rows.split(q).to(wide) * self.scale, rows.split(k).to(wide), rows.split(v)
+        out, lse = q.new_empty(*queries.shape[:2], v.shape[2]), queries.new_empty(queries.shape[:2])
+        for a, b, end in self._blocks(rows, keys):
+            part = slice(a * rows.per, b * rows.per)
+            scores = self._hide(self._capped(torch.bmm(queries[:, part], keys[:, :end].transpose(1, 2))), a, rows.per)
+            top = scores.amax(-1)
+            chances = torch.softmax(scores, -1)
+            torch.sub(top, chances.amax(-1).log_(), out=lse[:, part])
+            out[:, part] = torch.bmm(chances.to(v.dtype), values[:, :end])
+        return rows.join(out), rows.join(lse[..., None])[..., 0]
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Implement `Kernel.backward`; the gradients are float32 or wider."""
+        rows = _Rows(self.count, len(q) // self.count, q.shape[1], k.shape[1])
+        wide = lse.dtype
+        along = rows.split((grad.to(wide) * out).sum(-1, keepdim=True))
+        sums, up_all = rows.split(lse[..., None]), rows.split(grad)
+        narrow, keys, values = rows.split(q), rows.split(k), rows.split(v)
+        queries, wide_keys = narrow.to(wide) * self.scale, keys.to(wide)
+        dq = torch.empty_like(queries)
+        dk, dv = torch.zeros_like(wide_keys), torch.zeros_like(values, dtype=wide)
+        for a, b, end in self._blocks(rows, keys):
+            part = slice(a * rows.per, b * rows.per)
+            scores = self._capped(torch.bmm(queries[:, part], wide_keys[:, :end].transpose(1, 2)))
+            slope = None if self.cap is None else 1 - (scores / self.cap).square_()
+            chances = self._hide(scores, a, rows.per).sub_(sums[:, part]).exp_()
+            up = up_all[:, part]
+            dscores = torch.bmm(up, values[:, :end].transpose(1, 2)).to(wide).sub_(along[:, part]).mul_(chances)
+            dscores = (dscores if slope is None else dscores.mul_(slope)).mul_(self.scale).to(q.dtype)
+            dv[:, :end] += torch.bmm(chances.to(v.dtype).transpose(1, 2), up)
+            dq[:, part] = torch.bmm(dscores, keys[:, :end])
+            dk[:, :end] += torch.bmm(dscores.transpose(1, 2), narrow[:, part])
+        return rows.join(dq), _joined_keys(dk, self.count), _joined_keys(dv, self.count)
+
+    def _blocks(self, rows: _Rows, keys: Tensor) -> Iterator[tuple[int, int, int]]:
+        """Yield (first query, one past the last query, number of keys) of each block."""
+        room = _ON_GPU if keys.is_cuda else _ON_CPU
+        size = max(1, room // (len(keys) * rows.per * keys.shape[1]))
+        size = min(size, 64) if self.causal else size  # later keys of a block are wasted work
+        for a in range(0, rows.length, size):
+            b = min(a + size, rows.length)
+            yield a, b, b if self.causal else keys.shape[1]
+
+    def _capped(self, scores: Tensor) -> Tensor:
+        return scores if self.cap is None else capped_scores(scores, self.cap)
+
+    def _hide(self, scores: Tensor, first: int, per: int) -> Tensor:
+        """Overwrite the scores [n, queries * per, keys] of keys that the queries from `first` on do not see."""
+        each = scores.view(len(scores), -1, per, scores.shape[2])
+        queries, keys = each.shape[1], each.shape[3]
+        if self.causal:
+            corner = each[..., first:]  # the keys before it are seen by all queries of the block
+            future = torch.ones(queries, keys - first, dtype=torch.bool, device=scores.device).triu_(1)
+            corner.masked_fill_(future[:, None], _HIDDEN)
+        if self.seen is not None:
+            each.masked_fill_(~self.seen[first : first + queries, None, :keys], _HIDDEN)
+        return scores
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The query heads of a key head as rows: [count * l, groups * per, d] <-> [count * groups, l * per, d]."""
+
+    count: int
+    length: int
+    heads: int
+    groups: int
+
+    @property
+    def per(self) -> int:
+        return self.heads // self.groups
+
+    def split(self, x: Tensor) -> Tensor:
+        each = x.reshape(self.count, len(x) // self.count, self.groups, -1, x.shape[2]).transpose(1, 2)
+        return each.reshape(self.count * self.groups, -1, x.shape[2])
+
+    def join(self, x: Tensor) -> Tensor:
+        each = x.view(self.count, self.groups, self.length, self.per, x.shape[2]).transpose(1, 2)
+        return each.reshape(-1, self.heads, x.shape[2])
+
+
+def _joined_keys(x: Tensor, count: int) -> Tensor:
+    """Return [count * n, groups, d] from [count * groups, n, d]."""
+    return x.view(count, -1, *x.shape[1:]).transpose(1, 2).reshape(-1, len(x) // count, x.shape[2])
