@@ -52,10 +52,15 @@ def by_group(uid: Sequence[Hashable], values: Sequence[T]) -> list[list[T]]:
     return [[values[place] for place in places] for places in group_places(uid)]
 
 
-def tokens_of(batch: Batch) -> Sequence[int]:
-    """Return the number of prompt and response tokens of every sample."""
+def tokens_of(batch: Batch, *, share: bool = False) -> Sequence[int]:
+    """Return the number of prompt and response tokens of every sample; with `share` the prompt of a group counts for
+    its first sample only."""
     from megarl.data.batch import Jagged
 
     parts = [batch[name] for name in ("prompt_ids", "response_ids") if name in batch]
     lengths = [part.lengths.tolist() for part in parts if isinstance(part, Jagged)]
+    if share and len(lengths) == len(parts) == 2:
+        for places in group_places(batch["uid"]):
+            for place in places[1:]:
+                lengths[0][place] = 0
     return [sum(pair) for pair in zip(*lengths, strict=True)] if lengths else [0] * len(batch)

@@ -62,7 +62,7 @@ class TokenExchange:
         if node.id not in self.makers or ORDINAL in batch or context.layout.dp_size == 1:
             return batch
         with phase("exchange"):
-            pool = GroupPool(context.layout.dp_group, context.cuts)
+            pool = pool_of(context)
             pool.add(batch, [True] * len(group_places(batch["uid"])))
             try:
                 return pool.split(len(pool))[0]
@@ -76,6 +76,11 @@ class TokenExchange:
                 ) from error
 
 
+def pool_of(c: StepContext) -> GroupPool:
+    """Return an empty pool of the replicas' groups."""
+    return GroupPool(c.layout.dp_group, c.cuts, once=c.config.actor.engine.share_prefixes)
+
+
 def record_tokens(c: StepContext, samples: Batch) -> None:
     """Record the imbalance of tokens between replicas (max over mean) per mini-batch, and that of round-robin sharing.
 
@@ -83,7 +88,8 @@ def record_tokens(c: StepContext, samples: Batch) -> None:
     """
     if c.cuts is None or ORDINAL not in samples:
         return
-    tokens, numbers, parts = tokens_of(samples), samples[ORDINAL], c.layout.dp_size
+    tokens = tokens_of(samples, share=c.config.actor.engine.share_prefixes)
+    numbers, parts = samples[ORDINAL], c.layout.dp_size
     local = [[numbers[places[0]], sum(tokens[i] for i in places)] for places in group_places(samples["uid"])]
     shares: list[list[list[int]]] = c.layout.dp_group.all_gather_json(local)
     groups = sorted((number, count, part) for part, share in enumerate(shares) for number, count in share)
@@ -101,9 +107,11 @@ class GroupPool:
         group: one rank of every replica, in the order of the replicas.
         cuts: positions of groups at which mini-batches begin: each mini-batch is shared by tokens (`share_groups`);
             None: groups are shared round-robin.
+        once: whether the prompt of a group counts once among its tokens.
     """
 
-    def __init__(self, group: WorkerGroup, cuts: Sequence[int] | None = None) -> None:
+    def __init__(self, group: WorkerGroup, cuts: Sequence[int] | None = None, *, once: bool = False) -> None:
+        self._once = once
         self._group, self._rank, self._size, self._cuts = group, group.rank, group.size, cuts
         self._samples: list[Batch] = []
         self._owners: list[int] = []
@@ -117,7 +125,7 @@ class GroupPool:
     def add(self, samples: Batch, keep: list[bool]) -> None:
         """Add those groups of this replica's new `samples` whose entry in `keep` (one per group) is True."""
         groups = [group if kept else [] for group, kept in zip(group_places(samples["uid"]), keep, strict=True)]
-        tokens = [0] * len(samples) if self._cuts is None else tokens_of(samples)
+        tokens = [0] * len(samples) if self._cuts is None else tokens_of(samples, share=self._once)
         self._samples.append(samples.select([place for group in groups for place in group]))
         sizes = [[len(group), sum(tokens[place] for place in group)] for group in groups]
         shares: list[list[list[int]]] = self._group.all_gather_json(sizes)

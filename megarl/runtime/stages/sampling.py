@@ -55,13 +55,13 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
     Raises:
         NoSignalError: the batch is not full, and `short` is not `fill`.
     """
-    from megarl.runtime.exchange import GroupPool
+    from megarl.runtime.exchange import pool_of
     from megarl.system.tracing import phase
 
     settings, wanted = c.config.algorithm.dynamic_sampling, c.config.data.batch_size
     if not settings.enabled or not c.config.async_.in_order:  # as_ready: `admitted` has dropped groups without a signal
         return samples
-    pool = GroupPool(c.layout.dp_group, c.cuts)
+    pool = pool_of(c)
     if c.surplus is not None:
         pool.add(c.surplus, [True] * len(group_places(c.surplus["uid"])))
     seen: list[list[float]] = []
