@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 class _Obstacle(NamedTuple):
     problem: str
-    found: object
+    value: object
     allowed: str
 
 
@@ -34,8 +34,8 @@ def prefix_problem(config: RunConfig, facts: ModelFacts | None, role: str) -> Co
         obstacle = _of_model(facts, config.parallel_of(role))
     if obstacle is None:
         return None
-    problem, found, allowed = obstacle
-    return ConfigError(problem, where=key, found=found, allowed=allowed, fix=f"set {key}=false")
+    problem, value, allowed = obstacle
+    return ConfigError(problem, where=key, found=value, allowed=allowed, fix=f"set {key}=false")
 
 
 def shares_prefixes(config: RunConfig, facts: ModelFacts, role: str) -> bool:
@@ -58,8 +58,8 @@ def _of_settings(config: RunConfig, role: str) -> _Obstacle | None:
         return _Obstacle(problem, f"model.lora.dropout={lora.dropout:g}", "model.lora.dropout=0")
     if engine.layers == "te" or engine.fp8 != "none":
         problem = "Transformer Engine's attention cannot share prefixes"
-        found = f"{role}.engine.layers=te" if engine.fp8 == "none" else f"{role}.engine.fp8={engine.fp8}"
-        return _Obstacle(problem, found, "layers auto or local, without fp8")
+        value = f"{role}.engine.layers=te" if engine.fp8 == "none" else f"{role}.engine.fp8={engine.fp8}"
+        return _Obstacle(problem, value, "layers auto or local, without fp8")
     if role == "actor" and config.actor.mtp is not None:
         problem = "a draft head predicts the token after the next one, and a shared prefix has several next tokens"
         return _Obstacle(problem, "actor.mtp", "actor.mtp=null")

@@ -105,7 +105,7 @@ def prefix_tree(rows: Sequence[np.ndarray], shortest: int = SHORTEST) -> PrefixT
     """
     # big-endian numbers sort like their bytes
     order = sorted(range(len(rows)), key=lambda row: np.asarray(rows[row], dtype=">i8").tobytes())
-    common = [0, *(_common(rows[a], rows[b]) for a, b in itertools.pairwise(order))]
+    common = [0, *_common_tokens([rows[row] for row in order])]
     longest = lambda part: max(len(rows[row]) for row in order[part.start : part.stop])  # noqa: E731
     nodes, leaves = list[Node](), [-1] * len(rows)
     # (neighbours in `order`, tokens before their nodes, last node before them); the last one of the list is next
@@ -128,8 +128,9 @@ def prefix_tree(rows: Sequence[np.ndarray], shortest: int = SHORTEST) -> PrefixT
     return PrefixTree(tuple(nodes), tuple(leaves))
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the number of equal tokens at the beginning of both."""
-    least = min(len(a), len(b))
-    different = np.flatnonzero(a[:least] != b[:least])
-    return int(different[0]) if len(different) else least
+def _common_tokens(rows: Sequence[np.ndarray]) -> Iterator[int]:
+    """Yield the number of equal tokens at the beginning of each sequence and the one before it."""
+    for before, row in itertools.pairwise(rows):
+        least = min(len(before), len(row))
+        different = np.flatnonzero(before[:least] != row[:least])
+        yield int(different[0]) if len(different) else least

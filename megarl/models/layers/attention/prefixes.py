@@ -71,9 +71,9 @@ class MergedParts:
         """Implement `Kernel.backward`."""
         sums = [x.new_zeros(x.shape, dtype=lse.dtype) for x in (q, k, v)]
         for part in self.parts:
-            here, there = part.queries, part.keys
-            given = grad[here], q[here], k[there], v[there], out[here], lse[here]
-            for whole, place, share in zip(sums, (here, there, there), part.kernel.backward(*given), strict=True):
+            here, keys = part.queries, part.keys
+            given = grad[here], q[here], k[keys], v[keys], out[here], lse[here]
+            for whole, place, share in zip(sums, (here, keys, keys), part.kernel.backward(*given), strict=True):
                 whole[place] += share
         dq, dk, dv = (whole.to(x.dtype) for whole, x in zip(sums, (q, k, v), strict=True))
         return dq, dk, dv
