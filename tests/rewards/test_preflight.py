@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from pathlib import Path
 
@@ -76,8 +77,12 @@ def test_a_file_that_ends_its_program_is_refused(code, words):
 
 def test_an_interrupt_by_a_signal_is_none_of_the_file():
     Path("long.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
-    with pytest.raises(KeyboardInterrupt):
-        import_file("long.py")
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore the signal
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            import_file("long.py")
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 PRINTS_MORE = """
