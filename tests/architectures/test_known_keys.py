@@ -16,7 +16,7 @@ from megarl.architectures import ARCHITECTURES
 from megarl.architectures.base import ROPE_KEYS
 from megarl.architectures.generic import GENERIC
 from megarl.architectures.known_keys import OLDER, ROPE_NUMBERS, ignored_keys, known_keys, unknown_keys
-from tests.models.tiny import save_tiny
+from tests.models.tiny import save_tiny, two_layers
 
 
 def read_by_transformers(model_type: str) -> set[str]:
@@ -120,7 +120,7 @@ def test_all_that_transformers_looks_up_while_it_runs_a_model_is_known(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedConfig
 
-    save_tiny(tmp_path, model_type)
+    save_tiny(tmp_path, model_type, **two_layers(model_type))
     looked_up: set[str] = set()
     kind = type(AutoConfig.from_pretrained(tmp_path))
     found = kind.__getattribute__

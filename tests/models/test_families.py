@@ -34,7 +34,7 @@ from tests.dist import run_distributed, single_process, world
 from tests.models import families
 from tests.models.families import of_transformers
 from tests.models.test_older_readers import has_class_in_transformers_4, read_by_transformers_4
-from tests.models.tiny import build_tiny, tiny_dict
+from tests.models.tiny import build_tiny, tiny_dict, two_layers
 from tests.rollout.cases import engine, sampled
 from tests.runtime import harness
 from tests.training import cases, test_layouts
@@ -228,7 +228,8 @@ def check(raw: dict[str, Any], folder: Path, *, adapters: bool = True) -> str:
 
 @pytest.mark.parametrize("number", range(len(ARCHITECTURES)), ids=sorted(ARCHITECTURES))
 def test_a_small_model_equals_transformers(number, tmp_path):
-    raw = tiny_dict(sorted(ARCHITECTURES)[number], tie_word_embeddings=number % 2 == 0)
+    name = sorted(ARCHITECTURES)[number]
+    raw = tiny_dict(name, tie_word_embeddings=number % 2 == 0, **two_layers(name))
     assert check(raw, tmp_path, adapters=False) == "equal"
 
 

@@ -14,7 +14,7 @@ import torch
 from megarl.data.batch import Batch
 from tests.campaigns import chosen, split
 from tests.dist import run_pretending_with_te
-from tests.models.tiny import ARCHITECTURES, LOCAL_ONLY, save_tiny
+from tests.models.tiny import ARCHITECTURES, LOCAL_ONLY, save_tiny, two_layers
 from tests.training import cases
 from tests.training.cases import outputs, train
 
@@ -103,7 +103,7 @@ def by_transformers(folder: Path) -> torch.Tensor:
 def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for kind in {kind for kind, _, _ in chosen(request, "case")}:
-        save_tiny(folder / kind, kind, num_hidden_layers=2)
+        save_tiny(folder / kind, kind, **two_layers(kind))
     return folder
 
 

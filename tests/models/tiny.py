@@ -187,6 +187,16 @@ def tiny_dict(model_type: str, **changes: Any) -> dict[str, Any]:
     return {"model_type": model_type, **COMMON, **EXTRA[model_type], **changes}
 
 
+def two_layers(model_type: str) -> dict[str, Any]:
+    """Changes of `tiny_dict` for two layers, one of each kind where the architecture has two."""
+    changes: dict[str, Any] = {"num_hidden_layers": 2}
+    if "linear_num_key_heads" in EXTRA[model_type]:
+        changes["full_attention_interval"] = 2
+    if model_type == "olmo3":
+        changes["layer_types"] = ["sliding_attention", "full_attention"]
+    return changes
+
+
 def tiny_hf(model_type: str, **changes: Any):
     """transformers model with weights large enough that every part of it shows in the logits."""
     from transformers import AutoModelForCausalLM

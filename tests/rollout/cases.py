@@ -13,15 +13,10 @@ from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.config.training import EngineConfig
 from megarl.rollout.engine import Completion, Request
 from tests.dist import current_layout
-from tests.models.tiny import tiny_dict
+from tests.models.tiny import tiny_dict, two_layers
 from tests.models.vlm_tiny import config_of
 
 STOP = [2, 5, 9]
-#: Two layers have both kinds where an architecture has two.
-_TWO_KINDS: dict[str, dict[str, Any]] = {
-    **{name: {"full_attention_interval": 2} for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")},
-    "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
-}
 
 
 def build(model_type: str = "qwen3", seed: int = 3, dtype: torch.dtype = torch.float32, hf: Any = None, **layout: Any):
@@ -37,7 +32,7 @@ def build(model_type: str = "qwen3", seed: int = 3, dtype: torch.dtype = torch.f
 
     images, changes = model_type in FAMILIES, hf or {}
     if not images and "num_hidden_layers" not in changes:
-        changes = {"num_hidden_layers": 2, **_TWO_KINDS.get(model_type, {}), **changes}
+        changes = two_layers(model_type) | changes
     described = (config_of if images else tiny_dict)(model_type, **changes)
     hf = load_hf_config(ModelConfig(hf_config=described, vision=images or None))
     config = transformer_config(hf, ParallelConfig(**layout), dtype=dtype, engine=EngineConfig(), lora=lora)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked
+from tests.campaigns import chosen
 from tests.forked import Ended
 from tests.runtime import harness
 
@@ -294,12 +295,10 @@ CASES = {
 @pytest.fixture(scope="module")
 def ended(request: pytest.FixtureRequest, folder: Path) -> Iterator[dict[str, Future[Ended]]]:
     """The selected cases, two at a time."""
-    callspecs = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
-    chosen = [spec.params["case"] for spec in callspecs if spec is not None and "case" in spec.params]
     with ThreadPoolExecutor(2) as pool:
         yield {
             name: pool.submit(train, folder, *QUICK, *CASES[name].overrides, "--run-dir", str(folder / f"run {name}"))
-            for name in chosen
+            for name in chosen(request, "case")
         }
 
 

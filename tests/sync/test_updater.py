@@ -228,7 +228,7 @@ def listening_of_group(folder: str, run_dir: str, urls: list[str]) -> list[str]:
 
 @pytest.mark.procs
 def test_the_program_of_a_receiver_takes_an_update(tmp_path):
-    """As `megarl bench sync` starts it; the other tests fork theirs."""
+    """As `megarl bench sync` starts it; the other tests fork theirs. The group's store listens on loopback alone."""
     save_tiny(tmp_path / "model", "qwen3")
     port_file = tmp_path / "port"
     with subprocess.Popen([sys.executable, "-m", "megarl.benchmarks.sync.receiver", str(port_file)]) as program:
@@ -242,12 +242,4 @@ def test_the_program_of_a_receiver_takes_an_update(tmp_path):
             found = run_distributed(listening_of_group, 1, 120, str(tmp_path / "model"), str(tmp_path), urls)
         finally:
             program.kill()
-    assert found == [["127.0.0.1"]]
-
-
-@pytest.mark.procs
-def test_the_store_of_the_update_group_listens_on_loopback_alone(tmp_path):
-    save_tiny(tmp_path / "model", "qwen3")
-    with receivers(tmp_path / "r", 1) as urls:
-        found = run_distributed(listening_of_group, 1, 120, str(tmp_path / "model"), str(tmp_path), urls)
     assert found == [["127.0.0.1"]]
