@@ -8,15 +8,16 @@ W, if W is split by rows, or A, if W is split by columns; the other one is whole
     W of o_proj or down_proj       `a` = A                  split as W `b` = B                         whole
     W that is not split            `a` = A                  whole      `b` = B                         whole
 
-An adapter parameter of experts concatenates those of all experts by rows, as the weight does.
+An adapter parameter of experts concatenates those of all experts by rows, as the weight does. Experts that checkpoints
+have in one tensor [experts, in, out] have the same adapters, one for gate and up together; PEFT has those of a layer in
+one A and one B (`megarl.models.weights.peft`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from megarl.models.layers.rules import COLUMNS, STACK, WeightRule, WeightSource
-from megarl.system.errors import ConfigError
+from megarl.models.layers.rules import COLUMNS, ROWS, STACK, WeightRule, WeightSource
 
 MODULE = "adapter"
 """Name of the adapter module inside the linear layer to which it is added."""
@@ -31,43 +32,35 @@ TARGETS = {
 DEFAULT_TARGETS = ("attention", "mlp")
 """The targets of `model.lora.targets=null`; adapters of experts are many, so they must be named."""
 
+_TRANSPOSED = {COLUMNS.name: ROWS, ROWS.name: COLUMNS}
+
 
 def is_adapter(param: str) -> bool:
     """Return whether a chunk's parameter belongs to an adapter, by its name."""
     return f".{MODULE}." in param
 
 
-def refuse_stacks(model_type: str, table: tuple[WeightRule, ...], targets: Collection[str] | None) -> None:
-    """Raise an error if `targets` has experts that checkpoints have in stacks, where PEFT cannot name a single one."""
-    if "experts" not in (targets or ()) or not any(rule.stacked for rule in table):
-        return
-    raise ConfigError(
-        f"experts of a {model_type} cannot have adapters: checkpoints have all experts of a layer in one tensor",
-        where="model.lora.targets",
-        found=targets,
-        allowed=["attention"],
-        fix="set model.lora.targets=[attention]",
-    )
-
-
 def adapter_rules(table: tuple[WeightRule, ...], targets: Collection[str] | None) -> Iterator[WeightRule]:
     """Yield the adapter rules for the linear layers in a table of weights; `targets` None selects the default layers.
 
-    Stacks of experts have none, see `refuse_stacks`. Source names are those of the weights with `lora_A.weight` or
-    `lora_B.weight` in place of `weight`. Their shapes also use the size `rank`.
+    Source names are those of the weights with `lora_A.weight` or `lora_B.weight` in place of `weight`; in a stack of
+    experts each expert has a name. Their shapes also use the size `rank`.
     """
     wanted = DEFAULT_TARGETS if targets is None else targets
     for rule in table:
         target = TARGETS.get(rule.part)
         linear = rule.param.endswith(".weight") and len(rule.sources[0].shape) == 2
-        if target not in wanted or not linear or rule.stacked:
+        if target not in wanted or not linear:
             continue
         stem = f"{rule.param.removesuffix('weight')}{MODULE}."
         down, up = [], []
         for source in rule.sources:
             name, (rows, columns) = source.name.removesuffix(".weight"), source.shape
+            if rule.stacked:
+                name, rows, columns = name.replace(".experts.", ".experts.{e}."), columns, rows
             down.append(WeightSource(name + DOWN, ("rank", columns)))
             up.append(WeightSource(name + UP, (rows, "rank")))
-        by_columns = rule.split is COLUMNS  # whether tensor parallelism splits the weight's columns
+        split = _TRANSPOSED.get(rule.split.name, rule.split) if rule.stacked else rule.split
+        by_columns = split is COLUMNS  # whether tensor parallelism splits the inputs
         yield WeightRule(f"{stem}a", rule.part, COLUMNS if by_columns else STACK, tuple(down))
-        yield WeightRule(f"{stem}b", rule.part, STACK if by_columns else rule.split, tuple(up))
+        yield WeightRule(f"{stem}b", rule.part, STACK if by_columns else split, tuple(up))

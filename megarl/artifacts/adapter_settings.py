@@ -23,6 +23,8 @@ PLAIN = {
     "rank_pattern": {},
     "alpha_pattern": {},
 }
+#: Ends of names of parameters that may have adapters: weights of linear layers, and tensors of all experts (gpt-oss).
+_PARAMETERS = (".weight", ".experts.gate_up_proj", ".experts.down_proj")
 #: Initialisations that do not change the base model's weights. Others (pissa, olora, corda, loftq, lora_ga) do, and the
 #: adapter then belongs to the changed model.
 _STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
@@ -98,9 +100,9 @@ def _beyond_formula(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if key in PLAIN:
             if (value or PLAIN[key]) != PLAIN[key]:
                 yield key, str(PLAIN[key])
-        elif key == "target_parameters":  # the formula holds for linear layers, not for stacked experts
-            if not all(str(name).endswith(".weight") for name in value or ()):
-                yield key, "parameters of linear layers, whose names end with .weight"
+        elif key == "target_parameters":
+            if not all(str(name).endswith(_PARAMETERS) for name in value or ()):
+                yield key, f"names that end with {' or '.join(_PARAMETERS)}"
         elif key == "init_lora_weights":
             if value not in _STARTS:
                 yield key, ", ".join(map(str, _STARTS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarl.architectures.adapters import DEFAULT_TARGETS, refuse_stacks
+from megarl.architectures.adapters import DEFAULT_TARGETS
 from megarl.artifacts.adapter_settings import check_scale, read_settings
 from megarl.artifacts.facts import ModelFacts
 from megarl.checks.checklist import Checklist
@@ -23,9 +23,7 @@ def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement
     if lora is None:
         return
     if facts is not None:
-        with checks.recorded():
-            refuse_stacks(facts.model_type, facts.rules, lora.targets)
-            _check_targets(lora, facts, checks)
+        _check_targets(lora, facts, checks)
     if lora.path is not None:
         with checks.recorded():
             check_scale(read_settings(Path(lora.path), "model.lora.path"), lora, "model.lora.path")

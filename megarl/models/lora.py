@@ -44,9 +44,10 @@ from torch import Tensor
 
 from megarl.architectures.adapters import DOWN, MODULE, is_adapter
 from megarl.config.model import LoraConfig
+from megarl.models.layers.experts.stacked import StackedLinear
 from megarl.models.layers.experts.training import GroupedLinear, expert_groups, grouped_linear
 from megarl.models.layers.linear import ReplicatedLinear
-from megarl.models.layers.rules import TensorRegion
+from megarl.models.layers.rules import TensorRegion, whole
 from megarl.models.weight_table import Shard, as_index, region_shape
 from megarl.models.weights.adapters import adapter_slices, adapter_tensors, check_targets
 from megarl.models.weights.fill import coordinate, fill, generator_of
@@ -181,7 +182,9 @@ class LinearAdapter(Adapter):
 class ExpertAdapters(Adapter):
     """The adapters of one projection (or of gate and up) of each of a process's experts."""
 
-    def __init__(self, linear: GroupedLinear, a: tuple[int, ...], b: tuple[int, ...], lora: LoraConfig) -> None:
+    def __init__(
+        self, linear: GroupedLinear | StackedLinear, a: tuple[int, ...], b: tuple[int, ...], lora: LoraConfig
+    ) -> None:
         projections, rows = a[0] // (lora.rank * linear.experts), b[0] // linear.experts
         super().__init__(linear.weight, a, b, (rows // projections,) * projections, lora, linear.experts)
         self._by_columns = linear.weight.partition_dim == 1  # type: ignore[attr-defined]
@@ -209,6 +212,24 @@ class ExpertAdapters(Adapter):
         return torch.cat([grouped_linear(part, up, ends) for part, up in parts], -1)
 
 
+class StackedAdapters(ExpertAdapters):
+    """The adapters of one projection of each of a process's experts, whose weights are [experts, in, out]."""
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor, region: TensorRegion) -> Tensor:
+        """Implement `Adapter.merged`."""
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        experts, inputs, outputs = as_index(region)
+        a = self.a.view(self._experts, self._rank, -1)[experts, :, inputs].to(wide)
+        b = self.b.view(self._experts, -1, self._rank)[experts, outputs].to(wide)
+        whole = weight[as_index(region)].to(wide)
+        return torch.baddbmm(whole, a.transpose(1, 2), b.transpose(1, 2), alpha=self.scale).to(weight.dtype)
+
+    def whole(self, weight: Tensor) -> Tensor:
+        """Implement `Adapter.whole`."""
+        return self.merged(weight, whole(tuple(weight.shape)))
+
+
 def adapter_of(linear: Any) -> Adapter | None:
     """Return the adapter of a linear layer, or None."""
     adapter: Adapter | None = getattr(linear, MODULE, None)
@@ -230,8 +251,9 @@ def attach(chunks: Sequence[PolicyModel], lora: LoraConfig) -> None:
             continue
         linear = chunks[number].get_submodule(name)
         down, up = shard.shape, shards[number, f"{name}.{MODULE}.b"]
-        if isinstance(linear, GroupedLinear):
-            linear.add_module(MODULE, ExpertAdapters(linear, down, up.shape, lora))
+        if isinstance(linear, GroupedLinear | StackedLinear):
+            kind = ExpertAdapters if isinstance(linear, GroupedLinear) else StackedAdapters
+            linear.add_module(MODULE, kind(linear, down, up.shape, lora))
             continue
         if not isinstance(linear, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear):
             raise TypeError(

@@ -316,8 +316,7 @@ def with_adapters(folder: Path, facts: ModelFacts) -> Any:
 
     hf = load_hf_config(ModelConfig(path=str(folder), vision=facts.encoder is not None))
     names = ["attention", *(["mlp"] if not facts.is_moe or not all(facts.sparse) else [])]
-    single = facts.is_moe and not any(rule.stacked for rule in ARCHITECTURES[facts.model_type].tensors)
-    lora = LoraConfig(rank=2, alpha=3, targets=names + (["experts"] if single else []))
+    lora = LoraConfig(rank=2, alpha=3, targets=names + (["experts"] if facts.is_moe else []))
     config = transformer_config(hf, ParallelConfig(), dtype=torch.float32, engine=EngineConfig(), lora=lora)
     chunks = build_policy(hf, config)
     init_adapters(chunks, lora, 0)

@@ -7,12 +7,11 @@ import random
 import pytest
 import torch
 
-from megarl.config.model import LoraConfig, ModelConfig, ParallelConfig
+from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.models.config import load_hf_config, transformer_config
 from megarl.models.weight_table import as_index
 from megarl.models.weights import export_weights
-from megarl.models.weights.adapters import check_targets
 from megarl.models.weights.files import CheckpointReader
 from megarl.models.weights.fill import local_shards
 from megarl.rollout.engine import Request
@@ -125,13 +124,6 @@ def test_random_models_are_those_of_transformers(seed, tmp_path):
         for piece in shard.pieces:
             theirs = gradients.read(piece.source, piece.source_region)
             torch.testing.assert_close(parameter.grad[as_index(piece.target_region)], theirs, atol=2e-4, rtol=1e-4)
-
-
-def test_adapters_of_stacked_experts_are_refused_by_name():
-    hf = load_hf_config(ModelConfig(path=None, hf_config=tiny_dict("gpt_oss")))
-    check_targets(hf, LoraConfig(rank=4))  # those of attention
-    with pytest.raises(ConfigError, match=r"gpt_oss[\s\S]*all experts of a layer in one tensor[\s\S]*attention"):
-        check_targets(hf, LoraConfig(rank=4, targets=["attention", "experts"]))
 
 
 def test_transformer_engine_layers_are_refused():

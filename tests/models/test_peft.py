@@ -16,12 +16,14 @@ LORA = LoraConfig(rank=4, alpha=6)
 EXPERTS = LORA.model_copy(update={"targets": ["attention", "experts"]})
 DENSE = {"mlp_only_layers": [1]}
 ALL = LORA.model_copy(update={"targets": ["attention", "mlp", "experts"]})
-MODELS = {  # biases; norms of heads; experts; dense layers of a mixture, without and with adapters on its experts
+# biases; norms of heads; experts; all experts in one tensor; dense layers of a mixture, without and with adapters on
+# its experts
+MODELS = {
     "qwen2": ("qwen2", LORA, {}),
     "qwen3": ("qwen3", LORA, {}),
     "latent": ("deepseek_v3", LORA, {"q_lora_rank": None}),
     "mixtral": ("mixtral", EXPERTS, {}),
-    "qwen3_moe": ("qwen3_moe", EXPERTS, {}),
+    "gpt_oss": ("gpt_oss", EXPERTS, {}),
     "dense": ("qwen3_moe", LORA, DENSE),
     "mixed": ("qwen3_moe", ALL, DENSE),
 }
@@ -84,8 +86,16 @@ def test_a_merged_weight_is_the_sum_and_loads_in_again(exported, tmp_path):
     for name in before.names():
         stem = f"base_model.model.{name.removesuffix('.weight')}.lora_"
         want = before.read(name).double()
+        if want.dim() == 3:
+            block, _, projection = name.rpartition(".")
+            stem = f"base_model.model.{block}{'.base_layer' if projection == 'gate_up_proj' else ''}.lora_"
         if f"{stem}A.weight" in tensors:
-            want += 6 / 4 * tensors[f"{stem}B.weight"].double() @ tensors[f"{stem}A.weight"].double()
+            down, up = (tensors[f"{stem}{part}.weight"].double() for part in "AB")
+            if want.dim() == 3:
+                down, up = down.unflatten(0, (len(want), 4)), up.unflatten(1, (4, len(want)))
+                want += 6 / 4 * torch.einsum("ore,eri->eio", up, down)
+            else:
+                want += 6 / 4 * up @ down
             changed.add(stem)
         torch.testing.assert_close(after.read(name).double(), want, rtol=1e-6, atol=1e-6)
     assert len(changed) * 2 == len(tensors)
@@ -213,7 +223,7 @@ def stored(folder, settings=None, tensors=None):
         ("trainable_token_indices", [3]),
         ("layer_replication", [[0, 2]]),
         ("use_qalora", True),
-        ("target_parameters", ["mlp.experts.gate_up_proj"]),
+        ("target_parameters", ["mlp.experts.gate_up_proj_bias"]),
         ("of_next_year", "x"),
         ("r", None),
         ("lora_alpha", 0),

@@ -279,6 +279,8 @@ BF16 = {"dtype": "bf16"}
                 (*ADAPTED[1], 20, BF16),
                 (*ADAPTED[2], 4, BF16),
                 (*ADAPTED[2], 20, BF16),
+                ("gpt_oss", ["attention", "experts"], 4, {}),
+                ("gpt_oss", ["attention", "experts"], 20, {}),
             )
         ),
     ],

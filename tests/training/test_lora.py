@@ -13,10 +13,14 @@ EXPERTS = LoraConfig(rank=4, alpha=8, targets=["attention", "experts"])
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_grad=0)
 
 
+def _lora(model: str) -> LoraConfig:
+    return EXPERTS if "moe" in model or model == "sinks" else LORA
+
+
 def adapted_engine(model: str = "dense", parallel: ParallelConfig | None = None, clip: float = 0, **kwargs):
     """Engine whose adapters are random, B too: a product that is zero would hide mistakes."""
     optim = OPTIM.model_copy(update={"clip_grad": clip})
-    engine = cases.make_engine(model, parallel, lora=EXPERTS if "moe" in model else LORA, optim=optim, **kwargs)
+    engine = cases.make_engine(model, parallel, lora=_lora(model), optim=optim, **kwargs)
     spread_up(engine)
     return engine
 
@@ -68,7 +72,7 @@ def base_weights(engine) -> dict[str, torch.Tensor]:
 
 def fused(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights as transformers' modules hold them: those of all experts of a layer in two tensors."""
-    found = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+    found = {name: tensor for name, tensor in weights.items() if not name.partition(".experts.")[2][:1].isdigit()}
     for block in sorted({name.partition(".experts.")[0] for name in weights.keys() - found.keys()}):
         named = {
             kind: [
@@ -92,7 +96,14 @@ def oracle(engine, batch, temperature: float) -> tuple[torch.Tensor, dict[str, t
     weights = base_weights(engine)
     for name in {name.rpartition(".lora_")[0] for name in adapters}:
         added = adapters[f"{name}.lora_B.weight"] @ adapters[f"{name}.lora_A.weight"]
-        weights[f"{name}.weight"] = weights[f"{name}.weight"] + engine.lora.alpha / engine.lora.rank * added
+        added = engine.lora.alpha / engine.lora.rank * added
+        block, _, expert = name.partition(".experts.")
+        number, _, projection = expert.partition(".")
+        if (stack := f"{block}.experts.{projection}") in weights:
+            weights[stack] = weights[stack].clone()
+            weights[stack][int(number)] += added.t()
+        else:
+            weights[f"{name}.weight"] = weights[f"{name}.weight"] + added
     merged = fused(weights)
     rows, entropies = [], []
     for prompt, response in zip(batch["prompt_ids"].unbind(), batch["response_ids"].unbind(), strict=True):
@@ -108,7 +119,7 @@ def oracle(engine, batch, temperature: float) -> tuple[torch.Tensor, dict[str, t
 
 @pytest.mark.parametrize(
     ("model", "recompute"),
-    [("dense", "none"), ("dense", "full"), ("tied", "full"), ("moe", "none"), ("moe", "full"), ("latent", "none")],
+    [("dense", "none"), ("sinks", "full"), ("tied", "full"), ("moe", "none"), ("moe", "full"), ("latent", "none")],
 )
 def test_log_probs_and_gradients_are_those_of_the_formula(alone, model, recompute):
     """float32 against float64: sums of at most 96 products of values of size 1, some 1e-6 relative."""
@@ -187,7 +198,7 @@ LAYOUTS = [
     ("latent", {"tp": 2, "sp": True}, {}),
     ("latent", {"cp": 2}, {}),
     ("moe", {"ep": 2}, {}),
-    ("moe", {"tp": 2, "sp": True}, {"recompute": "full"}),
+    ("sinks", {"tp": 2, "sp": True}, {"recompute": "full"}),
     ("moe", {"pp": 2}, {"distributed_optimizer": False}),
     ("moe", {"tp": 2, "sp": True, "ep": 2}, {}),
     ("moe", {"tp": 2, "sp": True, "etp": 1}, {}),

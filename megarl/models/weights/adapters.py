@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megarl.architectures.adapters import TARGETS, adapter_rules, refuse_stacks
+from megarl.architectures.adapters import TARGETS, adapter_rules
 from megarl.config.model import LoraConfig
 from megarl.models.weight_table import Coordinate, Shard, WeightTable
 from megarl.system.errors import ConfigError
@@ -47,7 +47,6 @@ def check_targets(hf: PretrainedConfig, lora: LoraConfig) -> None:
             allowed="0 with experts among model.lora.targets",
             fix="set model.lora.dropout=0",
         )
-    refuse_stacks(hf.model_type, WeightTable.of(hf).rules, lora.targets)
     present = {TARGETS[rule.part] for rule, _, _ in _table(hf, lora).instances(Coordinate())}
     missing = [target for target in lora.targets or () if target not in present]
     if missing or not present:

@@ -2,13 +2,20 @@
 
 Tensors are named `base_model.model.MODULE` for a module of the base model, with `lora_A.weight` [rank, in] and
 `lora_B.weight` [out, rank]; the layer computes W x + lora_alpha / r * B A x.
+
+Experts that the base model has in one tensor [experts, in, out] (gpt-oss) have one A [experts * rank, in], which
+concatenates those of the experts, and one B [out, rank * experts], in which the expert changes fastest. PEFT wraps a
+layer's experts in one adapter for each of their two tensors. The first one, `gate_up_proj`, has the inner one, which is
+named `base_layer`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +34,8 @@ from megarl.system.comm import WorkerGroup
 from megarl.system.errors import ConfigError
 
 _PREFIX = "base_model.model."
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_up_proj|down_proj)\.(lora_[AB])\.weight")
+_STACKS = {"gate_up_proj": ".base_layer", "down_proj": ""}
 _EMBEDDINGS = ("embed_tokens", "pos_embed")  # modules with 2-dimensional weights that are not linear layers
 
 
@@ -50,19 +59,67 @@ def export_adapter(
         if base is not None and (local := Path(base).expanduser()).is_dir():
             base = str(local.absolute())
         shapes = adapter_tensors(chunks[0].hf_config, lora)
+        stored = _stored(shapes)
         temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
         temporary.mkdir(parents=True)
-        named = {_PREFIX + name: shape for name, shape in shapes.items()}
+        named = {_PREFIX + name: shape for name, shape in stored.items()}
         writer = SafetensorsWriter(temporary / TENSORS, named, chunks[0].config.params_dtype)
-        for name, tensor in tensors:
-            assert tensor is not None, "the writing rank gets every tensor"
+        for name, tensor in _in_stacks(tensors, shapes):
             writer.add(_PREFIX + name, tensor)
         writer.close()
-        settings = peft_config(lora, shapes, base, mixture=num_experts(chunks[0].hf_config) is not None)
+        settings = peft_config(lora, stored, base, mixture=num_experts(chunks[0].hf_config) is not None)
         text = json.dumps(settings, indent=2, sort_keys=True)
         (temporary / CONFIG).write_text(text + "\n", encoding="utf-8")
         replace_folder(temporary, folder)
     world.barrier()
+
+
+def _stack_of(name: str) -> tuple[str, int] | None:
+    """Return the stored name of the adapters that an expert's adapter is a part of, and the expert's number; None: the
+    tensor is stored under its own name.
+
+    >>> _stack_of("mlp.experts.3.gate_up_proj.lora_A.weight")
+    ('mlp.experts.base_layer.lora_A.weight', 3)
+    """
+    match = _EXPERT.fullmatch(name)
+    return None if match is None else (f"{match[1]}{_STACKS[match[3]]}.{match[4]}.weight", int(match[2]))
+
+
+def _homes(names: Iterable[str]) -> dict[str, str]:
+    """Return by the name of each adapter tensor of a model the name of the stored tensor that holds it."""
+    names = list(names)
+    if not any(".experts.0.gate_up_proj." in name for name in names):  # other models have a tensor for each expert
+        return dict(zip(names, names, strict=True))
+    return {name: (_stack_of(name) or (name, 0))[0] for name in names}
+
+
+def _stored(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of the stored tensors that hold the adapters `shapes`."""
+    stored: dict[str, tuple[int, ...]] = {}
+    for name, home in _homes(shapes).items():
+        shape, (rows, columns) = shapes[name], stored.get(home, (0, 0))
+        if home == name:
+            stored[home] = shape
+        else:
+            stored[home] = (shape[0], columns + shape[1]) if home.endswith(UP) else (rows + shape[0], shape[1])
+    return stored
+
+
+def _in_stacks(
+    tensors: Iterable[tuple[str, torch.Tensor | None]], shapes: dict[str, tuple[int, ...]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the stored tensors of adapters with these `shapes`; those of a stack follow one another."""
+    homes, stored, parts = _homes(shapes), _stored(shapes), list[torch.Tensor]()
+    for name, tensor in tensors:
+        assert tensor is not None, "the writing rank gets every tensor"
+        home = homes[name]
+        if home == name:
+            yield name, tensor
+            continue
+        parts.append(tensor)
+        if sum(part.numel() for part in parts) == math.prod(stored[home]):
+            yield home, torch.stack(parts, 2).flatten(1) if home.endswith(UP) else torch.cat(parts)
+            parts = []
 
 
 def peft_config(lora: LoraConfig, names: Iterable[str], base: str | None, *, mixture: bool) -> dict[str, Any]:
@@ -72,15 +129,27 @@ def peft_config(lora: LoraConfig, names: Iterable[str], base: str | None, *, mix
     dense layers of a mixture are listed as parameters, which PEFT adapts by the same formula, but without dropout.
     """
     stems = [name.removesuffix(DOWN) for name in names if name.endswith(DOWN)]
-    dense = [stem for stem in stems if mixture and ".mlp." in stem and ".experts." not in stem]
+    stacks = {
+        block + suffix: f"{block}.{projection}"
+        for projection, suffix in _STACKS.items()
+        for block in (stem.removesuffix(suffix) for stem in stems if stem.endswith(f".experts{suffix}"))
+    }
+    dense = [s for s in stems if mixture and ".mlp." in s and ".experts." not in s and s not in stacks]
+    parameters = [f"{stem}.weight" for stem in dense] + [stacks[stem] for stem in stems if stem in stacks]
     settings = {
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0 if dense else lora.dropout,
-        "target_modules": _modules(stem + DOWN for stem in stems if stem not in dense),
-        "target_parameters": [stem.removeprefix("model.") + ".weight" for stem in dense] or None,
+        "target_modules": _modules(stem + DOWN for stem in stems if stem not in dense and stem not in stacks),
+        "target_parameters": [name.removeprefix("model.") for name in parameters] or None,
     }
     return {**PLAIN, **settings, "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
+
+
+def _stack(weight: str) -> str | None:
+    """Return the stem of the adapters of a weight that holds all experts; None for other weights."""
+    block, _, projection = weight.rpartition(".")
+    return block + _STACKS[projection] if block.endswith(".experts") and projection in _STACKS else None
 
 
 def _modules(names: Iterable[str]) -> list[str]:
@@ -109,6 +178,7 @@ class AdapterReader:
     def check(self, lora: LoraConfig, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raise an error if the adapter's settings or tensors differ from the recipe's."""
         check_scale(self.settings, lora, self._where)
+        shapes = _stored(shapes)
         wrong = [f"no {name}" for name in shapes if name not in self.names]
         wrong += [f"{name} is not targeted here" for name in self.names if name not in shapes]
         wrong += [
@@ -127,7 +197,15 @@ class AdapterReader:
 
     def read(self, name: str) -> torch.Tensor:
         """Return tensor `name` in the file's dtype."""
-        return self._file.get_tensor(self.names[name])
+        if name in self.names:
+            return self._file.get_tensor(self.names[name])
+        place = _stack_of(name)
+        assert place is not None, "`check` has found every tensor"
+        stack, expert = place
+        whole, rank = self._file.get_slice(self.names[stack]), self.settings["r"]
+        if stack.endswith(DOWN):
+            return whole[expert * rank : (expert + 1) * rank]
+        return whole[:].unflatten(1, (rank, -1))[:, :, expert].contiguous()
 
     def base(self) -> str:
         """Return the folder or hub name of the adapter's base model."""
@@ -152,6 +230,9 @@ class AdapterReader:
         expected: dict[str, list[int]] = {}
         for name, shape in shapes.items():
             stem = name.removesuffix(".weight")
+            if (stack := _stack(name)) is not None and len(shape) == 3:
+                experts, inputs, outputs = shape
+                expected |= {stack + DOWN: [rank * experts, inputs], stack + UP: [outputs, rank * experts]}
             if stem != name and len(shape) == 2 and not stem.endswith(_EMBEDDINGS):
                 expected |= {stem + DOWN: [rank, shape[1]], stem + UP: [shape[0], rank]}
         for name, stored in sorted(self.names.items()):
@@ -174,10 +255,12 @@ class AdapterReader:
 
     def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Return weight `name` with its adapter merged, if it has one, in the weight's dtype."""
-        stem = name.removesuffix(".weight")
+        stem = _stack(name) or name.removesuffix(".weight")
         if stem + DOWN not in self.names:
             return weight
-        down, up = self.read(stem + DOWN).float(), self.read(stem + UP).float()
-        return torch.addmm(weight.float(), up, down, alpha=self.settings["lora_alpha"] / self.settings["r"]).to(
-            weight.dtype
-        )
+        down, up = (self._file.get_tensor(self.names[stem + part]).float() for part in (DOWN, UP))
+        scale = self.settings["lora_alpha"] / self.settings["r"]
+        if weight.dim() == 3:
+            a, b = down.unflatten(0, (len(weight), -1)), up.unflatten(1, (-1, len(weight))).permute(2, 1, 0)
+            return torch.baddbmm(weight.float(), a.transpose(1, 2), b, alpha=scale).to(weight.dtype)
+        return torch.addmm(weight.float(), up, down, alpha=scale).to(weight.dtype)

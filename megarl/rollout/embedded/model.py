@@ -108,7 +108,7 @@ class Recipe:
         if adapter is not None and adapter.enabled:
             if not self.pack_rows and self.dtype == weight.dtype:
                 return lambda x, ends: grouped_linear(x, weight.detach(), ends).add_(adapter(x, ends))
-            weight = adapter.whole(linear.weight).view_as(weight)
+            weight = linear.stack(adapter.whole(linear.weight))
         if not self.pack_rows:
             w = self.cast(weight)
             return lambda x, ends: grouped_linear(x, w, ends)

@@ -84,7 +84,11 @@ class StackedLinear(MegatronModule):
     @property
     def stacked(self) -> Tensor:
         """The weight as [experts, out, in]."""
-        return self.weight.transpose(1, 2)
+        return self.stack(self.weight)
+
+    def stack(self, weight: Tensor) -> Tensor:
+        """Return a tensor in the form of this layer's weight as [experts, out, in]."""
+        return weight.transpose(1, 2)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Call `grouped_linear` with the experts' weights; the bias is not added."""

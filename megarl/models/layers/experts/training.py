@@ -108,7 +108,11 @@ class GroupedLinear(MegatronModule):
     @property
     def stacked(self) -> Tensor:
         """The weight as [experts, out, in]."""
-        return self.weight.view(self.experts, -1, self.weight.shape[1])
+        return self.stack(self.weight)
+
+    def stack(self, weight: Tensor) -> Tensor:
+        """Return a tensor in the form of this layer's weight as [experts, out, in]."""
+        return weight.view(self.experts, -1, weight.shape[1])
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Call `grouped_linear` with the experts' weights."""
