@@ -74,15 +74,15 @@ def export_adapter(
     world.barrier()
 
 
-def _stack_of(name: str) -> tuple[str, int] | None:
-    """Return the stored name of the adapters that an expert's adapter is a part of, and the expert's number; None: the
-    tensor is stored under its own name.
+def _stack_of(name: str) -> tuple[str, int]:
+    """Return the stored name of the adapters that an expert's adapter is a part of, and the expert's number; the name
+    itself and 0 for other tensors.
 
     >>> _stack_of("mlp.experts.3.gate_up_proj.lora_A.weight")
     ('mlp.experts.base_layer.lora_A.weight', 3)
     """
     match = _EXPERT.fullmatch(name)
-    return None if match is None else (f"{match[1]}{_STACKS[match[3]]}.{match[4]}.weight", int(match[2]))
+    return (name, 0) if match is None else (f"{match[1]}{_STACKS[match[3]]}.{match[4]}.weight", int(match[2]))
 
 
 def _homes(names: Iterable[str]) -> dict[str, str]:
@@ -90,7 +90,7 @@ def _homes(names: Iterable[str]) -> dict[str, str]:
     names = list(names)
     if not any(".experts.0.gate_up_proj." in name for name in names):  # other models have a tensor for each expert
         return dict(zip(names, names, strict=True))
-    return {name: (_stack_of(name) or (name, 0))[0] for name in names}
+    return {name: _stack_of(name)[0] for name in names}
 
 
 def _stored(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -199,9 +199,7 @@ class AdapterReader:
         """Return tensor `name` in the file's dtype."""
         if name in self.names:
             return self._file.get_tensor(self.names[name])
-        place = _stack_of(name)
-        assert place is not None, "`check` has found every tensor"
-        stack, expert = place
+        stack, expert = _stack_of(name)
         whole, rank = self._file.get_slice(self.names[stack]), self.settings["r"]
         if stack.endswith(DOWN):
             return whole[expert * rank : (expert + 1) * rank]
