@@ -105,7 +105,7 @@ def prefix_tree(rows: Sequence[np.ndarray], shortest: int = SHORTEST) -> PrefixT
     """
     # big-endian numbers sort like their bytes
     order = sorted(range(len(rows)), key=lambda row: np.asarray(rows[row], dtype=">i8").tobytes())
-    common = [0, *_common_tokens([rows[row] for row in order])]
+    common = [0, *common_tokens([rows[row] for row in order])]
     longest = lambda part: max(len(rows[row]) for row in order[part.start : part.stop])  # noqa: E731
     nodes, leaves = list[Node](), [-1] * len(rows)
     # (neighbours in `order`, tokens before their nodes, last node before them); the last one of the list is next
@@ -128,7 +128,7 @@ def prefix_tree(rows: Sequence[np.ndarray], shortest: int = SHORTEST) -> PrefixT
     return PrefixTree(tuple(nodes), tuple(leaves))
 
 
-def _common_tokens(rows: Sequence[np.ndarray]) -> Iterator[int]:
+def common_tokens(rows: Sequence[np.ndarray]) -> Iterator[int]:
     """Yield the number of equal tokens at the beginning of each sequence and the one before it."""
     for before, row in itertools.pairwise(rows):
         least = min(len(before), len(row))
