@@ -116,7 +116,7 @@ def test_the_calls_of_variable_length_kernels_equal_the_dense_mask(tree, window,
 
 
 def test_own_sums_in_the_backward_passes_of_parts_are_wrong(monkeypatch):
-    """Each part needs the output and the sum of all parts: the gradient through the softmax of the part is another one."""
+    """Each part needs the output and the sum of all parts: with those of the part its gradient is another."""
 
     def detached(self, grad, q, k, v, out, lse):
         sums = [torch.zeros_like(x) for x in (q, k, v)]
