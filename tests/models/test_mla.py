@@ -203,7 +203,13 @@ def layout_case(layout: dict[str, Any], changes: dict[str, Any]) -> dict[str, to
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None, "v_head_dim": 24}], ids=["ranked", "direct"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="ranked"),
+        pytest.param({"q_lora_rank": None, "v_head_dim": 24}, id="direct", marks=pytest.mark.campaign("families")),
+    ],
+)
 def test_layouts_equal_one_process(changes):
     expected = layout_case({}, changes)
     for results in run_distributed(layout_cases, 4, 240, LAYOUTS, changes):

@@ -95,7 +95,7 @@ def be_the_trainer(folder: str, spool: str, layout: dict, ranks: int) -> list:
 @pytest.mark.parametrize(
     ("model", "trainer", "engine"),
     [
-        ("qwen3", (2, {"tp": 2}), (1, {})),
+        pytest.param("qwen3", (2, {"tp": 2}), (1, {}), marks=pytest.mark.campaign("teams")),
         ("qwen3", (1, {}), (2, {"tp": 2})),
         ("qwen3_moe", (2, {"pp": 2}), (2, {"ep": 2})),
     ],

