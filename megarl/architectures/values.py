@@ -155,6 +155,8 @@ def wrong_in_sglang(values: Mapping[str, Any]) -> str | None:
         kind, theta, factor = scaling["rope_type"], scaling["rope_theta"], scaling.get("attention_factor")
         if served.rope_types is not None and kind not in served.rope_types:
             return f"SGLang's class does not compute rotary positions of the kind {kind}"
+        if kind == "linear" and not isinstance(scaling["factor"], float):
+            return f"SGLang expects a factor of rotary positions with a decimal point, not {scaling['factor']}"
         if served.rope_theta not in (None, theta):
             return f"SGLang expects a rope_theta of {served.rope_theta:g}, not {theta:g}"
         if factor is not None and not math.isclose(factor, 0.1 * math.log(scaling.get("factor") or 1) + 1):

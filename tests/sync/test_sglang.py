@@ -3,6 +3,7 @@
 import contextlib
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -36,11 +37,14 @@ pytestmark = [
 
 
 @contextlib.contextmanager
-def serving(folder: Path, name: str, dtype: str = "float32", tp_size: int = 1, **changes):
-    """Address of a server that was started with a tiny model, saved in folder/model."""
+def serving(folder: Path, name: Any, dtype: str = "float32", tp_size: int = 1, **changes):
+    """Address of a server that was started with a tiny model, saved in folder/model, or with transformers' `name`."""
     from megarl.rollout.sglang.server import ServerProcess, ServerSpec, health
 
-    model = save_tiny(folder / "model", name, **changes)
+    if isinstance(name, str):
+        model = save_tiny(folder / "model", name, **changes)
+    else:
+        (model := name).save_pretrained(folder / "model")
     write_metadata(folder / "model", model.config, None, torch.float32)  # with the keys that only servers read
     config = SGLangConfig(max_total_tokens=4096, context_length=128, tp_size=tp_size)
     spec = ServerSpec(0, config, folder / "model", dtype, "127.0.0.1", KEY, folder, cuda=False)

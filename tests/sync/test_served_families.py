@@ -1,0 +1,104 @@
+"""Real SGLang servers compute drawn models as transformers does, or the checks refuse the models before a start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+
+from megarl.architectures import ARCHITECTURES
+from megarl.artifacts.facts import facts_from_config
+from megarl.checks.recipe import check_config
+from megarl.rollout.sglang.api import ServerApi
+from megarl.rollout.sglang.probe import greedy_probe
+from megarl.rollout.sglang.server_places import NAME
+from megarl.system.errors import ConfigError
+from tests.config.conftest import config_of, write  # noqa: F401
+from tests.models import families
+from tests.sync.test_sglang import KEY, MISSING, serving
+
+pytestmark = [
+    *(pytest.mark.procs, pytest.mark.servers, pytest.mark.campaign("servers"), pytest.mark.timeout(1200)),
+    pytest.mark.skipif(bool(MISSING), reason=f"no SGLang to test with: {MISSING}"),
+]
+SERVED = 6  # models of each architecture
+CLOSE = 1e-4  # float32 with other kernels; log-probs have a size of about 5
+PROMPT, NEW = 40, 8  # tokens; the drawn windows are shorter, and longrope's shortest limit is longer
+#: On a CPU the server pads these widths to multiples of 32.
+WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+
+
+def drawn(model_type: str, count: int) -> list[dict[str, Any]]:
+    """Configurations that megarl trains, with widths that CPU servers compute."""
+    found: list[dict[str, Any]] = []
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(raw=families.fitting(model_type))
+    def each(raw: dict[str, Any]) -> None:
+        raw |= {key: 32 * (raw[key] // 8) for key in WIDTHS if key in raw} | {"max_position_embeddings": 128}
+        try:
+            facts_from_config(raw, "config.json")
+        except ConfigError:
+            return
+        found.append(raw)
+
+    each()
+    return found
+
+
+def refusal(raw: dict[str, Any], config_of: Any) -> str | None:  # noqa: F811
+    """Why the checks refuse to serve the model; None: they accept it."""
+    limits = (f"data.max_prompt_tokens={PROMPT}", f"rollout.sampling.max_new_tokens={NEW}")
+    config = config_of("rollout.engine=sglang", "model.hf_config=null", f"model.hf_config={json.dumps(raw)}", *limits)
+    failed = [check for check in check_config(config).items if check.status == "fail" and check.name == NAME]
+    return failed[0].message if failed else None
+
+
+def gap(folder: Path, raw: dict[str, Any]) -> float | None:
+    """How far the server's log-probs of greedy tokens are from transformers'; None: transformers fails."""
+    folder.mkdir()
+    made = families.reference(raw, folder)
+    if made is None:
+        return None
+    model, _ = made
+    prompt = families.token_ids(PROMPT, raw["vocab_size"], 5).tolist()
+    with serving(folder, model) as url:
+        probe = greedy_probe(ServerApi(url, KEY, "server 0"), prompt, NEW, 60.0)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + probe.token_ids]), use_cache=False).logits[0, PROMPT - 1 : -1]
+    theirs = logits.log_softmax(-1)
+    chosen = theirs.gather(1, torch.tensor(probe.token_ids)[:, None])[:, 0]
+    missed = (theirs.max(-1).values - chosen).max().item()  # of tokens that are not the likeliest
+    return max(missed, (torch.tensor(probe.logprobs) - chosen).abs().max().item())
+
+
+@pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
+def test_drawn_models_are_served_as_transformers_computes_them(model_type, tmp_path, config_of, capsys):  # noqa: F811
+    equal, refused, wrong = 0, [], []
+    for number, raw in enumerate(drawn(model_type, 40)):
+        if why := refusal(raw, config_of):
+            refused.append(why)
+            continue
+        try:
+            worst = gap(tmp_path / str(number), raw)
+        except Exception as error:
+            wrong.append((f"{type(error).__name__}: {error}"[-300:], raw))
+        else:
+            wrong += [(worst, raw)] if worst is not None and worst >= CLOSE else []
+            equal += worst is not None and worst < CLOSE
+        if equal + len(wrong) >= SERVED:
+            break
+    with capsys.disabled():
+        print(f"\n{model_type}: {equal} equal, {len(refused)} refused", *sorted(set(refused)), sep="\n    ")
+    assert not wrong, "\n\n".join(str(each) for each in wrong)
