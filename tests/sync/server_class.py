@@ -2,7 +2,7 @@
 
     python server_class.py CASES.json FOLDER...         FOLDERs are put on the path; CASES.json is a list of cases
 
-A case has the keys `folder`, `dtype`, `tp`, `attention`, `buckets`, `changes`, `out`, and maybe `requests`.
+A case has the keys `folder`, `dtype`, `tp`, `ep`, `attention`, `buckets`, `changes`, `out`, and maybe `requests`.
 `folder` has a config.json, `buckets` are files of (header, bytes) for megarl's loader, `changes` of patches for the
 same parameters. Each rank of each case is a process forked from this one, and writes to `out` the digests of its
 parameters after the buckets and after the patches. `requests` is a file with a list of requests with images; what
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -36,12 +37,12 @@ def built(case: dict, rank: int):
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
-    tp = case["tp"]
+    tp, ep = case["tp"], case["ep"]
     settings = {"device": "cpu", "sampling_backend": "pytorch", "attention_backend": case["attention"]}
     switches = {"disable_overlap_schedule": True, "skip_tokenizer_init": True, "disable_shared_experts_fusion": True}
     if case.get("requests"):
         switches["skip_tokenizer_init"] = False
-    arguments = ServerArgs(case["folder"], dtype=case["dtype"], tp_size=tp, **settings, **switches)
+    arguments = ServerArgs(case["folder"], dtype=case["dtype"], tp_size=tp, ep_size=ep, **settings, **switches)
     publish(arguments, role="test", ranks=SpawnRanks(world_rank=rank))
     init_distributed_environment(
         world_size=tp, rank=rank, local_rank=rank, backend="gloo", distributed_init_method=f"file://{case['out']}.store"
@@ -127,9 +128,18 @@ def run(case: dict, rank: int) -> None:
     Path(f"{case['out']}.{rank}").write_text(json.dumps(report))
 
 
+def patch_classes() -> None:
+    """Change SGLang as megarl's servers do."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    importlib.import_module("serve")
+    HookRegistry.apply_hooks()
+
+
 def main() -> None:
     failed = 0
     sys.path[:0] = sys.argv[2:]
+    patch_classes()
     for case in json.loads(Path(sys.argv[1]).read_text()):
         children = []
         for rank in range(case["tp"]):

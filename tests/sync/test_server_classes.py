@@ -43,6 +43,7 @@ CASES = {
     "glm4_moe": {"first_k_dense_replace": 1, **WIDE},
     "glm4_moe_lite": {"q_lora_rank": 24, **WIDE},
     "gpt_oss": {"intermediate_size": 64},
+    "gpt_oss of four key/value heads": {"intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4},
     "minimax_m2": {"intermediate_size": 64},
     "qwen2_moe": {**WIDE, "shared_expert_intermediate_size": 64},
     "qwen3_5_moe_text": {**WIDE, "shared_expert_intermediate_size": 64},
@@ -53,8 +54,11 @@ CASES = {
 SEEING = {"qwen3_5": WIDE, "qwen3_5_moe": {**WIDE, "shared_expert_intermediate_size": 64}}
 DERIVING = ("deepseek_v3", "glm4_moe_lite")  # these compute further weights after loading, so they take whole tensors
 SHARED = ("model.embed_tokens", "lm_head")  # a server's draft model has these in common with its model
-SOON = [("deepseek_v3", 2), ("gpt_oss", 2), ("minimax_m2", 1), ("qwen3_5", 1), ("qwen3_next", 2)]
-LATER = [(name, tp) for name in (*CASES, *SEEING) for tp in (1, 2) if (name, tp) not in SOON]
+SOON = [("deepseek_v3", 2), ("gpt_oss", 2, 2), ("minimax_m2", 1), ("qwen3_5", 1), ("qwen3_next", 2)]
+LATER = [
+    ("gpt_oss of four key/value heads", 4, 2),
+    *((name, tp) for name in (*CASES, *SEEING) for tp in (1, 2) if (name, tp) not in SOON),
+]
 
 
 def server_name(name: str) -> str:
@@ -143,7 +147,7 @@ class Prepared:
     of_draft: list[dict[str, str]]  # checksums of the draft model on each rank after the buckets; empty: there is none
 
 
-def prepared(folder: Path, name: str, tp: int) -> Prepared:
+def prepared(folder: Path, name: str, tp: int, ep: int = 1) -> Prepared:
     """Write the files of a case to `folder`."""
     folder.mkdir()
     dtype, samples, more = torch.bfloat16, [], {}
@@ -152,7 +156,7 @@ def prepared(folder: Path, name: str, tp: int) -> Prepared:
     else:
         hf = config(name.split()[0], **CASES[name])
     drafts = name not in SEEING and ARCHITECTURES[hf.model_type].draft is not None
-    table, layout = WeightTable.of(hf, draft=drafts), ServerLayout.of(hf, tp)
+    table, layout = WeightTable.of(hf, draft=drafts), ServerLayout.of(hf, tp, ep)
     write_metadata(folder, hf, None, dtype)
     if drafts:  # its files have the config with a draft head; the servers' own config has none
         (folder / "draft").mkdir()
@@ -169,9 +173,11 @@ def prepared(folder: Path, name: str, tp: int) -> Prepared:
     old, new = (weights(table, seed, dtype) for seed in (1, 2))
     new = {key: torch.where(torch.rand(new[key].shape) < 0.1, new[key], old[key]) for key in old}
     write_buckets(folder, plan.routes[0].senders[0], old, new)
-    attention = "intel_amx" if name == "gpt_oss" else "torch_native"  # SGLang's check of sinks; nothing is computed
+    attention = (
+        "intel_amx" if name.startswith("gpt_oss") else "torch_native"
+    )  # SGLang's check of sinks; nothing is computed
     files = {key: str(folder / key) for key in ("buckets", "changes", "out")}
-    case = {"folder": str(folder), "dtype": spelled, "tp": tp, "attention": attention, **files, **more}
+    case = {"folder": str(folder), "dtype": spelled, "tp": tp, "ep": ep, "attention": attention, **files, **more}
     model, alone = table.without_draft().shapes(), WorkerGroup.alone()
     of_model = [[(key, tensor) for key, tensor in tensors.items() if key in model] for tensors in (old, new)]
     expected = [expected_checksums(tensors, [layout], dtype, alone, table.float32())[layout] for tensors in of_model]
@@ -188,7 +194,7 @@ def test_every_parameter_of_the_class_gets_its_numbers(tmp_path, cases):
     made = [prepared(tmp_path / str(number), *case) for number, case in enumerate(cases)]
     (tmp_path / "cases").write_text(json.dumps([each.case for each in made]))
     log = tmp_path / "log"
-    paths = [str(tmp_path / "cases"), *map(str, (LOADERS, *STAND_INS))]
+    paths = [str(tmp_path / "cases"), *map(str, (LOADERS.parent, LOADERS, *STAND_INS))]
     assert run_program(PROGRAM, paths, log) == 0, log.read_text()[-3000:]
     for each in made:
         for rank in range(each.case["tp"]):

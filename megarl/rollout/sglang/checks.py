@@ -304,15 +304,6 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
     experts = f"expert-parallel ranks cannot evenly share the model's {facts.experts} experts"
     _check_divides("ep_size", servers.ep_size, facts.experts or 1, experts, checks)
     stacked = facts.mixture is not None and facts.mixture.stacked
-    if stacked and servers.ep_size > 1:
-        checks.fail(
-            "rollout.sglang.ep_size",
-            f"SGLang cannot divide the tensor with all unquantised experts of a {facts.model_type}'s layer among "
-            "expert-parallel ranks",
-            found=servers.ep_size,
-            allowed=1,
-            fix="set rollout.sglang.ep_size=1, and split every expert with rollout.sglang.tp_size",
-        )
     if stacked and config.sync.fp8:
         checks.fail(
             "sync.fp8",

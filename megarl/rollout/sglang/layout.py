@@ -81,7 +81,7 @@ class ServerLayout:
             return
         name = name.replace("model.language_model.", "model.")
         if facts.mixture is not None and facts.mixture.stacked and ".experts." in name:
-            yield _stacked_part(name, tensor, tp, rank)
+            yield _stacked_part(name, tensor, tp, ep, rank)
             return
         if match := _EXPERT.fullmatch(name):
             experts, number, kind = match.groups()
@@ -185,9 +185,11 @@ def with_plain_experts(config: SGLangConfig, facts: ModelFacts) -> SGLangConfig:
     return config.model_copy(update={"extra_args": [*config.extra_args, _BACKEND, "triton"]})
 
 
-def _stacked_part(name: str, tensor: Tensor, tp: int, rank: int) -> tuple[str, Tensor, int]:
+def _stacked_part(name: str, tensor: Tensor, tp: int, ep: int, rank: int) -> tuple[str, Tensor, int]:
     """Return the triple that `ServerLayout.parts` yields for a stack of experts, [experts, in, out], or their biases,
     which are float32 on the server."""
+    tp = tp // ep  # ranks that share the same experts
+    tensor, rank = tensor.chunk(ep)[rank // tp], rank % tp
     bias = name.endswith("_bias")
     name = name.removesuffix("_bias")
     stack = tensor.float() if bias else tensor.transpose(1, 2)

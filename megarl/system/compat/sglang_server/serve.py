@@ -10,6 +10,7 @@ This file runs in the servers' own interpreter, without megarl. What it adds to 
   or pass unseen (not when memory cannot be mapped: that still ends it);
 * an update makes it forget the features of images that earlier weights have made;
 * a sample with a seed is the same whatever other requests its batch has;
+* expert-parallel ranks load their experts from a tensor with all experts of a layer, where SGLang copies the whole;
 * without CUDA, stand-ins for what needs it are on the path, and `sampling_seed` of a request is honoured: SGLang itself
   does that only in its deterministic mode, whose kernels need a GPU;
 * without CUDA, the server's processes are forked from this one, and a paused server leaves the core to others.
@@ -149,6 +150,20 @@ def reply_to_failed_updates() -> None:
         hook(f"{manager}.update_weights_from_{way}", handle)
 
 
+def split_stacked_experts() -> None:
+    """Make each expert-parallel rank load only its experts from a tensor with all unquantised experts of a layer, as
+    gpt-oss's checkpoints have; SGLang splits only the width of the experts in it.
+    """
+
+    def load(call: Any, layer: Any, param: Any, loaded_weight: Any, *args: Any, **kwargs: Any) -> None:
+        count = layer.num_local_experts
+        if layer.moe_ep_size > 1 and len(loaded_weight) == count * layer.moe_ep_size:
+            loaded_weight = loaded_weight[layer.moe_ep_rank * count : (layer.moe_ep_rank + 1) * count]
+        call(layer, param, loaded_weight, *args, **kwargs)
+
+    hook("sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.weight_loader_fused", load)
+
+
 def name_shared_memory() -> None:
     """Name the server's shared memory after `INSTANCE`, so that leftovers of a killed server can be recognised;
     SGLang's own names cannot."""
@@ -283,6 +298,7 @@ if __name__ == "__main__":
 listen_on_one_address()
 reply_to_failed_updates()
 sample_by_token()
+split_stacked_experts()
 if INSTANCE:
     name_shared_memory()
 if ON_CPU:
