@@ -71,8 +71,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "overrides",
     [
         pytest.param((), marks=pytest.mark.campaign("teams")),
-        TWO_REPLICAS,
-        (PARTIAL, *LONG, IN_HAND, *harness.KEPT),
+        (PARTIAL, *LONG, IN_HAND, *harness.KEPT, *TWO_REPLICAS),
+        pytest.param(TWO_REPLICAS, marks=pytest.mark.campaign("teams")),
+        pytest.param((PARTIAL, *LONG, IN_HAND, *harness.KEPT), marks=pytest.mark.campaign("teams")),
         pytest.param((PARTIAL, *LONG, *TWO_REPLICAS), marks=pytest.mark.campaign("teams")),
     ],
 )

@@ -101,6 +101,7 @@ def undisturbed(recipe: Path) -> tuple[tuple[str, ...], dict[int, dict[str, floa
     return settings, harness.train(recipe, recipe.parent / "whole", *settings)
 
 
+@pytest.mark.campaign("kills")  # at other places: tests/runtime/test_rollout_killed.py
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(recipe, undisturbed, tmp_path):
     settings, expected = undisturbed
     with pytest.raises(AssertionError, match=r"rank \d|exit codes"):

@@ -26,8 +26,8 @@ IN_ORDER = (
     "before_its_part_of_a_checkpoint",
     "while_it_writes_that",
 )
-#: The other two are places of the runs below as well.
-HALVES = IN_ORDER[:1] + IN_ORDER[2:3]
+#: A rollout is killed while it draws in tests/disaggregated/test_in_order_loop.py.
+ONE = IN_ORDER[2:3]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
-@pytest.mark.parametrize("places", [HALVES, pytest.param(IN_ORDER, marks=pytest.mark.campaign("kills"))], ids=len)
+@pytest.mark.parametrize("places", [ONE, pytest.param(IN_ORDER, marks=pytest.mark.campaign("kills"))], ids=len)
 def test_in_order_the_numbers_are_those_of_an_undisturbed_run(recipe, tmp_path, places):
     settings = (SAVED, last_step(places), "async.max_staleness=2", "validation.every=2")
     run_dir = tmp_path / "killed"
@@ -51,10 +51,16 @@ def test_in_order_the_numbers_are_those_of_an_undisturbed_run(recipe, tmp_path, 
 @pytest.mark.parametrize(
     ("more", "places"),
     [
-        ((), ["when_something_is_put", "while_it_writes_that"]),
-        (PARTIAL, ["in_the_middle_of_a_push", "at_a_weight_update"]),
+        (PARTIAL, ["when_something_is_put", "in_the_middle_of_a_push"]),
+        *(
+            pytest.param(*case, marks=pytest.mark.campaign("kills"))
+            for case in (
+                ((), ["when_something_is_put", "while_it_writes_that"]),
+                (PARTIAL, ["in_the_middle_of_a_push", "at_a_weight_update"]),
+            )
+        ),
     ],
-    ids=["whole", "partial"],
+    ids=["two places", "whole", "partial"],
 )
 def test_as_ready_every_prompt_is_trained_on_once_and_nothing_is_too_old(recipe, tmp_path, more, places):
     settings = (SAVED, last_step(places), *more)
