@@ -172,7 +172,12 @@ def check_adapters(folder: Path, facts: Any, parts: list[torch.Tensor], bound: f
             grads[piece.source][as_index(piece.source_region)] = parameter.grad[as_index(piece.target_region)]
     for stem in {name.rpartition(".lora_")[0] for name in values}:
         a, b = (values[f"{stem}.lora_{side}.weight"] for side in "AB")
-        whole = wanted.read(f"{stem}.weight")
+        block, _, expert = stem.partition(".experts.")
+        number, _, projection = expert.partition(".")
+        if f"{stem}.weight" not in wanted:  # experts in one tensor, in x out
+            whole = wanted.read(f"{block}.experts.{projection}")[int(number)].T
+        else:
+            whole = wanted.read(f"{stem}.weight")
         for side, expected in (("A", b.T @ whole * lora.scale), ("B", whole @ a.T * lora.scale)):
             worst = (grads[f"{stem}.lora_{side}.weight"] - expected).abs().max().item()
             size = max(expected.abs().max().item(), 0.1)
