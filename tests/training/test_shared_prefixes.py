@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.models.hf import route_form
 from megarl.training import sequence_layout
+from tests.dist import fresh_layout, run_distributed
 from tests.training import cases
 
 BUDGET = 2000
@@ -104,10 +106,14 @@ def with_routes(batch: Batch) -> Batch:
     return batch.with_values({"routes": Jagged.from_list(rows)})
 
 
-@pytest.mark.parametrize("model", ["dense", "moe", "latent", "sinks", "critic"])
-def test_a_step_equals_that_of_whole_samples(alone, model):
+@pytest.mark.parametrize(
+    ("model", "lora"),
+    [("dense", None), ("moe", None), ("latent", None), ("sinks", None), ("critic", None), ("dense", 4)],
+)
+def test_a_step_equals_that_of_whole_samples(alone, model, lora):
     batch = with_routes(make_batch()) if model == "moe" else make_batch()
-    got, want = (_train(model, share=share, batch=batch) for share in (True, False))
+    more = {} if lora is None else {"lora": LoraConfig(rank=lora)}
+    got, want = (_train(model, share=share, batch=batch, **more) for share in (True, False))
     for key, values in want["before"].items():
         torch.testing.assert_close(got["before"][key], values, rtol=0, atol=3e-6)
     assert got["metrics"]["loss"] == pytest.approx(want["metrics"]["loss"], abs=1e-6)
@@ -116,3 +122,72 @@ def test_a_step_equals_that_of_whole_samples(alone, model):
     assert got["metrics"]["actor/shared_tokens"] == pytest.approx(saved / 667)
     # float32: sums in another order, of a few units in the last place each
     assert _error(got["gradients"], want["gradients"]) < 1e-6
+
+
+TWO = [
+    ("dense", {"tp": 2, "sp": True}, {}),
+    ("moe", {"pp": 2}, {}),
+    ("dense", {}, {"micro_batch_tokens": 150}),
+]
+MORE_OF_TWO = [
+    ("dense", {"tp": 2}, {"recompute": "full"}),
+    ("moe", {"tp": 2, "sp": True, "ep": 2}, {}),
+    ("tied", {"pp": 2, "vpp": 2}, {"micro_batch_tokens": 150}),
+    ("sinks", {"tp": 2, "sp": True}, {"recompute": "selective"}),
+    ("latent", {"pp": 2}, {"recompute": "selective"}),
+    ("critic", {"tp": 2, "sp": True}, {}),
+    ("moe", {}, {"recompute": ["moe", "norm"]}),
+]
+LAYERS = {"tied": 4, **dict.fromkeys(("dense", "moe", "sinks", "latent", "critic"), 2)}  # tied: two parts of two stages
+MORE_OF_FOUR = [("moe", {"tp": 2, "pp": 2, "sp": True}, {}), ("dense", {"tp": 2, "sp": True}, {})]
+
+
+def _layout_run(name: str, sizes: dict, settings: dict) -> dict:
+    """This rank's outputs, and metrics of two steps, which depend on the parameters of the first."""
+    layout = fresh_layout(ParallelConfig(**sizes))
+    defaults = {"micro_batch_tokens": BUDGET, "logits_chunk_tokens": 16}
+    made = cases.make_engine(
+        name,
+        layout.parallel,
+        layout=layout,
+        engine=EngineConfig(**{**defaults, **settings}),
+        layers=LAYERS[name],
+    )
+    whole = with_routes(make_batch()) if name == "moe" else make_batch()
+    batch = whole.split([9, len(whole) - 9])[layout.dp_rank] if layout.dp_size > 1 else whole
+    outputs = {key: rows.values for key, rows in cases.outputs(made, batch).items()}
+    steps = [cases.train(made, batch).result() for _ in range(2)]
+    return {"outputs": outputs, "steps": steps, "part": layout.dp_rank if layout.dp_size > 1 else None}
+
+
+def _layout_runs(layouts: list) -> list[dict]:
+    return [_layout_run(name, sizes, {**settings, "share_prefixes": True}) for name, sizes, settings in layouts]
+
+
+def _whole_samples(names: list[str]) -> dict[str, dict]:
+    return {name: _layout_run(name, {}, {}) for name in names}
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(
+    ("processes", "layouts"),
+    [
+        (2, TWO),
+        pytest.param(2, MORE_OF_TWO, marks=pytest.mark.campaign("teams")),
+        pytest.param(4, MORE_OF_FOUR, marks=pytest.mark.campaign("teams")),
+    ],
+)
+def test_layouts_equal_whole_samples_in_a_single_process(processes, layouts):
+    (want,) = run_distributed(_whole_samples, 1, 120, sorted({name for name, _, _ in layouts}))
+    ranks = run_distributed(_layout_runs, processes, 420, layouts)
+    first = int(make_batch()["response_ids"].offsets[9])  # tokens of the first replica
+    for number, (name, *layout) in enumerate(layouts):
+        for rank in ranks:
+            got = rank[number]
+            for key, values in want[name]["outputs"].items():
+                part = {None: values, 0: values[:first], 1: values[first:]}[got["part"]]
+                torch.testing.assert_close(got["outputs"][key], part, rtol=0, atol=5e-6, msg=f"{name} {layout} {key}")
+            for step, other in zip(got["steps"], want[name]["steps"], strict=True):
+                for key in ("loss", "actor/grad_norm"):
+                    assert step[key] == pytest.approx(other[key], rel=5e-6, abs=2e-6), (name, layout, key)
+                assert step["actor/shared_tokens"] > 0.4, (name, layout)
