@@ -15,9 +15,13 @@ from safetensors.torch import load_file
 
 from megarl.recipes.arithmetic import make_rows
 from tests import forked
+from tests.models.tiny import tiny_dict
 from tests.runtime import harness
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]
+
+#: A tensor of the draft head.
+DRAFT = "model.layers.2.eh_proj.weight"
 
 
 def megarl(folder: Path, *arguments: object) -> str:
@@ -33,8 +37,10 @@ def lines(path: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the recipe of a model that trains its draft head."""
     here = tmp_path_factory.mktemp("commands")
-    harness.write_recipe(here)
+    recipe = harness.write_recipe(here, tiny_dict("glm4_moe", num_hidden_layers=2))
+    recipe.write_text(recipe.read_text().replace("\nactor:\n", "\nactor:\n  mtp: {loss_weight: 0.5}\n"))
     return here
 
 
@@ -57,6 +63,7 @@ def test_sft_learns_evaluates_saves_and_exports(tuned: Path) -> None:
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert {row["stage"] for row in rows} == {"sft"}
     assert rows[-1]["sft/loss"] < rows[0]["sft/loss"]
+    assert rows[-1]["actor/mtp_loss"] < rows[0]["actor/mtp_loss"]
     assert [row["step"] for row in rows if "val/acc" in row] == [3, 6]
     assert [row["step"] for row in rows if "val/loss" in row] == [3, 6]
     log = (tuned / "log.txt").read_text()
@@ -167,13 +174,15 @@ def test_convert_writes_the_model_of_a_checkpoint(tuned: Path, folder: Path) -> 
         for place in (tuned / "hf_best", folder / "converted")
     )
     last = load_file(next((tuned / "hf").glob("*.safetensors")))
-    assert not all(torch.equal(tensor, exported[name]) for name, tensor in last.items())
+    for name in ("lm_head.weight", DRAFT):
+        assert not torch.equal(last[name], exported[name]), name
     assert exported.keys() == converted.keys()
     assert all(torch.equal(exported[name], converted[name]) for name in exported)
 
     megarl(folder, "convert", folder / "converted", folder / "half", "--dtype", "bf16")
     halves = {name: t for file in (folder / "half").glob("*.safetensors") for name, t in load_file(file).items()}
     assert all(torch.equal(tensor.bfloat16(), halves[name]) for name, tensor in converted.items())
+    assert DRAFT in halves
     assert (folder / "half" / "tokenizer.json").is_file()
 
 

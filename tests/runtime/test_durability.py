@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.models.tiny import tiny_dict
 from tests.runtime import harness
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(900)]
@@ -50,14 +51,20 @@ def kill_after_step_2(recipe: Path, run_dir: Path, rank: int, *overrides: str) -
     return process.returncode, output
 
 
-def test_a_killed_rank_is_named_and_leaves_critic_and_kl_controller_in_its_checkpoint(recipe, tmp_path):
-    whole = harness.train(recipe, tmp_path / "whole", STEPS, *harness.PPO)
-    code, output = kill_after_step_2(recipe, tmp_path / "killed", 1, *harness.PPO)
+def test_a_killed_rank_is_named_and_leaves_critic_draft_head_and_kl_controller_in_its_checkpoint(tmp_path):
+    recipe = harness.write_recipe(tmp_path, tiny_dict("glm4_moe", num_hidden_layers=2))
+    settings = (STEPS, *harness.PPO, "actor.mtp={loss_weight: 0.5}")
+    whole = harness.train(recipe, tmp_path / "whole", *settings)
+    assert whole[3]["actor/mtp_grad_norm"] > 0
+    code, output = kill_after_step_2(recipe, tmp_path / "killed", 1, *settings[1:])
     assert code == 1
     assert "rank 1" in output
     assert "SIGKILL" in output
     assert "phase" in output
-    assert harness.train(recipe, tmp_path / "killed", STEPS, *harness.PPO) == whole
+    assert harness.train(recipe, tmp_path / "killed", *settings) == whole
+    exported = [(tmp_path / run / "hf/model.safetensors").read_bytes() for run in ("whole", "killed")]
+    assert exported[0] == exported[1]
+    assert b'"model.layers.2.eh_proj.weight"' in exported[0]
 
 
 def test_a_run_that_is_started_again_is_the_same(recipe, undisturbed, tmp_path):
