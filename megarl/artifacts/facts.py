@@ -158,10 +158,12 @@ class ModelFacts:
         counts = {name: self.copies[name] * each.all for name, each in self.elements.items()}
         return counts | ({"draft": self.draft_parameters} if self.trains_draft else {})
 
-    @property
-    def draft_mixer(self) -> str:
-        """The kind of the mixer of the draft head's layer."""
-        return self.mixers[draft_place(self.mixers)].kind
+    @cached_property
+    def draft_layer(self) -> ModelFacts:
+        """A model with the layer of the draft head as its only layer; it has experts if layers of this model have."""
+        mixer = self.mixers[draft_place(self.mixers)]
+        alone = replace(self, layers=1, dense_layers=0, sparse=(), given_mixers=(mixer,), trains_draft=False)
+        return replace(alone, vision=None, encoder=None)
 
     @property
     def outer_draft_parameters(self) -> int:
@@ -171,10 +173,9 @@ class ModelFacts:
     @property
     def draft_parameters(self) -> int:
         """Number of parameters of a draft head of one layer."""
-        parts = {"norms": 1, self.draft_mixer: 1}
-        parts |= {"router": 1, "shared": 1, "experts": self.experts} if self.is_moe else {"mlp": 1}
-        layer = sum(times * self.elements[part].all for part, times in parts.items() if part in self.elements)
-        return layer + self.outer_draft_parameters
+        layer, ends = self.draft_layer, ("embedding", "final_norm", "head")
+        of_layer = sum(count for name, count in layer.parameters_of.items() if name not in ends)
+        return of_layer + self.outer_draft_parameters
 
     @cached_property
     def multiplied_of(self) -> dict[str, int]:

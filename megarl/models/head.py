@@ -14,22 +14,6 @@ def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return wide_product(hidden, weight.t())
 
 
-def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Return cap * tanh(logits / cap) in at least float32; None: the logits as they are.
-
-    Without autograd it may overwrite the logits.
-    """
-    if cap is None:
-        return logits
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.tanh(wide / cap) * cap if wide.requires_grad else wide.div_(cap).tanh_().mul_(cap)
-
-
-def cap_slope(logits: Tensor, cap: float) -> Tensor:
-    """Return the derivative of `capped` where its results are `logits`, of which -inf stand for masked ones: 0."""
-    return torch.square(logits / cap).neg_().add_(1).clamp_(min=0)
-
-
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """Return `a @ b` of two matrices, without autograd.
 

@@ -26,7 +26,7 @@ from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.data.routes import RouteForm
 from megarl.models.layers.experts.plain import Mixture
 from megarl.models.layers.mixer import Mixer
-from megarl.models.layers.rules import WeightRule
+from megarl.models.layers.rules import WeightRule, layer_parts
 from megarl.models.layers.wiring import Wiring
 from megarl.system.compat import transformers
 from megarl.system.errors import ConfigError
@@ -297,8 +297,8 @@ def draft_rules(hf: PretrainedConfig, rules: Iterable[WeightRule]) -> tuple[Weig
     form = ARCHITECTURES[hf.model_type].draft
     if form is None:
         raise ValueError(f"{hf.model_type} has no draft head")
-    mlp = ("moe", "shared", "expert") if any(moe_layers(hf)) else ("dense",)
-    return form.rules(rules, ("layer", mixers_of(hf)[draft_place(hf)].kind, *mlp), hf.num_hidden_layers)
+    parts = layer_parts(mixers_of(hf)[draft_place(hf)].kind, sparse=any(moe_layers(hf)))
+    return form.rules(rules, parts, hf.num_hidden_layers)
 
 
 def value_bias(hf: PretrainedConfig) -> bool:

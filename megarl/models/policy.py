@@ -13,13 +13,13 @@ from torch import Tensor
 
 from megarl.architectures.tensors import part_of
 from megarl.models.config import PolicyConfig
-from megarl.models.head import capped
 from megarl.models.hf import value_bias
 from megarl.models.layer_forms import table_name
 from megarl.models.layers.attention.plain import LOCAL_ROPE, ROPE, Attention
 from megarl.models.layers.experts.plain import BUFFER
 from megarl.models.packing import PackedSequences
 from megarl.models.rope import Rope
+from megarl.models.soft_cap import capped
 from megarl.models.weight_table import WeightTable
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig
 from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
-from megarl.models.layers.rules import VOCAB
+from megarl.models.layers.rules import VOCAB, layer_parts
 
 BYTES = {"fp32": 4, "bf16": 2}
 GRADIENT = 4
@@ -82,14 +82,16 @@ def _stages(facts: ModelFacts, parallel: ParallelConfig) -> list[Counter[str]]:
     layer = 0
     for chunk, count in enumerate(parallel.chunk_layers(facts.layers)):
         for number in range(layer, layer + count):
-            sparse = facts.is_moe and (not facts.sparse or facts.sparse[number])
-            parts = ("moe", "expert", "shared") if sparse else ("dense",)
-            stages[chunk % len(stages)].update(("layer", facts.mixers[number].kind, *parts))
+            stages[chunk % len(stages)].update(_parts(facts, number))
         layer += count
     if facts.trains_draft:
-        parts = ("moe", "expert", "shared") if facts.is_moe else ("dense",)
-        stages[-1].update(("layer", facts.draft_mixer, "draft", *parts))
+        stages[-1].update(("draft", *_parts(facts.draft_layer, 0)))
     return stages
+
+
+def _parts(facts: ModelFacts, layer: int) -> tuple[str, ...]:
+    sparse = facts.is_moe and (not facts.sparse or facts.sparse[layer])
+    return layer_parts(facts.mixers[layer].kind, sparse=sparse)
 
 
 def key_value_bytes(facts: ModelFacts, tp: int, dtype: str) -> float:

@@ -13,9 +13,10 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from megarl.models.head import capped, head_logits
+from megarl.models.head import head_logits
 from megarl.models.noise import exponential_noise
 from megarl.models.policy import PolicyModel
+from megarl.models.soft_cap import capped
 from megarl.system.comm import WorkerGroup
 from megarl.system.compat import megatron as compat
 from megarl.training.kept_logprob import kept_logprob

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.models.head import cap_slope, capped, head_logits
+from megarl.models.head import head_logits
+from megarl.models.soft_cap import cap_slope, capped
 from megarl.training.logprob import (
     LogprobRows,
     VocabularyShard,

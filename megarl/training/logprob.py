@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from megarl.kernels.gpu import triton_kernels
-from megarl.models.head import cap_slope, capped, head_logits, wide_product
+from megarl.models.head import head_logits, wide_product
+from megarl.models.soft_cap import cap_slope, capped
 from megarl.system.comm import WorkerGroup
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.models.head import capped, head_logits
+from megarl.models.head import head_logits
+from megarl.models.soft_cap import capped
 from megarl.system.comm import WorkerGroup
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megarl.algorithms.divergences import EMPTY
 from megarl.data.batch import Jagged
-from megarl.models.head import cap_slope, capped, head_logits
+from megarl.models.head import head_logits
 from megarl.models.policy import PolicyModel
+from megarl.models.soft_cap import cap_slope, capped
 from megarl.training.heads import LogProbs, head_rows
 from megarl.training.logprob import VocabularyShard, local_columns
 from megarl.training.microbatch import MicroBatch

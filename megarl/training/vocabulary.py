@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megarl.data.batch import Jagged
-from megarl.models.head import cap_slope
 from megarl.models.policy import PolicyModel
+from megarl.models.soft_cap import cap_slope
 from megarl.system.comm import WorkerGroup
 from megarl.training.heads import LogProbs, head_rows
 from megarl.training.microbatch import MicroBatch

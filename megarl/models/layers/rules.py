@@ -42,6 +42,16 @@ class Split:
     cut: Callable[[Sources, int, int, dict[str, int]], Cut]
 
 
+def layer_parts(mixer: str, *, sparse: bool) -> tuple[str, ...]:
+    """Return the parts of a layer, as in `WeightRule.part`.
+
+    Args:
+        mixer: kind of its mixer.
+        sparse: whether it has experts.
+    """
+    return ("layer", mixer, *(("moe", "shared", "expert") if sparse else ("dense",)))
+
+
 @dataclass(frozen=True)
 class WeightSource:
     """A Hugging Face tensor; `shape` has names of the model's sizes (`megarl.architectures.values.dimensions`)."""

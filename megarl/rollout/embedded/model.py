@@ -23,7 +23,7 @@ from torch import Tensor
 from megarl.kernels.cpu import CpuKernels, add_norm_reference, silu_mul_reference
 from megarl.kernels.cpu import load as load_kernels
 from megarl.kernels.gpu import decode_kernels
-from megarl.models.head import capped, head_logits
+from megarl.models.head import head_logits
 from megarl.models.hf import moe_layers
 from megarl.models.layer_forms import bias_of, layer_norms
 from megarl.models.layers.attention.decoding import DecodeKernels
@@ -38,6 +38,7 @@ from megarl.models.layers.passes import Linear, MixerDecoder, Pass, RopeTables
 from megarl.models.layers.residual import norms_after
 from megarl.models.lora import LinearAdapter, adapter_of
 from megarl.models.norm import zero_centered
+from megarl.models.soft_cap import capped
 from megarl.planning.memory import PACK_LIMIT_BYTES, PACK_STEPS
 
 if TYPE_CHECKING:

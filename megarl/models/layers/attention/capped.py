@@ -13,13 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megarl.models.soft_cap import cap_slope, capped
+
 #: Number of scores of a block: 4 MB in float32, which fit in a core's cache, and 256 MB on a GPU.
 _ON_CPU, _ON_GPU = 1 << 20, 1 << 26
-
-
-def capped_scores(scores: Tensor, cap: float) -> Tensor:
-    """Return cap * tanh(scores / cap); overwrites `scores`."""
-    return scores.div_(cap).tanh_().mul_(cap)
 
 
 def capped_attention(
@@ -71,9 +68,9 @@ class _CappedAttention(torch.autograd.Function):
         along = (grad.to(lse.dtype) * out).sum(-1, keepdim=True)
         for block in _blocks(q, k, form.causal):
             a, b, end = block
-            capped = _scores(q[:, :, a:b], k[:, :, :end], form)
-            slope = 1 - (capped / form.cap).square_()
-            chances = _masked(capped, mask, block, causal=form.causal).sub_(_grouped(lse[:, :, a:b, None], k)).exp_()
+            scores = _scores(q[:, :, a:b], k[:, :, :end], form)
+            slope = cap_slope(scores, form.cap)
+            chances = _masked(scores, mask, block, causal=form.causal).sub_(_grouped(lse[:, :, a:b, None], k)).exp_()
             up, queries = _grouped(grad[:, :, a:b], k), _grouped(q[:, :, a:b], k)
             dv[:, :, :end] += chances.to(v.dtype).transpose(2, 3) @ up
             dchances = (up @ v[:, :, :end].transpose(2, 3)).to(lse.dtype)
@@ -99,7 +96,7 @@ def _grouped(x: Tensor, k: Tensor) -> Tensor:
 def _scores(q: Tensor, k: Tensor, form: _Form) -> Tensor:
     """Return the capped scores [b, G, H / G * m, n] in at least float32."""
     rows, wide = _grouped(q, k), torch.promote_types(q.dtype, torch.float32)
-    return capped_scores((rows.to(wide) @ k.to(wide).transpose(2, 3)).mul_(form.scale), form.cap)
+    return capped((rows.to(wide) @ k.to(wide).transpose(2, 3)).mul_(form.scale), form.cap)
 
 
 def _masked(scores: Tensor, mask: Tensor | None, block: tuple[int, int, int], *, causal: bool) -> Tensor:

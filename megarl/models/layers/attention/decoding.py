@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megarl.kernels.gpu import layer_kernels
 from megarl.models.layers.attention.cache import KVCache
-from megarl.models.layers.attention.capped import capped_attention, capped_scores
+from megarl.models.layers.attention.capped import capped_attention
 from megarl.models.layers.attention.plain import Attention
 from megarl.models.layers.attention.scores import Scores
 from megarl.models.layers.attention.sinks import sink_key, with_sink_column
@@ -29,6 +29,7 @@ from megarl.models.layers.passes import DecodeStep, Pass, Preparation, Prompts, 
 from megarl.models.norm import rms_norm
 from megarl.models.packing import pack_stream
 from megarl.models.rope import rotate
+from megarl.models.soft_cap import capped
 
 
 @dataclass(frozen=True)
@@ -377,7 +378,7 @@ def attend_cpu(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scores: Sc
     else:
         wide = torch.promote_types(q.dtype, torch.float32)  # training also caps scores in at least float32
         products = torch.bmm(q, keys.transpose(1, 2)).to(wide).mul_(scores.scale)
-        products = capped_scores(products, scores.cap).add_(bias)
+        products = capped(products, scores.cap).add_(bias)
     chances = torch.softmax(products, dim=-1) if scores.sinks is None else with_sink_column(products, scores.sinks)
     return torch.bmm(chances.to(values.dtype), values)
 
