@@ -99,6 +99,10 @@ class ModelFacts:
         """Whether the model is a mixture of experts."""
         return self.experts > 0
 
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer, numbered from 0, has experts."""
+        return self.is_moe and (not self.sparse or self.sparse[layer])
+
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:
         """The mixer of each layer."""
@@ -166,9 +170,14 @@ class ModelFacts:
         return replace(alone, vision=None, encoder=None)
 
     @property
+    def draft_projection(self) -> int:
+        """Number of elements of the matrix before a draft head's layer."""
+        return 2 * self.hidden**2
+
+    @property
     def outer_draft_parameters(self) -> int:
         """Number of parameters of a draft head outside its layer: a projection and three norms."""
-        return 2 * self.hidden**2 + 3 * self.hidden
+        return self.draft_projection + 3 * self.hidden
 
     @property
     def draft_parameters(self) -> int:

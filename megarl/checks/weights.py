@@ -150,17 +150,13 @@ def expected_tensors(facts: ModelFacts, *, value_head: bool = False) -> Iterator
         yield [head]
     for layer in range(facts.layers):
         yield [_of_parts(facts, ("layer", facts.mixers[layer].kind), layer)]
-        yield [_feed_forward(facts, layer, _is_sparse(facts, layer))]
+        yield [_feed_forward(facts, layer, facts.has_experts(layer))]
 
 
 def _of_parts(facts: ModelFacts, parts: tuple[str, ...], layer: int = 0) -> Shapes:
     rules = [rule for rule in facts.rules if rule.part in parts]
     sizes = facts.dimensions
     return {name: shape for rule in rules for name, shape in _shapes(rule, layer, facts.experts, sizes)}
-
-
-def _is_sparse(facts: ModelFacts, layer: int) -> bool:
-    return facts.is_moe and (not facts.sparse or facts.sparse[layer])
 
 
 def _feed_forward(facts: ModelFacts, layer: int, sparse: bool) -> Shapes:
@@ -172,7 +168,7 @@ def _refuse_other_kind(folder: Path, facts: ModelFacts, place: Mapping[str, Stor
     """Refuse files that have experts in different layers from the layers with experts in config.json."""
     wrong: dict[bool, list[int]] = {True: [], False: []}
     for layer in range(facts.layers) if facts.is_moe else ():
-        sparse = _is_sparse(facts, layer)
+        sparse = facts.has_experts(layer)
         expected, other = (_feed_forward(facts, layer, kind) for kind in (sparse, not sparse))
         if other and not expected.keys() & place.keys() and other.keys() & place.keys():
             wrong[sparse].append(layer)

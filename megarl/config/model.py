@@ -168,6 +168,11 @@ class ParallelConfig(Section):
         """Number of processes that hold one replica: tp * pp * cp."""
         return self.tp * self.pp * self.cp
 
+    def one_stage(self) -> ParallelConfig:
+        """Return this layout without pipeline stages."""
+        update = {"pp": 1, "vpp": None, "first_stage_layers": None, "last_stage_layers": None}
+        return self.model_copy(update=update)
+
     def chunk_layers(self, layers: int) -> list[int]:
         """Return how many of a model's `layers` each pipeline chunk has, in the order of the model.
 

@@ -8,6 +8,7 @@ formulas with measurements.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megarl.artifacts.facts import ModelFacts
 from megarl.config.model import ParallelConfig
@@ -134,7 +135,8 @@ class Activations:
         router = s * facts.experts * (3 * FULL + 2)
         products = 3 if self.gpu else 4
         experts = element * self.routed * (facts.hidden * self.parallel.expert_tp + products * facts.ffn)
-        mixture = 0.0 if "moe" in again else router + self.route + experts
+        shared = element * 3 * self.passes.tokens * facts.dimensions["shared_ffn"] / self.parallel.tp
+        mixture = 0.0 if "moe" in again else router + self.route + experts + shared
         return ends + self.sparse * mixture + (1 - self.sparse) * dense
 
     @property
@@ -223,16 +225,49 @@ class Activations:
         n, h, columns, element = self.passes.rows, self.facts.hidden, self._columns, self.element
         if self.value_head:
             return FULL * 4 * self.held * h  # hidden states and their gradients in float32
-        chunk = min(self.engine.logits_chunk_tokens, n)
-        logits, weight = chunk * columns, h * columns
-        rows = (element + FULL) * n * h
-        each = max(FULL + element if self.gpu else 3 * FULL, FULL * self.logit_copies)  # a CPU also stores exponentials
+        weight, rows = h * columns, (element + FULL) * n * h
+        each = max(self._logit, FULL * self.logit_copies)
         if self.facts.wiring.logit_cap is not None:
             each += (2 if self.gpu else 1) * FULL  # the cap's slope, and on a GPU the gradient before it is rounded
         # The weight's gradient: one product, and a float32 sum over chunks of tokens. With several chunks, a GPU
         # computes it in blocks of the vocabulary (`linear_logprob`): each writes its own rows, so there is no sum.
-        summed = not self.gpu or n <= chunk or self.logit_copies > 0
-        return each * logits + ((FULL if summed else 0) + element) * weight + rows
+        summed = not self.gpu or n <= self.engine.logits_chunk_tokens or self.logit_copies > 0
+        return each * self._logits + ((FULL if summed else 0) + element) * weight + rows
+
+    @property
+    def _logits(self) -> float:
+        """Number of logits of a chunk."""
+        return min(self.engine.logits_chunk_tokens, self.passes.rows) * self._columns
+
+    @property
+    def _logit(self) -> int:
+        """Bytes of a logit with its gradient; a CPU also stores its exponential."""
+        return FULL + self.element if self.gpu else 3 * FULL
+
+    # -- the draft head -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _draft_layer(self) -> Activations:
+        """The formulas for the layer of the draft head."""
+        layer, layout = self.facts.draft_layer, self.parallel.one_stage()
+        return Activations(layer, layout, self.engine, self.passes, element=self.element, gpu=self.gpu)
+
+    def _draft(self, kept: float) -> list[Needed]:
+        """Return the bytes while the draft head's logits are computed, and while its layer's gradient is.
+
+        Its forward pass comes after that of the policy's head, and its backward pass before.
+
+        Args:
+            kept: bytes of the policy's own layers and final hidden states.
+        """
+        layer, n = self._draft_layer, self.passes.rows
+        rows = self.element * n * self.facts.hidden
+        of_layer = self.stream if self.engine.recompute == "full" else layer.layer
+        # The embeddings of the next tokens, they and the hidden states side by side, and the final norm's input; and
+        # the rows and, if there is one chunk only, the logits of the policy's head.
+        kept += of_layer + 4 * self.stream + rows
+        kept += FULL * self._logits if n <= self.engine.logits_chunk_tokens else 0.0
+        return [Needed(kept, 0.0, self._logit * self._logits + 2 * rows), Needed(kept, layer.passing)]
 
     # -- peak -----------------------------------------------------------------------------------------------------
 
@@ -243,6 +278,8 @@ class Activations:
         if last or alone:
             gathered = self.element * self.passes.tokens * self.facts.hidden if self.split_stream else 0.0
             moments.append(Needed(flying * self.micro_batch + self.stream, gathered, self.head))
+            if self.facts.trains_draft:
+                moments += self._draft(flying * self.micro_batch + self.stream)
         if not last or alone:
             done = 1.0 / (self.parallel.vpp or 1)
             moments.append(Needed(max(flying - done, 0.0) * self.micro_batch, self.embedding))

@@ -9,7 +9,7 @@ forward passes (arXiv:2001.08361); recomputation is not counted, so MFU is model
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.artifacts.facts import ModelFacts
 
@@ -50,13 +50,18 @@ class FlopCounter:
         int | None, float
     ]  # sliding window -> FLOPs of a (query, key) pair in all layers with this window
     per_head_token: float  # FLOPs of the output head for one token
+    draft: FlopCounter | None = None  # counts the draft head, if the model trains it
 
     @classmethod
     def of(cls, facts: ModelFacts) -> FlopCounter:
         """Return the counter of a model."""
         work = token_flops(facts)
         head = work.pop("head")
-        return cls(sum(work.values()), pair_flops(facts), head)
+        counter = cls(sum(work.values()), pair_flops(facts), head)
+        if not facts.trains_draft:
+            return counter
+        draft = cls.of(facts.draft_layer)
+        return replace(counter, draft=replace(draft, per_token=draft.per_token + 2.0 * facts.draft_projection))
 
     def forward(self, lengths: Sequence[float], head_tokens: float | None = None) -> float:
         """Return the FLOPs of a forward pass over whole sequences; `head_tokens` (None: all) pass the output head."""
@@ -76,6 +81,13 @@ class FlopCounter:
     def train(self, lengths: Sequence[float], head_tokens: float | None = None) -> float:
         """Return the FLOPs of a forward and backward pass over whole sequences: three times a forward pass."""
         return (1 + BACKWARD) * self.forward(lengths, head_tokens)
+
+    def train_draft(self, lengths: Sequence[float], head_tokens: float) -> float:
+        """Return the FLOPs of a forward and backward pass of the draft head over whole sequences; 0: it is not trained.
+        The output head, whose weight is a constant here, has one product of a backward pass only."""
+        if self.draft is None:
+            return 0.0
+        return self.draft.train(lengths, head_tokens=0) + BACKWARD * head_tokens * self.per_head_token
 
     def generate(self, prompt_lengths: Sequence[float], response_lengths: Sequence[Sequence[float]]) -> float:
         """Return the FLOPs of prefilling each prompt once and decoding its samples with a KV cache."""

@@ -69,6 +69,7 @@ class ModelPass:
     given: PlanAssumptions
     value_head: bool = False  # the model has one value per token in place of a vocabulary
     lora: LoraConfig | None = None  # adapters are trained instead of the weights
+    of_draft: bool = False  # this is the layer of a draft head, for which the head's weight is a constant
 
     @cached_property
     def _links(self) -> Links:
@@ -157,7 +158,19 @@ class ModelPass:
             *self._experts(share, 1 + again, train=train),
             self._pipeline(share, train=train),
             Cost("T12", "vision encoder", self._encoder(share, passes, train=train)),
+            *(self._draft(share) if train and facts.trains_draft else ()),
         ]
+
+    def _draft(self, share: Share) -> list[Cost]:
+        """Return the costs of a micro-batch's forward and backward pass of the draft head, on the last stage."""
+        layer = replace(self, facts=self.facts.draft_layer, parallel=self.parallel.one_stage(), of_draft=True)
+        tokens = share.tokens / self.parallel.cp / self._split_residual
+        rate = self.hardware.peak(self.dtype) * self.given.gemm_share * self._filled(tokens)
+        parts = [
+            Cost("T1", "projection", 3 * 2 * tokens * self.facts.draft_projection / rate),
+            *layer._micro_batch(share, train=True),
+        ]
+        return [replace(part, what=f"the draft head's {part.what}") for part in parts]
 
     @property
     def _trains_vision(self) -> bool:
@@ -191,7 +204,8 @@ class ModelPass:
         each = 2 * self.facts.hidden if self.value_head else self._counter.per_head_token
         # Logits of several chunks are not kept for the backward pass, so they are computed again.
         chunks = tokens / self.parallel.cp > self.engine.logits_chunk_tokens and not self.value_head
-        return (3 - self._frozen(train) + chunks if train else 1) * tokens * each
+        frozen = 1 if self.of_draft else self._frozen(train)
+        return (3 - frozen + chunks if train else 1) * tokens * each
 
     def _frozen(self, train: bool) -> int:
         """Return how many matrix products of an update are not needed for weights without a gradient."""

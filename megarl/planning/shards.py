@@ -90,8 +90,7 @@ def _stages(facts: ModelFacts, parallel: ParallelConfig) -> list[Counter[str]]:
 
 
 def _parts(facts: ModelFacts, layer: int) -> tuple[str, ...]:
-    sparse = facts.is_moe and (not facts.sparse or facts.sparse[layer])
-    return layer_parts(facts.mixers[layer].kind, sparse=sparse)
+    return layer_parts(facts.mixers[layer].kind, sparse=facts.has_experts(layer))
 
 
 def key_value_bytes(facts: ModelFacts, tp: int, dtype: str) -> float:

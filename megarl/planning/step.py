@@ -393,6 +393,10 @@ class StepFormulas:
             head: counter.forward([work.prompt + mean], head_tokens=mean if head else 0) + uneven for head in passes
         }
         flops = decoding + work.number * sum(times * each[head] for head, times in passes.items())
+        if counter.draft is not None:
+            of_sample = counter.train_draft([work.prompt + mean], mean)
+            of_sample += 3 * counter.draft.unevenness(work.prompt + mean, work.lengths.variance)
+            flops += work.number * self.config.actor.ppo_epochs * of_sample
         if self.policy.encoder is not None and work.patches:
             flops += work.seen * seen * image_flops(self.policy.encoder, [work.patches])
         return flops

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from megarl.artifacts.draft_training import facts_with_draft
 from megarl.config.run import RunConfig
 from megarl.data.image_set import image_features
 from megarl.models.hf import facts_of
@@ -75,7 +76,7 @@ class StepContext:
 
     @cached_property
     def _facts(self) -> ModelFacts:
-        return facts_of(self.hf_config)
+        return facts_with_draft(self.config, facts_of(self.hf_config))
 
     def vision_flops(self, samples: Batch) -> float:
         """Return the FLOPs of one forward pass over the samples' images, each image counted once."""
@@ -95,7 +96,11 @@ class StepContext:
         lengths = [length for lengths in self.sequences.sample_columns(samples) for length in lengths]
         times = 3 if train and "tower" not in self.config.model.freeze else 1
         seen = times * self.vision_flops(samples)
-        self.metrics.sum("perf/flops", count(lengths, head_tokens=int(responses.sum()) if head else 0) + seen)
+        tokens = int(responses.sum()) if head else 0
+        flops = count(lengths, head_tokens=tokens) + seen
+        if train and head:  # the draft head, which only the policy has
+            flops += self.flops.train_draft(lengths, tokens)
+        self.metrics.sum("perf/flops", flops)
 
     def all_sum(self, values: Tensor) -> Tensor:
         """Return the sum of a small CPU tensor over the data-parallel ranks."""

@@ -47,12 +47,12 @@ class DraftLoss:
         total = replicas.all_reduce(counted.sum()[None])
         batch.set(_WEIGHTS, responses.like((counted / total.clamp(min=1)).float()))
 
-    def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch, samples: Batch) -> tuple[Tensor, Metrics]:
-        """Return a micro-batch's share of the loss, and metrics. The loss of a filler is a zero with gradients of zero.
+    def log_probs(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> Tensor:
+        """Return the head's log-probs of the response tokens of a micro-batch [n], which the columns before theirs
+        predict.
 
         Args:
             hidden: the policy's final hidden states of the stream.
-            samples: those of the micro-batch.
         """
         following = micro.input_ids.roll(-1, 1)
         following[0, micro.packed.cu_seqlens_q[1:].long() - 1] = 0  # the last column of a sequence predicts nothing
@@ -60,7 +60,7 @@ class DraftLoss:
         columns = micro.rows - 1
         rows = replace(micro, rows=columns.clamp(min=0))
         states, weight, start = head_rows(states[:, 0], model, rows, None)
-        logp, _ = linear_logprob(
+        return linear_logprob(
             states,
             weight.detach(),
             micro.targets,
@@ -68,7 +68,16 @@ class DraftLoss:
             chunk_tokens=self.chunk_tokens,
             entropy=False,
             group=self.group,
-        )
+        )[0]
+
+    def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch, samples: Batch) -> tuple[Tensor, Metrics]:
+        """Return a micro-batch's share of the loss, and metrics. The loss of a filler is a zero with gradients of zero.
+
+        Args:
+            hidden: the policy's final hidden states of the stream.
+            samples: those of the micro-batch.
+        """
+        logp = self.log_probs(hidden, model, micro)
         metrics = Metrics()
         if not micro.samples:
             return logp.sum() * 0.0, metrics

@@ -163,6 +163,7 @@ def _by_tokens(
             torch.mm(grad_logits, weight, out=grad_hidden[part])
         if grad_weight is not None:
             grad_weight += torch.mm(grad_logits.t(), hidden[part])
+        del logits, grad_logits  # frees the memory for the next chunk
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 

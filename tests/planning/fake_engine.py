@@ -66,6 +66,7 @@ class FakeCase:
     parallel: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     value_head: bool = False
+    mtp: bool = False
 
 
 class Storages(TorchDispatchMode):
@@ -251,7 +252,7 @@ def measure(case: FakeCase) -> dict[str, Any]:
         model or of a chunk of it; `left`, after the passes of all micro-batches; `update`, the most in these passes.
     """
     from megarl.config.model import ModelConfig
-    from megarl.config.training import EngineConfig, OptimConfig
+    from megarl.config.training import EngineConfig, MtpConfig, OptimConfig
     from megarl.models.config import load_hf_config
     from megarl.system.device import DTYPES
     from megarl.training.engine import MegatronEngine
@@ -274,6 +275,7 @@ def measure(case: FakeCase) -> dict[str, Any]:
                 total_steps=1,
                 weights=lambda chunks: None,
                 value_head=case.value_head,
+                mtp=MtpConfig() if case.mtp else None,
             )
             return _run(engine, storages, micros, length, case)
 
@@ -293,6 +295,8 @@ def _run(engine: Any, storages: Storages, micros: list[Any], length: int, case: 
 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             value = -sum(output.sum() for output in engine._outputs(head, hidden, chunk, micro))
+            if case.mtp:
+                value = value - engine._draft_loss.log_probs(hidden, chunk.module, micro).sum()
             return value, value.new_zeros((), dtype=torch.int), value.detach()
 
         return loss

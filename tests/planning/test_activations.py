@@ -46,18 +46,33 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 256,
 }
+LINEAR = {f"linear_{name}": 16 for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}
+#: Models with a draft head.
+GATED = {**DENSE, "model_type": "qwen3_5_text", "layer_types": ["full_attention"] * 2, **LINEAR}
+SHARED = {
+    **DENSE,
+    "model_type": "glm4_moe",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 2,
+}
 
 
-def case(name, model=DENSE, world=1, *, rank=0, engine=None, value_head=False, **parallel):
+def case(name, model=DENSE, world=1, *, rank=0, engine=None, value_head=False, mtp=False, **parallel):
     settings = {"micro_batch_tokens": 1024, "logits_chunk_tokens": 128, **(engine or {})}
-    return FakeCase(
-        name, model, world, [256] * 8, 64, rank=rank, parallel=parallel, engine=settings, value_head=value_head
-    )
+    more = {"parallel": parallel, "engine": settings, "value_head": value_head, "mtp": mtp}
+    return FakeCase(name, model, world, [256] * 8, 64, rank=rank, **more)
 
 
 FULL = {"recompute": "full"}
 SMALL = [
-    case("one process"),
+    case("draft head", GATED, mtp=True),
+    case("experts and draft head, recomputed", SHARED, engine=FULL, mtp=True),
+    case("shared experts", SHARED, 2, tp=2, ep=2),
     case("recomputed", engine=FULL),
     case("whole optimizer", world=2, engine={"distributed_optimizer": False}),
     case("shared optimizer", world=2),
@@ -97,6 +112,7 @@ STATE = ("parameters", "gradients", "optimizer")
 def formulas(case):
     """The planner's numbers for a case: the keys of the engine's that both have."""
     facts, parallel = facts_from_config(case.model, case.name), ParallelConfig(**case.parallel)
+    facts = replace(facts, trains_draft=case.mtp)
     engine, longest = EngineConfig(**case.engine), max(case.lengths) - 1
     count = -(-len(case.lengths) // max(1, engine.micro_batch_tokens // longest))
     each = -(-len(case.lengths) // count)

@@ -1,9 +1,13 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megarl.artifacts.facts import facts_from_config
 from megarl.models.hf import facts_of
 from megarl.planning.flops import FlopCounter
+from tests.models.tiny import tiny_dict
 
 SMALL = {
     "hidden_size": 64,
@@ -47,6 +51,20 @@ def test_forward_and_backward_equal_torch_s_own_count(kind):
     with FlopCounterMode(display=False) as counted:
         model(input_ids=torch.randint(0, 128, (1, length))).logits.sum().backward()
     assert counted.get_total_flops() == ours.train([length]) + 3 * rest_of_square
+
+
+def test_the_draft_head_has_its_layer_a_projection_and_the_vocabulary_head_with_constant_weights():
+    """Counted by hand: GLM's 4 queries and 2 keys of 24, 3 of 8 experts of 32, 2 shared ones, width 64."""
+    facts = facts_from_config(tiny_dict("glm4_moe"), "tiny")
+    counted = FlopCounter.of(replace(facts, trains_draft=True))
+    attention, router, experts, shared = 2 * 64 * (4 + 2) * 24, 64 * 8, 3 * 3 * 64 * 32, 3 * 64 * 2 * 32
+    projection, head, pair = 2 * 64 * 64, 64 * 131, 4 * 4 * 24
+    tokens, responses = 2 * (attention + router + experts + shared + projection) * (5 + 7), 2 * head * (3 + 4)
+    pairs = pair * (5 * 6 + 7 * 8) / 2
+    assert counted.train_draft([5, 7], 3 + 4) == 3 * (tokens + pairs) + 2 * responses
+    plain = FlopCounter.of(facts)
+    assert replace(counted, draft=None) == plain
+    assert plain.train_draft([5, 7], 3 + 4) == 0
 
 
 def counter(window=None):

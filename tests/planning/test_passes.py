@@ -87,6 +87,19 @@ def test_products_are_the_flops_of_the_model_over_its_ranks(facts):
         assert found == pytest.approx(64 * (3 * (layers + more) + 4 * head) / ranks / peak)
 
 
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2}], ids=repr)
+def test_a_draft_head_adds_its_passes_to_an_update(parallel):
+    """T1, T3: what `FlopCounter` counts, the logits of its chunks once more, and the fixed time of a ninth layer."""
+    given, drafting = replace(IDEAL, layer_ms=1.0), replace(EXPERTS, trains_draft=True)
+    counter = FlopCounter.of(drafting)
+    plain, more = (model(facts, given=given, **parallel) for facts in (EXPERTS, drafting))
+    assert seconds_by(more.forward(SHARE)) == seconds_by(plain.forward(SHARE))
+    plain, more = (seconds_by(one.update(SHARE, 1, 1)) for one in (plain, more))
+    flops = counter.train_draft([1024.0], 768.0) + 768.0 * counter.per_head_token
+    assert more["T1"] - plain["T1"] == pytest.approx(64 * flops / parallel.get("tp", 1) / 989e12)
+    assert more["T3"] / plain["T3"] == pytest.approx(9 / 8)
+
+
 def test_logits_of_one_chunk_are_kept_for_the_backward_pass():
     """T1. A micro-batch has 8 samples, so 6,144 tokens with logits."""
     chunks, one = (
