@@ -7,7 +7,7 @@ A case has the keys `folder`, `dtype`, `tp`, `ep`, `attention`, `buckets`, `chan
 same parameters. Each rank of each case is a process forked from this one, and writes to `out` the digests of its
 parameters after the buckets and after the patches. `requests` is a file with a list of requests with images; what
 SGLang's processor makes of them, and the features of its encoder, are written to a file beside `out`.
-`draft` is a folder with the config.json of a draft model, which gets the same buckets.
+`draft` is a folder with the config.json of a draft model, which gets the same buckets and patches.
 """
 
 from __future__ import annotations
@@ -121,8 +121,11 @@ def run(case: dict, rank: int) -> None:
     report["drafts"] = [{"loaded": digests(draft), "derived": derived(draft)} for draft in drafts]
     try:
         for header, flat in torch.load(case["changes"]):
-            megarl_loader.patch(model, [(header, flat)])
+            for each in (model, *drafts):
+                megarl_loader.patch(each, [(header, flat)])
         report |= {"patched": digests(model), "derived": report["derived"] + derived(model)}
+        for draft, of_draft in zip(drafts, report["drafts"], strict=True):
+            of_draft |= {"patched": digests(draft), "derived": of_draft["derived"] + derived(draft)}
     except megarl_loader.CannotPatch as error:
         report["refused"] = str(error)
     Path(f"{case['out']}.{rank}").write_text(json.dumps(report))

@@ -145,14 +145,16 @@ def test_a_patched_model_is_the_loaded_model(loader, rank, part, dtype):
 
 
 def test_places_are_looked_up_once_and_again_when_parameters_move(loader):
-    old, model = tensors(0), Model(0)
+    old, model, draft = tensors(0), Model(0), Model(1)  # a server patches its model and its draft model by turns
     model.load_weights(old.items())
     model.loaded = 0
     for seed, lookups in ((1, len(SHAPES)), (2, 0)):
         new = tensors(seed)
-        loader.patch(model, patch_of(old, new))
-        assert model.loaded == lookups
-        old, model.loaded = new, 0
+        for each in (model, draft):
+            loader.patch(each, patch_of(old, new))
+            assert each.loaded == lookups
+            each.loaded = 0
+        old = new
     model.w13.data = model.w13.data.clone()
     loader.patch(model, patch_of(old, tensors(3)))
     assert model.loaded == len(SHAPES)

@@ -144,7 +144,7 @@ class Prepared:
     expected: list[list[dict[str, str]]]  # checksums of each rank after the buckets, and after the changes
     old: dict[str, torch.Tensor]
     samples: list[Sample]
-    of_draft: list[dict[str, str]]  # checksums of the draft model on each rank after the buckets; empty: there is none
+    of_draft: list[list[dict[str, str]]]  # the same of the draft model; empty: there is none
 
 
 def prepared(folder: Path, name: str, tp: int, ep: int = 1) -> Prepared:
@@ -181,8 +181,9 @@ def prepared(folder: Path, name: str, tp: int, ep: int = 1) -> Prepared:
     model, alone = table.without_draft().shapes(), WorkerGroup.alone()
     of_model = [[(key, tensor) for key, tensor in tensors.items() if key in model] for tensors in (old, new)]
     expected = [expected_checksums(tensors, [layout], dtype, alone, table.float32())[layout] for tensors in of_model]
-    head, wide = {server_name(key): old[key] for key in old if key not in model}, set(map(server_name, table.float32()))
-    of_draft = expected_checksums(head.items(), [layout], dtype, alone, wide)[layout] if drafts else []
+    wide = set(map(server_name, table.float32()))
+    heads = [[(server_name(key), each[key]) for key in each if key not in model] for each in (old, new) if drafts]
+    of_draft = [expected_checksums(tensors, [layout], dtype, alone, wide)[layout] for tensors in heads]
     return Prepared(name, hf, case, expected, old, samples, of_draft)
 
 
@@ -205,11 +206,15 @@ def test_every_parameter_of_the_class_gets_its_numbers(tmp_path, cases):
             assert report["loaded"] == each.expected[0][rank], each.name
             assert report["derived"] == [], each.name
             assert len(report["drafts"]) == bool(each.of_draft), each.name
+            refused = each.name.startswith(DERIVING)
             for draft in report["drafts"]:
                 assert draft["derived"] == [], each.name
-                held = {name: digest for name, digest in draft["loaded"].items() if not name.startswith(SHARED)}
-                assert held == each.of_draft[rank], each.name
-            if each.name.startswith(DERIVING):
+                for when, expected in zip(
+                    ["loaded"] if refused else ["loaded", "patched"], each.of_draft, strict=False
+                ):
+                    held = {name: digest for name, digest in draft[when].items() if not name.startswith(SHARED)}
+                    assert held == expected[rank], (each.name, when)
+            if refused:
                 assert "derives further weights" in report["refused"]
             else:
                 assert report["patched"] == each.expected[1][rank], each.name

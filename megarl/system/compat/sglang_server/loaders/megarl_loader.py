@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -105,7 +106,7 @@ class ProbeTensor(Tensor):
 
 
 class _Map:
-    """The memory into which each tensor is copied, valid as long as the parameters keep their addresses."""
+    """The memory into which a model's tensors are copied, valid as long as its parameters keep their addresses."""
 
     def __init__(self) -> None:
         self.parameters: tuple[int, ...] = ()
@@ -127,7 +128,8 @@ class _Map:
         return self.places
 
 
-_MAP = _Map()
+#: A server with a draft model patches both models by turns.
+_MAPS: WeakKeyDictionary[Any, _Map] = WeakKeyDictionary()
 _MAPPED: dict[tuple[str, str], dict[int, Tensor]] = {}  # mapped buffers by address, for each (update, sender)
 
 
@@ -187,7 +189,7 @@ def patch(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     header = json.loads(text)
     if hasattr(model, "post_load_weights"):
         raise CannotPatch("this model derives further weights from the loaded ones, so they cannot be changed in part")
-    places = _MAP.of(model, [(name, shape, dtype) for name, shape, dtype, _ in header])
+    places = _MAPS.setdefault(model, _Map()).of(model, [(name, shape, dtype) for name, shape, dtype, _ in header])
     flat = _to_own_device(model, flat)
     steps, values = flat, flat[sum(count for *_, count in header) :]
     for name, _, dtype, count in header:
