@@ -65,9 +65,10 @@ def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head
             "value_head": value_head,
         }
         chunk = _build_chunk(hf_config, tconf, block_spec(hf_config, tconf, vp_stage), settings)
-        if tconf.draft:
+        if tconf.draft and chunk.post_process:
             place = draft_place(hf_config)
-            chunk.draft = DraftHead(tconf, mixed_layer(tconf, place, sparse=any(moe_layers(hf_config))), place)
+            layer = mixed_layer(tconf, place, sparse=any(moe_layers(hf_config)))
+            chunk.draft = DraftHead(tconf, layer, place, vp_stage)
         _mark_split(chunk)
         _dispatch(chunk)
         replay_routes(chunk, moe_layers(hf_config))

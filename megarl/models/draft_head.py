@@ -13,9 +13,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from megarl.models.norm import RMSNorm
@@ -26,15 +28,37 @@ if TYPE_CHECKING:
     from megarl.models.config import PolicyConfig
 
 
+#: `shared` of the parameters of a draft head; Megatron sets it to True for tied embeddings of several stages.
+DRAFT = "draft head"
+
+
+def embed(tokens: Tensor, weight: Tensor, config: PolicyConfig, rank: int) -> Tensor:
+    """Return the embeddings [t, 1, h] of tokens int64 [1, t], without autograd; under sequence parallelism those of
+    this rank's share of the tokens.
+
+    Args:
+        weight: this tensor-parallel rank's rows of the embedding.
+        rank: number of the tensor-parallel rank.
+    """
+    places = tokens - rank * len(weight)
+    elsewhere = (places < 0) | (places >= len(weight))
+    rows = F.embedding(places.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0)
+    rows = rows.transpose(0, 1).contiguous()
+    if config.sequence_parallel:
+        return tensor_parallel.reduce_scatter_to_sequence_parallel_region(rows)
+    return tensor_parallel.reduce_from_tensor_model_parallel_region(rows)
+
+
 class DraftHead(MegatronModule):
     """The parameters of a draft head; the policy's embedding and vocabulary head are not among them.
 
     Args:
         layer: spec of its layer.
         place: number of a layer of the policy, from 0, with the same mixer.
+        vp_stage: the last virtual pipeline stage; None without interleaving.
     """
 
-    def __init__(self, config: PolicyConfig, layer: ModuleSpec, place: int) -> None:
+    def __init__(self, config: PolicyConfig, layer: ModuleSpec, place: int, vp_stage: int | None = None) -> None:
         super().__init__(config=config)
         width, eps = config.hidden_size, config.layernorm_epsilon
         self.embedding_norm = RMSNorm(config, width, eps)
@@ -43,12 +67,14 @@ class DraftHead(MegatronModule):
         # All tensor-parallel ranks hold this weight. Under sequence parallelism each has only some of the tokens, so
         # Megatron must sum the weight's gradient over them.
         self.joint.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.layer = build_module(layer, config=config, layer_number=place + 1)
+        # Megatron adds the number of layers before this chunk.
+        number = place + 1 - get_transformer_layer_offset(config, vp_stage=vp_stage)
+        self.layer = build_module(layer, config=config, layer_number=number, vp_stage=vp_stage)
         self.final_norm = RMSNorm(config, width, eps)
         for parameter in self.parameters():
             # Megatron leaves parameters with this mark out of the gradient norm: the policy is clipped as without a
             # draft head, and `megarl.training.optimizer` checks and clips the head's own norm.
-            parameter.shared = True
+            parameter.shared = DRAFT
 
     def forward(
         self, embedded: Tensor, hidden: Tensor, packed: PackedSequences, padding_mask: Tensor | None = None

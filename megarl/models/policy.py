@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megarl.architectures.tensors import part_of
 from megarl.models.config import PolicyConfig
+from megarl.models.draft_head import DraftHead, embed
 from megarl.models.hf import value_bias
 from megarl.models.layer_forms import table_name
 from megarl.models.layers.attention.plain import LOCAL_ROPE, ROPE, Attention
@@ -25,8 +26,6 @@ from megarl.models.weight_table import WeightTable
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from transformers import PretrainedConfig
-
-    from megarl.models.draft_head import DraftHead
 
 
 class ValueHead(MegatronModule):
@@ -50,8 +49,6 @@ class PolicyModel(GPTModel):
     hidden]: after the final norm on the last chunk, otherwise for the next chunk. Under sequence parallelism they are
     this tensor-parallel rank's t / tp tokens.
     """
-
-    draft: DraftHead  # only in a model that trains its draft head
 
     def __init__(
         self,
@@ -91,6 +88,9 @@ class PolicyModel(GPTModel):
         self.has_value_head = value_head
         self.weight_table = WeightTable.of(hf, value_head=value_head, draft=config.draft)
         self.marks_padding = False  # whether routers get the mask of padding tokens
+        self.draft: DraftHead | None = None  # in the last chunk of a model that trains its draft head
+        # the first stage's rows of the embedding, if a draft head of another stage needs them for the current step
+        self.lent_embedding: Tensor | None = None
         if value_head and post_process:
             vocabulary_head = getattr(self, "output_layer")  # noqa: B009 (Megatron does not declare its type)
             self.output_layer = ValueHead(config, vocabulary_head.weight.device, bias=value_bias(hf))
@@ -139,7 +139,7 @@ class PolicyModel(GPTModel):
             share = share.tensor_split(self.pg_collection.tp.size())[self.pg_collection.tp.rank()]
         return share[None]
 
-    def draft_states(self, following: Tensor, position_ids: Tensor, hidden: Tensor, packed: PackedSequences) -> Tensor:
+    def draft_states(self, following: Tensor, hidden: Tensor, packed: PackedSequences) -> Tensor:
         """Return the draft head's hidden states [t, 1, h] for a stream that has passed the model; embeddings are
         constants.
 
@@ -147,10 +147,17 @@ class PolicyModel(GPTModel):
             following: int64 [1, t], the token after each token of the stream.
             hidden: [t, 1, h], the model's hidden states, which are constants.
         """
+        assert self.draft is not None, "only the last chunk has the draft head"
         with torch.no_grad():
-            embedded = self.embedding(input_ids=following, position_ids=position_ids)
-        mask = self._padding_mask(packed, position_ids.device) if self.marks_padding else None
+            embedded = embed(following, self._embedding_rows(), self.config, self.pg_collection.tp.rank())
+        mask = self._padding_mask(packed, hidden.device) if self.marks_padding else None
         return self.draft(embedded, hidden, packed, mask)
+
+    def _embedding_rows(self) -> Tensor:
+        """Return this tensor-parallel rank's rows of the embedding, on the last chunk."""
+        if self.lent_embedding is not None:
+            return self.lent_embedding
+        return self.embedding.word_embeddings.weight if self.pre_process else self.shared_embedding_or_output_weight()
 
     def _insert(self, hidden: Tensor, packed: PackedSequences, first: int) -> Tensor:
         """Insert image features into the embeddings [t, 1, hidden] of the stream's columns from `first` on; a text

@@ -22,7 +22,7 @@ from megarl.models.hf import (
     value_bias,
     visual_tensors,
 )
-from megarl.models.layers.rules import COPY, Piece, Sources, TensorRegion, WeightRule, existing, of_experts
+from megarl.models.layers.rules import COPY, Piece, Sources, TensorRegion, WeightRule, existing, layer_parts, of_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -149,8 +149,7 @@ class WeightTable:
             place = chunk * at.pp + at.pp_rank
             first = sum(counts[:place])
             for layer in range(first, first + counts[place]):
-                mlp = ("moe", "shared", "expert") if self.sparse[layer] else ("dense",)
-                parts = ("layer", self.kinds[layer], *mlp)
+                parts = layer_parts(self.kinds[layer], sparse=self.sparse[layer])
                 for rule in (rule for rule in present if rule.part in parts):
                     names = self._names(rule, layer, local_experts)
                     yield rule, (chunk, rule.param.format(i=layer - first)), names

@@ -56,7 +56,7 @@ class DraftLoss:
         """
         following = micro.input_ids.roll(-1, 1)
         following[0, micro.packed.cu_seqlens_q[1:].long() - 1] = 0  # the last column of a sequence predicts nothing
-        states = model.draft_states(following, micro.position_ids, hidden.detach(), micro.packed)
+        states = model.draft_states(following, hidden.detach(), micro.packed)
         columns = micro.rows - 1
         rows = replace(micro, rows=columns.clamp(min=0))
         states, weight, start = head_rows(states[:, 0], model, rows, None)

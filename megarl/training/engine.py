@@ -370,11 +370,13 @@ class MegatronEngine:
         if self._draft_loss is not None:
             batch = batch.copy()
             self._draft_loss.weigh(batch, self.layout.dp_group)
+            self._lend_embedding()
         with phase("forward_backward"):
             groups = self._plan(batch, unit=unit)
             micros, length = self._build(batch, groups)
             self._train_mode(True)
             results = self._schedule(micros, length, functools.partial(self._loss, batch, loss_fn, head))
+        self.chunks[-1].lent_embedding = None
         metrics = self._merge(Metrics(), results)
         if divisor is not None:
             self._divide_gradients(divisor(metrics))
@@ -391,10 +393,20 @@ class MegatronEngine:
             return None
         return DraftLoss(self._mtp.loss_weight, self.config.logits_chunk_tokens, self.layout.tp_group)
 
+    def _lend_embedding(self) -> None:
+        """Send the embedding to the last pipeline stage for this step; a stage with a tied head has a copy already."""
+        first, last, ends = self.chunks[0], self.chunks[-1], self.layout.ends_group
+        if self.layout.pp_size == 1 or ends is None or last.share_embeddings_and_output_weights:
+            return
+        rows = first.embedding.word_embeddings.weight if first.pre_process else last.output_layer.weight
+        sent = ends.broadcast(rows.detach() if first.pre_process else torch.empty_like(rows))
+        if last.post_process:
+            last.lent_embedding = sent
+
     def _divide_gradients(self, divisor: float) -> None:
         """Divide the summed gradients, except the gradients of a draft head, whose loss is a mean already."""
         for chunk in self.chunks:
-            for parameter in chunk.draft.parameters() if self._draft_loss is not None else ():
+            for parameter in () if chunk.draft is None else chunk.draft.parameters():
                 parameter.main_grad.mul_(divisor)
         for wrapped in self.wrapped:
             wrapped.scale_gradients(1.0 / divisor)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megarl.config.training import EngineConfig, OptimConfig
+from megarl.models.draft_head import DRAFT
 from megarl.models.layer_forms import te_problem
 from megarl.system.compat import megatron as compat
 from megarl.system.compat import torch_compile
@@ -141,9 +142,6 @@ def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 def draft_grad_norm(optimizer: MegatronOptimizer) -> float:
     """Return the global norm of the draft head's ready gradients, which Megatron's own norm leaves out. Collective over
     all ranks of the engine.
-
-    The parameters of the head are the only ones marked `shared`: Megatron marks tied embeddings of several pipeline
-    stages, and a draft head needs a single stage.
     """
     total = 0.0
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -177,4 +175,4 @@ def clip(optimizer: MegatronOptimizer, norm: float, limit: float, draft_norm: fl
 
 
 def _is_draft(parameter: torch.Tensor) -> bool:
-    return getattr(parameter, "shared", False)
+    return getattr(parameter, "shared", False) == DRAFT

@@ -42,6 +42,7 @@ class Layout:
     ep_group: WorkerGroup
     etp_group: WorkerGroup
     expert_group: WorkerGroup
+    ends_group: WorkerGroup | None  # the first and the last stage of this rank's pipeline; None: it is in another stage
     _made: list[dist.ProcessGroup] = field(default_factory=list)
 
     @property
@@ -152,6 +153,7 @@ def init_parallel(parallel: ParallelConfig, world: WorkerGroup) -> Layout:
     def named(name: str, group: dist.ProcessGroup) -> WorkerGroup:
         return WorkerGroup(name, group, world.deadline_s)
 
+    ends = mpu.get_embedding_group(check_initialized=False)
     return Layout(
         parallel,
         world,
@@ -163,6 +165,7 @@ def init_parallel(parallel: ParallelConfig, world: WorkerGroup) -> Layout:
         ep_group=named("the expert-parallel ranks", mpu.get_expert_model_parallel_group()),
         etp_group=named("the expert-tensor-parallel ranks", mpu.get_expert_tensor_parallel_group()),
         expert_group=named("the ranks that share experts", mpu.get_expert_tensor_and_model_parallel_group()),
+        ends_group=None if ends is None else named("the first and the last pipeline stage", ends),
         _made=made,
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from megarl.recipes.arithmetic import make_rows
@@ -40,7 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the recipe of a model that trains its draft head."""
     here = tmp_path_factory.mktemp("commands")
     recipe = harness.write_recipe(here, tiny_dict("glm4_moe", num_hidden_layers=2))
-    recipe.write_text(recipe.read_text().replace("\nactor:\n", "\nactor:\n  mtp: {loss_weight: 0.5}\n"))
+    content = yaml.safe_load(recipe.read_text())
+    content["actor"]["mtp"] = {"loss_weight": 0.5}
+    recipe.write_text(yaml.safe_dump(content))
     return here
 
 

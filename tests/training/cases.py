@@ -76,7 +76,8 @@ MODELS = {
     "moe": {**_DENSE, **_EXPERTS},
     "latent": {**{key: value for key, value in _DENSE.items() if key != "head_dim"}, **_LATENT},
     "shared": {**_DENSE, **_SHARED},  # with biases that follow the load of experts
-    "drafting": {**_DENSE, **_SHARED},  # these two train their draft heads
+    "drafting": {**_DENSE, **_SHARED},  # these three train their draft heads
+    "drafting tied": {**_TIED, **_SHARED},
     "drafting latent": {**{key: value for key, value in _DENSE.items() if key != "head_dim"}, **_LATENT},
     "wide": {**_DENSE, **_WIDE},  # norms of queries and keys over all heads
     "sinks": {**_DENSE, **_SINKS},  # with windows, and biases everywhere

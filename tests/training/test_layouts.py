@@ -32,7 +32,7 @@ TWO = [
     ("dense", {}, {"distributed_optimizer": False, "micro_batch_tokens": 1}),
     ("dense", {"cp": 2}, {"recompute": "full"}),
     ("drafting", {"tp": 2, "sp": True, "ep": 2}, {"recompute": "full"}),
-    ("drafting latent", {"tp": 2}, {}),
+    ("drafting latent", {"pp": 2}, {"overlap_grad_reduce": True}),
     ("wide", {"tp": 2, "sp": True}, {}),
     ("sinks", {"tp": 2, "sp": True}, {"recompute": "full"}),
     ("sinks", {"cp": 2, "ep": 2}, {"recompute": "selective"}),
@@ -70,6 +70,10 @@ MORE_OF_TWO = [
     ("shared", {"cp": 2}, {}),
     ("sinks", {"pp": 2}, {"recompute": "selective"}),
     ("moe", {"tp": 2, "sp": True, "etp": 1}, {"distributed_optimizer": False}),
+    ("drafting", {"pp": 2, "vpp": 2}, {"recompute": "full"}),
+    ("drafting latent", {"tp": 2}, {}),
+    ("drafting tied", {"pp": 2}, {"distributed_optimizer": False}),
+    ("drafting latent", {"pp": 2}, {"recompute": "full"}),
     ("critic", {"cp": 2}, {}),
     ("critic", {}, {"overlap_grad_reduce": True}),
 ]
@@ -81,6 +85,8 @@ MORE_OF_FOUR = [
     ("tied", {}, {"overlap_grad_reduce": True}),
     ("moe", {"tp": 2, "sp": True}, {}),
     ("dense", {"tp": 2, "cp": 2}, {}),
+    ("drafting", {"tp": 2, "pp": 2, "sp": True}, {}),
+    ("drafting tied", {"pp": 2, "ep": 2}, {"overlap_grad_reduce": True}),
 ]
 
 
