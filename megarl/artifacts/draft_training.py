@@ -44,16 +44,11 @@ def draft_layout_problem(config: RunConfig, parallel: ParallelConfig) -> ConfigE
     """Return the error for a draft head that cannot be trained in the layout `parallel` of the actor, or None."""
     if config.actor.mtp is None:
         return None
-    obstacles = {
-        "pp": "a draft head needs the embedding and the last hidden states on one pipeline stage",
-        "cp": "a draft head needs the token after a rank's last one, which is on another context-parallel rank",
-    }
-    for size, problem in obstacles.items():
-        if (ranks := getattr(parallel, size)) > 1:
-            key = f"actor.parallel.{size}"
-            fix = f"set {key}=1, or {_OFF}"
-            return ConfigError(problem, where=key, found=ranks, allowed="1 with actor.mtp", fix=fix)
-    return None
+    if parallel.cp == 1:
+        return None
+    problem = "a draft head needs the token after a rank's last one, which is on another context-parallel rank"
+    key = "actor.parallel.cp"
+    return ConfigError(problem, where=key, found=parallel.cp, allowed="1 with actor.mtp", fix=f"set {key}=1, or {_OFF}")
 
 
 def _of_model(config: RunConfig, facts: ModelFacts) -> tuple[str, object, str, str] | None:

@@ -267,6 +267,8 @@ class Activations:
         # the rows and, if there is one chunk only, the logits of the policy's head.
         kept += of_layer + 4 * self.stream + rows
         kept += FULL * self._logits if n <= self.engine.logits_chunk_tokens else 0.0
+        if self.parallel.pp > 1 and not self.facts.tied:  # the first stage's embedding
+            kept += self.element * self._columns * self.facts.hidden
         return [Needed(kept, 0.0, self._logit * self._logits + 2 * rows), Needed(kept, layer.passing)]
 
     # -- peak -----------------------------------------------------------------------------------------------------

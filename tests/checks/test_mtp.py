@@ -38,6 +38,7 @@ def test_a_head_that_is_trained_is_named_with_its_size():
         f"trains a draft head of {facts_from_config(GLM, '').draft_parameters:,} parameters, not counted in the "
         "policy's parameters above",
     )
+    assert [check.status for check in checked(GLM, "actor.parallel.pp=2")] == ["ok"]
     assert checked(GLM, "actor.mtp=null") == []
 
 
@@ -115,15 +116,6 @@ def test_a_head_that_is_trained_is_named_with_its_size():
             "model.freeze=['language_model']",
             "model.freeze without language_model",
             f"remove language_model from model.freeze, or {OFF}",
-        ),
-        (
-            GLM,
-            {"actor.parallel.pp": "2"},
-            "actor.parallel.pp",
-            "a draft head needs the embedding and the last hidden states on one pipeline stage",
-            2,
-            "1 with actor.mtp",
-            f"set actor.parallel.pp=1, or {OFF}",
         ),
         (
             GLM,

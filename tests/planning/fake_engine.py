@@ -156,6 +156,7 @@ def seams(hidden_shape: list[int]) -> Iterator[None]:
     from megarl.models.layers.attention import training as attention
     from megarl.models.layers.experts.training import TokenDispatcher
     from megarl.models.policy import PolicyModel
+    from megarl.system.comm import WorkerGroup
     from megarl.training import logprob
 
     exchange = TokenDispatcher._exchange_counts
@@ -175,6 +176,7 @@ def seams(hidden_shape: list[int]) -> Iterator[None]:
         (logprob, "_kernels", lambda logits: _LogitsKernels if logits.dtype == torch.float32 else None),
         (gpu, "layer_kernels", lambda *tensors: _LayersKernels),
         (gpu, "expert_kernels", lambda rows: _ExpertsKernels),
+        (WorkerGroup, "broadcast", lambda self, tensor, src=0: tensor),  # torch would ask for the GPU's kind
         (PolicyModel, "to", lambda self, device: self),  # it is there; torch cannot swap fake parameters
         (FakeTensor, "is_cuda", property(lambda self: True)),
         (FakeTensor, "is_cpu", property(lambda self: False)),
@@ -303,7 +305,10 @@ def _run(engine: Any, storages: Storages, micros: list[Any], length: int, case: 
 
     storages.reset_peak()
     before = storages.live
+    if case.mtp:
+        engine._lend_embedding()
     engine._schedule(micros, length, last)
+    engine.chunks[-1].lent_embedding = None
     update = storages.peak - before
     kept = storages.live - before  # buffers of Megatron, and what the last micro-batch left
     engine.optimizer.prepare_grads()

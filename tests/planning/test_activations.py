@@ -57,7 +57,7 @@ SHARED = {
     "moe_intermediate_size": 256,
     "n_group": 1,
     "topk_group": 1,
-    "first_k_dense_replace": 1,
+    "first_k_dense_replace": 0,
     "n_shared_experts": 2,
 }
 
@@ -71,7 +71,7 @@ def case(name, model=DENSE, world=1, *, rank=0, engine=None, value_head=False, m
 FULL = {"recompute": "full"}
 SMALL = [
     case("draft head", GATED, mtp=True),
-    case("experts and draft head, recomputed", SHARED, engine=FULL, mtp=True),
+    case("draft head of the last stage", SHARED, 2, rank=1, engine=FULL, mtp=True, pp=2),
     case("shared experts", SHARED, 2, tp=2, ep=2),
     case("recomputed", engine=FULL),
     case("whole optimizer", world=2, engine={"distributed_optimizer": False}),
