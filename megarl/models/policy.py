@@ -50,6 +50,8 @@ class PolicyModel(GPTModel):
     this tensor-parallel rank's t / tp tokens.
     """
 
+    draft: DraftHead  # only in the last chunk of a model that trains its draft head
+
     def __init__(
         self,
         hf: PretrainedConfig,
@@ -88,7 +90,6 @@ class PolicyModel(GPTModel):
         self.has_value_head = value_head
         self.weight_table = WeightTable.of(hf, value_head=value_head, draft=config.draft)
         self.marks_padding = False  # whether routers get the mask of padding tokens
-        self.draft: DraftHead | None = None  # in the last chunk of a model that trains its draft head
         # the first stage's rows of the embedding, if a draft head of another stage needs them for the current step
         self.lent_embedding: Tensor | None = None
         if value_head and post_process:
@@ -147,17 +148,13 @@ class PolicyModel(GPTModel):
             following: int64 [1, t], the token after each token of the stream.
             hidden: [t, 1, h], the model's hidden states, which are constants.
         """
-        assert self.draft is not None, "only the last chunk has the draft head"
+        rows = self.lent_embedding
+        if rows is None:
+            rows = self.embedding.word_embeddings.weight if self.pre_process else self.output_layer.weight
         with torch.no_grad():
-            embedded = embed(following, self._embedding_rows(), self.config, self.pg_collection.tp.rank())
+            embedded = embed(following, rows, self.config, self.pg_collection.tp.rank())
         mask = self._padding_mask(packed, hidden.device) if self.marks_padding else None
         return self.draft(embedded, hidden, packed, mask)
-
-    def _embedding_rows(self) -> Tensor:
-        """Return this tensor-parallel rank's rows of the embedding, on the last chunk."""
-        if self.lent_embedding is not None:
-            return self.lent_embedding
-        return self.embedding.word_embeddings.weight if self.pre_process else self.shared_embedding_or_output_weight()
 
     def _insert(self, hidden: Tensor, packed: PackedSequences, first: int) -> Tensor:
         """Insert image features into the embeddings [t, 1, hidden] of the stream's columns from `first` on; a text

@@ -252,24 +252,24 @@ class Activations:
         layer, layout = self.facts.draft_layer, self.parallel.one_stage()
         return Activations(layer, layout, self.engine, self.passes, element=self.element, gpu=self.gpu)
 
-    def _draft(self, kept: float) -> list[Needed]:
+    def _draft(self, bytes_before: float) -> list[Needed]:
         """Return the bytes while the draft head's logits are computed, and while its layer's gradient is.
 
         Its forward pass comes after that of the policy's head, and its backward pass before.
 
         Args:
-            kept: bytes of the policy's own layers and final hidden states.
+            bytes_before: bytes of the policy's own layers and final hidden states.
         """
         layer, n = self._draft_layer, self.passes.rows
         rows = self.element * n * self.facts.hidden
         of_layer = self.stream if self.engine.recompute == "full" else layer.layer
         # The embeddings of the next tokens, they and the hidden states side by side, and the final norm's input; and
         # the rows and, if there is one chunk only, the logits of the policy's head.
-        kept += of_layer + 4 * self.stream + rows
-        kept += FULL * self._logits if n <= self.engine.logits_chunk_tokens else 0.0
+        size = bytes_before + of_layer + 4 * self.stream + rows
+        size += FULL * self._logits if n <= self.engine.logits_chunk_tokens else 0.0
         if self.parallel.pp > 1 and not self.facts.tied:  # the first stage's embedding
-            kept += self.element * self._columns * self.facts.hidden
-        return [Needed(kept, 0.0, self._logit * self._logits + 2 * rows), Needed(kept, layer.passing)]
+            size += self.element * self._columns * self.facts.hidden
+        return [Needed(size, 0.0, self._logit * self._logits + 2 * rows), Needed(size, layer.passing)]
 
     # -- peak -----------------------------------------------------------------------------------------------------
 

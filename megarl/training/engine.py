@@ -405,8 +405,8 @@ class MegatronEngine:
 
     def _divide_gradients(self, divisor: float) -> None:
         """Divide the summed gradients, except the gradients of a draft head, whose loss is a mean already."""
-        for chunk in self.chunks:
-            for parameter in () if chunk.draft is None else chunk.draft.parameters():
+        if self._draft_loss is not None and self.layout.is_last_stage:
+            for parameter in self.chunks[-1].draft.parameters():
                 parameter.main_grad.mul_(divisor)
         for wrapped in self.wrapped:
             wrapped.scale_gradients(1.0 / divisor)
