@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.models.layers.attention.capped import capped_scores
+from megarl.models.soft_cap import cap_slope, capped
 
 #: Number of scores of a block: 2 MB in float32, which fit in a core's cache, and 256 MB on a GPU.
 _ON_CPU, _ON_GPU = 1 << 19, 1 << 26
@@ -44,7 +44,9 @@ class Products:
         out, lse = q.new_empty(*queries.shape[:2], v.shape[2]), queries.new_empty(queries.shape[:2])
         for a, b, end in self._blocks(rows, keys):
             part = slice(a * rows.per, b * rows.per)
-            scores = self._hide(self._capped(torch.bmm(queries[:, part], keys[:, :end].transpose(1, 2))), a, rows.per)
+            scores = self._hide(
+                capped(torch.bmm(queries[:, part], keys[:, :end].transpose(1, 2)), self.cap), a, rows.per
+            )
             top = scores.amax(-1)
             chances = torch.softmax(scores, -1)
             torch.sub(top, chances.amax(-1).log_(), out=lse[:, part])
@@ -65,8 +67,8 @@ class Products:
         dk, dv = torch.zeros_like(wide_keys), torch.zeros_like(values, dtype=wide)
         for a, b, end in self._blocks(rows, keys):
             part = slice(a * rows.per, b * rows.per)
-            scores = self._capped(torch.bmm(queries[:, part], wide_keys[:, :end].transpose(1, 2)))
-            slope = None if self.cap is None else 1 - (scores / self.cap).square_()
+            scores = capped(torch.bmm(queries[:, part], wide_keys[:, :end].transpose(1, 2)), self.cap)
+            slope = None if self.cap is None else cap_slope(scores, self.cap)
             chances = self._hide(scores, a, rows.per).sub_(sums[:, part]).exp_()
             up = up_all[:, part]
             dscores = torch.bmm(up, values[:, :end].transpose(1, 2)).to(wide).sub_(along[:, part]).mul_(chances)
@@ -84,9 +86,6 @@ class Products:
         for a in range(0, rows.length, size):
             b = min(a + size, rows.length)
             yield a, b, b if self.causal else keys.shape[1]
-
-    def _capped(self, scores: Tensor) -> Tensor:
-        return scores if self.cap is None else capped_scores(scores, self.cap)
 
     def _hide(self, scores: Tensor, first: int, per: int) -> Tensor:
         """Overwrite the scores [n, queries * per, keys] of keys that the queries from `first` on do not see."""
