@@ -176,7 +176,7 @@ def all_updates(budgets: list[int]) -> list[dict]:
         batch = samples(engine)
         for name, correction in TIGHT.items():
             for mode in MODES if name in ("decoupled", "pg") else MODES[:2]:
-                for uneven in (False, True) if world().size > 1 else (False,):
+                for uneven in (False, True) if world().size > 1 and mode == MODES[0] else (False,):
                     made = one_update(engine, batch.copy(), mode, correction, uneven)
                     out.append({"case": [name, mode], **made})
         assert torch.equal(samples(engine)["old_logp"].values, batch["old_logp"].values), "the weights have moved"

@@ -71,7 +71,7 @@ def push_and_die(folder: str, run_dir: str, urls: list[str], transport: str, ver
 @pytest.mark.parametrize(
     ("transport", "version", "step", "serves"),
     [
-        ("tensor", 2, "put", "default"),
+        pytest.param("tensor", 2, "put", "default", marks=pytest.mark.campaign("durability")),
         ("distributed", 2, "put", "default"),
         ("delta", 2, "put", "default"),
         ("disk", 2, "put", "1"),  # nothing of the new version was read
