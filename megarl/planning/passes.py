@@ -105,13 +105,15 @@ class ModelPass:
     def micro_batches(self, share: Share) -> int:
         """Return the number of micro-batches of a replica's samples (formula T8 of docs/planning.md).
 
-        A micro-batch has whole samples up to the token budget, at least one, and counts a prompt's images once.
+        A micro-batch has whole samples up to the token budget, at least one, and counts a prompt's images once, and its
+        tokens where samples share prefixes.
         """
         budget, images = self.engine.micro_batch_tokens, 0.0
         if share.patches:
             images = share.patches * patch_tokens(self.facts, self.parallel, self.engine, learns=self._trains_vision)
-        group = share.group * share.length + images
-        together = budget // group * share.group if group <= budget else (budget - images) // share.length
+        once, each = (images + share.prompt, share.response) if share.once else (images, share.length)
+        group = share.group * each + once
+        together = budget // group * share.group if group <= budget else (budget - once) // each
         each = max(1.0, together, budget // (share.length + images))
         count = max(1, math.ceil(share.samples / each))
         if self.parallel.vpp:
@@ -129,6 +131,7 @@ class ModelPass:
         return [part.times(times) for part in every]
 
     def _passes(self, share: Share, *, train: bool) -> list[Cost]:
+        share = replace(share, once=self.engine.share_prefixes)
         count = self.micro_batches(share)
         micro = replace(share, samples=share.samples / count)
         parts = [part for part in self._micro_batch(micro, train=train) if part.seconds]
@@ -219,7 +222,9 @@ class ModelPass:
         # FLOPs of attention over keys and values in all layers
         pairs = self._counter.forward([share.length], head_tokens=0)
         pairs += self._counter.unevenness(share.length, share.variance)
-        scores = share.samples * (pairs - share.length * self._counter.per_token) * self._pairs
+        scores = share.samples * (pairs - share.length * self._counter.per_token)
+        of_prompt = self._counter.forward([share.prompt], head_tokens=0) - share.prompt * self._counter.per_token
+        scores = (scores - (share.samples - share.prompts) * of_prompt) * self._pairs
         frozen = self._frozen(train)
         linear = tokens * (self._counter.per_token - self._expert_flops) / self._stages
         again = self.engine.recomputed if train else frozenset()

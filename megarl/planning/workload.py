@@ -49,7 +49,8 @@ class Share:
     response: float  # mean response tokens
     variance: float = 0.0  # variance of response tokens, for costs that are quadratic in them
     patches: float = 0.0  # image patches per prompt
-    group: int = 1  # number of samples that share the same images
+    group: int = 1  # number of samples of a prompt, which share its images
+    once: bool = False  # whether the samples of a prompt share its tokens (`share_prefixes`)
 
     @property
     def length(self) -> float:
@@ -57,9 +58,14 @@ class Share:
         return self.prompt + self.response
 
     @property
+    def prompts(self) -> float:
+        """Number of prompts that are computed."""
+        return min(self.samples, max(1.0, self.samples / self.group)) if self.once else self.samples
+
+    @property
     def tokens(self) -> float:
-        """Tokens of all samples."""
-        return self.samples * self.length
+        """Tokens of all samples that are computed."""
+        return self.samples * self.response + self.prompts * self.prompt
 
 
 @dataclass(frozen=True)

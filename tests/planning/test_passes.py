@@ -331,3 +331,18 @@ def test_micro_batches_have_room_for_patches():
 
     assert each == pytest.approx(79, abs=40)
     assert [count(budget) for budget in (4 * (480 + each) + 1, 480 + each + 1, 240 + each + 1, 10)] == [1, 4, 8, 16]
+
+
+def test_shared_prompts_are_computed_once():
+    """T1: in one micro-batch, the answers and their keys of the prompt are left. T8: more samples fit into each."""
+    counter, share = FlopCounter.of(DENSE), Share(16, 256.0, 16.0, group=8)
+    one = model(devices=1, engine={"share_prefixes": True})
+    whole, prompt = (counter.forward([length], head_tokens=0) for length in (272.0, 256.0))
+    work = 16 * (whole - prompt) + 2 * prompt + 16 * 16 * counter.per_head_token
+    assert part(one.forward(share), "T1").seconds == pytest.approx(work / H100.peak("bf16"))
+    budgets = {384: 2, 383: 3, 768: 1}
+    counts = {
+        budget: model(engine={"micro_batch_tokens": budget}).micro_batches(replace(share, once=True))
+        for budget in budgets
+    }
+    assert counts == budgets
