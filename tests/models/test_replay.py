@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megarl.data.batch import Batch, Jagged
-from megarl.data.image_set import fields_of_sets, image_sets
+from megarl.data.image_set import fields_of_sets
 from megarl.data.routes import RouteError, RouteForm, continued
 from megarl.data.tensor_text import from_text, to_text
-from megarl.models.hf import encoder_of, image_settings, route_form
+from megarl.models.hf import encoder_of, route_form
 from megarl.models.packing import pack_stream
 from megarl.rollout.engine import Completion, Request
 from megarl.training import microbatch
 from megarl.training.sequence_layout import TextLayout
 from megarl.training.vlm_sequences import ImageLayout
 from tests.dist import single_process
-from tests.models.vlm_tiny import batch_of, draw
-from tests.rollout.cases import STOP, build, engine, make_requests, sampled
+from tests.rollout.cases import STOP, build, engine, requests_for, sampled
 
 
 @pytest.fixture(autouse=True)
@@ -66,17 +63,6 @@ def brute_force(layer, routes: torch.Tensor, expert):
     return forward
 
 
-def requests_for(hf) -> list[Request]:
-    """Prompts with one image, none, two, and one with fewer features, if the model has an encoder."""
-    rng, requests, shapes = random.Random(1), make_requests(count=4, n=2), [((2, 3),), (), ((1, 1), (3, 2)), ((1, 4),)]
-    if encoder_of(hf) is None:
-        return requests
-    samples = [draw(rng, encoder_of(hf), *each) for each in shapes]
-    sets = image_sets(batch_of(samples, image_settings(hf)))
-    seen = zip(requests, samples, sets, strict=True)
-    return [Request(sample.prompt, request.seeds, images=images) for request, sample, images in seen]
-
-
 def packed_logprobs(chunk, samples: list[tuple[Request, Completion]], *, replays: bool) -> torch.Tensor:
     """Log-probs of all responses from one packed stream, as training computes them."""
     form, encoder = route_form(chunk.hf_config), encoder_of(chunk.hf_config)
@@ -112,7 +98,7 @@ def test_a_model_with_other_routers_follows_the_recorded_routes(model, expert, m
     hf = {"num_hidden_layers": 3, "mlp_only_layers": [1]} if model == "qwen3_moe" else {}
     ((decoded,), (chunk,)) = (build(model, dtype=dtype, hf=hf) for dtype in (torch.float32, torch.float64))
     chunk.load_state_dict(decoded.state_dict())
-    requests = requests_for(chunk.hf_config)
+    requests = requests_for(chunk.hf_config, count=4, n=2)
     groups = engine([decoded], max_running=5, replay_routes=True).generate(requests, sampled(max_new_tokens=12), STOP)
     samples = [(request, done) for request, group in zip(requests, groups, strict=True) for done in group]
     generated = torch.tensor([value for _, done in samples for value in done.logprobs], dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +12,11 @@ from megarl.architectures.vision_language import FAMILIES
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.config.training import EngineConfig
+from megarl.data.image_set import image_sets
 from megarl.rollout.engine import Completion, Request
 from tests.dist import current_layout
 from tests.models.tiny import tiny_dict, two_layers
-from tests.models.vlm_tiny import config_of
+from tests.models.vlm_tiny import batch_of, config_of, draw
 
 STOP = [2, 5, 9]
 
@@ -76,6 +78,20 @@ def make_requests(count: int = 5, n: int = 3, seed: int = 0, longest: int = 14) 
         ids = torch.randint(0, 131, (size,), generator=rng).tolist()
         requests.append(Request(ids, [1000 * i + k for k in range(n)]))
     return requests
+
+
+def requests_for(hf: Any, **numbers: int) -> list[Request]:
+    """`make_requests`; for a model with an encoder every other prompt has images."""
+    from megarl.models.hf import encoder_of, image_settings
+
+    requests, rng, encoder = make_requests(**numbers), random.Random(1), encoder_of(hf)
+    if encoder is None:
+        return requests
+    shapes = [((2, 3),), (), ((1, 1), (3, 2)), (), ((1, 4),)]
+    samples = [draw(rng, encoder, *shape) for shape in shapes[: len(requests)]]
+    sets = image_sets(batch_of(samples, image_settings(hf)))
+    seen = zip(requests, samples, sets, strict=True)
+    return [Request(sample.prompt, request.seeds, images=images) for request, sample, images in seen]
 
 
 def tokens(results: list[list[Completion]]) -> list[list[list[int]]]:

@@ -10,9 +10,20 @@ import torch
 
 from tests.campaigns import chosen, split
 from tests.dist import fresh_parallel, run_distributed, single_process
-from tests.rollout.cases import PROMPTS, STOP, build, engine, logprobs, make_requests, play_turns, sampled, tokens
+from tests.rollout.cases import (
+    PROMPTS,
+    STOP,
+    build,
+    engine,
+    logprobs,
+    make_requests,
+    play_turns,
+    requests_for,
+    sampled,
+    tokens,
+)
 
-DENSE, MOE, LATENT = "qwen3", "qwen3_moe", "deepseek_v3"
+DENSE, MOE, LATENT, IMAGES = "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_vl_moe"
 FULL_NORM, BIASES, GEMMA, CAPPED = "olmo3", "granite", "gemma3_text", "gemma2"
 SAMPLINGS = {
     "sampled": sampled(temperature=0.8, max_new_tokens=12),
@@ -39,6 +50,8 @@ TWO = {
     "moe-cp2-ep2": (MOE, {"cp": 2, "ep": 2}),
     "moe-pp2": (MOE, {"pp": 2}),
     "moe-pp2-vpp2": (MOE, {"pp": 2, "vpp": 2}),
+    "images-ep2": (IMAGES, {"ep": 2}),
+    "images-tp2-ep2-sp": (IMAGES, {"tp": 2, "ep": 2, "sp": True}),
 }
 FOUR = {
     "tp2-pp2": (DENSE, {"tp": 2, "pp": 2}),
@@ -72,8 +85,8 @@ def generate(model: str, layout: dict, sampling: str, layers: int, **hf: Any) ->
 
     chunks = build(model, hf={"num_hidden_layers": layers, **hf}, **layout)
     rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-    mine = list(enumerate(make_requests()))[rank::size]
-    made = engine(chunks, max_running=7, replay_routes=model == MOE, replay_kept_tokens=True)
+    mine = list(enumerate(requests_for(chunks[0].hf_config)))[rank::size]
+    made = engine(chunks, max_running=7, replay_routes=model in (MOE, IMAGES), replay_kept_tokens=True)
     results = made.generate([r for _, r in mine], SAMPLINGS[sampling], STOP)
     return [
         [i, tokens([group]) + routes_of(group) + kept_by(group), logprobs([group])]
