@@ -78,7 +78,7 @@ class Decoder:
         # Stages work in turn, so a token waits for the bytes and products of all stages.
         peak, filled = self.hardware.peak(self.dtype) * self.tp, running / (running + given.gemm_half_rows)
         scores = running * sum(
-            each * min(context, window or context) for window, each in self._counter.per_pair.items()
+            each * min(context, window or context) for window, each in self._counter.per_decoded_pair.items()
         )
         dense = self._counter.per_token + self._counter.per_head_token - self._expert_flops
         products = running * dense / (peak * given.gemm_share * filled) + self._expert_products(running)

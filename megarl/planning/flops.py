@@ -31,13 +31,14 @@ def token_flops(facts: ModelFacts, pairs: float = 0.0) -> dict[str, float]:
     return flops | ({SCORES: seen} if pairs else {})
 
 
-def pair_flops(facts: ModelFacts) -> dict[int | None, float]:
+def pair_flops(facts: ModelFacts, *, decoding: bool = False) -> dict[int | None, float]:
     """Return the forward FLOPs of one (query, key) pair, summed over the layers with the same sliding window: a table
-    from the window in tokens (None: full attention) to FLOPs.
+    from the window in tokens (None: full attention) to FLOPs. With `decoding` those of a decoding step.
     """
     flops: dict[int | None, float] = {}
     for mixer, count in facts.mixer_counts.items():
-        flops[mixer.window] = flops.get(mixer.window, 0.0) + count * mixer.pair_flops
+        each = mixer.decoded_pair_flops if decoding else mixer.pair_flops
+        flops[mixer.window] = flops.get(mixer.window, 0.0) + count * each
     return flops
 
 
@@ -50,6 +51,7 @@ class FlopCounter:
         int | None, float
     ]  # sliding window -> FLOPs of a (query, key) pair in all layers with this window
     per_head_token: float  # FLOPs of the output head for one token
+    per_decoded_pair: Mapping[int | None, float]  # as `per_pair`, in a decoding step
     draft: FlopCounter | None = None  # counts the draft head, if the model trains it
 
     @classmethod
@@ -57,7 +59,7 @@ class FlopCounter:
         """Return the counter of a model."""
         work = token_flops(facts)
         head = work.pop("head")
-        counter = cls(sum(work.values()), pair_flops(facts), head)
+        counter = cls(sum(work.values()), pair_flops(facts), head, pair_flops(facts, decoding=True))
         if not facts.trains_draft:
             return counter
         draft = cls.of(facts.draft_layer)
@@ -66,7 +68,7 @@ class FlopCounter:
     def forward(self, lengths: Sequence[float], head_tokens: float | None = None) -> float:
         """Return the FLOPs of a forward pass over whole sequences; `head_tokens` (None: all) pass the output head."""
         tokens = sum(lengths)
-        scores = sum(self._scores(0, length) for length in lengths)
+        scores = sum(_scores(self.per_pair, 0, length) for length in lengths)
         head = tokens if head_tokens is None else head_tokens
         return tokens * self.per_token + scores + head * self.per_head_token
 
@@ -96,12 +98,13 @@ class FlopCounter:
             for response in responses:
                 decoded = max(0, response - 1)  # the prefill gives the first token
                 total += decoded * (self.per_token + self.per_head_token)
-                total += self._scores(prompt, prompt + decoded)
+                total += _scores(self.per_decoded_pair, prompt, prompt + decoded)
         return total
 
-    def _scores(self, start: float, end: float) -> float:
-        """Return the FLOPs of attention for the queries at positions start..end-1."""
-        return sum(each * pairs_between(start, end, window) for window, each in self.per_pair.items())
+
+def _scores(per_pair: Mapping[int | None, float], start: float, end: float) -> float:
+    """Return the FLOPs of attention for the queries at positions start..end-1."""
+    return sum(each * pairs_between(start, end, window) for window, each in per_pair.items())
 
 
 def pairs_between(start: float, end: float, window: int | None = None) -> float:

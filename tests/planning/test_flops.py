@@ -68,7 +68,7 @@ def test_the_draft_head_has_its_layer_a_projection_and_the_vocabulary_head_with_
 
 
 def counter(window=None):
-    return FlopCounter(per_token=100.0, per_pair={window: 7.0}, per_head_token=11.0)
+    return FlopCounter(100.0, per_pair={window: 7.0}, per_head_token=11.0, per_decoded_pair={window: 8.0})
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 50])
@@ -79,12 +79,12 @@ def test_generation_equals_adding_up_token_by_token(window):
     for prompt, samples in zip(prompts, responses, strict=True):
         total += 100.0 * prompt + 7.0 * sum(seen(c) for c in range(1, prompt + 1)) + 11.0
         for sample in samples:
-            total += sum(111.0 + 7.0 * seen(prompt + i) for i in range(1, sample))
+            total += sum(111.0 + 8.0 * seen(prompt + i) for i in range(1, sample))
     assert counter(window).generate(prompts, responses) == pytest.approx(total)
 
 
 def test_layers_with_and_without_a_window_are_added_up():
-    both = FlopCounter(per_token=0.0, per_pair={None: 2.0, 3: 5.0}, per_head_token=0.0)
+    both = FlopCounter(per_token=0.0, per_pair={None: 2.0, 3: 5.0}, per_head_token=0.0, per_decoded_pair={})
     assert both.forward([6]) == 2 * (1 + 2 + 3 + 4 + 5 + 6) + 5 * (1 + 2 + 3 + 3 + 3 + 3)
 
 

@@ -20,7 +20,7 @@ from megarl import artifacts
 from megarl.architectures import standard_config, supported_model_types
 from megarl.architectures.decoders import DECODERS
 from megarl.artifacts.facts import facts_from_config
-from megarl.planning.flops import FlopCounter, token_flops
+from megarl.planning.flops import FlopCounter, pair_flops, token_flops
 from megarl.planning.shards import key_value_bytes, sequence_state_bytes
 from megarl.system.errors import ConfigError
 
@@ -114,4 +114,8 @@ def test_tensor_parallel_ranks_share_states_and_not_latents():
 
 def test_tokens_of_deepseek_v3_are_multiplied_by_what_its_paper_says():
     """37 billion parameters are activated for each token (arXiv:2412.19437), the embedding among them."""
-    assert facts_of("deepseek-ai/DeepSeek-V3").active_parameters == pytest.approx(37e9, rel=0.02)
+    facts = facts_of("deepseek-ai/DeepSeek-V3")
+    assert facts.active_parameters == pytest.approx(37e9, rel=0.02)
+    # 128 heads of 61 layers: training reads keys of 192 and values of 128 numbers, decoding 576 and 512 of latents
+    assert pair_flops(facts) == {None: 61 * 128 * 2 * (192 + 128)}
+    assert pair_flops(facts, decoding=True) == {None: 61 * 128 * 2 * (576 + 512)}

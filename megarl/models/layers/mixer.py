@@ -46,6 +46,11 @@ class Mixer(ABC):
         return 0.0
 
     @property
+    def decoded_pair_flops(self) -> float:
+        """FLOPs of one (query, key) pair in a decoding step."""
+        return self.pair_flops
+
+    @property
     def token_flops(self) -> float:
         """Forward FLOPs per token in addition to products with weight matrices and `pair_flops`."""
         return 0.0

@@ -82,6 +82,11 @@ class MLA(Mixer):
         """2 FLOPs per element of all keys for the score, and 2 per element of the values to add them."""
         return 2.0 * self.heads * (self.key + self.value)
 
+    @property
+    def decoded_pair_flops(self) -> float:
+        """2 FLOPs per element of the latent and the rope key for each head's score, and 2 per element of the latent."""
+        return 2.0 * self.heads * (self.cached + self.kv_rank)
+
     def cache_elements(self, tp: int) -> float:
         """Return all of `cached` on every rank, since all heads read the same latent."""
         return float(self.cached)
