@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from megarl.algorithms.divergences import chosen_divergence
 from megarl.architectures.vision_language import VisionEncoder
-from megarl.artifacts.facts import model_facts
+from megarl.artifacts.facts import ModelFacts, model_facts
 from megarl.config.model import ModelConfig
 from megarl.config.run import RunConfig
+from megarl.data.fields import KEPT_IDS, ROUTES
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.lengths import Lengths, refuse_longer
 from megarl.planning.shards import BYTES
@@ -17,11 +18,13 @@ from megarl.planning.vision import image_patches
 from megarl.system.errors import ConfigError
 
 _NUMBER = 8  # a token id is int64; a log-prob or a value is float32
+_MANY_ROUTES = 960  # bytes of a token's routes in a model of unknown size: those of the largest mixtures
 _WIDE = 8192  # hidden size of a teacher of unknown size: that of the largest dense models
 
 
 def token_bytes(config: RunConfig, field: str) -> int:
-    """Return the approximate bytes per token of a batch field; only teacher fields have several numbers."""
+    """Return the approximate bytes per token of a batch field; fields of teachers, routes and kept tokens have several
+    numbers."""
     if field == "teacher_topk" and (chosen := chosen_divergence(config.algorithm.distillation)) is not None:
         return _NUMBER * (chosen.settings.topk + 1)  # an id and a log-prob per entry, both float32
     if field == "teacher_hidden":
@@ -29,15 +32,32 @@ def token_bytes(config: RunConfig, field: str) -> int:
         return BYTES[config.model.dtype] * (sum(sizes) or _WIDE)
     if field == "ref_hidden":
         return BYTES[config.model.dtype] * _hidden_size(config.model)
+    if field == ROUTES:
+        return _route_bytes(config.model)
+    if field == KEPT_IDS:
+        return 4 * config.rollout.sampling.top_k
     return _NUMBER
 
 
 def _hidden_size(model: ModelConfig) -> int:
-    try:
-        facts = model_facts(model)
-    except ConfigError:  # the checks of teacher.path report the error
-        facts = None
+    facts = _facts_of(model)
     return _WIDE if facts is None else facts.hidden
+
+
+def _route_bytes(model: ModelConfig) -> int:
+    """Return the bytes of a token's routes (`megarl.data.routes`)."""
+    facts = _facts_of(model)
+    if facts is None or facts.mixture is None:
+        return _MANY_ROUTES
+    router = facts.mixture.router
+    return facts.copies["router"] * router.chosen * (1 if router.experts < 256 else 2)
+
+
+def _facts_of(model: ModelConfig) -> ModelFacts | None:
+    try:
+        return model_facts(model)
+    except ConfigError:  # the checks of its path report the error
+        return None
 
 
 @dataclass(frozen=True)

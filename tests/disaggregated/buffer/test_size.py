@@ -59,6 +59,21 @@ def test_what_a_teacher_says_of_a_distribution_counts_with_all_its_numbers(topk,
     assert handover_bytes(RunConfig.model_validate(config), handover) == 4 * (8 * (size * 128 + 256) + 4096)
 
 
+@pytest.mark.parametrize(
+    ("model", "field", "size"),
+    [
+        ("Qwen/Qwen3-30B-A3B", "routes", 48 * 8),  # 128 experts: a byte for each
+        ("deepseek-ai/DeepSeek-V3", "routes", 58 * 8 * 2),  # 256 experts, and a number for none; 3 dense layers
+        ("Qwen/Qwen3-8B", "kept_ids", 4 * 20),
+    ],
+)
+def test_what_generation_recorded_of_a_token_counts_with_all_its_numbers(model, field, size) -> None:
+    config = recipe(4, 128).model_dump(exclude_unset=True) | {"model": {"path": model}}
+    config["rollout"]["sampling"]["top_k"] = 20
+    (handover,) = between(field).handovers
+    assert handover_bytes(RunConfig.model_validate(config), handover) == 4 * (8 * (size * 128 + 256) + 4096)
+
+
 def test_it_is_never_smaller_than_ray_needs_for_itself() -> None:
     assert object_store_bytes(recipe(4, 128), between("prompt_ids")) == LEAST
     assert object_store_bytes(recipe(512, 16_384), None) == LEAST
