@@ -48,7 +48,7 @@ def shares_prefixes(config: RunConfig, facts: ModelFacts, role: str) -> bool:
 
 def _of_settings(config: RunConfig, role: str) -> _Obstacle | None:
     settings, lora = getattr(config, role), config.model.lora
-    engine, optim = settings.engine, settings.optim
+    engine = settings.engine
     if not config.task.writes_text:
         return _Obstacle(
             "prefixes are shared by samples of text only", "a task without text", "a task that writes text"
@@ -63,9 +63,6 @@ def _of_settings(config: RunConfig, role: str) -> _Obstacle | None:
     if role == "actor" and config.actor.mtp is not None:
         problem = "a draft head predicts the token after the next one, and a shared prefix has several next tokens"
         return _Obstacle(problem, "actor.mtp", "actor.mtp=null")
-    if optim.expert_bias_rate:
-        problem = "the load of experts is counted by tokens of samples, and shared tokens would count once"
-        return _Obstacle(problem, f"{role}.optim.expert_bias_rate={optim.expert_bias_rate:g}", "0")
     return None
 
 

@@ -91,7 +91,14 @@ def _train(model: str, *, share: bool, batch: Batch, **more) -> dict:
     before = {key: rows.values for key, rows in cases.outputs(made, batch).items()}
     metrics = cases.train(made, batch).result()
     named = [pair for chunk in made.wrapped for pair in chunk.named_parameters() if pair[1].requires_grad]
-    return {"before": before, "metrics": metrics, "gradients": {name: p.main_grad.clone() for name, p in named}}
+    # experts' biases follow their numbers of tokens
+    biases = {name: b.tolist() for chunk in made.chunks for name, b in chunk.named_buffers() if "expert_bias" in name}
+    return {
+        "before": before,
+        "biases": biases,
+        "metrics": metrics,
+        "gradients": {name: p.main_grad.clone() for name, p in named},
+    }
 
 
 def with_routes(batch: Batch) -> Batch:
@@ -108,7 +115,15 @@ def with_routes(batch: Batch) -> Batch:
 
 @pytest.mark.parametrize(
     ("model", "lora"),
-    [("dense", None), ("moe", None), ("latent", None), ("sinks", None), ("critic", None), ("dense", 4)],
+    [
+        ("dense", None),
+        ("moe", None),
+        ("latent", None),
+        ("sinks", None),
+        ("critic", None),
+        ("shared", None),
+        ("dense", 4),
+    ],
 )
 def test_a_step_equals_that_of_whole_samples(alone, model, lora):
     batch = with_routes(make_batch()) if model == "moe" else make_batch()
@@ -120,6 +135,7 @@ def test_a_step_equals_that_of_whole_samples(alone, model, lora):
     # Of 667 tokens. Where routes fork, three samples share four tokens, which are too few, and two no longer share 17.
     saved = 452 - (3 * 4 + 17 if model == "moe" else 0)
     assert got["metrics"]["actor/shared_tokens"] == pytest.approx(saved / 667)
+    assert got["biases"] == want["biases"]
     # float32: sums in another order, of a few units in the last place each
     assert _error(got["gradients"], want["gradients"]) < 1e-6
 
@@ -137,8 +153,13 @@ MORE_OF_TWO = [
     ("latent", {"pp": 2}, {"recompute": "selective"}),
     ("critic", {"tp": 2, "sp": True}, {}),
     ("moe", {}, {"recompute": ["moe", "norm"]}),
+    ("shared", {"tp": 2, "sp": True, "ep": 2}, {"recompute": ["moe"]}),
+    ("shared", {"pp": 2}, {"recompute": ["moe"], "micro_batch_tokens": 150}),
 ]
-LAYERS = {"tied": 4, **dict.fromkeys(("dense", "moe", "sinks", "latent", "critic"), 2)}  # tied: two parts of two stages
+LAYERS = {
+    "tied": 4,
+    **dict.fromkeys(("dense", "moe", "shared", "sinks", "latent", "critic"), 2),
+}  # tied: two parts of two stages
 MORE_OF_FOUR = [("moe", {"tp": 2, "pp": 2, "sp": True}, {}), ("dense", {"tp": 2, "sp": True}, {})]
 
 

@@ -38,10 +38,10 @@ def _recompute_with_routes(mlp: Any) -> None:
     compute, mlp.moe_layer_recompute = mlp.forward, False
 
     def forward(hidden: Tensor, *arguments: Any, **named: Any) -> Any:
-        routes = mlp.router.routes
+        state = mlp.router.routes, mlp.router.multiplicity
 
         def run(hidden: Tensor) -> Any:
-            mlp.router.routes = routes
+            mlp.router.routes, mlp.router.multiplicity = state
             return compute(hidden, *arguments, **named)
 
         return checkpoint(run, False, hidden)
@@ -50,15 +50,15 @@ def _recompute_with_routes(mlp: Any) -> None:
 
 
 def _set_routes(place: int, layer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Set the routes of the layer's router for this forward pass; `place`: number of layers with experts before it."""
+    """Set the routes of the layer's router for this forward pass, and how many samples have each token; `place`: number
+    of layers with experts before it."""
     packed: PackedSequences = named["packed_seq_params"]
-    router = layer.mlp.router
-    if packed.routes is None:
-        router.routes = None
-        return
-    chosen, config = router.rules.chosen, layer.config
-    routes = packed.routes
-    if config.sequence_parallel:
-        routes = routes.chunk(layer.tp_group.size())[layer.tp_group.rank()]
-    here = routes[:, place * chosen : (place + 1) * chosen].long()
-    router.routes = torch.where(here == router.rules.experts, -1, here)
+    router, split = layer.mlp.router, layer.config.sequence_parallel
+    share = lambda x: x.chunk(layer.tp_group.size())[layer.tp_group.rank()] if split else x  # noqa: E731
+    router.routes = router.multiplicity = None
+    if packed.prefixes is not None and router.counts is not None:
+        router.multiplicity = share(packed.prefixes.multiplicity).to(router.counts.device)
+    if packed.routes is not None:
+        chosen = router.rules.chosen
+        here = share(packed.routes)[:, place * chosen : (place + 1) * chosen].long()
+        router.routes = torch.where(here == router.rules.experts, -1, here)

@@ -74,6 +74,7 @@ class ExpertRouter(MegatronModule):
         expert_bias: the correction bias, a float32 buffer [E], or None.
         routes: int64 [n, k], experts to choose in the next forward pass of the layer
             (`megarl.models.layers.experts.replay`); None: the router chooses.
+        multiplicity: int64 [n], number of samples that share each token; None: one. Set like `routes`.
         counts: tokens that chose each expert since the last update of the bias, int64 [E]; None: not counted.
     """
 
@@ -83,6 +84,7 @@ class ExpertRouter(MegatronModule):
         self.rules = config.mixture.router
         self.layer_number: int | None = None
         self.routes: Tensor | None = None
+        self.multiplicity: Tensor | None = None
         where: dict[str, Any] = {"dtype": config.params_dtype, "device": device()}
         experts = self.rules.experts
         self.weight = torch.nn.Parameter(torch.empty(experts, config.hidden_size, **where))
@@ -117,7 +119,7 @@ class ExpertRouter(MegatronModule):
         # count tokens once: a layer that is recomputed runs first without gradients
         if self.counts is not None and self.training and torch.is_grad_enabled():
             counted = chosen if padding_mask is None else chosen & ~padding_mask.view(-1, 1)
-            self.counts += counted.sum(0)
+            self.counts += (counted if self.multiplicity is None else counted * self.multiplicity[:, None]).sum(0)
         return weights_of_all, chosen
 
 
