@@ -47,19 +47,13 @@ def test_layouts_give_the_same_metrics(recipe, local, tmp_path, layout):
     assert_same(harness.train(recipe, tmp_path, STEPS, *layout), local)
 
 
-def test_virtual_stages_give_the_same_metrics(recipe, tmp_path):
-    deep = ["model.hf_config.num_hidden_layers=4", STEPS]  # a layer for each of two stages' two parts
-    single = harness.train(recipe, tmp_path / "single", *deep, "cluster.nproc=1")
-    assert_same(harness.train(recipe, tmp_path / "vpp2", *deep, "actor.parallel={pp: 2, vpp: 2}"), single)
-
-
-def test_a_mixture_of_experts_is_the_same_under_expert_and_pipeline_parallelism(recipe, tmp_path):
+def test_a_mixture_of_experts_is_the_same_under_expert_parallelism_and_virtual_stages(recipe, tmp_path):
     sizes = "num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 32, norm_topk_prob: true"
     experts = [f"model.hf_config={{model_type: qwen3_moe, {sizes}, decoder_sparse_step: 1, mlp_only_layers: []}}"]
-    experts += [STEPS]
+    experts += ["model.hf_config.num_hidden_layers=4", STEPS]  # a layer for each of two stages' two parts
     single = harness.train(recipe, tmp_path / "single", *experts, "cluster.nproc=1")
-    both = ["cluster.nproc=4", "actor.parallel={pp: 2, ep: 2}"]
-    assert_same(harness.train(recipe, tmp_path / "pp2-ep2", *experts, *both), single)
+    both = ["cluster.nproc=4", "actor.parallel={pp: 2, vpp: 2, ep: 2}"]
+    assert_same(harness.train(recipe, tmp_path / "vpp2-ep2", *experts, *both), single)
 
 
 def test_bf16_starts_where_fp32_does(recipe, tmp_path):
