@@ -91,7 +91,7 @@ def gradients(
 
 
 def fitting(columns: int, launch: tuple[int, int]) -> tuple[int, int]:
-    """Return the columns and warps of a block, reduced for rows that are shorter than the block of `launch`."""
+    """Return the columns and warps of a block: those of `launch`, or fewer if rows have fewer `columns`."""
     block, warps = launch
     fitting = min(block, triton.next_power_of_2(columns))
     return fitting, max(1, warps * fitting // block)

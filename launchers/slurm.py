@@ -102,7 +102,7 @@ class Submission:
 
     @property
     def folder(self) -> Path:
-        """The folder of the scripts."""
+        """The folder of the job's scripts."""
         return self.run_dir / LAUNCH_FOLDER
 
 

@@ -27,6 +27,6 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: f
     tensor([-0.5000, -0.7500, -1.0000])
     """
     if not 0 < buffer <= max_length:
-        raise ValueError(f"the penalty zone must have 1 to max_length = {max_length} tokens, not {buffer}")
+        raise ValueError(f"buffer must be between 1 and max_length = {max_length}, not {buffer}")
     exceed = lengths.float() - (max_length - buffer)
     return (-(exceed / buffer) * factor).clamp(max=0)

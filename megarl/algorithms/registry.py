@@ -195,7 +195,7 @@ class Registry(Generic[S]):
         return Chosen(function, spec, settings)
 
     def required(self, name: str) -> list[str]:
-        """Return the names of the parameters without a default, in order."""
+        """Return the names of the function's parameters without a default, in order."""
         return [
             p.name
             for p in self.parameters(name).values()

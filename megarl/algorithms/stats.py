@@ -40,7 +40,7 @@ class GroupStats:
 
     @classmethod
     def of(cls, scores: Tensor, live: Tensor, uid: Sequence[Hashable], *, allow_singleton: bool) -> GroupStats:
-        """Group `scores` [B] by `uid` (B values). A group must not be split over ranks."""
+        """Group `scores` [B] by `uid` (B values); `live`: bool [B]. A group must not be split over ranks."""
         if len(uid) != len(scores):
             raise ValueError(f"the number of uids must be the number of samples, {len(scores)}, got {len(uid)}")
         index, numbers = group_index(uid)

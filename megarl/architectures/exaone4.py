@@ -39,7 +39,8 @@ def refuse_unclear_layers(raw: Mapping[str, Any], values: Mapping[str, Any], ref
 
 
 def pattern_of_layers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the key from which SGLang reads the kinds of layers: the kinds up to the first layer without a window."""
+    """Return the key from which SGLang reads which layers have a window: an L for each layer before the first without a
+    window, then G."""
     kinds = values["layer_types"]
     if SLIDING not in kinds:
         return {"sliding_window_pattern": None}

@@ -35,7 +35,7 @@ def _check_lite(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refus
 
 
 def _dense_layers(values: Mapping[str, Any]) -> int:
-    """Return the number of dense layers before the first mixture; without a list it is 1."""
+    """Return the number of dense layers before the first mixture; 1 if config.json has no `mlp_layer_types`."""
     types = list(values["mlp_layer_types"] or ["dense"])
     return types.index("sparse") if "sparse" in types else len(types)
 

@@ -11,7 +11,7 @@ from megarl.models.layers.mixer import Mixer
 
 @dataclass(frozen=True)
 class ServedClass:
-    """SGLang's class of an architecture: which values of config.json it reads as transformers' class does."""
+    """How SGLang's class of an architecture differs from transformers' class for the same config.json."""
 
     # why the class computes another model, whatever the config, or a function that returns the reason (None: there is
     # none) for the values of `Architecture.keys` and the layers' mixers

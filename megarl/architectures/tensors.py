@@ -53,7 +53,7 @@ def component(rule: WeightRule) -> str:
 class Elements:
     """The number of parameters of one component."""
 
-    matrices: int = 0  # elements of matrices
+    matrices: int = 0  # elements of weight matrices
     vectors: int = 0  # elements of biases and scales
 
     @property

@@ -155,7 +155,7 @@ class VisionEncoder:
 
     @property
     def form(self) -> TowerForm:
-        """Names, biases and keys of this encoder."""
+        """The tensor names, biases and config keys of this encoder."""
         return FAMILIES[self.model_type].form
 
     def _outer(self) -> dict[str, tuple[int, ...]]:

@@ -147,8 +147,8 @@ class ModelFacts:
 
     @cached_property
     def copies(self) -> dict[str, int]:
-        """Number of times that the model has each component, such as its layers, the experts of all layers, and 1 for
-        the head.
+        """How often the model has each component: for example `norms` once per layer, `experts` once per expert of each
+        layer, and `head` once, or never if it is tied.
         """
         sparse = self.layers - self.dense_layers if self.is_moe else 0
         every = {"norms": self.layers, "mlp": self.layers - sparse}

@@ -51,7 +51,7 @@ def sequence_problem(key: str, parallel: ParallelConfig) -> ConfigError | None:
 
 
 def context_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> ConfigError | None:
-    """Return an error if context-parallel ranks cannot share the heads of a layer with states evenly, else None."""
+    """Return an error if context-parallel ranks cannot share the heads of recurrent layers evenly, else None."""
     widths: dict[str, int] = {}
     for mixer in facts.mixer_counts:
         widths |= mixer.context_widths()

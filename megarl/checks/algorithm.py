@@ -262,7 +262,8 @@ def _check_loss(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_echo(config: RunConfig, checks: Checklist) -> None:
-    """Check that the cross-entropy on observations has observations of text, and a gradient that nothing divides."""
+    """Check that the cross-entropy on observations (ECHO) has observations of text, and that no setting divides the
+    whole gradient by a number of trained tokens."""
     correction, value = config.rollout_correction.resolved(), config.algorithm.loss.echo_coef
     if not (config.has_turns and config.task.writes_text) or config.data.image_key is not None:
         checks.fail(

@@ -62,7 +62,7 @@ def check_lent(config: RunConfig, placement: Placement, team: TeamPlan, checks: 
 def _check_room(
     config: RunConfig, servers: SGLangConfig, machines: list[int], team: TeamPlan, checks: Checklist
 ) -> None:
-    """Check that every server has enough GPUs on each of its machines. `machines` are the workers per machine."""
+    """Check that the team's machines have enough GPUs for all servers. `machines`: the team's workers on each."""
     section, key = config.rollout.servers_key, devices_key(config, team)
     ranks, nnodes = servers.tp_size, servers.nnodes  # dp_size adds no ranks: another check refuses values above 1
     needed, most = servers.servers * ranks, most_servers(max(1, ranks // nnodes), machines, nnodes)

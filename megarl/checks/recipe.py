@@ -170,7 +170,7 @@ def _check_parts(config: RunConfig, facts: ModelFacts | None, placement: Placeme
 
 
 def _check_placed(config: RunConfig, placement: Placement, sizes: Sizes, job: str, checks: Checklist) -> None:
-    """Check what the teams need from machines and models."""
+    """Check the GPUs per machine, the layouts of the teams' models, and the limit of open files."""
     check_machine_gpus(config, placement, job, checks)
     check_layouts(config, placement, sizes, checks)
     check_descriptors(config, placement, checks)

@@ -158,7 +158,7 @@ def _check_kl_estimators(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_full(config: RunConfig, checks: Checklist) -> None:
-    """Check that only the reference's distributions are compared with the policy's, and that they are of text."""
+    """Check a KL estimator of whole distributions: an update compares the policy with one model only, on text."""
     if not config.task.writes_text or {"teacher_topk", "teacher_hidden"} & {*distillation_fields(config.algorithm)}:
         checks.fail(
             "algorithm.kl.estimator",
@@ -543,8 +543,13 @@ def check_watched_metrics(config: RunConfig, job: str, checks: Checklist) -> Non
 def _check_metric(
     config: RunConfig, job: str, checks: Checklist, subject: str, key: str, name: str, end: str, otherwise: str
 ) -> None:
-    """Check a metric's name against the known held-out metrics (except for data sources), or else against the metrics
-    of training steps. A user's pipeline may write metrics of its own.
+    """Check the metric `name` that `key` sets: a name with `/` other than val/... must be a training step's metric, any
+    other must be a held-out metric. Data sources are not checked, nor metrics of a user's own pipeline.
+
+    Args:
+        subject: what the metric is for, for messages.
+        end: what would happen in a run without this metric, for messages.
+        otherwise: the fix if no known name is similar.
     """
     if job == "train" and config.algorithm.pipeline not in PIPELINES:
         return

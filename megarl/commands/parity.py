@@ -78,7 +78,7 @@ class Parity:
 
     @property
     def first(self) -> Difference | None:
-        """The first place beyond the tolerance; NaN counts as beyond."""
+        """The first place whose difference is NaN or above the tolerance; None: all places agree."""
         return next((place for place in (*self.places, *self.logprobs) if not place.relative <= self.tolerance), None)
 
     @property
@@ -123,7 +123,8 @@ def compare(
 
 
 def _difference(name: str, ours: Tensor, theirs: Tensor, left_out: float) -> Difference:
-    """Compare rows [tokens, ...]. A NaN or infinity makes the relative difference NaN, whatever is left out."""
+    """Compare two tensors [tokens, ...]. The relative difference leaves out the share `left_out` of tokens that differ
+    most; it is NaN if any value is NaN or infinite."""
     gap, scale = (ours - theirs).double(), theirs.double()
     norm = float(scale.square().mean().sqrt())
     squares = gap.square().reshape(len(gap), -1).mean(-1)

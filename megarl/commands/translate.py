@@ -217,7 +217,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _devices(made: Translation, nodes: Any, per_node: Any, gpus: int | None) -> int:
-    """Set processes and machines; return the number of devices."""
+    """Set the recipe's processes and machines; return the number of devices, `gpus` if the user named it."""
     nodes = int(_positive(nodes) or 1)
     devices = int(gpus if gpus is not None else nodes * int(_positive(per_node) or 1))
     made.set("cluster.nproc", max(1, devices))

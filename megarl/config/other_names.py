@@ -541,7 +541,8 @@ def _kwargs_of(path: tuple[str, ...]) -> str | None:
 
 
 def _components_keys(path: tuple[str, ...], owned: Callable[[str], Sequence[str]]) -> list[str]:
-    """Return the keys of components for which `path` may stand, written beside the mapping that holds them."""
+    """Return the keys of components that the unknown key `path` may mean. Inside `reward.kwargs` of included rewards
+    the answer is the key with this prefix."""
     beside = _kwargs_of(path[:-1])
     keys = [key for key in owned(path[-1]) if key.startswith(f"{path[0]}.")]
     if keys and beside is not None and path[0] == "reward":

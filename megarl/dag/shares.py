@@ -128,7 +128,8 @@ def _measured(config: RunConfig, graph: TaskGraph, teams: Sequence[Roles]) -> li
 
 
 def _work(config: RunConfig, graph: TaskGraph, team: Roles) -> float:
-    """Return the work of a team per token: parameters times the passes over them, with at least one pass."""
+    """Return the work of a team per token: the parameters of its models times the passes over them. The team's first
+    model counts at least one pass."""
     passes = {role: sum(_passes(config, node) for node in graph if node.role is role) for role in team}
     passes[team[0]] = max(passes[team[0]], 1.0)
     return sum(number * _facts(config, role).computing_parameters for role, number in passes.items() if number)

@@ -214,7 +214,8 @@ class AsReady(StalenessPolicy):
     """
 
     def forms_step(self, step: int, under_way: ByVersion, finished: ByVersion) -> list[int] | None:
-        """Return the finished groups of the oldest versions, by prompt number within a version."""
+        """Return the numbers of a step's groups: the finished groups of the oldest versions, by number within each.
+        Return None if there are too few, or if the groups left over would become too old."""
         oldest_first = [number for version in sorted(finished) for number in sorted(finished[version])]
         chosen = oldest_first[: self.groups]
         if len(chosen) < self.groups or not self.in_time(step, _left(chosen, under_way, finished)):

@@ -104,7 +104,8 @@ def _rows(sizes: np.ndarray, k: int) -> np.ndarray:
 
 
 def _exchange(table: np.ndarray, sizes: np.ndarray, *, fixed_counts: bool) -> None:
-    """Exchange items between paired heavy and light parts, in place, until no pair gets more even."""
+    """Exchange items in place between the heaviest and the lightest part, the second heaviest and the second lightest,
+    and so on, until no pair gets more even."""
     k, width = table.shape
     if k < 2 or width == 0:
         return

@@ -47,7 +47,7 @@ class KeptTokens:
         return KeptTokens(torch.cat([self.counts, self.counts.new_zeros(tokens - len(self))]), self.ids)
 
     def first(self, tokens: int) -> KeptTokens:
-        """Return the record of the first tokens."""
+        """Return the record of the first `tokens` tokens."""
         counts = self.counts[:tokens]
         return KeptTokens(counts, self.ids[: int(counts.sum())])
 

@@ -101,7 +101,7 @@ def _ordered(parts: list[list[int]], count: int) -> list[list[int]]:
 
 
 def _divide(parts: list[list[int]], count: int) -> list[list[int]]:
-    """Halve the micro-batch with the most sequences until there are `count`; one half of a single sequence is empty."""
+    """Split the micro-batch with the most sequences into two, until there are `count`; a part may become empty."""
     parts = list(parts)
     while len(parts) < count:
         most = max(range(len(parts)), key=lambda number: (len(parts[number]), -number))

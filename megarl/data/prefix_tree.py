@@ -50,11 +50,11 @@ class PrefixTree:
         return [node.length for node in self.nodes]
 
     def starts(self) -> list[int]:
-        """Return the first column of each node, and the number of columns."""
+        """Return the first column of each node, and at the end the number of all columns."""
         return [0, *itertools.accumulate(self.lengths)]
 
     def spans(self) -> tuple[Span, ...]:
-        """Return the columns of every node with descendants, in order."""
+        """Return the columns of every inner node and of its descendants, in depth-first order."""
         starts = self.starts()
         last = starts[1:]
         for number in reversed(range(len(self.nodes))):

@@ -108,7 +108,7 @@ def given_prompts(
             messages[last] = {**messages[last], "content": render(messages[last]["content"], row)}
         if config.system_prompt is not None and not any(message["role"] in SYSTEM_ROLES for message in messages):
             messages = [{"role": SYSTEM_ROLES[0], "content": config.system_prompt}, *messages]
-        if mark is not None:  # the row's images are counted over all messages
+        if mark is not None:  # all messages together must have one `<image>` per image of the row
             contents = mark(_BETWEEN.join(message["content"] for message in messages), row).split(_BETWEEN)
             messages = [{**message, "content": text} for message, text in zip(messages, contents, strict=True)]
         prompts.append(messages)

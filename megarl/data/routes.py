@@ -38,7 +38,7 @@ class RouteForm:
 
     @property
     def width(self) -> int:
-        """Numbers per token."""
+        """Number of experts of a token over all layers with experts."""
         return self.layers * self.chosen
 
     @property
@@ -52,7 +52,7 @@ class RouteForm:
         return torch.uint8 if self.experts < 256 else torch.int16
 
     def empty(self, tokens: int) -> Tensor:
-        """Return rows [tokens, width] without routes."""
+        """Return the routes [tokens, width] of tokens without recorded experts: `none` everywhere."""
         return torch.full((tokens, self.width), self.none, dtype=self.dtype)
 
     def field(self, known: Sequence[Tensor | None], lengths: Sequence[int], read: Sequence[int]) -> Jagged:

@@ -162,7 +162,7 @@ class Packer:
             yield Span(block, start, stop)
 
     def block(self, places: Sequence[int]) -> Block:
-        """Write the samples at `places` to a block of views and copies; equal offsets are stored once."""
+        """Return the samples at `places` as a block, whose fields are views of the batch; equal offsets occur once."""
         where = np.asarray(places, dtype=np.int64)
         runs = _runs(where)
         numbers: dict[bytes, int] = {}

@@ -363,7 +363,8 @@ class AsReadyLoop:
         self._finish_scored(least=len(self._scoring))
         self._swap(version, 0)
         assert c.loader is not None, "checks refuse a training run without data"
-        c.loader.go_to(c.buffer.flow_state()["next"])  # no group begins before the next segment
+        # the first prompt that no group has begun; none begins before the next segment
+        c.loader.go_to(c.buffer.flow_state()["next"])
         post_loader_place(c)
         partials = generator.partial() | self._partials
 

@@ -41,7 +41,8 @@ class CallBatcher:
         self._began, self._is_first = now, True
 
     def missing(self, room: int, waiting: int) -> int:
-        """Return how many prompts to request: `room` for new groups plus the reserve, minus the `waiting` prompts."""
+        """Return how many prompts to request: `room` for new groups plus the reserve, minus the `waiting` prompts,
+        which the replica has not begun."""
         return max(0, room + (0 if self._is_first else self.in_hand) - waiting)
 
     def is_due(self, now: float, missing: int, *, finished: bool, empty: bool) -> bool:

@@ -102,8 +102,8 @@ def fold_systems(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def _no_twice(pairs: list[tuple[str, Any]] | str) -> dict[str, Any]:
-    """Return an object's pairs as a dict. Raise ValueError for a key that stands twice, and for NaN, a text here."""
+    """Return an object's pairs as a dict. Raise ValueError for a repeated key, and for NaN, a text here."""
     value = {} if isinstance(pairs, str) else dict(pairs)
     if len(value) < len(pairs):
-        raise ValueError(f"no JSON, or a key stands twice: {pairs}")
+        raise ValueError(f"not valid JSON (a repeated key, NaN or an infinity): {pairs}")
     return value

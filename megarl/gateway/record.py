@@ -120,7 +120,8 @@ class Record:
         return [token for part in self.path(node) for token in (*part.prompt_ids, *part.token_ids)]
 
     def said(self, node: Node | None) -> list[ChatMessage]:
-        """Return all messages of a path, with the replies as they were sent first, thoughts included."""
+        """Return all messages from a root to `node`: those of the requests, and the replies as first sent to the
+        client, thoughts included."""
         messages: list[ChatMessage] = []
         for part in self.path(node):
             messages += [*part.messages, *([] if part.reply is None else [part.reply])]

@@ -76,7 +76,7 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
 
 
 def _most_frequent(dtypes: Mapping[str, torch.dtype], shapes: Mapping[str, tuple[int, ...]]) -> torch.dtype:
-    """Return the dtype of most numbers, for config.json, which has one dtype for the whole model."""
+    """Return the dtype of most parameters, for config.json, which has one dtype for the whole model."""
     counts = Counter[torch.dtype]()
     for name, dtype in dtypes.items():
         counts[dtype] += math.prod(shapes[name])

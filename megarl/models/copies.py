@@ -24,7 +24,7 @@ class ParameterCopies:
         self._parameters = [weight for chunk in chunks for weight in chunk.weights().values()]
 
     def take(self) -> list[Tensor]:
-        """Copy the current values."""
+        """Return copies of the parameters' current values in host memory."""
         return [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
 
     @torch.no_grad()

@@ -265,8 +265,8 @@ def attach(chunks: Sequence[PolicyModel], lora: LoraConfig) -> None:
 
 
 def _heights(up: Shard, projections: int) -> tuple[int, ...]:
-    """Return the rows of each projection that are contiguous in a weight, of the first key/value group if there are
-    several, from its B matrix."""
+    """Return how many contiguous rows each projection has in a weight, read from the pieces of its B matrix; if the
+    weight consists of key/value groups, the rows within one group."""
     runs = (pieces for _, pieces in itertools.groupby(up.pieces, key=lambda piece: piece.source))
     heights = (sum(region_shape(piece.target_region)[0] for piece in pieces) for pieces in runs)
     return tuple(itertools.islice(heights, projections))

@@ -63,7 +63,7 @@ class PackedSequences(PackedSeqParams):
 
     @property
     def shared_tokens(self) -> tuple[int, int]:
-        """The tokens that shared prefixes save, and those of all sequences; without context parallelism."""
+        """Number of tokens that shared prefixes save, and of tokens of all sequences; not for context parallelism."""
         computed = int((~self.padding).sum())
         total = computed if self.prefixes is None else int(self.prefixes.multiplicity.sum())
         return total - computed, total

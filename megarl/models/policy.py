@@ -162,8 +162,8 @@ class PolicyModel(GPTModel):
         return hidden
 
     def _postprocess(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
-        """Return the decoder's hidden states, where GPTModel would compute logits; the divisor of a policy's logits
-        divides them."""
+        """Return the decoder's hidden states, where GPTModel would compute logits. Those of a policy are divided by the
+        model's divisor of its logits."""
         divisor = self.config.wiring.logits
         if divisor == 1 or not self.post_process or self.has_value_head:
             return hidden_states

@@ -32,8 +32,9 @@ class RowRoute(NamedTuple):
         return _Spread.apply(tokens, *self)
 
     def collect(self, rows: Tensor, count: int) -> Tensor:
-        """Return the sum [count, h] of each token's rows among `rows` [m, h]; `count` is the number of tokens. The
-        kernels read it from `places`.
+        """Return, for each of `count` tokens, the sum of its rows among `rows` [m, h]: [count, h].
+
+        Kernels do not need `count`, because `places` has a row per token.
         """
         if self.kernels is None:
             # The backward pass of index_add_ would keep the rows.

@@ -18,5 +18,5 @@ def capped(x: Tensor, cap: float | None) -> Tensor:
 
 
 def cap_slope(results: Tensor, cap: float) -> Tensor:
-    """Return the derivative of `capped` by its results, of which -inf stand for masked numbers: 0."""
+    """Return the derivative of `capped`, computed from its results; 0 where a result is -inf, a masked number."""
     return torch.square(results / cap).neg_().add_(1).clamp_(min=0)

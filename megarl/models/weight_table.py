@@ -177,6 +177,6 @@ class WeightTable:
 
 
 def sources_of(rule: WeightRule, names: Sequence[str], size: dict[str, int]) -> Sources:
-    """Return the tensors of a parameter with their shapes; `names`: tensors of `rule`, for one or all experts."""
+    """Return the checkpoint's tensors of a parameter, with shapes; `names`: those of `rule`, for one or all experts."""
     shapes = [tuple(size[d] for d in source.shape) for source in rule.sources]
     return list(zip(names, shapes * (len(names) // len(shapes)), strict=True))

@@ -116,7 +116,7 @@ class Activations:
         if "attention" in self.engine.recomputed:
             return 0.0
         if longest <= WHOLE_PASS:
-            return sums + self.element * t * kv / 2  # the values are copied out of the projection's result
+            return sums + self.element * t * kv / 2  # this attention also keeps a contiguous copy of the values
         blocks = max(1, round(longest / _QUERY_BLOCK))
         return self.element * t * heads * longest / 2 * (1 + 1 / blocks)
 
@@ -167,7 +167,7 @@ class Activations:
 
     @property
     def micro_batch(self) -> float:
-        """Bytes that all layers of one pipeline stage keep for one micro-batch."""
+        """Bytes that all layers of one pipeline stage keep of one micro-batch for its backward pass."""
         each = self.stream if self.engine.recompute == "full" else self.layer
         return self.parallel.most_layers(self.facts.layers) * each + self.stream
 

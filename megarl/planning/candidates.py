@@ -52,7 +52,7 @@ class Spread:
         return next((devices for _, roles, devices in self.teams if Role.ACTOR.value in roles), self.workers)
 
     def describe(self) -> str:
-        """Return a short description."""
+        """Describe the devices of each team and the servers in a few words."""
         text = " + ".join(f"{name} {devices}" for name, _, devices in self.teams) or f"{self.workers} together"
         if self.rollout is not None and self.rollout.tp > 1:
             text += f" tp{self.rollout.tp}"
@@ -164,7 +164,8 @@ class Space:
         return [spread for spread in spreads if spread.workers % hardware.nodes == 0]
 
     def _servers(self, *, ahead: bool) -> list[Spread]:
-        """Return assignments with equally many new servers on each machine, on the trainer's devices or beside them."""
+        """Return assignments in which the run starts equally many servers on each machine, on the trainer's devices or
+        on others."""
         hardware, nodes, each = self.hardware, self.hardware.nodes, self.hardware.per_node
         sizes = [tp for tp in divisors(each) if self.facts.heads % tp == 0]
         if not ahead:
@@ -239,7 +240,7 @@ class Space:
         return ((train, rest, trains), (draw if draw != train else "draw", (Role.ROLLOUT.value,), generates))
 
     def _as_given(self) -> list[Spread]:
-        """Return assignments of the recipe's teams to multiples of an eighth of all devices, or of 1 device."""
+        """Return assignments of devices to the recipe's teams, in steps of an eighth of all (at least one)."""
         teams = [(name, tuple(team.roles)) for name, team in self.config.placement.teams.items()]
         if len(teams) < 2 or self.config.rollout.servers is not None:
             return []

@@ -56,7 +56,7 @@ class FlopCounter:
 
     @classmethod
     def of(cls, facts: ModelFacts) -> FlopCounter:
-        """Return the counter of a model."""
+        """Return the FLOP counter of a model of these sizes."""
         work = token_flops(facts)
         head = work.pop("head")
         counter = cls(sum(work.values()), pair_flops(facts), head, pair_flops(facts, decoding=True))

@@ -35,7 +35,7 @@ class Lengths:
     longest: int  # maximum tokens per response
 
     def sample(self, seed: tuple[int, ...], groups: int, samples: int) -> list[list[int]]:
-        """Return the tokens of the samples of `groups` groups, determined by the seed."""
+        """Return the sampled response lengths of `samples` samples in each of `groups` groups, determined by `seed`."""
         lengths = np.random.default_rng(seed).lognormal(self._mu, self.sigma, (groups, samples))
         return np.clip(np.rint(lengths), 1, self.longest).astype(int).tolist()
 

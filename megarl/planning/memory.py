@@ -147,7 +147,7 @@ def update_needs(
 
 
 def logit_copies(config: RunConfig) -> float:
-    """Return how many float32 copies of a chunk's logits exist at once in distillation; 0 for one token's log-probs.
+    """Return how many float32 copies of a chunk's logits distillation has at once; 0 if it needs only log-probs of tokens.
 
     They are the logits of both models, the terms of the divergence, and their gradients.
     """
@@ -215,7 +215,8 @@ def _held_out(config: RunConfig) -> int | None:
 
 
 def _samples(config: RunConfig, dp: int, job: str) -> list[tuple[str, int, int, SamplingConfig]]:
-    """Return (key of the number of prompts, samples of one call on a rank, certain samples, sampling) of `job`.
+    """Return, for each kind of generation of `job`: the key of the number of prompts, the samples that a rank has at
+    once, how many of them are certain, and the sampling.
 
     Only one held-out prompt is certain, since the size of the files is not known here.
     """

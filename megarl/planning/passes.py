@@ -274,7 +274,7 @@ class ModelPass:
         elements *= facts.layers / self._stages
         if not self.value_head:
             logits = share.samples * share.response * facts.vocab / (parallel.tp * parallel.cp)
-            # Recomputed layers do not compute logits again.
+            # Recomputation is a fourth pass over the layers, not over the output head.
             elements += self.given.logit_elements * logits * (3 if passes > 1 else 1) / passes
         return elements * passes / 3 * self._each_element
 

@@ -157,7 +157,7 @@ class Search:
         return None
 
     def _retimed(self, choice: Choice, formulas: StepFormulas) -> _Timed:
-        """Return the timed `choice`, which has the placement and layout of `formulas`."""
+        """Return `choice` with its seconds; it has the placement and layout of `formulas`, which are computed once."""
         other = formulas.again(choice.apply_engine(formulas.config, self.space.trains))
         return _Timed(other.step_seconds(), choice, other)
 

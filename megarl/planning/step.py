@@ -92,14 +92,15 @@ class StepFormulas:
     caches: dict[tuple[object, ...], float] = field(default_factory=dict)  # bytes of servers' caches computed before
 
     def again(self, config: RunConfig) -> StepFormulas:
-        """Return the formulas for a recipe that differs only in how engines and servers use memory."""
+        """Return the formulas for `config`, which differs from this recipe only in how engines and servers use memory;
+        results that do not depend on this are kept."""
         other = replace(self, config=config)
         other.__dict__.update({name: self.__dict__[name] for name in _KEPT if name in self.__dict__})
         return other
 
     @cached_property
     def work(self) -> Workload:
-        """The samples of a step."""
+        """The number and lengths of a step's prompts and samples."""
         return Workload.of(self.config, self.given, self.policy.encoder)
 
     @cached_property

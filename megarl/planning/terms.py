@@ -46,7 +46,7 @@ class Moment:
         return sum(term.least for term in self.terms)
 
     def largest(self, count: int = 3) -> list[Term]:
-        """Return the terms with the largest `least`."""
+        """Return the `count` terms that certainly take the most bytes (`least`), the largest first."""
         return sorted(self.terms, key=lambda term: -term.least)[:count]
 
 

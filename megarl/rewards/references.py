@@ -104,6 +104,6 @@ def _fix(value: Any, key: str) -> str:
 
 
 def _mentions(reference: str) -> bool:
-    """Return whether a user's source code contains the answer's name; True without source code."""
+    """Return whether the source file of a user's function has a name of the reference answer; True without a file."""
     file = source_file(reference)
     return file is None or _READS.search(file.read_text("utf-8", "replace")) is not None

@@ -76,4 +76,4 @@ class BatchedGeneration:
         return self.together(busy)
 
     def close(self) -> None:
-        """Do nothing, because nothing is in flight between rounds."""
+        """Do nothing, because each call of `wait` finishes all turns, so none is in flight here."""

@@ -110,7 +110,7 @@ class UnopenedEngine:
     weight_version = 0
 
     def generate(self, *arguments: object) -> NoReturn:
-        """Raise a RuntimeError."""
+        """Raise a RuntimeError, because no engine is open yet."""
         raise RuntimeError("the generation engine is not open yet; call open_rollout before generating")
 
     open = generate

@@ -496,7 +496,7 @@ class GroupGenerator:
         """Return whether a partial trajectory can be used under the current environment and limits, which may have
         changed."""
         plain = partial.prompt_ids == group.prompt_ids and len(partial.turn_starts) == 1 and all(partial.sampled)
-        if self._rules is None and not plain:  # an episode of a recipe that had an environment
+        if self._rules is None and not plain:  # it began with an environment, which this recipe does not have
             return False
         if partial.ended_by:
             # a sample that ended without an environment is of no use if an environment must answer it now

@@ -123,7 +123,7 @@ def _note_origin(c: RankState, origin: str) -> None:
 
 
 def _kept(c: RankState, checkpoint: Path) -> ReferencePlace:
-    """Return the reference of the run that wrote `checkpoint`, copied if that is another run.
+    """Return the reference of the run that wrote `checkpoint`; another run's weights are copied into this run's folder.
 
     Raises the errors of `keep_reference`.
     """
@@ -141,7 +141,7 @@ def _kept(c: RankState, checkpoint: Path) -> ReferencePlace:
         if lines:
             return _rewritten(c, checkpoint, folder, recorded, lines)
     folder = kept_reference(checkpoint)
-    # Only a checkpoint of another run needs a copy of its reference.
+    # Another run's folder may be deleted during this run, so its reference is copied.
     if checkpoint.resolve().parent != (c.run_dir / "checkpoints").resolve() and c.layout.rank == 0:
         with phase("keep_reference"), keep_beating():
             shutil.copytree(folder, c.run_dir / NEXT_REFERENCE)

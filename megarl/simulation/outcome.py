@@ -36,7 +36,7 @@ class Simulated:
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of a counted step."""
+        """Mean seconds of a step, without the first `FIRST` and last `LAST` steps; in a short run without the first."""
         first, last = (FIRST, len(self.ends) - LAST) if len(self.ends) > FIRST + LAST + 1 else (1, len(self.ends))
         counted = self.ends[first - 1 : last]
         return (counted[-1] - counted[0]) / (len(counted) - 1) if len(counted) > 1 else counted[0]

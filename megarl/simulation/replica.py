@@ -47,7 +47,7 @@ class ReplicaClock:
 
     @property
     def free(self) -> int:
-        """Number of free slots without waiting samples."""
+        """Number of free slots that no waiting sample will take."""
         return max(0, self._slots - len(self._running) - len(self._queue))
 
     def add(self, group: int, tokens: Sequence[int]) -> None:

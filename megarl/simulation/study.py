@@ -53,7 +53,7 @@ class Study:
     what_if: tuple[tuple[str, ...], ...] = ()
     assumed: tuple[str, ...] = ()  # assumptions `name=value` for all rows
     run_dir: Path | None = None  # run folder with measurements; None: times come from formulas
-    devices: tuple[int, ...] = ()  # numbers of devices; empty: only the recipe's number
+    devices: tuple[int, ...] = ()  # numbers of devices to simulate; empty: only that of the recipe
     grow: bool = False  # whether the batch grows with the devices
     steps: int = 100
     seed: int = 0  # seed of lengths and failures

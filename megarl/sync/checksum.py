@@ -40,7 +40,7 @@ class HostChecksum:
         self._sha = hashlib.sha256()
 
     def update(self, part: Tensor) -> None:
-        """Add the next bytes."""
+        """Add the bytes of the tensor's next part."""
         self._sha.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
     def hexdigest(self) -> str:

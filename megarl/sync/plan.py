@@ -197,8 +197,8 @@ def _replicas(tensors: dict[str, Held], count: int) -> list[set[int]]:
 def _share_out(
     members: list[set[int]], ranks: Sequence[TrainerRank], hosts: Sequence[str], gpus: Sequence[Sequence[str]] | None
 ) -> Iterable[tuple[int, str | None, tuple[int, ...]]]:
-    """Yield (replica, host of its senders or None, receivers) of every route; `gpus` None allows senders on any
-    host."""
+    """Yield (replica that sends, host of its senders, numbers of the receivers) of every route. Without `gpus`, the
+    names of each receiver's GPUs, senders may be on any host, and the host is None."""
     if gpus is None:
         for replica in range(min(len(members), len(hosts))):
             yield replica, None, tuple(range(replica, len(hosts), len(members)))

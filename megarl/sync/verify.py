@@ -35,7 +35,8 @@ def expected_checksums(
         dtype: dtype in which tensors are sent, except those that `float32` names.
         world: all ranks of the trainer; each computes checksums on the device of its tensors.
     """
-    turns: dict[tuple[int, int, str], int] = {}  # number of each parameter, in the same order on every rank
+    # Number of each (layout, rank, parameter), the same on every trainer rank; the ranks take turns by this number.
+    turns: dict[tuple[int, int, str], int] = {}
     sums: list[list[dict[str, Checksum]]] = [[{} for _ in range(at.ranks)] for at in layouts]
     for name, tensor in tensors:
         cast = tensor.to(torch.float32 if name in float32 else dtype)

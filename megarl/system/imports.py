@@ -120,7 +120,7 @@ def location(error: BaseException, file: str) -> str | None:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
     inside = [frame for frame in frames if frame.filename == file] or list(frames)
-    if not inside or "importlib" in inside[-1].filename:  # a missing module has no frame in its own code
+    if not inside or "importlib" in inside[-1].filename:  # raised by the import itself, for example of a missing module
         return None
     frame = inside[-1]
     return f"{frame.filename}:{frame.lineno}: {linecache.getline(frame.filename, frame.lineno or 0).strip()}"

@@ -253,9 +253,10 @@ class MegatronEngine:
     def _evaluate(
         self, batch: Batch, head: Head, *, together: bool = True, dtype: torch.dtype = torch.float32
     ) -> Jagged:
-        """Return the head's outputs [N, outputs] in `dtype` for the response tokens of rows, on the batch's device.
+        """Return the head's outputs [N, outputs] in `dtype` for all response tokens of `batch`, on its device.
 
-        With `together=False` only this replica takes part."""
+        `together`: all data-parallel replicas make this call, each with its own batch; otherwise only this one does.
+        """
         self.require(PARAMETERS)
         groups = self._plan(batch, together=together)
         micros, length = self._build(batch, groups)

@@ -142,7 +142,7 @@ class LogprobRows:
     grad_entropy: Tensor | None
 
     def part(self, place: slice) -> LogprobRows:
-        """Return the rows at `place`."""
+        """Return the rows in the slice `place`."""
         values = (getattr(self, field.name) for field in fields(self))
         return LogprobRows(*(None if value is None else value[place] for value in values))  # type: ignore[arg-type]
 

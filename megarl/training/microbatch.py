@@ -74,7 +74,8 @@ def plan(
 def _costs(
     batch: Batch, rows: Tensor, sequences: SequenceLayout, patch_tokens: float
 ) -> tuple[list[int], list[dict[int, int]]]:
-    """Return the tokens of each unit of rows [units, unit], and what it may share with others: number -> tokens."""
+    """Return the tokens of each unit of `rows` [units, unit], and the inputs that it may share with other units: number
+    of an image or a prompt -> its tokens."""
     patches, prompts = sequences.patches(batch), sequences.prompts(batch)
     parts = [[math.ceil(count * patch_tokens) for count in counts.values()] for counts in patches]
     inputs = [dict(zip(counts, part, strict=True)) for counts, part in zip(patches, parts, strict=True)] or prompts

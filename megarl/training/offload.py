@@ -44,7 +44,7 @@ class OffloadedPart:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of device memory that were freed."""
+        """Bytes of device memory that offloading freed."""
         return sum(block.nbytes for block in self._blocks)
 
     def restore(self) -> None:

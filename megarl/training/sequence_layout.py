@@ -67,7 +67,7 @@ class SequenceLayout(Protocol):
         """Return {number of the prompt: columns} of each row if rows share their prompts' columns, else nothing."""
 
     def pack(self, rows: Batch) -> PackedRows:
-        """Pack these rows, at least one, end to end."""
+        """Pack one or more rows end to end into a stream."""
 
     def filler(self) -> PackedRows:
         """Return a row without effect that uses every parameter, for a rank without samples that must take part."""
@@ -93,7 +93,7 @@ class TextLayout:
         return samples
 
     def sample_columns(self, samples: Batch) -> list[list[int]]:
-        """Return the number of tokens of each sample, prompt included, as a list of one number."""
+        """Return [tokens of prompt and response] of each sample, because each sample is one sequence."""
         lengths = samples["prompt_ids"].lengths + samples["response_ids"].lengths
         return [[length] for length in lengths.tolist()]
 

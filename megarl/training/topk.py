@@ -78,7 +78,7 @@ class SoftTargets:
         return self.base.outputs + 1
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """Return (log-probs [n], entropies [n], log-probs of the teacher's tokens [n, K + 1])."""
+        """Return (log-probs [n], entropies [n], log-probs [n, K + 1] of the teacher's K tokens and of all others)."""
         rows, weight, start = head_rows(hidden, model, micro, self.base.columns)
         ids = of_rows(self.teacher, micro, len(rows))[:, :-1, 0]
         group = self.base.group if self.base.group.size > 1 else None

@@ -39,7 +39,7 @@ class Ratios:
 
     @cached_property
     def log(self) -> Tensor:
-        """log rho clamped to +-20, [N]."""
+        """log rho [N], clamped to +-LIMIT."""
         return self.raw.clamp(-LIMIT, LIMIT)
 
     @cached_property

@@ -13,7 +13,7 @@ from megarl.system.metrics import Metrics
 
 
 class SecondMomentSettings(Settings):
-    """The bound of the second moment, and the largest weight of a token's gradient."""
+    """The bound of the mean squared log-ratio (second moment), and the largest weight of a token's gradient."""
 
     second_moment: PositiveFloat = Field(
         0.04, description="largest mean of the squared log-ratio over trained tokens that A moves away from the engine"

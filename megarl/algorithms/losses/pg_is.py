@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PolicyGradientSettings(Protocol):
-    """The settings that this loss reads."""
+    """The settings that `pg_is` reads."""
 
     @property
     def is_level(self) -> str: ...  # noqa: D102

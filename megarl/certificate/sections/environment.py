@@ -80,7 +80,7 @@ def _compiler(found: Findings) -> None:
     if not has_cuda():
         raise Skipped("this machine has no GPU")
     try:
-        python = find_python(None, cuda=True)  # the servers' environment may have its own compiler
+        python = find_python(None, cuda=True)  # servers use the compiler in their environment, if it has one
     except ConfigError:
         python = None
     problem, home = toolkit_problem(python=python), toolkit_home(python=python)

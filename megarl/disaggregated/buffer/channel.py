@@ -37,7 +37,7 @@ NAMES = ("uid", "sample_id")
 
 @dataclass(frozen=True)
 class SentSamples:
-    """The groups that a rank sent for one handover in one walk of the graph, and their samples with the sent fields."""
+    """The groups that a rank sent for one handover of a step, and their samples, which have only the fields it sent."""
 
     node: str
     groups: list[GroupInfo]
@@ -289,7 +289,7 @@ class GroupChannel:
                 self.aside[handover.key] = outgoing(handover, batch)
 
     def collect(self, numbers: Sequence[int], batch: Batch, metrics: Metrics) -> FinishedGroups | None:
-        """Return the fields kept in `aside`, one group per prompt in `numbers`, in the order of `batch`; empty `aside`.
+        """Return the groups of `batch`, one per prompt in `numbers`, with the fields in `aside`; empty `aside`.
 
         Ranks other than the replica's lead return None.
         """
@@ -317,7 +317,7 @@ class GroupChannel:
                 try:
                     blocks[key] += batch.to_blocks(group_places(batch["uid"]))
                 except ValueError as error:  # raised for a column that cannot be sent
-                    raise HandoverError(f"prompts {groups.numbers[:4]}: {error}") from error
+                    raise HandoverError(f"samples of prompts {groups.numbers[:4]} cannot be sent: {error}") from error
         numbers, size = self._client.swap(finished, blocks, rejected, version, most)
         context.metrics.sum("store/given_gb", size / 1e9)
         return numbers

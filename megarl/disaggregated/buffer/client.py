@@ -231,8 +231,8 @@ class BufferClient:
         return self._query("return the position in the prompts", "flow_state")
 
     def unused(self, step: int, part: int, parts: int) -> list[FlowGroup]:
-        """Return share `part` of `parts` of the finished groups that no step up to `step` uses, with payloads in
-        `refs`.
+        """Return the finished groups that no step up to `step` uses and whose number is `part` modulo `parts`; their
+        `refs` hold the samples themselves in place of references.
 
         The groups stay in the buffer during this call, because the teams that take them finish later steps only after
         the checkpoint.

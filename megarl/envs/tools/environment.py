@@ -250,7 +250,7 @@ class Callers:
 
 
 def _shown(said: str | list[dict[str, str]], most: int) -> str | list[dict[str, str]]:
-    """Return a result as the content of a message."""
+    """Return a tool's result as the content of a message: a text is cut to `most` characters."""
     if isinstance(said, str):
         return _encodable(said[:most])
     return [{**part, "text": _encodable(part["text"])} if "text" in part else part for part in said]

@@ -256,7 +256,7 @@ class _Connection:
                 self._client = None
 
     async def _keep(self, ready: asyncio.Future[Client], over: asyncio.Event) -> None:
-        """Hold the connection open from beginning to end in one task, as the package requires."""
+        """Open the connection, hold it until `over`, and close it, all in one task, as the package mcp requires."""
         try:
             async with AsyncExitStack() as stack:
                 client = await _connect(self.name, self.server, stack)

@@ -31,7 +31,7 @@ class ReplicatedLinear(torch.nn.Module):
         self.weight.allreduce = True  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Return W x [..., out], and no bias, like Megatron's linear layers."""
+        """Return W x [..., out] and, as Megatron's linear layers return a bias too, None."""
         return F.linear(x, self.weight), None
 
 
@@ -43,7 +43,7 @@ class ColumnsWithBias(ColumnParallelLinear):
 
 
 class RowsWithBias(RowParallelLinear):
-    """Megatron's layer split by columns of its weight, with a bias, which the residual stream gets once."""
+    """Megatron's layer split by columns of its weight, with a bias that is added once, not on every rank."""
 
     def __init__(self, *args: Any, bias: bool, **settings: Any) -> None:
         super().__init__(*args, bias=True, **settings)

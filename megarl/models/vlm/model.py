@@ -198,7 +198,8 @@ class VisionLanguageModel(PolicyModel):
         return whole.reshape(len(patches), -1).to(self.config.params_dtype)
 
     def _blank_image(self, device: torch.device) -> Images:
-        """Return an image of one feature, which is not inserted: with it the encoder runs on every rank."""
+        """Return an image of one feature that replaces no token. A rank without images encodes it, so that the
+        encoder's parameters get gradients there too."""
         merge, none = self.encoder.merge, torch.zeros(0, dtype=torch.int64, device=device)
         patches = torch.zeros(merge**2, 3 * self.encoder.patch**2, dtype=torch.uint8, device=device)
         return Images(patches, torch.full((1, 2), merge, device=device), none, none)

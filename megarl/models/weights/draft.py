@@ -45,7 +45,7 @@ class KeptDraft:
 
     @property
     def layers(self) -> int:
-        """The number of layers of the head."""
+        """Number of layers of the draft head."""
         return 1 + max(self.reader.draft.values())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

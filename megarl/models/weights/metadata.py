@@ -258,7 +258,7 @@ def _complete_decoder(file: Path, hf_config: PretrainedConfig, dtype: str) -> No
         text |= further(values)
     # The number of experts is in the file even if no layer has experts, because transformers refuses null.
     text |= _older_keys(text, hf_config.model_type, values.get("num_experts"))
-    vision = written["vision_config"]  # gets the keys that published files have and transformers does not write
+    vision = written["vision_config"]  # add keys that published files have and transformers does not write
     if encoder.form.learned:
         vision.setdefault("deepstack_visual_indexes", list(encoder.deepstack))
     else:

@@ -147,7 +147,7 @@ def peft_config(lora: LoraConfig, names: Iterable[str], base: str | None, *, mix
 
 
 def _stack(weight: str) -> str | None:
-    """Return the stem of the adapters of a weight that holds all experts; None for other weights."""
+    """Return how the names of a weight's adapter begin if the weight holds all experts; None for other weights."""
     block, _, projection = weight.rpartition(".")
     return block + _STACKS[projection] if block.endswith(".experts") and projection in _STACKS else None
 

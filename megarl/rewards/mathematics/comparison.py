@@ -265,7 +265,7 @@ def _ratios(a: Compound, b: Compound) -> bool:
 
 
 def _converted(a: Node, b: Node) -> bool:
-    """Return whether the group `a` equals `b` in another form."""
+    """Return whether `a` is a list, set, ratio or the like that equals `b` in another form, such as 1:2 and 1/2."""
     if not isinstance(a, Compound):
         return False
     if a.kind in ("set", "list") and len(a.items) == 1 and not isinstance(b, Compound):

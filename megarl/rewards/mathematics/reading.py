@@ -67,7 +67,8 @@ class TokenReader:
         raise UnreadError("an opening brace has no closing brace")
 
     def digits(self, ahead: int) -> tuple[str, int]:
-        """Return the digits at this place, with or without braces, and where they end; empty if there are none."""
+        """Return the digits `ahead` tokens from here, with or without braces, and how many tokens ahead they end; empty
+        text if there are none."""
         braced = self.next_is("{", ahead=ahead)
         token = self.peek(ahead + braced)
         if token is None or token.kind != "number" or not token.text.isdigit():

@@ -278,8 +278,8 @@ class Evaluation:
 def evaluate(
     nodes: tuple[Node, Node], values: Mapping[str, Any], real: bool, base: float | None
 ) -> tuple[Any, Any, int]:
-    """Return two values at one point, and their number of digits. Raise OutsideError if one of them is undefined at the
-    point, and UnreadError if it cannot be computed at any point."""
+    """Return the values of two expressions at one point, and the number of digits that they were computed with. Raise
+    OutsideError if one is undefined at the point, and UnreadError if one cannot be computed at any point."""
     digits = DIGITS
     while True:
         evaluations = [Evaluation(values, real, base, digits) for _ in nodes]
@@ -349,7 +349,7 @@ def is_complex(*nodes: Node) -> bool:
 
 
 def log_bases(*nodes: Node) -> tuple[float | None, ...]:
-    """Return the possible bases of `\\log` in these trees: None (natural logarithm) or 10."""
+    """Return the possible bases of a `\\log` without a base in these expressions: None (natural logarithm) or 10."""
     bare = any(isinstance(part, Apply) and part.name == "log" and len(part.args) == 1 for part in walk(*nodes))
     return (None, 10) if bare else (None,)
 

@@ -174,7 +174,7 @@ def _moved(seen: Sequence[Observation], camera: str, size: tuple[int, int]) -> t
     for number, (place, observation) in enumerate(zip(pictures, seen, strict=True), 1):
         frames = dict(observation.frames)
         place[:] = frames.pop(camera)
-        object.__setattr__(observation, "frames", frames)  # the episode's pictures are not used after this
+        object.__setattr__(observation, "frames", frames)  # frees the picture that was copied
         if number % every == 0:
             trim(0)
     return torch.from_numpy(pictures)

@@ -145,4 +145,4 @@ class Simulator:
         return None
 
     def close(self) -> None:
-        """Free the resources of the constructor."""
+        """Free the simulator's resources, such as its renderer."""

@@ -43,7 +43,7 @@ _TEXT = 2000  # maximum number of characters of an error's message, and of an in
 
 
 class _Refused(Exception):
-    """An error that is sent to the trainer instead of an answer; `kind`: the trainer's name for it."""
+    """An error that is sent to the trainer instead of an answer; `kind`: `settings`, or a kind of episode failure."""
 
     def __init__(self, kind: str, text: str, **parts: Any) -> None:
         super().__init__(text)

@@ -27,7 +27,7 @@ def row_bucket(rows: int, slots: int) -> int:
 
 
 def slots_below(fit: int) -> int:
-    """Return the largest row bucket of at most `fit` rows."""
+    """Return the largest number of rows up to `fit` that `row_bucket` returns."""
     return next(rows for rows in range(fit, 0, -1) if row_bucket(rows, rows + 32) == rows)
 
 

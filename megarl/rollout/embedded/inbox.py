@@ -230,7 +230,7 @@ class WeightInbox:
         with self._on_device():
             self._need(self._paused and update == self.update, "the engine is not paused for this update")
             self._whole = False
-            self._missing = set(self._writer.held)  # a folder that is read only in part leaves two versions mixed
+            self._missing = set(self._writer.held)  # until all files are read, tensors of two versions may be mixed
             self._writer.read_folder(Path(folder))
             self._missing = set()
 

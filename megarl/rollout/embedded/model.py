@@ -126,7 +126,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Ops:
-    """The pointwise operations, from compiled kernels or torch."""
+    """The residual add with RMS norm and the gated activation, as compiled kernels or torch operations."""
 
     add_norm: Callable[[Tensor, Tensor | None, Tensor, float], Tensor] = add_norm_reference
     silu_mul: Callable[[Tensor], Tensor] = silu_mul_reference
@@ -178,7 +178,8 @@ class Layer:
         return hidden if delta is None else hidden.add_(delta)
 
     def _leave(self, result: Tensor, norm: Tensor | None) -> Tensor:
-        """Return what the mixer or the MLP adds to the hidden states."""
+        """Return the result of the mixer or MLP as it is added to the hidden states: normed and scaled, if the model
+        does so."""
         if norm is not None:
             result = self._ops.add_norm(result, None, norm, self._eps)
         return result if self._factor == 1 else result.mul_(self._factor)

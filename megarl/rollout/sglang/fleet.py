@@ -351,7 +351,7 @@ class Fleet:
         """Share each server's state from the rank that tracks it with all ranks. Collective."""
         for reports in self._world.all_gather_json([_report(server) for server in self._tracked()]):
             self.adopt(reports)
-        self._end_failed()  # a server that was given up may have processes on other machines
+        self._end_failed()  # another rank may have marked a server as failed that has processes on this machine
         self.need_one()
 
     def reports(self) -> list[dict[str, Any]]:

@@ -111,7 +111,7 @@ class ServerLayout:
         if module in ("in_proj_qkv", "conv1d"):  # queries, keys and values, each with its heads
             keys, values = (self.facts.dimensions[name] for name in ("delta_keys", "delta_values"))
             return torch.cat([part.chunk(tp)[rank] for part in tensor.split([keys, keys, values])])
-        if module == "linear_attn":  # parameters of the value heads
+        if module == "linear_attn":  # A_log and dt_bias, one number per value head
             return tensor.chunk(tp)[rank].float() if leaf == "A_log" else tensor.chunk(tp)[rank]
         if leaf == "sinks":  # bfloat16 on the server, whatever the model's dtype
             return tensor.chunk(tp)[rank].bfloat16()
@@ -203,7 +203,7 @@ def _stacked_part(name: str, tensor: Tensor, tp: int, ep: int, rank: int) -> tup
 
 
 def _visual_part(name: str, tensor: Tensor, tp: int, rank: int) -> tuple[str, Tensor, int]:
-    """Return the triple that `ServerLayout.parts` yields for a tensor of a vision encoder.
+    """Return (parameter, part of `tensor`, elements of the parameter), as `ServerLayout.parts`, for a vision encoder.
 
     Each linear layer is split by rows or by columns; each rank has the whole bias of a layer that is split by columns.
     """

@@ -138,12 +138,18 @@ class DeltaTransport(Transport):
         if delta is not None and self._relayed[host][1] and receiver.takes_changes(step):
             header = patch_header(bucket.entries, delta)
             if receiver.take_changes(self._handles(receiver, number, "patch"), header, step):
-                return  # otherwise the receiver needs whole tensors
+                return  # if the receiver rejects the changed elements, it needs the whole tensors
         handles = self._handles(receiver, number, "handles")
         receiver.take_shared(handles, entries_by_rank(receiver, changed), None, step)
 
     def _handles(self, receiver: Receiver, number: int, op: str) -> list[Handle]:
-        """Return handles of the relay's data for this bucket, one for each rank of the receiver."""
+        """Return handles, one for each rank of the receiver, of the shared memory in which the relay holds a bucket of
+        this sender.
+
+        Args:
+            number: number of the bucket.
+            op: `handles`: the whole bucket; `patch`: only its changed elements.
+        """
         header = {"op": op, "version": self._version, "ranks": receiver.layout.ranks}
         handles: list[Handle] = self._call(receiver, number, header)["handles"]
         return handles

@@ -12,7 +12,7 @@ from flash_attn.cute import interface
 
 
 def first(results: int, kernel: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    """Return `kernel` with only its first `results` results."""
+    """Return a function that calls `kernel` and returns only the first `results` of its results."""
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return tuple(kernel(*args, **kwargs)[:results])

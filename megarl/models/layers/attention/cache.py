@@ -45,7 +45,7 @@ class PositionCache:
         self._head_index = torch.arange(heads, device=device)
 
     def _view(self, flat: Tensor, length: int) -> Tensor:
-        """Return a view [rows, G, length, D] of a flat buffer."""
+        """Return a flat buffer as [rows, G, length, D]; a remainder that fills no row is left out."""
         row = self.heads * length * self.head_dim
         return flat[: flat.numel() // row * row].view(-1, self.heads, length, self.head_dim)
 

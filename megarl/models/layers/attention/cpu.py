@@ -39,7 +39,8 @@ _SCORES = 1 << 19
 
 
 def runs(lengths: Sequence[int], heads: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first token, sequences, length) of batches of adjacent, equally long sequences that fit in the cache."""
+    """Yield (first token, number of sequences, their length) of batches of adjacent sequences of equal length, whose
+    scores stay in the processor's cache."""
     start = first = 0
     while first < len(lengths):
         length = lengths[first]

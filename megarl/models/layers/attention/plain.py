@@ -99,7 +99,7 @@ class Attention(Mixer):
 
     @property
     def pair_flops(self) -> float:
-        """2 FLOPs per element of all heads for the score, and 2 to add the weighted value."""
+        """FLOPs of one (query, key) pair: 2 per element of all heads for the score, and 2 to add the weighted value."""
         return 4.0 * self.heads * self.width
 
     def cache_elements(self, tp: int) -> float:

@@ -101,7 +101,8 @@ class _Attend(torch.autograd.Function):
 
 
 def plain_parts(q: Tensor, v: Tensor, prefixes: SharedPrefixes, scores: Scores, window: int | None) -> MergedParts:
-    """Return the attention of a stream with shared prefixes by plain products; short nodes by the compiled loop."""
+    """Return the attention of a stream with shared prefixes by matrix products. If all nodes are short, a compiled loop
+    computes the attention within them on a CPU."""
     parts = []
     fits = q.is_cpu and q.shape[2] == v.shape[2] and cpu.CpuKernels.supports(q.dtype, q.shape[2])
     short = fits and max(prefixes.lengths) <= COMPILED and scores.cap is None

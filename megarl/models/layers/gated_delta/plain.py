@@ -81,7 +81,7 @@ class GatedDelta(Mixer):
         }
 
     def widths(self) -> dict[str, int]:
-        """Return the number of key heads, which tensor parallelism divides."""
+        """Return the number of key heads, which the tensor-parallel size must divide."""
         return {"key heads of the gated delta net": self.key_heads}
 
     def kept_elements(self, tp: int) -> float:

@@ -79,7 +79,7 @@ class MLA(Mixer):
 
     @property
     def pair_flops(self) -> float:
-        """2 FLOPs per element of all keys for the score, and 2 per element of the values to add them."""
+        """FLOPs of one (query, key) pair: 2 per element of the keys for the score, and 2 per element of the values."""
         return 2.0 * self.heads * (self.key + self.value)
 
     @property
@@ -88,7 +88,7 @@ class MLA(Mixer):
         return 2.0 * self.heads * (self.cached + self.kv_rank)
 
     def cache_elements(self, tp: int) -> float:
-        """Return all of `cached` on every rank, since all heads read the same latent."""
+        """Return `cached` for every rank, because all heads read the same latent."""
         return float(self.cached)
 
     def gathered_elements(self, tp: int, cp: int) -> float:
