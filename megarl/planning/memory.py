@@ -147,7 +147,7 @@ def update_needs(
 
 
 def logit_copies(config: RunConfig) -> float:
-    """Return how many float32 copies of a chunk's logits distillation has at once; 0 if it needs only log-probs of tokens.
+    """Return how many float32 copies of a chunk's logits exist at once in distillation; 0 if it needs no distributions.
 
     They are the logits of both models, the terms of the divergence, and their gradients.
     """
