@@ -100,6 +100,7 @@ TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 0.03}
 @pytest.mark.parametrize("tree", TREES)
 def test_attention_equals_the_dense_mask(tree, window, more, dtype, monkeypatch):
     monkeypatch.setattr(products, "_ON_CPU", 4000)  # several blocks of queries
+    monkeypatch.setattr(prefixes, "LONG", 30)
     errors = _errors(tree, dtype, window, **more)
     assert max(errors) < TOLERANCES[dtype], errors
 

@@ -26,11 +26,14 @@ from torch import Tensor
 
 from megarl.data.prefix_tree import Span
 from megarl.kernels import cpu
-from megarl.models.layers.attention.cpu import COMPILED, CompiledLoop
-from megarl.models.layers.attention.products import Products
+from megarl.models.layers.attention.cpu import COMPILED, CompiledLoop, runs
+from megarl.models.layers.attention.products import Products, TorchCpu
 from megarl.models.layers.attention.scores import Scores
 from megarl.models.layers.attention.sinks import Kernel, attend_with_sinks
 from megarl.models.packing import SharedPrefixes
+
+LONG = 512
+"""Keys from which on torch's CPU kernel is faster than products for causal nodes and in bf16; elsewhere it always is."""
 
 Place = slice | Tensor
 
@@ -109,25 +112,28 @@ def plain_parts(q: Tensor, v: Tensor, prefixes: SharedPrefixes, scores: Scores, 
     short = short and (window is None or window >= max(prefixes.lengths))
     kernels = cpu.load() if short else None
     whole = slice(0, len(q))
+    plain = q.is_cpu and q.shape[2] == v.shape[2] and scores.cap is None
     if kernels is not None:
         parts.append(Part(whole, whole, CompiledLoop(kernels, prefixes.lengths, scores.scale)))
     else:
-        start = 0
-        for length, alike in itertools.groupby(prefixes.lengths):
-            count = len(list(alike))
+        for start, count, length in runs(prefixes.lengths, q.shape[1]):
             here = slice(start, start + count * length)
-            start = here.stop
             seen = None
             if window is not None and window < length:
                 seen = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1 - window)
-            parts.append(Part(here, here, Products(count, scores.scale, scores.cap, causal=True, seen=seen)))
+            kernel: Kernel = Products(count, scores.scale, scores.cap, causal=True, seen=seen)
+            if plain and count == 1 and seen is None and length >= LONG:
+                kernel = TorchCpu(scores.scale, causal=True)
+            parts.append(Part(here, here, kernel))
     for span in prefixes.spans:
         keys, queries = slice(span.start, span.end), slice(span.end, span.last)
         seen = None
         if window is not None and prefixes.longest > window:
             at = prefixes.positions.to(q.device)
             seen = at[queries, None] - at[None, keys] < window
-        parts.append(Part(queries, keys, Products(1, scores.scale, scores.cap, seen=seen)))
+        by_torch = plain and seen is None and (q.dtype != torch.bfloat16 or span.end - span.start >= LONG)
+        kernel = TorchCpu(scores.scale) if by_torch else Products(1, scores.scale, scores.cap, seen=seen)
+        parts.append(Part(queries, keys, kernel))
     return MergedParts(tuple(parts))
 
 
