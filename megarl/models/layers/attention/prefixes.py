@@ -33,7 +33,7 @@ from megarl.models.layers.attention.sinks import Kernel, attend_with_sinks
 from megarl.models.packing import SharedPrefixes
 
 LONG = 512
-"""Keys from which on torch's CPU kernel is faster than products for causal nodes and in bf16; elsewhere it always is."""
+"""Keys from which on torch's CPU kernel is faster than products for causal nodes and in bf16; elsewhere always."""
 
 Place = slice | Tensor
 
