@@ -18,7 +18,18 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.needs import filter_fields
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.stage import Role, contract_of
-from megarl.runtime.stages import advantage, correction, logprob, resampling, reward, rollout, shaping, turns, update
+from megarl.runtime.stages import (
+    advantage,
+    correction,
+    curriculum,
+    logprob,
+    resampling,
+    reward,
+    rollout,
+    shaping,
+    turns,
+    update,
+)
 from megarl.runtime.stages.needs import needed_fields
 from megarl.system.errors import ConfigError
 
@@ -64,6 +75,7 @@ def add_reward(p: Pipeline, config: RunConfig) -> None:
     """Add the node that waits for rewards; with a reward model, also the nodes that compute its scores and the sum."""
     if config.reward.of_model is None:
         p.add(reward.reward)
+        add_curriculum(p, config)
         return
     early = {
         "algorithm.filter.name": config.filter_admits,
@@ -84,6 +96,13 @@ def add_reward(p: Pipeline, config: RunConfig) -> None:
     p.add(reward.model_score)
     p.add(reward.rule_rewards)
     p.add(reward.total_reward)
+    add_curriculum(p, config)
+
+
+def add_curriculum(p: Pipeline, config: RunConfig) -> None:
+    """Add the node that records the scores of prompts, if `data.curriculum` draws prompts by past success."""
+    if config.data.curriculum is not None:
+        p.add(curriculum.curriculum)
 
 
 def add_logprobs(p: Pipeline, config: RunConfig) -> None:

@@ -12,6 +12,7 @@ from megarl.artifacts.shared_prefixes import prefix_problem
 from megarl.checks.asynchrony import check_async
 from megarl.checks.checklist import Check, Checklist, Roles, problems_of
 from megarl.checks.correction import check_correction
+from megarl.checks.curriculum import check_curriculum
 from megarl.checks.descriptors import check_descriptors
 from megarl.checks.disk import check_disk
 from megarl.checks.environment import check_packages, check_secrets
@@ -121,6 +122,7 @@ def check_config(
     learns_pairs = job == "train" and config.preference is not None
     if job == "train":
         check_graph(config, built, checks)
+        check_curriculum(config, graph, placement, checks.of("curriculum"))
         if not learns_pairs:
             _check_learning(config, roles, placement, facts, checks)
     if not learns_pairs:

@@ -44,7 +44,15 @@ _GIVEN = {
 STEP_METRICS = tuple(f"{section}/{name}" for section, names in _GIVEN.items() for name in names.split())
 #: Patterns of the other metrics' names, which depend on the recipe, its data, or events of the run.
 _FORMS = (
-    *("actor/*_loss", "actor/*_coef", "actor/distillation_*", "env/*", "filter/*/kept", "perf/bottleneck/*"),
+    *(
+        "actor/*_loss",
+        "actor/*_coef",
+        "actor/distillation_*",
+        "curriculum/*",
+        "env/*",
+        "filter/*/kept",
+        "perf/bottleneck/*",
+    ),
     *("reward/*", "rollout_corr/*", "srpo/distance/bin_*", "store/queue/*", "teacher/*", "team/*", "timing_s/*"),
 )
 

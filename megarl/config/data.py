@@ -6,7 +6,7 @@ import datetime
 from typing import Annotated, Any, Literal
 
 import annotated_types
-from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveInt
 
 from megarl.config.base import Seconds, Section
 
@@ -20,6 +20,32 @@ def _date(text: str) -> str:
     if datetime.date.fromisoformat(text).isoformat() != text:
         raise ValueError("YYYY-MM-DD")
     return text
+
+
+class PoolConfig(Section):
+    """One pool of prompts of similar difficulty."""
+
+    up_to: float | None = Field(
+        None,
+        description="largest average score of the pool's rows; null: all rows above the other pools (the last pool)",
+    )
+    weight: NonNegativeFloat = Field(1.0, le=1e6, description="weight of a row in the draw; 0: not drawn")
+
+
+class CurriculumConfig(Section):
+    """Prompts are drawn by past success: the moving average of the mean scores of a row's groups."""
+
+    decay: float = Field(
+        0.5,
+        ge=0,
+        lt=1,
+        description="share of the old average in the new one; 0: the score of the last group counts alone",
+    )
+    pools: dict[str, PoolConfig] = Field(
+        default_factory=dict,
+        description="pools by rising average; a row is in the first one whose `up_to` it does not exceed. A row "
+        "without a score has weight 1",
+    )
 
 
 class DataConfig(Section):
@@ -96,6 +122,9 @@ class DataConfig(Section):
     val_batch_size: PositiveInt | None = Field(None, description="prompts per validation round; null: all at once")
     max_val_samples: PositiveInt | None = Field(
         None, description="use only the first N held-out prompts in validation; null: all"
+    )
+    curriculum: CurriculumConfig | None = Field(
+        None, description="draw prompts by past success in place of epochs in a fixed order; null: off"
     )
     shuffle: bool = Field(True, description="shuffle each epoch by seed and epoch number")
     loader_kwargs: dict[str, Any] = Field(

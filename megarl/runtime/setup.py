@@ -19,6 +19,7 @@ from megarl.config.base import raise_problems
 from megarl.config.run import RunConfig, repeated_problem, steps_of_epochs, steps_text
 from megarl.dag.stage import Role
 from megarl.data.announcement import NO_TOOLS, Announcement
+from megarl.data.curriculum import CurriculumLoader
 from megarl.data.end_tokens import end_tokens
 from megarl.data.image_prompts import ImagePrompts
 from megarl.data.loader import Described, PromptLoader
@@ -478,4 +479,7 @@ def open_loader(config: RunConfig, data: Described, layout: Layout, section: Lit
             print(steps_text(steps, size, len(data), unit), flush=True)
         if (problem := repeated_problem(f"{section}.batch_size", size, len(data))) is not None:
             print(f"WARNING: {problem}", flush=True)
-    return PromptLoader(data, size, layout.dp_rank, layout.dp_size, config.trainer.seed, config.data.shuffle)
+    place = (size, layout.dp_rank, layout.dp_size, config.trainer.seed)
+    if config.data.curriculum is not None and not supervised:
+        return CurriculumLoader(data, *place, settings=config.data.curriculum)
+    return PromptLoader(data, *place, config.data.shuffle)

@@ -12,6 +12,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.draw import as_svg
 from megarl.dag.messages import RunStart
 from megarl.dag.node import Role
+from megarl.data.curriculum import CurriculumLoader
 from megarl.runtime import sft
 from megarl.runtime.checkpoint_part import CheckpointPart
 from megarl.runtime.checkpoints import Checkpoints
@@ -50,6 +51,7 @@ def build_team(config: RunConfig, run_dir: Path, graph: TaskGraph, team: TeamCon
         print("rollout correction:", *describe_correction(config), sep="\n  ", flush=True)
     if team.holds(Role.ROLLOUT):
         c.context.scores = config.task.open_scores(config, c.layout)
+        c.context.curriculum = c.loader if isinstance(c.loader, CurriculumLoader) else None
     return c
 
 

@@ -245,6 +245,15 @@ data.answer_key=solution & data.train_files=[good.jsonl] -> good.jsonl:1
 sft.response_key=x & sft.steps=1 & data.train_files=[good.jsonl] -> good.jsonl:1
 data.overlong=cut
 data.shuffle=maybe
+data.curriculum={} -> data.curriculum.pools
+data.curriculum.pools={hard: {up_to: 0.2}} -> data.curriculum.pools
+data.curriculum.pools={easy: {}, hard: {up_to: 0.2}} -> data.curriculum.pools
+data.curriculum.pools={unseen: {}} -> data.curriculum.pools
+data.curriculum.pools={all: {weight: 0}} -> data.curriculum.pools
+data.curriculum.pools={all: {weight: -1}} -> data.curriculum.pools.all.weight
+data.curriculum={pools: {all: {}}, decay: 1} -> data.curriculum.decay
+data.curriculum.pools={all: {}} & async={max_staleness: 1, order: as_ready} -> data.curriculum
+data.curriculum.pools={all: {}} & algorithm.pipeline=srpo -> data.curriculum
 sft.steps=5 & sft.stop_at_accuracy=0.5 -> sft.eval_every
 """,
     "paths": """

@@ -118,7 +118,10 @@ RECIPES = {
         "rollout_correction={preset: decoupled_token_is, is_batch_normalize: true, is_normalize_over: all}",
     ],
     "filters": ["rollout.sampling.max_new_tokens=12", "algorithm.filter.low=0.01", "algorithm.filter.truncated=true"],
-    "filters in dapo": ["algorithm.filter.high=0.9", "algorithm.pipeline=dapo", "algorithm.loss.clip_high=0.28"],
+    "filters and curriculum in dapo": [
+        *("algorithm.filter.high=0.9", "algorithm.pipeline=dapo", "algorithm.loss.clip_high=0.28"),
+        "data.curriculum.pools={hard: {up_to: 0.2, weight: 2}, easy: {}}",
+    ],
     **{
         f"dapo, {name}": [*DAPO, f"algorithm.advantage.name={name}", *NEEDS.get(name, [])]
         for name in ("optimal_token_baseline", "reverse_kl", "remax")

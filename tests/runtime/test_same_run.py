@@ -122,17 +122,18 @@ def test_several_updates_per_step_move_the_actor_from_its_old_log_probs_and_the_
 
 
 def test_dynamic_sampling_goes_on_from_a_checkpoint_of_another_layout(recipe, tmp_path):
-    # With this seed a model of this depth refills at step 3, and leaves more than one sample over.
+    # With this seed the model refills at step 3, and leaves more than one sample over.
     settings = [
         *harness.DAPO,
         *harness.KEPT,
         "rollout.sampling={top_k: 20, top_p: 1}",
+        "data.curriculum.pools={hard: {up_to: 0.4, weight: 2}, easy: {weight: 0.5}}",  # dropped groups count
         "trainer.seed=4",
-        "model.hf_config.num_hidden_layers=4",
     ]
     whole = harness.run(recipe, tmp_path / "whole", *settings)
     assert whole[3]["sampling/rounds"] > 1
     assert whole[3]["sampling/surplus"] > 1, "the checkpoint would hold too few samples"
+    assert whole[4]["curriculum/hard/rows"] > 0
     refills = sum(int(numbers["sampling/rounds"]) - 1 for step, numbers in whole.items() if step > 0)
     events = json.loads((tmp_path / "whole" / "trace.json").read_text())["traceEvents"]
     assert sum(event["name"] == "refill" for event in events) == 2 * refills, "each of 2 ranks names every round"
