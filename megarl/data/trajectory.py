@@ -24,7 +24,7 @@ from megarl.data.image_set import ImageSet, fields_of_sets
 from megarl.data.kept_tokens import KeptTokens
 from megarl.data.routes import RouteForm, continued
 from megarl.data.tensor_text import from_text, to_text
-from megarl.data.versions import VersionRuns, append_runs, version_values
+from megarl.data.versions import VersionRuns, append_runs, first_runs, version_values
 from megarl.system.errors import MegarlError
 
 PLAIN = "answer"
@@ -65,6 +65,11 @@ class Trajectory:
     # [start, stop] in `token_ids` of the observations' own tokens, without the chat template's; recorded for ECHO only
     bodies: list[list[int]] = field(default_factory=list)
     segments: int = 0  # segments of all turns that sampled at least one token
+    # number of each turn among all turns of the episode, which may have other sequences, too
+    turn_numbers: list[int] = field(default_factory=list, compare=False)
+    lanes: list[Trajectory] = field(default_factory=list)  # the episode's other sequences, none of them in a turn
+    turn_room: int | None = None  # maximum tokens of the next turn or the one being sampled; None: no limit of its own
+    turn_stop: list[str] = field(default_factory=list)  # strings that end that turn
     spent_s: float = field(default=0.0, compare=False)  # seconds that an interrupted sample's group has been in flight
     images: ImageSet | None = field(default=None, compare=False)  # images of the prompt and of observations
     # routes of the first tokens of prompt and response (`megarl.data.routes`); None: not recorded
@@ -99,6 +104,7 @@ class Trajectory:
     def end_turn(self, finish_reason: str) -> None:
         """End the turn that is being sampled; the environment has not answered it yet."""
         self.turn_ends.append(len(self.token_ids))
+        self.turn_numbers.append(self._next_number())
         self.finish_reason = finish_reason
 
     def add_observation(
@@ -116,6 +122,67 @@ class Trajectory:
         versions = [[self.versions[-1][0], len(token_ids)]]
         self._append(token_ids, sampled=False, logprobs=[0.0] * len(token_ids), versions=versions)
 
+    def switched(self, after: int | None, token_ids: Sequence[int], most: int) -> Trajectory:
+        """Return the trajectory of the sequence in which the episode goes on; this one becomes one of its `lanes`.
+
+        The sequence that ends with the turn `after` is taken up again; otherwise the turns up to it are copied.
+
+        Args:
+            after: number of a turn; None: `token_ids` begin a sequence.
+            token_ids: tokens that follow the turn, not sampled by the policy.
+            most: maximum tokens of the prompt of a sequence that begins; more are its first observation.
+        """
+        version = self.versions[-1][0]
+        others = [replace(self, lanes=[]), *self.lanes]
+        if after is None:
+            lane = Trajectory(list(token_ids[:most]))
+            lane.add_unsampled(token_ids[most:], version)
+        else:
+            holder = next(lane for lane in others if after in lane.turn_numbers)
+            ending = next((lane for lane in others if lane.turn_numbers and lane.turn_numbers[-1] == after), None)
+            lane = holder.up_to(after) if ending is None else ending
+            others = [other for other in others if other is not ending]
+            lane.add_unsampled(token_ids, version)
+        lane.lanes, lane.segments, lane.info, lane.spent_s = others, self.segments, self.info, self.spent_s
+        return lane
+
+    def up_to(self, number: int) -> Trajectory:
+        """Return a copy of the sequence up to the end of the turn `number`."""
+        lane = replace(self.copy(), lanes=[])
+        turns = lane.turn_numbers.index(number) + 1
+        end = lane.turn_ends[turns - 1]
+        for per_turn in (lane.turn_numbers, lane.turn_starts, lane.turn_ends, lane.turn_rewards):
+            del per_turn[turns:]
+        lane.turn_rewards += [0.0] * (turns - len(lane.turn_rewards))
+        for per_token in (lane.token_ids, lane.sampled, lane.logprobs):
+            del per_token[end:]
+        lane.versions = first_runs(lane.versions, end)
+        lane.kept_tokens = None if lane.kept_tokens is None else lane.kept_tokens.first(end)
+        lane.routes = None if lane.routes is None else lane.routes[: len(lane.prompt_ids) + end - 1]
+        lane.bodies = [run for run in lane.bodies if run[1] <= end]
+        lane.finish_reason = "stop"
+        return lane
+
+    def add_unsampled(self, token_ids: Sequence[int], version: int) -> None:
+        """Append tokens that the policy did not sample."""
+        if token_ids:
+            self._append(
+                token_ids, sampled=False, logprobs=[0.0] * len(token_ids), versions=[[version, len(token_ids)]]
+            )
+
+    def leave_out(self, numbers: Sequence[int]) -> None:
+        """Exclude the turns with these numbers from training, in all sequences of the episode."""
+        for lane in self.all_lanes:
+            for start, end, number in zip(lane.turn_starts, lane.turn_ends, lane.turn_numbers, strict=True):
+                if number in numbers:
+                    lane.sampled[start:end] = [False] * (end - start)
+
+    def end_without_turn(self, end_token: int, version: int, reward: float) -> None:
+        """End the episode before its first turn, with a reward; it becomes one end token that is not trained on."""
+        self._need_token(end_token, version)
+        self.turn_rewards = [reward]
+        self.end("done")
+
     def end(self, by: str) -> None:
         """End the episode for the reason `by`; turns that the environment has not answered get reward 0."""
         self.ended_by = by
@@ -129,7 +196,7 @@ class Trajectory:
         if self.in_turn:
             self.end_turn("abort")
         self.error = error
-        self.sampled, self.bodies = [False] * len(self.sampled), []
+        self.sampled, self.bodies, self.lanes = [False] * len(self.sampled), [], []
         self._need_token(end_token, version)
         self.end("error")
 
@@ -154,7 +221,10 @@ class Trajectory:
     def _need_token(self, end_token: int, version: int) -> None:
         if not self.token_ids:
             self._append([end_token], sampled=False, logprobs=[0.0], versions=[[version, 1]])
-            self.turn_starts, self.turn_ends = [1], [1]  # records an empty turn
+            self.turn_starts, self.turn_ends, self.turn_numbers = [1], [1], [self._next_number()]  # an empty turn
+
+    def _next_number(self) -> int:
+        return 1 + max((number for lane in self.all_lanes for number in lane.turn_numbers), default=-1)
 
     def _append(
         self, token_ids: Sequence[int], *, sampled: bool, logprobs: Sequence[float], versions: VersionRuns
@@ -163,6 +233,11 @@ class Trajectory:
         self.sampled += [sampled] * len(token_ids)
         self.logprobs += logprobs
         append_runs(self.versions, versions)
+
+    @property
+    def all_lanes(self) -> list[Trajectory]:
+        """All sequences of the episode, this one first."""
+        return [self, *self.lanes]
 
     @property
     def turns(self) -> int:
@@ -217,7 +292,8 @@ class Trajectory:
         images = self.images
         layout = None if images is None else {n: getattr(images, n) for n in ("places", "sizes", "digests")}
         record = None if self.kept_tokens is None else self.kept_tokens.to_text()
-        return {**vars(self), "images": layout, "routes": to_text(self.routes), "kept_tokens": record}
+        lanes = [lane.to_json() for lane in self.lanes]
+        return {**vars(self), "images": layout, "routes": to_text(self.routes), "kept_tokens": record, "lanes": lanes}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], patches: Mapping[int, Tensor]) -> Trajectory:
@@ -229,6 +305,9 @@ class Trajectory:
             images = ImageSet(whole, places, tuple(layout["sizes"]), tuple(layout["digests"]))
         record = None if fields.get("kept_tokens") is None else KeptTokens.from_text(fields["kept_tokens"])
         values = {**fields, "images": images, "routes": from_text(fields.get("routes")), "kept_tokens": record}
+        values["lanes"] = [cls.from_json(lane, patches) for lane in fields.get("lanes", [])]
+        # checkpoints of older versions do not number the turns
+        values.setdefault("turn_numbers", list(range(len(fields.get("turn_ends", [])))))
         if "drawn" in values:  # its name in checkpoints of older versions
             values["sampled"] = values.pop("drawn")
         return cls(**values)
@@ -239,6 +318,7 @@ class Trajectory:
             name: value.copy() for name, value in vars(self).items() if isinstance(value, list | dict)
         }
         copies["versions"] = [[*run] for run in self.versions]
+        copies["lanes"] = [lane.copy() for lane in self.lanes]
         return replace(self, **copies)
 
 

@@ -48,6 +48,20 @@ def append_runs(runs: VersionRuns, more: VersionRuns) -> None:
             runs.append([version, tokens])
 
 
+def first_runs(runs: VersionRuns, tokens: int) -> VersionRuns:
+    """Return the runs of the first `tokens` tokens.
+
+    >>> first_runs([[3, 2], [4, 5]], 3)
+    [[3, 2], [4, 1]]
+    """
+    kept: VersionRuns = []
+    for version, length in runs:
+        if tokens > 0:
+            kept.append([version, min(length, tokens)])
+        tokens -= length
+    return kept
+
+
 def version_values(rows: Sequence[VersionRuns]) -> dict[str, Jagged]:
     """Return the VERSION_FIELDS of a batch from each sample's version runs, which cover all its response tokens."""
     import torch

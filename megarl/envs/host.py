@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.observations import are_parts, separate_images
-from megarl.envs.protocol import Action, Environment, Step
+from megarl.envs.protocol import Action, Continuation, Ending, Environment, Services, Step
 from megarl.system.errors import MegarlError, UserError, describe
 from megarl.system.imports import is_of_user
 from megarl.system.tracing import beat
@@ -73,9 +73,10 @@ class Host:
         settings: its validated keys.
         answer_s: seconds that one call of an environment may take; None: no limit.
         images: how images of observations are read; None: observations are text.
+        services: what the run lends to the environment.
 
     Raises:
-        Exception: any error that `kind.open` raises.
+        Exception: any error that `kind.open_with` raises.
     """
 
     def __init__(
@@ -84,9 +85,11 @@ class Host:
         settings: Any,
         answer_s: float | None = None,
         images: ImagePrompts | None = None,
+        services: Services | None = None,
     ) -> None:
-        self._kind, self._settings, self._answer_s, self._images = kind, settings, answer_s, images
-        self._shared = kind.open(settings)
+        self._kind, self._settings, self._images = kind, settings, images
+        self._answer_s = None if kind.times_itself else answer_s
+        self._shared = kind.open_with(settings, services)
         self._threads = ThreadPoolExecutor(_THREADS, "environment")
         # a call waits here, not in the thread pool, so its time starts when it runs
         self._free = asyncio.Semaphore(_THREADS)
@@ -109,11 +112,19 @@ class Host:
         """Start the coroutine `work` in the thread of all coroutines."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    def discard(self, environments: Iterable[Environment]) -> None:
+        """Free what these environments hold, in the thread of coroutines."""
+        for environment in environments:
+            if type(environment).discard is not Environment.discard:
+                self._loop.call_soon_threadsafe(environment.discard)
+
     def close(self) -> None:
-        """End the threads, and close the environment."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._kind.close(self._shared)
+        """Close the environment, and end the threads."""
+        try:
+            self._kind.close(self._shared)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     def check_loop(self) -> None:
         """Check that the thread of coroutines is running and not blocked. Raise HostError if the thread has ended, or a
@@ -210,20 +221,30 @@ class HostSession:
         return self._take({number for number, answer in self._answers.items() if answer.done()})
 
     def all_answers(self) -> dict[int, Reply]:
-        """Return the replies to all started turns, in the order of their starts. Raise HostError as `any_answer`."""
-        while wait_for(self._answers.values(), _BEAT_EVERY_S).not_done:
+        """Return the replies to all started turns, in the order of their starts. Raise HostError as `any_answer`.
+
+        Environments that wait until other episodes end are left out (`Environment.is_waiting`).
+        """
+        while awaited := self._awaited():
+            wait_for(awaited, _BEAT_EVERY_S)
             self._host.check_loop()
             beat()
-        return self._take(set(self._answers))
+        return self._take({number for number, answer in self._answers.items() if answer.done()})
+
+    def _awaited(self) -> list[Future[Reply]]:
+        waiting = {number for number, environment in list(self._episodes.items()) if environment.is_waiting}
+        return [answer for number, answer in self._answers.items() if not answer.done() and number not in waiting]
 
     def forget(self, number: int) -> None:
         """Drop an episode that has ended."""
-        self._episodes.pop(number, None)
+        environment = self._episodes.pop(number, None)
+        self._host.discard([] if environment is None else [environment])
 
     def close(self) -> None:
         """Drop all episodes; their replies are no longer needed."""
         for answer in self._answers.values():
             answer.cancel()
+        self._host.discard(self._episodes.values())
         self._episodes, self._answers = {}, {}
 
     def _take(self, numbers: set[int]) -> dict[int, Reply]:
@@ -234,8 +255,10 @@ class HostSession:
     async def _begin(self, number: int, row: dict[str, Any], seed: int, said: Sequence[Action]) -> Reply:
         async def call() -> Reply:
             self._episodes[number] = environment = await self._host.make()
-            first = _plain_observation(await self._host.call(environment.reset, row, seed))
-            return await self._host.read_images(Reply(first))
+            first = await self._host.call(environment.reset, row, seed)
+            if isinstance(first, Step):  # the episode ended before the first turn
+                return _reply_of(first)
+            return await self._host.read_images(Reply(_plain_observation(first)))
 
         replies = [await _guarded("reset", call)]
         for action in said:
@@ -304,7 +327,10 @@ def _reply_of(value: Any) -> Reply:
         raise _Refused(f"the environment returned the info key {reserved[0]!r}; allowed: keys other than {names}")
     if not all(map(math.isfinite, numbers.values())):
         raise _Refused(f"the environment returned the info {numbers}; allowed: finite numbers")
-    observation = None if done else _plain_observation(observation)
+    if done:
+        observation = observation if isinstance(observation, Ending) else None
+    else:
+        observation = _plain_observation(observation)
     if not done and not observation:
         raise _Refused("the environment returned no observation, and the episode is not done")
     return Reply(observation, float(reward), bool(done), numbers)
@@ -312,7 +338,7 @@ def _reply_of(value: Any) -> Reply:
 
 def _plain_observation(value: Any) -> Any:
     """Return the observation if it is valid; token ids may be any sequence of integers."""
-    if value is None or isinstance(value, str):
+    if value is None or isinstance(value, str | Continuation):
         return value
     if hasattr(value, "tolist"):
         value = value.tolist()

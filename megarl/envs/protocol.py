@@ -11,11 +11,15 @@ be coroutines, so that the episodes of a batch run concurrently.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from megarl.config.base import Section
 from megarl.data.announcement import Announcement
+
+if TYPE_CHECKING:
+    from megarl.data.templates import ChatTemplate
+    from megarl.data.turns import Turns
 
 #: Text, chat messages or parts of text and images, or token ids.
 Observation = str | list[dict[str, Any]] | list[int]
@@ -41,6 +45,7 @@ class Action:
         finish_reason: `stop`; `length` or `abort` when the token or time limit cut the turn, after which no turn
             follows.
         turn: number of the turn, from 0.
+        logprobs: log-prob of each token, as the engine sampled it.
     """
 
     text: str
@@ -48,6 +53,55 @@ class Action:
     token_ids: list[int]
     finish_reason: str
     turn: int
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """An observation of an environment that keeps a tree of turns: the tokens of the next turn's input.
+
+    Attributes:
+        token_ids: tokens after the turn `after`, or a whole input.
+        after: number of the turn that they follow, counted over all turns of the episode; None: the input begins a
+            sequence of its own.
+        room: maximum tokens of the next turn; None: no limit of its own.
+        stop: strings that end the next turn with the token that completes one of them.
+    """
+
+    token_ids: list[int]
+    after: int | None = None
+    room: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The observation of the last step of an environment that keeps a tree of turns.
+
+    Attributes:
+        untrained: numbers of turns, counted as in `Continuation`, that are not trained on.
+    """
+
+    untrained: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Services:
+    """What a run lends to an environment that reads and writes tokens itself.
+
+    Attributes:
+        template: the model's chat template, without tools; None: there is none.
+        tokenizer: the model's tokenizer.
+        prompt_tokens, tokens: maximum tokens of a prompt, and after it.
+        turns_limit: maximum turns of an episode.
+    """
+
+    template: ChatTemplate | None
+    turns: Turns
+    tokenizer: Any
+    prompt_tokens: int
+    tokens: int
+    turns_limit: int
 
 
 class Step(NamedTuple):
@@ -77,11 +131,15 @@ class Environment:
         replayable: the same row, seed and actions give the same replies, and repeating the actions does no harm. If
             true, a run that is resumed plays the recorded turns of an unfinished episode into a new object and goes on
             from there; if false, the episode begins again from its prompt.
+        times_itself: the environment ends its own calls in time (`EnvSettings.longest_s`), so the run does not.
+        is_waiting: this object waits until other episodes end, so a batch must not wait for it.
     """
 
     Settings: ClassVar[type[EnvSettings]] = EnvSettings
     scores: ClassVar[bool] = True
     replayable: ClassVar[bool] = False
+    times_itself: ClassVar[bool] = False
+    is_waiting = False
 
     def __init__(self, settings: Any, shared: Any) -> None:
         """Create the environment of one episode.
@@ -119,6 +177,16 @@ class Environment:
         return None
 
     @classmethod
+    def gives_scores(cls, settings: Any) -> bool:
+        """Return whether the environment gives the rewards; see `scores`."""
+        return cls.scores
+
+    @classmethod
+    def open_with(cls, settings: Any, services: Services | None) -> Any:
+        """Open shared resources as `open` does, for an environment that needs what the run lends it."""
+        return cls.open(settings)
+
+    @classmethod
     def close(cls, shared: Any) -> None:
         """Close the resources that `open` returned."""
 
@@ -138,6 +206,9 @@ class Environment:
     def step(self, action: Action) -> Step | tuple[Any, ...] | Awaitable[Step | tuple[Any, ...]]:
         """Reply to one turn of the policy."""
         raise NotImplementedError
+
+    def discard(self) -> None:
+        """Free what the episode still holds, because no further turn follows. Called in the thread of coroutines."""
 
 
 class SingleTurn(Environment):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 ENVIRONMENTS = {
     "single_turn": "megarl.envs.protocol:SingleTurn",
     "tools": "megarl.envs.tools:Tools",
+    "agent": "megarl.gateway.agent:Agent",
 }
 _FORMS = ("file.py:Class", "pkg.mod:Class")
 _IMPORT_S = 5.0
@@ -220,7 +221,7 @@ def _load(env: dict[str, Any]) -> tuple[bool, float | None, bool]:
     """
     kind, settings = load_environment(env)
     kind.check(settings)
-    return kind.scores, settings.longest_s, kind.needs_tool_template(settings)
+    return kind.gives_scores(settings), settings.longest_s, kind.needs_tool_template(settings)
 
 
 def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:

@@ -16,7 +16,8 @@ from megarl.data.image_set import ImageSet
 from megarl.data.trajectory import Trajectory
 from megarl.data.turns import Turns
 from megarl.envs.host import Host, HostSession, Reply
-from megarl.envs.protocol import Action
+from megarl.envs.protocol import Action, Continuation, Ending
+from megarl.rollout.stop_strings import StopStrings
 from megarl.system.errors import UserError, count
 
 #: Finish reason of a turn -> why its episode ends, although the environment is not done.
@@ -80,6 +81,8 @@ class EpisodeRules:
     replayable: bool = False
     images: ImagePrompts | None = None
     bodies: bool = False  # whether to record which tokens of an observation are its own text
+    # (stop strings) -> what finds them, for turns with stop strings of their own
+    stops: Callable[[Sequence[str]], StopStrings] | None = None
 
 
 class Answer(NamedTuple):
@@ -91,6 +94,7 @@ class Answer(NamedTuple):
         images: images of the observation, by their positions in its tokens.
         differs: the replayed turns got answers that differ from the recorded ones, or an error.
         bodies: [start, stop] in `token_ids` of the observation's own text; empty unless `EpisodeRules.bodies` is set.
+        branch: of an environment that keeps a tree of turns.
     """
 
     reply: Reply
@@ -98,6 +102,18 @@ class Answer(NamedTuple):
     images: ImageSet | None = None
     differs: bool = False
     bodies: Sequence[Sequence[int]] = ()
+    branch: Branch | None = None
+
+
+class Branch(NamedTuple):
+    """Where the next turn of an episode with a tree of turns belongs: fields as in `Continuation`; and after the last
+    turn, those of `Ending`.
+    """
+
+    after: int | None = None
+    room: int | None = None
+    stop: Sequence[str] = ()
+    untrained: Sequence[int] = ()
 
 
 class Answers:
@@ -173,14 +189,26 @@ class Answers:
         ids = [trajectory.turn(turn) for trajectory, turn in turns]
         texts, raws = self.rules.texts(ids) if ids else ([], [])
         return [
-            Action(text, raw, tokens, trajectory.finish_reason if turn + 1 == trajectory.turns else "stop", turn)
+            Action(
+                text,
+                raw,
+                tokens,
+                trajectory.finish_reason if turn + 1 == trajectory.turns else "stop",
+                turn,
+                trajectory.logprobs[trajectory.turn_starts[turn] : trajectory.turn_ends[turn]],
+            )
             for text, raw, tokens, (trajectory, turn) in zip(texts, raws, ids, turns, strict=True)
         ]
 
     def _read(self, number: int, reply: Reply) -> Answer:
         """Tokenise a reply into an `Answer`; an unusable observation sets the reply's error."""
         trajectory = self.awaited[number]
-        if number in self._begun:
+        if isinstance(reply.observation, Continuation):
+            ids, after, room, stop = vars(reply.observation).values()
+            return Answer(reply, ids, branch=Branch(after, room, stop))
+        if isinstance(reply.observation, Ending):
+            return Answer(reply, None, branch=Branch(untrained=reply.observation.untrained))
+        if number in self._begun and not reply.done:
             first, *replayed = [*reply.before, reply]
             observation = self._first(first)
             if not trajectory.segments:
@@ -258,7 +286,7 @@ def _digests(images: ImageSet | None) -> tuple[int, ...]:
 
 def _plain(answer: Answer) -> dict[str, Any]:
     """Return an answer as JSON values; of the observation they contain only token ids and images."""
-    reply, ids, images, differs, bodies = answer
+    reply, ids, images, differs, bodies, branch = answer
     numbers = {name: getattr(reply, name) for name in ("reward", "done", "info", "error", "repeats")}
     return {
         **numbers,
@@ -266,12 +294,15 @@ def _plain(answer: Answer) -> dict[str, Any]:
         "images": None if images is None else images.to_json(),
         "differs": differs,
         "bodies": bodies,
+        "branch": branch,
     }
 
 
 def _from_plain(fields: dict[str, Any]) -> Answer:
-    ids, images, differs, bodies = (fields.pop(name) for name in ("ids", "images", "differs", "bodies"))
-    return Answer(Reply(**fields), ids, None if images is None else ImageSet.from_json(images), differs, bodies)
+    names = ("ids", "images", "differs", "bodies", "branch")
+    ids, images, differs, bodies, branch = (fields.pop(name) for name in names)
+    images = None if images is None else ImageSet.from_json(images)
+    return Answer(Reply(**fields), ids, images, differs, bodies, None if branch is None else Branch(*branch))
 
 
 def apply_answer(trajectory: Trajectory, answer: Answer, limits: EpisodeLimits, *, late: bool) -> None:
@@ -280,7 +311,7 @@ def apply_answer(trajectory: Trajectory, answer: Answer, limits: EpisodeLimits, 
     Args:
         late: the episode is over its time limit.
     """
-    reply, ids, images, _, bodies = answer
+    reply, ids, images, _, bodies, _ = answer
     if trajectory.is_unanswered:
         trajectory.turn_rewards.append(reply.reward)
         for name, value in reply.info.items():
@@ -299,3 +330,32 @@ def apply_answer(trajectory: Trajectory, answer: Answer, limits: EpisodeLimits, 
             trajectory.add_observation(ids, images, bodies)
     elif not trajectory.segments and ids is not None:
         trajectory.prompt_ids, trajectory.images = ids, images
+
+
+def apply_branch(trajectory: Trajectory, answer: Answer, branch: Branch, prompt: int, version: int) -> Trajectory:
+    """Add an answer of an environment that keeps a tree of turns; return the trajectory in which the episode goes on.
+
+    Such an environment keeps the limits itself, and ends the episode.
+
+    Args:
+        prompt: maximum tokens of a prompt; more tokens count as an observation.
+        version: weight version of tokens before the first sampled one.
+    """
+    reply, ids = answer.reply, answer.token_ids or []
+    if trajectory.is_unanswered:
+        trajectory.turn_rewards.append(reply.reward)
+    for name, value in reply.info.items():
+        trajectory.info[name] = trajectory.info.get(name, 0.0) + value
+    if reply.done:
+        trajectory.leave_out(branch.untrained)
+        trajectory.end("done")
+        return trajectory
+    if not trajectory.turns:
+        trajectory.prompt_ids = list(ids[:prompt])
+        trajectory.add_unsampled(ids[prompt:], version)
+    elif branch.after == trajectory.turn_numbers[-1]:
+        trajectory.add_observation(ids)
+    else:
+        trajectory = trajectory.switched(branch.after, ids, prompt)
+    trajectory.turn_room, trajectory.turn_stop = branch.room, list(branch.stop)
+    return trajectory

@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.rollout import SamplingConfig
 from megarl.data.trajectory import PLAIN, Trajectory
-from megarl.rollout.answers import Answer, Answers, EpisodeRules, apply_answer
+from megarl.data.versions import first_runs
+from megarl.rollout.answers import Answer, Answers, Branch, EpisodeRules, apply_answer, apply_branch
 from megarl.rollout.engine import Completion, Generation, Request, RolloutEngine, ignore_progress
 from megarl.rollout.stop_strings import StopStrings
 from megarl.system.errors import MegarlError, UserError
@@ -422,7 +423,8 @@ class GroupGenerator:
     def _room(self, trajectory: Trajectory) -> int:
         """Return how many more tokens the current turn may have."""
         begun = len(trajectory.begun_turn)
-        return min(self._sampling.max_new_tokens - begun, self._tokens - len(trajectory.token_ids))
+        room = self._sampling.max_new_tokens if trajectory.turn_room is None else trajectory.turn_room
+        return min(room - begun, self._sampling.max_new_tokens - begun, self._tokens - len(trajectory.token_ids))
 
     def _collect(self, over: Mapping[int, Completion]) -> list[int]:
         """Add finished segments, by slot, to their trajectories and return the slots whose turns have ended."""
@@ -433,6 +435,8 @@ class GroupGenerator:
             trajectory = sample.trajectory
             if self._answers is not None:
                 _count_cached(sample, done)
+            if trajectory.turn_stop:
+                done = self._cut_at_stop(slot, trajectory, done)
             trajectory.add_segment(done.token_ids, done.logprobs, done.versions, done.routes, done.kept_tokens)
             if done.finish_reason != "abort":
                 trajectory.end_turn(done.finish_reason)
@@ -446,6 +450,28 @@ class GroupGenerator:
             if trajectory.ended_by or trajectory.is_unanswered:
                 ended.append(slot)
         return ended
+
+    def _cut_at_stop(self, slot: int, trajectory: Trajectory, done: Completion) -> Completion:
+        """Return a segment without the tokens after the turn's own stop string, which the engine does not look for."""
+        stops = None if self._rules is None else self._rules.stops
+        begun = trajectory.begun_turn
+        end = None if stops is None else stops(trajectory.turn_stop).end([*begun, *done.token_ids], len(begun))
+        if end is None:
+            return done
+        length = end - len(begun)
+        if length < len(done.token_ids) and self._generation is not None:
+            self._generation.forget(slot)  # its cache has tokens that the sequence lacks
+            self._submitted.discard(slot)
+        total = len(trajectory.prompt_ids) + len(trajectory.token_ids) + length
+        return replace(
+            done,
+            token_ids=done.token_ids[:length],
+            logprobs=done.logprobs[:length],
+            finish_reason="stop",
+            versions=first_runs(done.versions, length),
+            routes=None if done.routes is None else done.routes[: total - 1],
+            kept_tokens=None if done.kept_tokens is None else done.kept_tokens.first(length),
+        )
 
     def _end_if_full(self, trajectory: Trajectory) -> None:
         """End an interrupted turn that had just reached an end token, a stop string or the token limit."""
@@ -537,6 +563,11 @@ class GroupGenerator:
                 continue
             if answer.reply.error:
                 self._fail(rules, sample, answer)
+            elif answer.reply.done and not sample.trajectory.turns:
+                version = self._engine.weight_version
+                sample.trajectory.end_without_turn(self._eos_ids[0], version, answer.reply.reward)
+            elif answer.branch is not None:
+                self._apply_branch(slot, answer, answer.branch)
             else:
                 late = sample.in_flight.group.number in self._late
                 apply_answer(sample.trajectory, answer, rules.limits, late=late)
@@ -546,6 +577,18 @@ class GroupGenerator:
             else:
                 self._submit(slot)
         return over
+
+    def _apply_branch(self, slot: int, answer: Answer, branch: Branch) -> None:
+        """Add an answer of an environment that keeps a tree of turns; the slot may go on with another sequence."""
+        sample, rules = self._samples[slot], self._rules
+        assert rules is not None, "an environment has answered"
+        place, before = sample.place, sample.trajectory
+        after = sample.in_flight.trajectories[place] = apply_branch(
+            before, answer, branch, rules.limits.prompt_tokens, self._engine.weight_version
+        )
+        if after is not before and slot in self._submitted and self._generation is not None:
+            self._generation.forget(slot)  # the slot's cache is of the other sequence
+            self._submitted.discard(slot)
 
     def _restart(self, answers: Answers, slot: int, error: str) -> None:
         """Restart an episode from its prompt, because replayed turns got answers that differ from the recorded ones."""

@@ -10,6 +10,7 @@ from megarl.data.render import chat_of
 from megarl.data.rows import Row
 from megarl.data.turns import Turns
 from megarl.envs.host import Host
+from megarl.envs.protocol import Services
 from megarl.envs.registry import check_longest, load_environment
 from megarl.system.errors import ConfigError
 
@@ -68,8 +69,12 @@ def build_episodes(
     written = chat_of(data, tokenizer, tools)
     if written is not None:
         render = lambda messages: written.observed(messages, Row({}, "messages of the environment", 0))  # noqa: E731
-    turns = Turns(tokenizer, render, [*eos_ids, *config.rollout.sampling.stop_token_ids])
-    host = Host(kind, settings, answer_s, images) if layout.is_lead else None
+    sampling = config.rollout.sampling
+    turns = Turns(tokenizer, render, [*eos_ids, *sampling.stop_token_ids])
+    services = Services(
+        written, turns, tokenizer, data.max_prompt_tokens, config.response_tokens(sampling), config.rollout.limits.turns
+    )
+    host = Host(kind, settings, answer_s, images, services) if layout.is_lead else None
     bodies = config.algorithm.loss.echo_coef > 0
     if bodies and not tokenizer.is_fast:
         raise ConfigError(
@@ -79,4 +84,4 @@ def build_episodes(
             allowed="0, or a fast tokenizer (with a tokenizer.json)",
             fix="set algorithm.loss.echo_coef=0",
         )
-    return Episodes(kind.scores, kind.replayable, tools, turns, host, images, bodies)
+    return Episodes(kind.gives_scores(settings), kind.replayable, tools, turns, host, images, bodies)

@@ -50,6 +50,7 @@ def open_groups(c: StepContext, rollout: RolloutRole, sampling: SamplingConfig, 
             episodes.replayable,
             images,
             episodes.bodies,
+            lambda strings: StopStrings(strings, rollout.tokenizer),
         )
     longest = config.data.max_prompt_tokens + config.response_tokens(sampling)
     return GroupGenerator(rollout.engine, sampling, rollout.eos_ids, slots, longest, rules, strings)

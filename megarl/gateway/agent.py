@@ -1,0 +1,275 @@
+"""The environment `agent`: an episode runs a program of the user, whose chat endpoint is the policy.
+
+reset -> start the program --> its first call --> prompt        step(turn) -> reply to the call --> its next call
+                                                                                                '-> exit: the score
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import shutil
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from megarl.envs.protocol import Action, Continuation, Ending, Environment, EnvSettings, Services, Step
+from megarl.envs.registry import import_source
+from megarl.gateway.chat import ChatForm
+from megarl.gateway.programs import Program, Programs
+from megarl.gateway.server import POLICY, Gateway
+from megarl.gateway.session import Call, Session, Window
+from megarl.system.errors import ConfigError, MegarlError
+
+_CLOSE_S = 20.0  # seconds to end all programs
+
+
+class AgentSettings(EnvSettings):
+    """The keys of the section `env` that only the environment `agent` has."""
+
+    command: list[str] | None = Field(
+        None, description="the agent: a program and its arguments; `python` is the trainer's interpreter"
+    )
+    function: str | None = Field(
+        None,
+        description="the agent: file.py:fn or pkg.mod:fn, called in a process of its own with {row, seed}; it may "
+        "return the result",
+    )
+    cwd: str | None = Field(None, description="folder in which the agent starts; null: the run's")
+    pass_env: list[str] = Field(
+        default_factory=list,
+        description="environment variables that are passed to the agent; of all others it gets PATH, HOME and the like",
+    )
+    score: Literal["agent", "reward"] = Field(
+        "agent",
+        description="agent: the number in the file MEGARL_RESULT; reward: the recipe's reward function scores the last "
+        "turn",
+    )
+    timeout_s: PositiveFloat = Field(240.0, description="deadline of an episode; the agent is then ended, and scored")
+    grace_s: PositiveFloat = Field(
+        10.0, description="seconds that an agent has to end by itself after a limit has ended its episode"
+    )
+    max_calls: PositiveInt | None = Field(
+        None, description="maximum calls of an episode; further calls are refused; null: rollout.limits.turns"
+    )
+    max_running: PositiveInt = Field(32, description="maximum agents that run at the same time per replica")
+    memory_mb: PositiveInt | None = Field(
+        None, description="maximum memory (address space) of each of the agent's processes; null: no limit"
+    )
+    models: list[str] = Field(
+        default_factory=list,
+        description="names of models, in addition to `policy`, that a call may give for the policy; `*`: any name",
+    )
+    parser: Literal["qwen", "qwen25", "llama3"] = Field("qwen", description="format in which the model writes a call")
+    announce: Literal["template", "system", "none"] = Field(
+        "template",
+        description="how prompts present the tools of a request. template: through the chat template's `tools`; "
+        "system: as text in the system message; none: not at all",
+    )
+    history: Literal["template", "exact"] = Field(
+        "template",
+        description="what a call continues whose earlier turns the chat template changes, such as by leaving out old "
+        "thoughts. template: a new sequence, as the deployed model would read it; exact: the tokens as sampled",
+    )
+
+    @property
+    def longest_s(self) -> float:
+        """An episode's deadline, plus the time to end a program."""
+        return self.timeout_s + self.grace_s + 10.0
+
+    @model_validator(mode="after")
+    def _one_way(self) -> AgentSettings:
+        if (self.command is None) == (self.function is None):
+            raise ValueError("an agent is either a command or a function")
+        if self.command is not None and not self.command:
+            raise ValueError("env.command names no program")
+        return self
+
+
+class Replica:
+    """What the agents of a replica share: the endpoint, what starts programs, and how many may run."""
+
+    def __init__(self, settings: AgentSettings, services: Services) -> None:
+        self.form = ChatForm(services.template, services.turns, settings.parser, settings.announce, settings.history)
+        calls = settings.max_calls or services.turns_limit
+        self.window = Window(services.prompt_tokens, services.tokens, calls)
+        self.gateway = Gateway(settings.models)
+        self.programs = Programs(
+            settings.command, settings.function, settings.cwd, settings.pass_env, settings.memory_mb
+        )
+        self.free = asyncio.Semaphore(settings.max_running)
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self) -> None:
+        """Begin to serve, at the first episode."""
+        self.loop = asyncio.get_running_loop()
+        await self.gateway.start()
+
+    async def stop(self) -> None:
+        """End all programs, and the endpoint."""
+        await self.programs.close()
+        await self.gateway.stop()
+
+
+class Agent(Environment):
+    """Plays an episode of a program that calls the policy."""
+
+    Settings = AgentSettings
+    times_itself: ClassVar[bool] = True
+
+    def __init__(self, settings: AgentSettings, shared: Replica) -> None:
+        super().__init__(settings, shared)
+        self._session = Session(shared.form, shared.window)
+        self._key = ""
+        self._program: Program | None = None
+        self._call: Call | None = None
+        self._freeing: asyncio.Future[None] | None = None
+        self._late = self._holds = False
+        self._deadline = math.inf
+
+    @classmethod
+    def gives_scores(cls, settings: AgentSettings) -> bool:
+        """Return whether the program gives the score."""
+        return settings.score == "agent"
+
+    @classmethod
+    def check(cls, settings: AgentSettings) -> None:
+        """Find the program, or import the function."""
+        if settings.command is not None:
+            program = settings.command[0]
+            if program != "python" and shutil.which(program, path=None) is None:
+                raise ConfigError("this program does not exist", where="env.command", found=program, fix="install it")
+            return
+        source, colon, name = str(settings.function).rpartition(":")
+        if not colon or not callable(getattr(import_source(source, "env.function"), name, None)):
+            raise ConfigError(
+                "this is not a function",
+                where="env.function",
+                found=settings.function,
+                allowed="file.py:fn, pkg.mod:fn",
+                fix="correct the name, or define the function there",
+            )
+
+    @classmethod
+    def open_with(cls, settings: AgentSettings, services: Services | None) -> Replica:
+        """Open the endpoint; it serves from the first episode on."""
+        if services is None:
+            raise MegarlError("the environment `agent` needs a run's chat template and tokenizer")
+        return Replica(settings, services)
+
+    @classmethod
+    def close(cls, shared: Replica) -> None:
+        """End all programs, and the endpoint."""
+        if shared.loop is not None:
+            asyncio.run_coroutine_threadsafe(shared.stop(), shared.loop).result(_CLOSE_S)
+
+    async def reset(self, row: dict[str, Any], seed: int) -> Any:
+        """Start the program and return the prompt of its first call."""
+        shared = self.shared
+        self.is_waiting = True
+        await shared.free.acquire()
+        self.is_waiting, self._holds = False, True
+        await shared.start()
+        self._key = shared.gateway.open(self._session)
+        url = shared.gateway.url
+        task = {"row": {name: value for name, value in row.items() if name != "images"}, "seed": seed}
+        self._program = await shared.programs.start(
+            task,
+            {
+                "OPENAI_BASE_URL": f"{url}/v1",
+                "OPENAI_API_KEY": self._key,
+                "ANTHROPIC_BASE_URL": url,
+                "ANTHROPIC_AUTH_TOKEN": self._key,
+                "MEGARL_MODEL": POLICY,
+            },
+        )
+        self._deadline = asyncio.get_running_loop().time() + self.settings.timeout_s
+        return await self._next()
+
+    async def step(self, action: Action) -> Any:
+        """Give the turn to the program and return the prompt of its next call, or the end."""
+        assert self._call is not None, "the turn answers a call"
+        self._session.reply(self._call, action)
+        if action.finish_reason == "abort":
+            self._session.close("its time is up")
+        following = await self._next()
+        return Step(following) if isinstance(following, Continuation) else following
+
+    def discard(self) -> None:
+        """End the program, because the run needs no more of the episode."""
+        self._session.close("the run has ended it")
+        if self._holds:
+            self._freeing = asyncio.ensure_future(self._free())
+
+    async def _next(self) -> Continuation | Step:
+        """Return the prompt of the program's next call, or the end of the episode."""
+        program, loop = self._program, asyncio.get_running_loop()
+        assert program is not None, "it was started"
+        while True:
+            taken = self._session.take()
+            if self._session.broken:
+                raise MegarlError(self._session.broken)
+            if taken is not None:
+                self._call, node, prompt, room = taken
+                return Continuation(prompt.token_ids, node.parent, room, self._call.request.stop)
+            if program.ended.done():
+                return await self._end(program)
+            if self._session.over:
+                self._deadline = min(self._deadline, loop.time() + self.settings.grace_s)
+            left = self._deadline - loop.time()
+            if left <= 0:
+                self._late = not self._session.over
+                await self.shared.programs.stop(program)
+                return await self._end(program)
+            arrival = asyncio.ensure_future(self._session.arrival())
+            await asyncio.wait({arrival, program.ended}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            arrival.cancel()
+
+    async def _end(self, program: Program) -> Step:
+        """Return the last step: the program's result, or why it has none."""
+        limited, session = bool(self._session.over) or self._late, self._session
+        session.close("its program has ended")
+        try:
+            reward, info = self._result(program, limited)
+        finally:
+            await self._free()
+        numbers = {**session.numbers(), "timeouts": float(self._late), **info}
+        return Step(Ending(session.untrained()), reward, True, numbers)
+
+    def _result(self, program: Program, limited: bool) -> tuple[float, dict[str, float]]:
+        """Return the reward and numbers that a program has left.
+
+        Args:
+            limited: a limit ended the episode, so that a program without a result counts as 0.
+        """
+        scores = self.gives_scores(self.settings)
+        text = program.result.read_text(errors="replace").strip() if program.result.is_file() else ""
+        if not limited and program.ended.done() and program.ended.result() != 0:
+            raise MegarlError(f"the agent ended with {program.how_it_ended()}")
+        if not text and (limited or not scores):
+            return 0.0, {}
+        try:
+            value = json.loads(text)
+            fields = value if isinstance(value, dict) else {"reward": value}
+            reward = float(fields.get("reward", 0.0 if not scores else math.nan))
+            info = {str(name): float(number) for name, number in dict(fields.get("info") or {}).items()}
+        except (ValueError, TypeError, RecursionError):
+            reward, info = math.nan, {}
+        if not math.isfinite(reward):
+            raise MegarlError(
+                f"the agent left no result: the file MEGARL_RESULT has {text[:100]!r}; allowed: a number, or an object "
+                f'{{"reward": number, "info": {{name: number}}}}. It ended with {program.how_it_ended()}'
+            )
+        return reward, info
+
+    async def _free(self) -> None:
+        """End the program and the session, and let another episode begin."""
+        if not self._holds:
+            return
+        self._holds = False
+        self.shared.gateway.end(self._key)
+        if self._program is not None:
+            await self.shared.programs.stop(self._program)
+            self.shared.programs.remove(self._program)
+        self.shared.free.release()

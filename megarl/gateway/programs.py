@@ -1,0 +1,200 @@
+"""The programs of a replica's episodes, as the environments' event loop sees them; `runner.py` starts them.
+
+`wrap` is the place for a sandbox: it turns a program's arguments and environment into those of the sandbox that starts
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megarl.system.errors import MegarlError
+from megarl.system.leftovers import PREFIX
+from megarl.system.parents import as_parent
+from megarl.system.processes import ending
+
+_TAIL = 2000  # characters of a program's output in a message
+#: Variables that every program gets from the trainer's environment.
+INHERITED = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "LC_ALL",
+    "TERM",
+    "TZ",
+    "TMPDIR",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+)
+#: (arguments, environment, the episode's folder) -> arguments and environment of what is started
+Wrap = Callable[[list[str], dict[str, str], Path], tuple[list[str], dict[str, str]]]
+
+
+@dataclass
+class Program:
+    """A program that was started.
+
+    Attributes:
+        folder: the episode's folder, with its task, result and output.
+        ended: its exit code, negative for a signal.
+    """
+
+    number: int
+    folder: Path
+    ended: asyncio.Future[int] = field(repr=False)
+
+    @property
+    def result(self) -> Path:
+        """The file in which the program leaves its result."""
+        return self.folder / "result.json"
+
+    @property
+    def output(self) -> str:
+        """The end of what the program has written to stdout and stderr."""
+        file = self.folder / "output.txt"
+        if not file.exists():
+            return ""
+        with file.open("rb") as opened:
+            opened.seek(max(0, file.stat().st_size - 4 * _TAIL))
+            return opened.read().decode(errors="replace")[-_TAIL:]
+
+    def how_it_ended(self) -> str:
+        """Describe the end, with the last output."""
+        output = self.output.strip()
+        return ending(self.ended.result()) + (f"; its last output:\n{output}" if output else "; it printed nothing")
+
+
+@dataclass
+class Programs:
+    """Starts programs.
+
+    Attributes:
+        argv: the command; None: `function` is called.
+        function: `file.py:fn` or `pkg.mod:fn`.
+        cwd: folder in which a program starts; None: the current one.
+        pass_env: further variables of the trainer's environment that programs get.
+        memory_mb: maximum address space of each process; None: no limit.
+    """
+
+    argv: Sequence[str] | None
+    function: str | None
+    cwd: str | None = None
+    pass_env: Sequence[str] = ()
+    memory_mb: int | None = None
+    wrap: Wrap | None = None
+    _runner: asyncio.subprocess.Process | None = None
+    _reader: asyncio.Task[None] | None = None
+    _running: dict[int, Program] = field(default_factory=dict)
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _folders: set[Path] = field(default_factory=set)
+    _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def start(self, task: dict[str, Any], environment: dict[str, str]) -> Program:
+        """Start a program for a task.
+
+        Args:
+            environment: variables in addition to those that every program gets.
+
+        Raises:
+            MegarlError: programs cannot be started.
+        """
+        runner = await self._ready()
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._folders.add(folder)
+        program = Program(next(self._numbers), folder, asyncio.get_running_loop().create_future())
+        (folder / "task.json").write_text(json.dumps(task, default=str), encoding="utf-8")
+        inherited = {name: os.environ[name] for name in (*INHERITED, *self.pass_env) if name in os.environ}
+        paths = {"MEGARL_TASK": str(folder / "task.json"), "MEGARL_RESULT": str(program.result)}
+        variables = {**inherited, **paths, **environment}
+        argv = (
+            None
+            if self.argv is None
+            else [sys.executable if self.argv[0] == "python" else self.argv[0], *self.argv[1:]]
+        )
+        if argv is not None and self.wrap is not None:
+            argv, variables = self.wrap(argv, variables, folder)
+        self._running[program.number] = program
+        order = {
+            "start": program.number,
+            "argv": argv,
+            "task": paths["MEGARL_TASK"],
+            "result": paths["MEGARL_RESULT"],
+            "environment": variables,
+            "cwd": os.path.abspath(self.cwd or "."),
+            "output": str(folder / "output.txt"),
+            "memory_mb": self.memory_mb,
+        }
+        self._send(runner, order)
+        return program
+
+    async def stop(self, program: Program) -> None:
+        """End a program with everything that it has started, and wait for its end."""
+        if not program.ended.done() and self._runner is not None:
+            self._send(self._runner, {"stop": program.number})
+            await asyncio.wait({program.ended}, timeout=10)
+
+    def remove(self, program: Program) -> None:
+        """Remove a program's folder."""
+        self._folders.discard(program.folder)
+        shutil.rmtree(program.folder, ignore_errors=True)
+
+    async def close(self) -> None:
+        """End all programs."""
+        if self._runner is not None and self._runner.returncode is None:
+            self._runner.kill()  # the guardians end with it, and what they guard
+            await self._runner.wait()
+        if self._reader is not None:
+            await self._reader
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _ready(self) -> asyncio.subprocess.Process:
+        async with self._starting:
+            if self._runner is not None and self._runner.returncode is None:
+                return self._runner
+            function = [] if self.function is None else [self.function]
+            pipe = asyncio.subprocess.PIPE
+            runner = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "megarl.gateway.runner", *function),
+                stdin=pipe,
+                stdout=pipe,
+                env=os.environ | as_parent(),
+                start_new_session=True,
+            )
+            assert runner.stdout is not None, "it is a pipe"
+            if not await runner.stdout.readline():
+                raise MegarlError(
+                    f"the process that starts the agents ended: {ending(await runner.wait())}\n  where:   env\n"
+                    "  fix:     its output above names the error"
+                )
+            self._runner, self._reader = runner, asyncio.ensure_future(self._read(runner))
+            return runner
+
+    async def _read(self, runner: asyncio.subprocess.Process) -> None:
+        assert runner.stdout is not None, "it is a pipe"
+        while line := await runner.stdout.readline():
+            news = json.loads(line)
+            program = self._running.pop(news["ended"])
+            if not program.ended.done():
+                program.ended.set_result(news["code"])
+        for program in self._running.values():
+            if not program.ended.done():
+                program.ended.set_result(-9)
+        self._running.clear()
+
+    def _send(self, runner: asyncio.subprocess.Process, order: dict[str, Any]) -> None:
+        assert runner.stdin is not None, "it is a pipe"
+        runner.stdin.write(json.dumps(order).encode() + b"\n")

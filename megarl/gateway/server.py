@@ -1,0 +1,288 @@
+"""The HTTP server of a replica's sessions, in the environments' event loop.
+
+    POST /v1/chat/completions  /v1/completions  /v1/messages  /v1/messages/count_tokens        GET /v1/models
+
+A session's key is its API key (`Authorization: Bearer` or `x-api-key`), or part of the path: `/s/KEY/v1/...`. A turn is
+read once it is finished, and a stream is made of what was read, so that both forms have the same content.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import secrets
+import socket
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from megarl.gateway.session import Refusal, Reply, Request, Session
+from megarl.gateway.wire import anthropic, openai
+from megarl.gateway.wire.fields import flag, overridden
+from megarl.system.errors import describe
+from megarl.system.plain import nested_deeper
+
+#: The name by which programs call the policy.
+POLICY = "policy"
+_MOST_BYTES = 16 << 20  # of a request
+_DEPTH = 100
+_GRACE_S = 60.0  # seconds in which a stream may still become an error, because it has not begun
+_ALIVE_EVERY_S = 3.0  # seconds between signs of life of a stream
+_ENDED_KEPT = 10_000
+_RETRIED = (429, 503)
+#: (body, replies, name of the response) -> its body, and its events if it is streamed
+Write = Callable[[dict[str, Any], Sequence[Reply], str], tuple[dict[str, Any], Iterator[str]]]
+
+
+@dataclass(frozen=True)
+class Api:
+    """How one endpoint reads requests and writes responses."""
+
+    read: Callable[[dict[str, Any]], Request]
+    write: Write
+    overridden: Sequence[str]
+    samples: Callable[[dict[str, Any]], int] = openai.samples_of
+
+
+class Gateway:
+    """Serves sessions.
+
+    Args:
+        names: names that requests may give the model, in addition to `policy`; `*`: any.
+        host: address to listen at.
+
+    Attributes:
+        url: where it listens.
+    """
+
+    def __init__(self, names: Sequence[str] = (), host: str = "127.0.0.1") -> None:
+        self._names = (POLICY, *names)
+        self._sessions: dict[str, Session] = {}
+        self._ended: deque[str] = deque(maxlen=_ENDED_KEPT)
+        self._socket = socket.create_server((host, 0))
+        self._runner: web.AppRunner | None = None
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+
+    async def start(self) -> None:
+        """Begin to serve; later calls do nothing."""
+        if self._runner is not None:
+            return
+        app = web.Application(client_max_size=_MOST_BYTES, middlewares=[_errors])
+        for base in ("", "/s/{key}"):
+            for path, handler in (
+                ("/v1/chat/completions", self._handler(Api(openai.read_chat, _chat, openai.OVERRIDDEN))),
+                ("/v1/completions", self._handler(Api(openai.read_text, _text, openai.OVERRIDDEN))),
+                ("/v1/messages", self._handler(Api(anthropic.read_messages, _message, anthropic.OVERRIDDEN, _one))),
+                ("/v1/messages/count_tokens", self._count),
+            ):
+                app.router.add_post(base + path, handler)
+            app.router.add_get(base + "/v1/models", self._models)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        await web.SockSite(self._runner, self._socket).start()
+
+    def open(self, session: Session) -> str:
+        """Serve a session; return its key."""
+        key = secrets.token_hex(16)
+        self._sessions[key] = session
+        return key
+
+    def end(self, key: str) -> None:
+        """Refuse all further requests of a session."""
+        if self._sessions.pop(key, None) is not None:
+            self._ended.append(key)
+
+    async def stop(self) -> None:
+        """Stop serving."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self._socket.close()
+
+    def _handler(self, api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            session = self._session(request)
+            body = await _body(request)
+            self._check_model(body)
+            wanted, samples = api.read(body), api.samples(body)
+            name = f"gen-{secrets.token_hex(12)}"
+
+            async def generate() -> list[Reply]:
+                return list(await asyncio.gather(*(session.call(wanted) for _ in range(samples))))
+
+            again = _int(request.headers.get("x-stainless-retry-count")) > 0 or "Idempotency-Key" in request.headers
+            answer = asyncio.ensure_future(session.once(await _key(request), again, generate))
+            headers = {"x-megarl-overridden": ",".join(overridden(body, api.overridden)), "request-id": name}
+            try:
+                if flag(body, "stream"):
+                    return await _streamed(request, answer, body, name, api.write, headers)
+                replies = await answer
+            finally:
+                answer.cancel()  # what is generated goes on: `once` shields it
+            with _delivering(replies):
+                whole, _ = api.write(body, replies, name)
+                response = web.json_response(whole, headers=headers)
+                await response.prepare(request)
+                await response.write_eof()
+            return response
+
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            try:
+                return await handle(request)
+            except (Refusal, web.HTTPException, ConnectionError):
+                raise
+            except Exception as error:
+                self._session(request).broken = f"the gateway failed: {describe(error)}"
+                raise
+
+        return guarded
+
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        session, body = self._session(request), await _body(request)
+        return web.json_response({"input_tokens": session.count(anthropic.read_messages(body))})
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._session(request)
+        names = [name for name in self._names if name != "*"]
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "megarl"} for name in names]
+        return web.json_response({"object": "list", "data": models, "has_more": False})
+
+    def _session(self, request: web.Request) -> Session:
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        keys = (request.match_info.get("key"), bearer, request.headers.get("x-api-key"))
+        for key in filter(None, keys):
+            if key in self._sessions:
+                return self._sessions[key]
+            if key in self._ended:
+                raise Refusal(410, "the episode is over", "episode_over")
+        raise Refusal(401, "the API key names no session", "invalid_api_key", "authentication_error")
+
+    def _check_model(self, body: dict[str, Any]) -> None:
+        model = body.get("model")
+        if "*" not in self._names and model not in self._names:
+            names = ", ".join(self._names)
+            raise Refusal(
+                404,
+                f"model: found {model!r:.100}; allowed: {names} (env.models of the recipe names more)",
+                "model_not_found",
+            )
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Turn errors into responses in the form of the request's API."""
+    try:
+        return await handler(request)
+    except Refusal as error:
+        refusal = error
+    except web.HTTPException as error:
+        refusal = Refusal(error.status, error.reason or "refused", "http_error")
+    except ConnectionError:
+        raise
+    except Exception as error:
+        refusal = Refusal(500, f"the gateway failed: {describe(error)}", "internal_error", "api_error")
+    messages = "/v1/messages" in request.path
+    body = anthropic.error_body(refusal) if messages else openai.error_body(refusal)
+    headers = {"x-should-retry": "true" if refusal.status in _RETRIED else "false"}
+    return web.json_response(body, status=refusal.status, headers=headers)
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    try:
+        body = json.loads(await request.read())
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict) or nested_deeper(body, _DEPTH):
+        raise Refusal(400, f"the body is not a JSON object, or nested more than {_DEPTH} levels deep")
+    return body
+
+
+async def _key(request: web.Request) -> str:
+    """Return what names a request that a client may send again."""
+    given = request.headers.get("Idempotency-Key")
+    return given or hashlib.blake2b(request.path.encode() + b"\0" + await request.read(), digest_size=16).hexdigest()
+
+
+async def _streamed(
+    request: web.Request,
+    answer: asyncio.Future[list[Reply]],
+    body: dict[str, Any],
+    name: str,
+    write: Write,
+    headers: dict[str, str],
+) -> web.StreamResponse:
+    response = web.StreamResponse(headers={**headers, "Cache-Control": "no-cache"})
+    response.content_type = "text/event-stream"
+    await asyncio.wait({answer}, timeout=_GRACE_S)
+    if answer.done():
+        answer.result()  # raises a refusal before the stream begins
+    await response.prepare(request)
+    while not answer.done():
+        await response.write(b": alive\n\n")
+        await asyncio.wait({answer}, timeout=_ALIVE_EVERY_S)
+    try:
+        replies = answer.result()
+    except Refusal as refusal:
+        messages = "/v1/messages" in request.path
+        error = anthropic.error_body(refusal) if messages else openai.error_body(refusal)
+        text = f"event: error\ndata: {json.dumps(error)}\n\n" if messages else f"data: {json.dumps(error)}\n\n"
+        await response.write(text.encode())
+        return response
+    with _delivering(replies):
+        async for piece in _together(write(body, replies, name)[1]):
+            await response.write(piece)
+        await response.write_eof()
+    return response
+
+
+async def _together(events: Iterator[str]) -> AsyncIterator[bytes]:
+    """Yield the events in packets of some kilobytes."""
+    waiting = b""
+    for event in events:
+        waiting += event.encode()
+        if len(waiting) > 4096:
+            yield waiting
+            waiting = b""
+    if waiting:
+        yield waiting
+
+
+@contextlib.contextmanager
+def _delivering(replies: Sequence[Reply]) -> Iterator[None]:
+    """Count the replies as delivered, unless writing them fails. The client may answer before `write` returns."""
+    for reply in replies:
+        reply.node.delivered = True
+    try:
+        yield
+    except BaseException:
+        for reply in replies:
+            reply.node.delivered = False
+        raise
+
+
+def _chat(body: dict[str, Any], replies: Sequence[Reply], name: str) -> tuple[dict[str, Any], Iterator[str]]:
+    whole = openai.chat_response(replies, body, name, str(body.get("model")), int(time.time()))
+    return whole, openai.chat_stream(whole, body)
+
+
+def _text(body: dict[str, Any], replies: Sequence[Reply], name: str) -> tuple[dict[str, Any], Iterator[str]]:
+    whole = openai.text_response(replies, body, name, str(body.get("model")), int(time.time()))
+    return whole, openai.text_stream(whole, body)
+
+
+def _message(body: dict[str, Any], replies: Sequence[Reply], name: str) -> tuple[dict[str, Any], Iterator[str]]:
+    whole = anthropic.response(replies[0], name, str(body.get("model")))
+    return whole, anthropic.stream(whole)
+
+
+def _one(body: dict[str, Any]) -> int:
+    return 1
+
+
+def _int(text: str | None) -> int:
+    return int(text) if text is not None and text.isdigit() else 0

@@ -1,0 +1,265 @@
+"""One episode at the gateway: the calls of its program wait here until the policy has answered them.
+
+    handler of a request                  the episode's environment
+    --------------------                  -------------------------
+    call(request) -> waits                take() -> the next call, with its prompt -> a turn of the policy
+                  <- the reply            reply(call, turn)
+
+The calls of one episode are answered one after the other, in the order of their arrival; those of other episodes are
+answered meanwhile. Everything here runs in one thread, the environments' event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.envs.protocol import Action
+from megarl.gateway.chat import ChatForm, Prompt, tools_digest
+from megarl.gateway.messages import ASSISTANT, ChatMessage
+from megarl.gateway.record import Node, Record
+from megarl.system.errors import DataError
+
+_MOST_WAITING = 64  # calls of an episode that wait at the same time
+_MOST_KEPT = 64  # replies that are kept for clients that send a request again
+
+
+class Refusal(Exception):
+    """A request that gets no reply.
+
+    Attributes:
+        status: HTTP status; below 500 and other than 429 the client must not send the request again.
+        kind, code: the error's `type` and `code` in OpenAI's form.
+    """
+
+    def __init__(self, status: int, message: str, code: str = "invalid_request", kind: str = "invalid_request_error"):
+        super().__init__(message)
+        self.status, self.message, self.code, self.kind = status, message, code, kind
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client wants to have generated, whatever API it uses.
+
+    Attributes:
+        messages: the conversation; empty for a plain text.
+        text: the plain text to continue; None: a conversation.
+        room: maximum tokens of the reply; None: no limit of its own.
+        stop: strings that end the reply, and are not part of it.
+    """
+
+    messages: Sequence[ChatMessage] = ()
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    text: str | None = None
+    room: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass
+class Reply:
+    """A finished generation, as the client is sent it.
+
+    Attributes:
+        stop: the stop string that ended it; empty: none did.
+    """
+
+    node: Node
+    message: ChatMessage
+    prompt_tokens: int
+    stop: str = ""
+
+
+@dataclass
+class Call:
+    """A request that waits for the policy."""
+
+    request: Request
+    done: asyncio.Future[Reply]
+    node: Node | None = None
+
+
+@dataclass(frozen=True)
+class Window:
+    """How long the sequences of an episode may be.
+
+    Attributes:
+        prompt, tokens: maximum tokens of a prompt, and after it. A longer prompt takes from the tokens after it.
+        calls: maximum number of calls.
+    """
+
+    prompt: int
+    tokens: int
+    calls: int
+
+    def room(self, record: Record, prompt: Prompt) -> int:
+        """Return how many tokens may follow a prompt; it may be negative."""
+        path = record.path(prompt.node)
+        begin = len(path[0].prompt_ids) if path else len(prompt.token_ids)
+        total = len(record.tokens(prompt.node)) + len(prompt.token_ids)
+        return self.tokens - (total - min(begin, self.prompt))
+
+
+class Session:
+    """The calls of one episode.
+
+    Attributes:
+        record: what was generated.
+        over: why no further call is answered; empty: calls are answered.
+        broken: an error of the gateway itself, with which the episode fails; empty: none.
+        counts: numbers for metrics.
+    """
+
+    def __init__(self, form: ChatForm, window: Window) -> None:
+        self.record, self.over, self.broken, self.counts = Record(), "", "", dict[str, float]()
+        self._form, self._window = form, window
+        self._waiting: deque[Call] = deque()
+        self._arrived = asyncio.Event()
+        self._kept: dict[str, asyncio.Task[Any]] = {}
+
+    async def call(self, request: Request) -> Reply:
+        """Return the policy's reply to a request.
+
+        Raises:
+            Refusal: the request cannot be answered.
+        """
+        if self.over:
+            raise self._refusal_after_end()
+        if len(self._waiting) >= _MOST_WAITING:
+            raise Refusal(429, f"{_MOST_WAITING} calls of this session wait already", "rate_limit", "rate_limit_error")
+        if request.messages and request.messages[-1].role == ASSISTANT:
+            raise Refusal(400, "the last message is the assistant's: a reply cannot be begun by the client")
+        call = Call(request, asyncio.get_running_loop().create_future())
+        self._waiting.append(call)
+        self._arrived.set()
+        return await call.done
+
+    async def once(self, key: str, again: bool, answer: Callable[[], Awaitable[Any]]) -> Any:
+        """Return what `answer` returns, or what it returned for an earlier request with the same key.
+
+        Args:
+            key: names the request.
+            again: whether the client says that it sends the request again.
+        """
+        task = self._kept.get(key) if again else None
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = asyncio.ensure_future(answer())
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its client may have gone
+            self._kept.pop(key, None)
+            self._kept[key] = task
+            for old in list(self._kept)[:-_MOST_KEPT]:
+                del self._kept[old]
+        else:
+            self._count("retries")
+        return await asyncio.shield(task)
+
+    def count(self, request: Request) -> int:
+        """Return the number of tokens of a request's prompt."""
+        try:
+            prompt = self._form.prompt(self.record, request.messages, request.tools)
+        except DataError as error:
+            raise Refusal(400, str(error)) from error
+        return len(self.record.tokens(prompt.node)) + len(prompt.token_ids)
+
+    async def arrival(self) -> None:
+        """Wait until a call waits."""
+        await self._arrived.wait()
+
+    def take(self) -> tuple[Call, Node, Prompt, int] | None:
+        """Return the next call that can be answered, with its node, its prompt and the room for its reply; None: no
+        call waits.
+        """
+        while self._waiting:
+            call = self._waiting.popleft()
+            if call.done.done():  # its client has gone
+                continue
+            with self._refused(call):
+                return self._begin(call)
+        self._arrived.clear()
+        return None
+
+    def reply(self, call: Call, action: Action) -> None:
+        """Give the policy's turn to the client that waits for it."""
+        node, request = call.node, call.request
+        assert node is not None, "take() began it"
+        text, stop = _before(action.text, request.stop)
+        node.token_ids, node.logprobs, node.finish = action.token_ids, action.logprobs, action.finish_reason
+        raw = _before(action.raw, request.stop)[0]
+        node.reply = self._form.read(text, raw, node.number, tools=bool(request.tools))
+        if node.finish == "abort":
+            self._refuse(call, self._refusal_after_end())
+        elif not call.done.done():
+            path = len(self.record.tokens(node)) - len(node.token_ids)
+            call.done.set_result(Reply(node, node.reply, path, stop))
+
+    def close(self, reason: str) -> None:
+        """Answer no further call; those that wait are refused."""
+        self.over = self.over or reason
+        while self._waiting:
+            self._refuse(self._waiting.popleft(), self._refusal_after_end())
+
+    def untrained(self) -> tuple[int, ...]:
+        """Return the numbers of the nodes whose reply no client has received."""
+        return tuple(node.number for node in self.record.nodes if not node.delivered)
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers of the episode's metrics."""
+        causes = [node.cause for node in self.record.nodes if node.cause]
+        branches = {f"branches/{cause}": float(causes.count(cause)) for cause in causes}
+        lost = {"undelivered": float(len(self.untrained()))}
+        return {"calls": float(len(self.record.nodes)), **branches, **lost, **self.counts}
+
+    def _begin(self, call: Call) -> tuple[Call, Node, Prompt, int]:
+        request, record = call.request, self.record
+        if len(record.nodes) >= self._window.calls:
+            self._count("refused_calls")
+            self.close(f"the episode has made {self._window.calls} calls, the most that it may make")
+            raise Refusal(400, self.over, "episode_limit")
+        try:
+            if request.text is None:
+                prompt = self._form.prompt(record, request.messages, request.tools)
+            else:
+                prompt = self._form.plain_prompt(request.text)
+        except DataError as error:
+            raise Refusal(400, str(error)) from error
+        room = self._window.room(record, prompt)
+        if room < 1:
+            self._count("overflows")
+            most = self._window.prompt + self._window.tokens
+            raise Refusal(
+                400,
+                f"prompt is too long: this model's maximum context length is {most} tokens, and the messages leave no "
+                "room for a reply. Please reduce the length of the messages.",
+                "context_length_exceeded",
+            )
+        call.node = record.add(prompt.node, prompt.place, tools_digest(request.tools), prompt.token_ids, prompt.prefix)
+        return call, call.node, prompt, min(room, request.room or room)
+
+    @contextlib.contextmanager
+    def _refused(self, call: Call) -> Iterator[None]:
+        try:
+            yield
+        except Refusal as refusal:
+            self._refuse(call, refusal)
+
+    def _refuse(self, call: Call, refusal: Refusal) -> None:
+        if not call.done.done():
+            call.done.set_exception(refusal)
+
+    def _refusal_after_end(self) -> Refusal:
+        return Refusal(410, f"the episode is over: {self.over or 'its time is up'}", "episode_over")
+
+    def _count(self, name: str) -> None:
+        self.counts[name] = self.counts.get(name, 0.0) + 1
+
+
+def _before(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """Return the text before the first stop string in it, and that string; without one the text and an empty string."""
+    places = [(text.find(stop), stop) for stop in stops if stop in text]
+    if not places:
+        return text, ""
+    place, stop = min(places)
+    return text[:place], stop

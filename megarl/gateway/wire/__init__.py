@@ -1,0 +1,1 @@
+"""The requests and responses of the APIs that the gateway speaks."""

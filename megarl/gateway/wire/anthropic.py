@@ -1,0 +1,141 @@
+"""Anthropic's API: `/v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from megarl.gateway.messages import ASSISTANT, SYSTEM, TOOL, USER, ChatMessage, ToolCall
+from megarl.gateway.session import Refusal, Reply, Request
+from megarl.gateway.wire.fields import items, join_texts, number, string, strings, wrong
+
+OVERRIDDEN = ("temperature", "top_p", "top_k")
+_PIECE = 24  # characters of a delta of a stream
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    410: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def read_messages(body: dict[str, Any]) -> Request:
+    """Return the request in the body of a message. Raise Refusal for what cannot be answered."""
+    messages: list[ChatMessage] = []
+    if system := join_texts(body.get("system"), "system"):
+        messages.append(ChatMessage(SYSTEM, system))
+    for place, message in enumerate(items(body, "messages")):
+        messages += _messages(message, f"messages[{place}]")
+    if not any(message.role != SYSTEM for message in messages):
+        raise wrong("messages", body.get("messages"), "a list of at least one message")
+    return Request(messages, _tools(body), None, number(body, "max_tokens", 1), strings(body, "stop_sequences"))
+
+
+def response(reply: Reply, name: str, model: str) -> dict[str, Any]:
+    """Return the body of a message."""
+    message, blocks = reply.message, list[dict[str, Any]]()
+    if message.reasoning:
+        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": name})
+    if message.content or not message.calls:
+        blocks.append({"type": "text", "text": message.content})
+    for call in message.calls:
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.parsed})
+    reason = "tool_use" if message.calls else "stop_sequence" if reply.stop else "end_turn"
+    return {
+        "id": name,
+        "type": "message",
+        "role": ASSISTANT,
+        "model": model,
+        "content": blocks,
+        "stop_reason": "max_tokens" if reply.node.finish == "length" else reason,
+        "stop_sequence": reply.stop or None,
+        "usage": {"input_tokens": reply.prompt_tokens, "output_tokens": len(reply.node.token_ids)},
+    }
+
+
+def stream(whole: dict[str, Any]) -> Iterator[str]:
+    """Yield the events of a stream with the content of a message."""
+    usage = whole["usage"]
+    begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None, "usage": {**usage, "output_tokens": 0}}
+    yield event("message_start", message=begun)
+    for place, block in enumerate(whole["content"]):
+        empty, deltas = _parts(block)
+        yield event("content_block_start", index=place, content_block=empty)
+        for delta in deltas:
+            yield event("content_block_delta", index=place, delta=delta)
+        yield event("content_block_stop", index=place)
+    ended = {key: whole[key] for key in ("stop_reason", "stop_sequence")}
+    yield event("message_delta", delta=ended, usage=usage)
+    yield event("message_stop")
+
+
+def event(kind: str, **fields: Any) -> str:
+    """Return an event of a stream."""
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
+
+
+def error_body(refusal: Refusal) -> dict[str, Any]:
+    """Return the body of an error."""
+    kind = _KINDS.get(refusal.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": refusal.message}}
+
+
+def _parts(block: dict[str, Any]) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+    """Return a block without its content, and the content in pieces."""
+    if block["type"] == "tool_use":
+        text = json.dumps(block["input"], ensure_ascii=False)
+        return {**block, "input": {}}, ({"type": "input_json_delta", "partial_json": piece} for piece in _pieces(text))
+    if block["type"] == "text":
+        return {**block, "text": ""}, ({"type": "text_delta", "text": piece} for piece in _pieces(block["text"]))
+    thoughts = [{"type": "thinking_delta", "thinking": piece} for piece in _pieces(block["thinking"])]
+    signature = {"type": "signature_delta", "signature": block["signature"]}
+    return {**block, "thinking": "", "signature": ""}, iter([*thoughts, signature])
+
+
+def _messages(message: dict[str, Any], key: str) -> list[ChatMessage]:
+    """Return the messages in one of the body's: results of tools come before the text beside them."""
+    role, content = message.get("role"), message.get("content")
+    if role not in (USER, ASSISTANT, SYSTEM):
+        raise wrong(f"{key}.role", role, "user, assistant, system")
+    if not isinstance(content, list):
+        return [ChatMessage(role, string(content, f"{key}.content"))]
+    texts, thoughts = list[Any](), list[str]()
+    results, calls = list[ChatMessage](), list[ToolCall]()
+    for place, block in enumerate(items(message, "content")):
+        where, kind = f"{key}.content[{place}]", block.get("type")
+        if kind == "tool_result" and role == USER:
+            text = join_texts(block.get("content"), f"{where}.content")
+            results.append(ChatMessage(TOOL, text, call_id=string(block.get("tool_use_id"), where)))
+        elif kind == "tool_use" and role == ASSISTANT:
+            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            calls.append(ToolCall(string(block.get("id"), where), string(block.get("name"), where), arguments))
+        elif kind == "thinking" and role == ASSISTANT:
+            thoughts.append(string(block.get("thinking"), where))
+        elif kind != "redacted_thinking":
+            texts.append(block)
+    text = join_texts(texts, f"{key}.content")
+    if role == ASSISTANT:
+        return [ChatMessage(role, text, "".join(thoughts), tuple(calls))]
+    return [*results, *([ChatMessage(role, text)] if texts or not results else [])]
+
+
+def _tools(body: dict[str, Any]) -> list[dict[str, Any]]:
+    choice = (body.get("tool_choice") or {}).get("type", "auto")
+    if choice not in ("auto", "none"):
+        raise Refusal(400, f"tool_choice: found {choice!r}. It changes the distribution of tokens; allowed: auto, none")
+    tools = []
+    for place, tool in enumerate(items(body, "tools")):
+        if not tool.get("name") or not isinstance(tool.get("input_schema"), dict):
+            raise wrong(f"tools[{place}]", tool, "an object with name and input_schema")
+        described = {"description": tool["description"]} if tool.get("description") else {}
+        function = {"name": tool["name"], **described, "parameters": tool["input_schema"]}
+        tools.append({"type": "function", "function": function})
+    return [] if choice == "none" else tools
+
+
+def _pieces(text: str) -> Iterator[str]:
+    return (text[start : start + _PIECE] for start in range(0, len(text), _PIECE))

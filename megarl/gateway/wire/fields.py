@@ -1,0 +1,95 @@
+"""Reading of request bodies: the value of a key, or a refusal that names key, value and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megarl.gateway.session import Refusal
+
+_SHOWN = 100  # characters of a wrong value in a message
+
+
+def wrong(key: str, value: Any, allowed: str) -> Refusal:
+    """Return the refusal of a key's value."""
+    return Refusal(400, f"{key}: found {value!r:.{_SHOWN}}; allowed: {allowed}")
+
+
+def number(body: dict[str, Any], key: str, least: int, most: int | None = None) -> int | None:
+    """Return a whole number; None: the key is missing or null."""
+    value = body.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        raise wrong(key, value, f"a whole number from {least}" + (f" to {most}" if most is not None else ""))
+    return value
+
+
+def flag(body: dict[str, Any], key: str) -> bool:
+    """Return a truth value, False where the key is missing or null."""
+    value = body.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise wrong(key, value, "true or false")
+    return bool(value)
+
+
+def items(body: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """Return a list of objects, empty where the key is missing or null."""
+    value = body.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise wrong(key, value, "a list of objects")
+    return value
+
+
+def string(value: Any, key: str) -> str:
+    """Return a text; null counts as an empty one."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise wrong(key, value, "a text")
+    return value
+
+
+def strings(body: dict[str, Any], key: str) -> tuple[str, ...]:
+    """Return a list of texts, which may be given as one text; without empty ones."""
+    value = body.get(key)
+    values = [value] if isinstance(value, str) else value or []
+    if not isinstance(values, list) or not all(isinstance(text, str) for text in values):
+        raise wrong(key, value, "a text or a list of texts")
+    return tuple(text for text in values if text)
+
+
+def join_texts(content: Any, key: str, kinds: Sequence[str] = ("text", "input_text", "output_text", "refusal")) -> str:
+    """Return the text of a message's content: a text, null, or a list of parts that are texts."""
+    if not isinstance(content, list):
+        return string(content, key)
+    texts = []
+    for place, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in kinds:
+            raise Refusal(400, f"{key}[{place}]: found a part of type {kind!r}; this gateway reads text only")
+        texts.append(string(part.get("refusal" if kind == "refusal" else "text"), f"{key}[{place}].text"))
+    return "".join(texts)
+
+
+def refuse_changes(body: dict[str, Any], neutral: dict[str, Any]) -> None:
+    """Refuse keys that change the distribution of tokens, unless they have the value that changes nothing.
+
+    Args:
+        neutral: key -> values that change nothing, in addition to null.
+    """
+    for key, values in neutral.items():
+        value = body.get(key)
+        if value is not None and value not in values:
+            raise Refusal(
+                400,
+                f"{key}: found {value!r:.{_SHOWN}}. It changes the distribution of tokens, so the policy could not be "
+                "trained on the reply; remove it from the request",
+            )
+
+
+def overridden(body: dict[str, Any], keys: Sequence[str]) -> list[str]:
+    """Return the sampling settings of a request that the recipe's settings replace."""
+    return [key for key in keys if body.get(key) is not None]

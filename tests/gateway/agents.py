@@ -1,0 +1,79 @@
+"""Agents as users write them, without a client's package: functions that call the endpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+
+def post(path: str, **body: Any) -> dict[str, Any]:
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + path,
+        json.dumps({"model": "policy", **body}).encode(),
+        {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
+
+
+def say(messages: list[dict[str, Any]], **body: Any) -> dict[str, Any]:
+    return post("/chat/completions", messages=messages, **body)["choices"][0]
+
+
+def guess(task: dict[str, Any]) -> dict[str, Any]:
+    """Two turns: the row's prompt, and one that quotes the first answer."""
+    messages = [{"role": "user", "content": task["row"]["prompt"]}]
+    first = say(messages)["message"]
+    messages += [first, {"role": "user", "content": "+"}]
+    second = say(messages, return_token_ids=True)
+    print("said", first["content"], second["message"]["content"])
+    return {"reward": float(second["token_ids"][0]), "info": {"asked": 2}}
+
+
+def branches(task: dict[str, Any]) -> float:
+    """A line of two calls, a sibling of the second one, a sub-agent, and the first line again."""
+    messages = [{"role": "user", "content": task["row"]["prompt"]}]
+    messages += [say(messages)["message"], {"role": "user", "content": "+"}]
+    more = say(messages)["message"]
+    say(messages)
+    say([{"role": "user", "content": "-"}])
+    say([*messages, more, {"role": "user", "content": "="}])
+    return 1.0
+
+
+def silent(task: dict[str, Any]) -> float:
+    return 0.25
+
+
+def stops(task: dict[str, Any]) -> float:
+    choice = say([{"role": "user", "content": "1"}], stop="3", max_tokens=6)
+    return float(len(choice["message"]["content"]))
+
+
+def talks_on(task: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "1"}]
+    while True:
+        try:
+            messages += [say(messages)["message"], {"role": "user", "content": "+"}]
+        except urllib.error.HTTPError as error:
+            raise ValueError(f"{error.code}, again: {error.headers['x-should-retry']}") from error
+
+
+def crashes(task: dict[str, Any]) -> None:
+    raise KeyError("a defect of the agent")
+
+
+def hangs(task: dict[str, Any]) -> None:
+    """Leave a process behind that has a session of its own, and never end."""
+    say([{"role": "user", "content": "1"}])
+    code = "import os, time; os.setsid(); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", code])
+    with open(task["row"]["pids"], "w") as file:
+        file.write(f"{child.pid} {os.getpid()}")
+    time.sleep(600)
