@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.observations import are_parts, separate_images
-from megarl.envs.protocol import Action, Continuation, Ending, Environment, Services, Step
+from megarl.envs.protocol import Action, Continuation, Ending, Environment, EpisodeFailure, Services, Step
 from megarl.system.errors import MegarlError, UserError, describe
 from megarl.system.imports import is_of_user
 from megarl.system.tracing import beat
@@ -300,6 +300,8 @@ async def _guarded(what: str, call: Callable[[], Awaitable[Reply]]) -> Reply:
         return await call()
     except _Refused as error:
         return Reply(error=f"{what}: {error}", repeats=not isinstance(error, _Late))
+    except EpisodeFailure as error:
+        return Reply(error=f"{what}: {error}")
     except _CONTAINED as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{what} raised {describe(error)}"

@@ -120,6 +120,10 @@ class Step(NamedTuple):
     info: Mapping[str, float] = {}
 
 
+class EpisodeFailure(Exception):
+    """An environment cannot go on with an episode; the message describes the failure without a place in the code."""
+
+
 class Environment:
     """The base class of environments. An object plays one episode and is discarded; it shares no state with other
     objects.

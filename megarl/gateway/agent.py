@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from megarl.envs.protocol import Action, Continuation, Ending, Environment, EnvSettings, Services, Step
+from megarl.envs.protocol import Action, Continuation, Ending, Environment, EnvSettings, EpisodeFailure, Services, Step
 from megarl.envs.registry import import_source
 from megarl.gateway.chat import ChatForm
 from megarl.gateway.programs import Program, Programs
@@ -209,7 +209,7 @@ class Agent(Environment):
         while True:
             taken = self._session.take()
             if self._session.broken:
-                raise MegarlError(self._session.broken)
+                raise EpisodeFailure(self._session.broken)
             if taken is not None:
                 self._call, node, prompt, room = taken
                 return Continuation(prompt.token_ids, node.parent, room, self._call.request.stop)
@@ -246,7 +246,7 @@ class Agent(Environment):
         scores = self.gives_scores(self.settings)
         text = program.result.read_text(errors="replace").strip() if program.result.is_file() else ""
         if not limited and program.ended.done() and program.ended.result() != 0:
-            raise MegarlError(f"the agent ended with {program.how_it_ended()}")
+            raise EpisodeFailure(f"the agent ended with {program.how_it_ended()}")
         if not text and (limited or not scores):
             return 0.0, {}
         try:
@@ -257,7 +257,7 @@ class Agent(Environment):
         except (ValueError, TypeError, RecursionError):
             reward, info = math.nan, {}
         if not math.isfinite(reward):
-            raise MegarlError(
+            raise EpisodeFailure(
                 f"the agent left no result: the file MEGARL_RESULT has {text[:100]!r}; allowed: a number, or an object "
                 f'{{"reward": number, "info": {{name: number}}}}. It ended with {program.how_it_ended()}'
             )

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 #: Names that the reference answer has in sources: in a sample, or as a parameter of other trainers' functions.
 _READS = re.compile(r"\b(answer|answers|ground_truth|ground_truths)\b")
 _SCORES = re.compile(r"\bscores\s*(:\s*\w+\s*)?=\s*False\b")
-#: Name of the included environment that leaves the score to the reward.
-_TOOLS = "tools"
+#: Name of the included environment that leaves the score to the reward, and of the one that does so on request.
+_TOOLS, _AGENT = "tools", "agent"
 
 
 def reads_answers(config: RunConfig) -> bool:
@@ -55,9 +55,12 @@ def explain_missing_columns(config: RunConfig) -> Iterator[None]:
 
 
 def uses_reward(config: RunConfig) -> bool:
-    """Return whether `reward` scores the samples: without an environment, with `tools`, and with a user's environment
-    whose class sets `scores = False`; other environments score their episodes themselves."""
+    """Return whether `reward` scores the samples: without an environment, with `tools`, with `agent` where `env.score`
+    is `reward`, and with a user's environment whose class sets `scores = False`; other environments score their
+    episodes themselves."""
     environment = str(config.env.get("name", "")) if config.has_turns else _TOOLS
+    if environment == _AGENT:
+        return config.env.get("score") == "reward"
     file = source_file(environment) if environment != _TOOLS else None
     return environment == _TOOLS or (
         file is not None and _SCORES.search(file.read_text("utf-8", "replace")) is not None

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megarl.config.rollout import SamplingConfig
-from megarl.data.rows import Row
 from megarl.data.templates import chat_renderer
 from megarl.data.tokenizer import character_tokenizer
-from megarl.data.turns import Turns
-from megarl.envs.host import Host
-from megarl.envs.protocol import Services
-from megarl.envs.registry import load_environment
-from megarl.rollout.answers import EpisodeLimits
-from megarl.rollout.batched import BatchedGeneration
-from megarl.rollout.engine import Completion, Request
 from megarl.rollout.groups import EpisodeError
-from megarl.rollout.stop_strings import StopStrings
-from tests.envs.playing import EOS, group, play, rules_of
+from tests.envs.playing import EOS
+from tests.gateway.playing import Scripted, episodes_of
 
 TOKENIZER = character_tokenizer("0123456789+-=xy")
 AGENTS = Path(__file__).with_name("agents.py")
 #: What a user says, then what the assistant said with an end token.
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' else '=' }}{% endfor %}"
-LIMITS = {"prompt_tokens": 12, "tokens": 40, "turns": 8}
 SAMPLING = SamplingConfig(max_new_tokens=6)
 
 
@@ -35,51 +25,17 @@ def ids(text: str) -> list[int]:
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
-class Scripted:
-    """Answers each call with the next of its lines, and the last one for ever."""
-
-    weight_version = 7
-
-    def __init__(self, *lines: str) -> None:
-        self.lines, self.asked = list(lines), list[Request]()
-
-    def generate(self, requests, sampling, eos_ids, advance=None):
-        tokens = [*ids(self.lines[min(len(self.lines) - 1, len(self.asked))]), EOS]
-        self.asked += requests
-        cut = [(tokens[: request.room], request) for request in requests]
-        return [
-            [Completion(t, [-0.5] * len(t), "stop" if t[-1] == EOS else "length", [[7, len(t)]]) for _ in request.seeds]
-            for t, request in cut
-        ]
-
-    def open(self, sampling, eos_ids, sequences, longest):
-        return BatchedGeneration(self.generate, lambda busy: busy, sampling, eos_ids)
+def scripted(*lines):
+    return Scripted(TOKENIZER, EOS, *lines)
 
 
-def texts(rows):
-    return TOKENIZER.batch_decode(rows, skip_special_tokens=True), TOKENIZER.batch_decode(rows)
-
-
-def trajectories(engine, name, rows, on_error="fail", env_keys=None, **limits):
-    """Play one episode for each of `rows`."""
-    kind, settings = load_environment({"name": "agent", "function": f"{AGENTS}:{name}", **(env_keys or {})})
-    most = {**LIMITS, **limits}
+def trajectories(engine, name, rows, **how):
     template = chat_renderer(TOKENIZER, TEMPLATE)
-    turns = Turns(TOKENIZER, lambda messages: template.write(messages, Row({}, "here", 0)), [EOS])
-    services = Services(template, turns, TOKENIZER, most["prompt_tokens"], most["tokens"], most["turns"])
-    host = Host(kind, settings, None, None, services)
-    try:
-        stops = lambda strings: StopStrings(strings, TOKENIZER)  # noqa: E731
-        known = {"seconds": None, **most}
-        rules = replace(rules_of(host, on_error), turns=turns, texts=texts, stops=stops, limits=EpisodeLimits(**known))
-        groups = [group(f"train-0-{n}", row, ids("1="), n, lambda k: k) for n, row in enumerate(rows)]
-        return play(engine, rules, groups, SAMPLING, [EOS])
-    finally:
-        host.close()
+    return episodes_of(engine, template, TOKENIZER, [EOS], (AGENTS, name), rows, SAMPLING, **how)
 
 
 def test_a_program_s_calls_are_the_turns_of_an_episode():
-    engine = Scripted("3", "5")
+    engine = scripted("3", "5")
     [episode] = trajectories(engine, "guess", [{"prompt": "1+1"}])
     five = ids("5")[0]
     assert TOKENIZER.decode(episode.prompt_ids) == "1+1="
@@ -94,9 +50,7 @@ def test_a_program_s_calls_are_the_turns_of_an_episode():
 
 
 def test_branches_sub_agents_and_a_line_that_goes_on_are_sequences_of_one_episode():
-    [episode] = trajectories(
-        Scripted("1", "2", "3", "4", "5"), "branches", [{"prompt": "0"}], env_keys={"history": "exact"}
-    )
+    [episode] = trajectories(scripted("1", "2", "3", "4", "5"), "branches", [{"prompt": "0"}], env={"history": "exact"})
     lanes = [TOKENIZER.decode([*lane.prompt_ids, *lane.token_ids]) for lane in episode.all_lanes]
     assert lanes == ["0=1<eos>+=2<eos>==5<eos>", "-=4<eos>", "0=1<eos>+=3<eos>"]
     assert [lane.turn_numbers for lane in episode.all_lanes] == [[0, 1, 4], [3], [0, 2]]
@@ -107,21 +61,21 @@ def test_branches_sub_agents_and_a_line_that_goes_on_are_sequences_of_one_episod
 
 
 def test_an_agent_that_calls_nothing_is_scored_and_not_trained_on():
-    [episode] = trajectories(Scripted("1"), "silent", [{"prompt": "0"}])
+    [episode] = trajectories(scripted("1"), "silent", [{"prompt": "0"}])
     assert (episode.token_ids, episode.sampled, episode.turn_rewards) == ([EOS], [False], [0.25])
 
 
 def test_a_stop_string_of_a_request_ends_the_turn_with_its_token_and_is_not_in_the_text():
-    [episode] = trajectories(Scripted("12345"), "stops", [{"prompt": "0"}])
+    [episode] = trajectories(scripted("12345"), "stops", [{"prompt": "0"}])
     assert TOKENIZER.decode(episode.token_ids) == "123"
     assert (episode.turn_rewards, episode.finish_reason) == ([2.0], "stop")
 
 
 def test_a_limit_refuses_further_calls_and_scores_what_there_is():
-    [episode] = trajectories(Scripted("1"), "talks_on", [{"prompt": "0"}], turns=3)
+    [episode] = trajectories(scripted("1"), "talks_on", [{"prompt": "0"}], turns=3)
     assert (episode.turns, episode.turn_rewards) == (3, [0.0] * 3)
     assert episode.info["refused_calls"] == 1
-    [episode] = trajectories(Scripted("1"), "talks_on", [{"prompt": "0"}], on_error="mark", tokens=10)
+    [episode] = trajectories(scripted("1"), "talks_on", [{"prompt": "0"}], on_error="mark", tokens=10)
     assert "400, again: false" in episode.error  # the harness may shorten its messages, and this one does not
     assert len(episode.token_ids) <= 10
 
@@ -130,12 +84,12 @@ def test_a_defect_of_the_agent_names_its_output():
     with pytest.raises(
         EpisodeError, match=r"train-0-0#0 failed at reset[\s\S]*exit code 1[\s\S]*a defect of the agent"
     ):
-        trajectories(Scripted("1"), "crashes", [{"prompt": "0"}])
+        trajectories(scripted("1"), "crashes", [{"prompt": "0"}])
 
 
 def test_an_agent_that_hangs_is_ended_with_all_that_it_started(tmp_path):
     file = tmp_path / "pids"
-    [episode] = trajectories(Scripted("1"), "hangs", [{"prompt": "0", "pids": str(file)}], env_keys={"timeout_s": 3})
+    [episode] = trajectories(scripted("1"), "hangs", [{"prompt": "0", "pids": str(file)}], env={"timeout_s": 3})
     assert (episode.turn_rewards, episode.info["timeouts"]) == ([0.0], 1)
     until = time.monotonic() + 20
     alive = [pid for pid in file.read_text().split() if Path("/proc", pid).exists()]
@@ -147,6 +101,6 @@ def test_an_agent_that_hangs_is_ended_with_all_that_it_started(tmp_path):
 
 def test_more_episodes_than_may_run_at_once_are_all_played():
     rows = [{"prompt": str(n)} for n in range(5)]
-    episodes = trajectories(Scripted("1"), "guess", rows, env_keys={"max_running": 2})
+    episodes = trajectories(scripted("1"), "guess", rows, env={"max_running": 2})
     assert [TOKENIZER.decode(episode.prompt_ids) for episode in episodes] == [f"{n}=" for n in range(5)]
     assert all(episode.turns == 2 for episode in episodes)

@@ -1,0 +1,119 @@
+"""Agents with the packages of OpenAI and Anthropic. What they received is the file that their row names."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOL = {"name": "add", "description": "Add.", "parameters": SCHEMA}
+
+
+def by_openai(task: dict[str, Any]) -> None:
+    """A call of a tool, its result, a stream, two samples, refusals, a plain text."""
+    client, received = openai.OpenAI(), []
+
+    def keep(choice: Any) -> Any:
+        received.append([choice.token_ids, [entry.logprob for entry in choice.logprobs.content]])
+        return choice.message
+
+    tools: list[Any] = [{"type": "function", "function": TOOL}]
+    more: dict[str, Any] = {"model": "policy", "logprobs": True, "extra_body": {"return_token_ids": True}}
+    messages: list[Any] = [{"role": "system", "content": "you are kind"}, {"role": "user", "content": "1+2?"}]
+    first = keep(client.chat.completions.create(messages=messages, tools=tools, **more).choices[0])
+    [call] = first.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+    messages += [first.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+
+    text, last, usage = "", None, None
+    options = {"include_usage": True}
+    for chunk in client.chat.completions.create(
+        messages=messages, tools=tools, stream=True, stream_options=options, **more
+    ):
+        usage = chunk.usage
+        for choice in chunk.choices:
+            text, last = text + (choice.delta.content or ""), choice
+    assert usage.completion_tokens == len(last.token_ids)
+    received.append([last.token_ids, [entry.logprob for entry in last.logprobs.content]])
+    assert last.finish_reason == "stop"
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "and"}]
+
+    both = client.chat.completions.create(messages=messages, tools=tools, n=2, temperature=0.1, **more)
+    assert [keep(choice).content for choice in both.choices] == ["no", "kind"]
+    messages += [{"role": "assistant", "content": "kind"}, {"role": "user", "content": "so"}]
+    keep(client.chat.completions.create(messages=messages, tools=tools, stop=["is"], **more).choices[0])
+
+    with pytest.raises(openai.BadRequestError, match="logit_bias"):
+        client.chat.completions.create(messages=messages, logit_bias={"5": 1}, **more)
+    with pytest.raises(openai.NotFoundError, match="model_not_found"):
+        client.chat.completions.create(messages=messages, **{**more, "model": "gpt-9"})
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(messages=[{"role": "user", "content": "add " * 900}], **more)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+    assert [model.id for model in client.models.list()] == ["policy"]
+    done = client.completions.create(model="policy", prompt="hello", extra_body={"return_token_ids": True})
+    received.append([done.choices[0].token_ids, None])
+    _write(task, received)
+
+
+def by_anthropic(task: dict[str, Any]) -> None:
+    """Thoughts and a call of a tool, its result in a stream; the key as a token, as a key, and in the path."""
+    client, received = anthropic.Anthropic(), []
+    tools: list[Any] = [{"name": "add", "description": "Add.", "input_schema": SCHEMA}]
+    more: dict[str, Any] = {"model": "policy", "system": "you are kind", "tools": tools, "max_tokens": 200}
+    messages: list[Any] = [{"role": "user", "content": "1+2?"}]
+    count = client.messages.count_tokens(messages=messages, **{k: v for k, v in more.items() if k != "max_tokens"})
+    first = client.messages.create(messages=messages, **more)
+    assert [block.type for block in first.content] == ["thinking", "tool_use"]
+    assert (first.stop_reason, first.content[1].input) == ("tool_use", {"a": 1})
+    assert count.input_tokens == first.usage.input_tokens
+    received.append(first.usage.output_tokens)
+    result = {"type": "tool_result", "tool_use_id": first.content[1].id, "content": [{"type": "text", "text": "3"}]}
+    messages += [
+        {"role": "assistant", "content": [block.model_dump() for block in first.content]},
+        {"role": "user", "content": [result]},
+    ]
+    key = os.environ["ANTHROPIC_AUTH_TOKEN"]
+    by_path = anthropic.Anthropic(base_url=f"{os.environ['ANTHROPIC_BASE_URL']}/s/{key}", auth_token=None, api_key="x")
+    with by_path.messages.stream(messages=messages, **more) as stream:
+        text = "".join(stream.text_stream)
+        second = stream.get_final_message()
+    assert (text, second.content[0].text, second.stop_reason) == ("yes it is", "yes it is", "end_turn")
+    received.append(second.usage.output_tokens)
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "why"}]
+    by_key = anthropic.Anthropic(auth_token=None, api_key=key, default_headers={"x-api-key": key})
+    third = by_key.messages.create(messages=messages, stop_sequences=["answer"], **more)
+    assert (third.stop_reason, third.stop_sequence, third.content[0].text) == ("stop_sequence", "answer", "the ")
+    received.append(third.usage.output_tokens)
+    with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
+        client.messages.create(messages=messages, tool_choice={"type": "any"}, **more)
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(messages=messages, **{**more, "model": "claude"})
+    _write(task, received)
+
+
+def talks(task: dict[str, Any]) -> None:
+    """Rounds of talk with a model that says anything; the last reply is asked for twice."""
+    client, received = openai.OpenAI(), []
+    more: dict[str, Any] = {"model": "policy", "logprobs": True, "extra_body": {"return_token_ids": True}}
+    messages: list[Any] = [{"role": "user", "content": task["row"]["prompt"]}]
+    for question in ("yes", "no", ""):
+        for _ in range(1 if question else 2):
+            choice = client.chat.completions.create(messages=messages, **more).choices[0]
+            received.append([choice.token_ids, [entry.logprob for entry in choice.logprobs.content]])
+        messages += [choice.message.model_dump(exclude_none=True), {"role": "user", "content": question}]
+    _write(task, received)
+
+
+def _write(task: dict[str, Any], received: list[Any]) -> None:
+    with open(task["row"]["file"], "w") as file:
+        json.dump(received, file)
+    with open(os.environ["MEGARL_RESULT"], "w") as file:
+        file.write("1")
