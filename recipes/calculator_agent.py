@@ -1,12 +1,13 @@
 """An agent that answers products with a calculator; it knows nothing of megarl, only a chat endpoint.
 
-    OPENAI_BASE_URL=... OPENAI_API_KEY=... MEGARL_TASK=task.json python calculator_agent.py
+OPENAI_BASE_URL=... OPENAI_API_KEY=... MEGARL_TASK=task.json python calculator_agent.py
 """
 
 from __future__ import annotations
 
 import json
 import os
+import urllib.error
 import urllib.request
 from typing import Any
 
@@ -31,7 +32,10 @@ def play(task: dict[str, Any]) -> None:
     """Talk to the model until it answers without the calculator. The recipe's reward scores this answer."""
     messages = [{"role": "user", "content": task["row"]["prompt"]}]
     for _ in range(_MOST_CALLS):
-        reply = _complete(messages)
+        try:
+            reply = _complete(messages)
+        except urllib.error.HTTPError:  # the messages are too long
+            return
         calls = reply.get("tool_calls") or []
         if not calls:
             return

@@ -143,6 +143,8 @@ class RolloutConfig(Section):
 
 SINGLE_TURN = "single_turn"
 ON_ERROR = ("fail", "mark")
+#: Names of included environments whose episodes may have several sequences.
+BRANCHING = ("agent",)
 
 
 def env_section(env: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:

@@ -25,7 +25,7 @@ from megarl.config.data import DataConfig, RewardConfig
 from megarl.config.launch import LaunchConfig
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.placement import PlacementConfig
-from megarl.config.rollout import SINGLE_TURN, AsyncConfig, RolloutConfig, SamplingConfig, ValidationConfig
+from megarl.config.rollout import BRANCHING, SINGLE_TURN, AsyncConfig, RolloutConfig, SamplingConfig, ValidationConfig
 from megarl.config.sync import SyncConfig
 from megarl.config.task import Task, task_of
 from megarl.config.training import (
@@ -306,6 +306,11 @@ class RunConfig(Section):
     def has_turns(self) -> bool:
         """Whether the recipe names an environment, so that samples may have several turns."""
         return self.env.get("name", SINGLE_TURN) != SINGLE_TURN
+
+    @property
+    def has_lanes(self) -> bool:
+        """Whether an episode may have several sequences, each a row of a batch."""
+        return self.env.get("name") in BRANCHING
 
     @property
     def filter_admits(self) -> bool:

@@ -170,6 +170,8 @@ FIELDS: dict[str, Field] = {
     ),
     "ended_by": Field("str", "[B]", "rollout", "done, turns, tokens, images, seconds, image_token or error", '"done"'),
     "env_info": Field("dict", "[B]", "rollout", "numbers of the environment, over all turns", '{"calls": 2}'),
+    "episode": Field("str", "[B]", "rollout", "name of the episode, of which the row is one sequence", '"0:17#3"'),
+    "lane": Field("int64", "[B]", "rollout", "number of the row in its episode; 0 has the episode's reward", "0"),
     "env_error": Field("str", "[B]", "rollout", "text of the environment's failure; empty: none", '""'),
     "transcript": Field("str", "[B]", "rollout", "text of all turns and observations", '"<call>..."'),
     "data_prompt_ids": Field(

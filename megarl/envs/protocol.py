@@ -87,7 +87,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Services:
-    """What a run lends to an environment that reads and writes tokens itself.
+    """The parts of a run that an environment uses if it reads and writes tokens itself.
 
     Attributes:
         template: the model's chat template, without tools; None: there is none.

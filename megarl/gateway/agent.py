@@ -19,7 +19,7 @@ from megarl.envs.registry import import_source
 from megarl.gateway.chat import ChatForm
 from megarl.gateway.programs import Program, Programs
 from megarl.gateway.server import POLICY, Gateway
-from megarl.gateway.session import Call, Session, Window
+from megarl.gateway.session import ChatSession, PendingTurn, Window
 from megarl.system.errors import ConfigError, MegarlError
 
 _CLOSE_S = 20.0  # seconds to end all programs
@@ -87,8 +87,8 @@ class AgentSettings(EnvSettings):
         return self
 
 
-class Replica:
-    """What the agents of a replica share: the endpoint, what starts programs, and how many may run."""
+class AgentReplica:
+    """The endpoint of a replica, and the programs that it runs."""
 
     def __init__(self, settings: AgentSettings, services: Services) -> None:
         self.form = ChatForm(services.template, services.turns, settings.parser, settings.announce, settings.history)
@@ -117,13 +117,13 @@ class Agent(Environment):
 
     Settings = AgentSettings
     times_itself: ClassVar[bool] = True
+    _program: Program  # from `reset` on
+    _turn: PendingTurn  # the last one of the policy
 
-    def __init__(self, settings: AgentSettings, shared: Replica) -> None:
+    def __init__(self, settings: AgentSettings, shared: AgentReplica) -> None:
         super().__init__(settings, shared)
-        self._session = Session(shared.form, shared.window)
+        self._session = ChatSession(shared.form, shared.window)
         self._key = ""
-        self._program: Program | None = None
-        self._call: Call | None = None
         self._freeing: asyncio.Future[None] | None = None
         self._late = self._holds = False
         self._deadline = math.inf
@@ -152,14 +152,14 @@ class Agent(Environment):
             )
 
     @classmethod
-    def open_with(cls, settings: AgentSettings, services: Services | None) -> Replica:
+    def open_with(cls, settings: AgentSettings, services: Services | None) -> AgentReplica:
         """Open the endpoint; it serves from the first episode on."""
         if services is None:
             raise MegarlError("the environment `agent` needs a run's chat template and tokenizer")
-        return Replica(settings, services)
+        return AgentReplica(settings, services)
 
     @classmethod
-    def close(cls, shared: Replica) -> None:
+    def close(cls, shared: AgentReplica) -> None:
         """End all programs, and the endpoint."""
         if shared.loop is not None:
             asyncio.run_coroutine_threadsafe(shared.stop(), shared.loop).result(_CLOSE_S)
@@ -189,8 +189,7 @@ class Agent(Environment):
 
     async def step(self, action: Action) -> Any:
         """Give the turn to the program and return the prompt of its next call, or the end."""
-        assert self._call is not None, "the turn answers a call"
-        self._session.reply(self._call, action)
+        self._session.reply(self._turn, action)
         if action.finish_reason == "abort":
             self._session.close("its time is up")
         following = await self._next()
@@ -205,14 +204,13 @@ class Agent(Environment):
     async def _next(self) -> Continuation | Step:
         """Return the prompt of the program's next call, or the end of the episode."""
         program, loop = self._program, asyncio.get_running_loop()
-        assert program is not None, "it was started"
         while True:
-            taken = self._session.take()
+            turn = self._session.take()
             if self._session.broken:
                 raise EpisodeFailure(self._session.broken)
-            if taken is not None:
-                self._call, node, prompt, room = taken
-                return Continuation(prompt.token_ids, node.parent, room, self._call.request.stop)
+            if turn is not None:
+                self._turn = turn
+                return Continuation(turn.token_ids, turn.node.parent, turn.room, turn.call.request.stop)
             if program.ended.done():
                 return await self._end(program)
             if self._session.over:
@@ -228,7 +226,8 @@ class Agent(Environment):
 
     async def _end(self, program: Program) -> Step:
         """Return the last step: the program's result, or why it has none."""
-        limited, session = bool(self._session.over) or self._late, self._session
+        session = self._session
+        limited = bool(session.over) or self._late or session.overflowed
         session.close("its program has ended")
         try:
             reward, info = self._result(program, limited)
@@ -269,7 +268,8 @@ class Agent(Environment):
             return
         self._holds = False
         self.shared.gateway.end(self._key)
-        if self._program is not None:
-            await self.shared.programs.stop(self._program)
-            self.shared.programs.remove(self._program)
+        program = getattr(self, "_program", None)  # None: it could not be started
+        if program is not None:
+            await self.shared.programs.stop(program)
+            self.shared.programs.remove(program)
         self.shared.free.release()

@@ -23,7 +23,7 @@ from megarl.data.templates import ChatTemplate
 from megarl.data.turns import MARK, Turns
 from megarl.envs.tools.parsers import PARSERS, Call, system_text
 from megarl.gateway.messages import ASSISTANT, SYSTEM, USER, ChatMessage, ToolCall, fold_systems
-from megarl.gateway.record import Node, Place, Prefix, Record
+from megarl.gateway.record import CallNode, Place, Prefix, Record
 from megarl.system.errors import DataError
 
 Announce = Literal["template", "system", "none"]
@@ -40,7 +40,7 @@ class Prompt:
         place: what the record keeps of the call: its messages after the node's, and the cause of a branch.
     """
 
-    node: Node | None
+    node: CallNode | None
     token_ids: list[int]
     place: Place
     prefix: Prefix
@@ -117,7 +117,7 @@ class ChatForm:
         before = "" if self._parser == "llama3" else content.partition("<tool_call>")[0].strip()
         return replace(message, content=before, calls=tuple(call for call in made if call is not None))
 
-    def _is_edited(self, record: Record, node: Node, text: str) -> bool:
+    def _is_edited(self, record: Record, node: CallNode, text: str) -> bool:
         """Return whether the template now writes the conversation up to `node` differently than for the node's call.
 
         Args:
@@ -129,7 +129,7 @@ class ChatForm:
         reasoning = "" if node.reply is None else node.reply.reasoning.strip()
         return bool(reasoning) and reasoning not in text[before.length :]
 
-    def _bridge(self, node: Node, rest: Sequence[ChatMessage], tools: list[dict[str, Any]]) -> list[int] | None:
+    def _bridge(self, node: CallNode, rest: Sequence[ChatMessage], tools: list[dict[str, Any]]) -> list[int] | None:
         """Return the tokens from the end of a node to the next turn; None if the template cannot be cut there."""
         calls = () if node.reply is None else node.reply.calls
         ended = self._turns.is_ended(node.token_ids)

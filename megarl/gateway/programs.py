@@ -174,8 +174,7 @@ class Programs:
                 env=os.environ | as_parent(),
                 start_new_session=True,
             )
-            assert runner.stdout is not None, "it is a pipe"
-            if not await runner.stdout.readline():
+            if not await _pipes(runner)[1].readline():
                 raise MegarlError(
                     f"the process that starts the agents ended: {ending(await runner.wait())}\n  where:   env\n"
                     "  fix:     its output above names the error"
@@ -184,8 +183,8 @@ class Programs:
             return runner
 
     async def _read(self, runner: asyncio.subprocess.Process) -> None:
-        assert runner.stdout is not None, "it is a pipe"
-        while line := await runner.stdout.readline():
+        output = _pipes(runner)[1]
+        while line := await output.readline():
             news = json.loads(line)
             program = self._running.pop(news["ended"])
             if not program.ended.done():
@@ -196,5 +195,11 @@ class Programs:
         self._running.clear()
 
     def _send(self, runner: asyncio.subprocess.Process, order: dict[str, Any]) -> None:
-        assert runner.stdin is not None, "it is a pipe"
-        runner.stdin.write(json.dumps(order).encode() + b"\n")
+        _pipes(runner)[0].write(json.dumps(order).encode() + b"\n")
+
+
+def _pipes(runner: asyncio.subprocess.Process) -> tuple[asyncio.StreamWriter, asyncio.StreamReader]:
+    """Return the stdin and stdout of a process that has pipes for them."""
+    assert runner.stdin, "it is a pipe"
+    assert runner.stdout, "it is a pipe"
+    return runner.stdin, runner.stdout

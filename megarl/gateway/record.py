@@ -18,7 +18,7 @@ from megarl.gateway.messages import ASSISTANT, ChatMessage, are_replayed
 
 
 @dataclass
-class Node:
+class CallNode:
     """One generation.
 
     Attributes:
@@ -72,7 +72,7 @@ class Place:
         cause: why no node can be continued, or why the call is a sibling; empty: it continues a leaf, or is the first.
     """
 
-    node: Node | None
+    node: CallNode | None
     rest: tuple[ChatMessage, ...]
     cause: str
 
@@ -81,7 +81,7 @@ class Record:
     """The generations of one episode."""
 
     def __init__(self) -> None:
-        self.nodes: list[Node] = []
+        self.nodes: list[CallNode] = []
         self._children: dict[int | None, list[int]] = {}
 
     def place(self, messages: Sequence[ChatMessage], tools: str) -> Place:
@@ -98,28 +98,28 @@ class Record:
             return Place(None, tuple(messages), "history")
         return Place(node, rest, "sibling" if self._children.get(node.number) else "")
 
-    def add(self, parent: Node | None, place: Place, tools: str, prompt_ids: list[int], prefix: Prefix) -> Node:
+    def add(self, parent: CallNode | None, place: Place, tools: str, prompt_ids: list[int], prefix: Prefix) -> CallNode:
         """Add the node of a generation that begins."""
         messages, number = place.rest, len(self.nodes)
         above = None if parent is None else parent.number
-        node = Node(number, above, messages, tools, prompt_ids, prefix, place.cause)
+        node = CallNode(number, above, messages, tools, prompt_ids, prefix, place.cause)
         self.nodes.append(node)
         self._children.setdefault(above, []).append(number)
         return node
 
-    def path(self, node: Node | None) -> list[Node]:
+    def path(self, node: CallNode | None) -> list[CallNode]:
         """Return the nodes from a root to `node`."""
-        nodes: list[Node] = []
+        nodes: list[CallNode] = []
         while node is not None:
             nodes.append(node)
             node = None if node.parent is None else self.nodes[node.parent]
         return nodes[::-1]
 
-    def tokens(self, node: Node | None) -> list[int]:
+    def tokens(self, node: CallNode | None) -> list[int]:
         """Return all tokens of a path: what the engine read for its last node, and what it generated."""
         return [token for part in self.path(node) for token in (*part.prompt_ids, *part.token_ids)]
 
-    def said(self, node: Node | None) -> list[ChatMessage]:
+    def said(self, node: CallNode | None) -> list[ChatMessage]:
         """Return all messages from a root to `node`: those of the requests, and the replies as first sent to the
         client, thoughts included."""
         messages: list[ChatMessage] = []
@@ -127,12 +127,12 @@ class Record:
             messages += [*part.messages, *([] if part.reply is None else [part.reply])]
         return messages
 
-    def leaves(self) -> list[Node]:
+    def leaves(self) -> list[CallNode]:
         """Return the nodes that nothing continues."""
         return [node for node in self.nodes if not self._children.get(node.number)]
 
-    def _deepest(self, messages: Sequence[ChatMessage], tools: str) -> tuple[Node | None, int]:
-        best: tuple[int, bool, int, Node | None, int] = (0, False, -1, None, 0)
+    def _deepest(self, messages: Sequence[ChatMessage], tools: str) -> tuple[CallNode | None, int]:
+        best: tuple[int, bool, int, CallNode | None, int] = (0, False, -1, None, 0)
         waiting: list[tuple[int | None, int, int]] = [(None, 0, 0)]
         while waiting:
             above, used, depth = waiting.pop()
@@ -143,7 +143,7 @@ class Record:
 
     def _repeated(
         self, above: int | None, messages: Sequence[ChatMessage], used: int, tools: str
-    ) -> Iterator[tuple[Node, int]]:
+    ) -> Iterator[tuple[CallNode, int]]:
         """Yield the children of a node that the messages from `used` on repeat, and where their replies end."""
         for number in self._children.get(above, ()):
             node, rest = self.nodes[number], messages[used:]

@@ -22,7 +22,7 @@ from typing import Any
 
 from aiohttp import web
 
-from megarl.gateway.session import Refusal, Reply, Request, Session
+from megarl.gateway.session import ChatReply, ChatRequest, ChatSession, Refusal
 from megarl.gateway.wire import anthropic, openai
 from megarl.gateway.wire.fields import flag, overridden
 from megarl.system.errors import describe
@@ -37,14 +37,14 @@ _ALIVE_EVERY_S = 3.0  # seconds between signs of life of a stream
 _ENDED_KEPT = 10_000
 _RETRIED = (429, 503)
 #: (body, replies, name of the response) -> its body, and its events if it is streamed
-Write = Callable[[dict[str, Any], Sequence[Reply], str], tuple[dict[str, Any], Iterator[str]]]
+Write = Callable[[dict[str, Any], Sequence[ChatReply], str], tuple[dict[str, Any], Iterator[str]]]
 
 
 @dataclass(frozen=True)
 class Api:
     """How one endpoint reads requests and writes responses."""
 
-    read: Callable[[dict[str, Any]], Request]
+    read: Callable[[dict[str, Any]], ChatRequest]
     write: Write
     overridden: Sequence[str]
     samples: Callable[[dict[str, Any]], int] = openai.samples_of
@@ -63,7 +63,7 @@ class Gateway:
 
     def __init__(self, names: Sequence[str] = (), host: str = "127.0.0.1") -> None:
         self._names = (POLICY, *names)
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, ChatSession] = {}
         self._ended: deque[str] = deque(maxlen=_ENDED_KEPT)
         self._socket = socket.create_server((host, 0))
         self._runner: web.AppRunner | None = None
@@ -78,7 +78,10 @@ class Gateway:
             for path, handler in (
                 ("/v1/chat/completions", self._handler(Api(openai.read_chat, _chat, openai.OVERRIDDEN))),
                 ("/v1/completions", self._handler(Api(openai.read_text, _text, openai.OVERRIDDEN))),
-                ("/v1/messages", self._handler(Api(anthropic.read_messages, _message, anthropic.OVERRIDDEN, _one))),
+                (
+                    "/v1/messages",
+                    self._handler(Api(anthropic.read_messages, _message, anthropic.OVERRIDDEN, lambda body: 1)),
+                ),
                 ("/v1/messages/count_tokens", self._count),
             ):
                 app.router.add_post(base + path, handler)
@@ -87,7 +90,7 @@ class Gateway:
         await self._runner.setup()
         await web.SockSite(self._runner, self._socket).start()
 
-    def open(self, session: Session) -> str:
+    def open(self, session: ChatSession) -> str:
         """Serve a session; return its key."""
         key = secrets.token_hex(16)
         self._sessions[key] = session
@@ -112,10 +115,11 @@ class Gateway:
             wanted, samples = api.read(body), api.samples(body)
             name = f"gen-{secrets.token_hex(12)}"
 
-            async def generate() -> list[Reply]:
+            async def generate() -> list[ChatReply]:
                 return list(await asyncio.gather(*(session.call(wanted) for _ in range(samples))))
 
-            again = _int(request.headers.get("x-stainless-retry-count")) > 0 or "Idempotency-Key" in request.headers
+            retries = request.headers.get("x-stainless-retry-count", "0")
+            again = retries.strip("0") != "" or "Idempotency-Key" in request.headers
             answer = asyncio.ensure_future(session.once(await _key(request), again, generate))
             headers = {"x-megarl-overridden": ",".join(overridden(body, api.overridden)), "request-id": name}
             try:
@@ -152,7 +156,7 @@ class Gateway:
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "megarl"} for name in names]
         return web.json_response({"object": "list", "data": models, "has_more": False})
 
-    def _session(self, request: web.Request) -> Session:
+    def _session(self, request: web.Request) -> ChatSession:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         keys = (request.match_info.get("key"), bearer, request.headers.get("x-api-key"))
         for key in filter(None, keys):
@@ -210,7 +214,7 @@ async def _key(request: web.Request) -> str:
 
 async def _streamed(
     request: web.Request,
-    answer: asyncio.Future[list[Reply]],
+    answer: asyncio.Future[list[ChatReply]],
     body: dict[str, Any],
     name: str,
     write: Write,
@@ -253,7 +257,7 @@ async def _together(events: Iterator[str]) -> AsyncIterator[bytes]:
 
 
 @contextlib.contextmanager
-def _delivering(replies: Sequence[Reply]) -> Iterator[None]:
+def _delivering(replies: Sequence[ChatReply]) -> Iterator[None]:
     """Count the replies as delivered, unless writing them fails. The client may answer before `write` returns."""
     for reply in replies:
         reply.node.delivered = True
@@ -265,24 +269,16 @@ def _delivering(replies: Sequence[Reply]) -> Iterator[None]:
         raise
 
 
-def _chat(body: dict[str, Any], replies: Sequence[Reply], name: str) -> tuple[dict[str, Any], Iterator[str]]:
+def _chat(body: dict[str, Any], replies: Sequence[ChatReply], name: str) -> tuple[dict[str, Any], Iterator[str]]:
     whole = openai.chat_response(replies, body, name, str(body.get("model")), int(time.time()))
     return whole, openai.chat_stream(whole, body)
 
 
-def _text(body: dict[str, Any], replies: Sequence[Reply], name: str) -> tuple[dict[str, Any], Iterator[str]]:
+def _text(body: dict[str, Any], replies: Sequence[ChatReply], name: str) -> tuple[dict[str, Any], Iterator[str]]:
     whole = openai.text_response(replies, body, name, str(body.get("model")), int(time.time()))
     return whole, openai.text_stream(whole, body)
 
 
-def _message(body: dict[str, Any], replies: Sequence[Reply], name: str) -> tuple[dict[str, Any], Iterator[str]]:
+def _message(body: dict[str, Any], replies: Sequence[ChatReply], name: str) -> tuple[dict[str, Any], Iterator[str]]:
     whole = anthropic.response(replies[0], name, str(body.get("model")))
     return whole, anthropic.stream(whole)
-
-
-def _one(body: dict[str, Any]) -> int:
-    return 1
-
-
-def _int(text: str | None) -> int:
-    return int(text) if text is not None and text.isdigit() else 0

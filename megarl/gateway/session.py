@@ -21,7 +21,7 @@ from typing import Any
 from megarl.envs.protocol import Action
 from megarl.gateway.chat import ChatForm, Prompt, tools_digest
 from megarl.gateway.messages import ASSISTANT, ChatMessage
-from megarl.gateway.record import Node, Record
+from megarl.gateway.record import CallNode, Record
 from megarl.system.errors import DataError
 
 _MOST_WAITING = 64  # calls of an episode that wait at the same time
@@ -42,8 +42,8 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a client wants to have generated, whatever API it uses.
+class ChatRequest:
+    """A request for a reply, whatever API it arrived by.
 
     Attributes:
         messages: the conversation; empty for a plain text.
@@ -60,26 +60,40 @@ class Request:
 
 
 @dataclass
-class Reply:
+class ChatReply:
     """A finished generation, as the client is sent it.
 
     Attributes:
         stop: the stop string that ended it; empty: none did.
     """
 
-    node: Node
+    node: CallNode
     message: ChatMessage
     prompt_tokens: int
     stop: str = ""
 
 
 @dataclass
-class Call:
+class PendingCall:
     """A request that waits for the policy."""
 
-    request: Request
-    done: asyncio.Future[Reply]
-    node: Node | None = None
+    request: ChatRequest
+    done: asyncio.Future[ChatReply]
+
+
+@dataclass(frozen=True)
+class PendingTurn:
+    """A call that the policy answers next.
+
+    Attributes:
+        token_ids: the prompt's tokens after those of the node's parent.
+        room: maximum tokens of the reply.
+    """
+
+    call: PendingCall
+    node: CallNode
+    token_ids: list[int]
+    room: int
 
 
 @dataclass(frozen=True)
@@ -103,24 +117,25 @@ class Window:
         return self.tokens - (total - min(begin, self.prompt))
 
 
-class Session:
+class ChatSession:
     """The calls of one episode.
 
     Attributes:
         record: what was generated.
         over: why no further call is answered; empty: calls are answered.
+        overflowed: the last call was refused, because its messages were too long.
         broken: an error of the gateway itself, with which the episode fails; empty: none.
         counts: numbers for metrics.
     """
 
     def __init__(self, form: ChatForm, window: Window) -> None:
         self.record, self.over, self.broken, self.counts = Record(), "", "", dict[str, float]()
-        self._form, self._window = form, window
-        self._waiting: deque[Call] = deque()
+        self._form, self._window, self.overflowed = form, window, False
+        self._waiting: deque[PendingCall] = deque()
         self._arrived = asyncio.Event()
         self._kept: dict[str, asyncio.Task[Any]] = {}
 
-    async def call(self, request: Request) -> Reply:
+    async def call(self, request: ChatRequest) -> ChatReply:
         """Return the policy's reply to a request.
 
         Raises:
@@ -132,7 +147,7 @@ class Session:
             raise Refusal(429, f"{_MOST_WAITING} calls of this session wait already", "rate_limit", "rate_limit_error")
         if request.messages and request.messages[-1].role == ASSISTANT:
             raise Refusal(400, "the last message is the assistant's: a reply cannot be begun by the client")
-        call = Call(request, asyncio.get_running_loop().create_future())
+        call = PendingCall(request, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         self._arrived.set()
         return await call.done
@@ -156,7 +171,7 @@ class Session:
             self._count("retries")
         return await asyncio.shield(task)
 
-    def count(self, request: Request) -> int:
+    def count(self, request: ChatRequest) -> int:
         """Return the number of tokens of a request's prompt."""
         try:
             prompt = self._form.prompt(self.record, request.messages, request.tools)
@@ -168,10 +183,8 @@ class Session:
         """Wait until a call waits."""
         await self._arrived.wait()
 
-    def take(self) -> tuple[Call, Node, Prompt, int] | None:
-        """Return the next call that can be answered, with its node, its prompt and the room for its reply; None: no
-        call waits.
-        """
+    def take(self) -> PendingTurn | None:
+        """Return the next call that can be answered; None: no call waits."""
         while self._waiting:
             call = self._waiting.popleft()
             if call.done.done():  # its client has gone
@@ -181,10 +194,10 @@ class Session:
         self._arrived.clear()
         return None
 
-    def reply(self, call: Call, action: Action) -> None:
+    def reply(self, turn: PendingTurn, action: Action) -> None:
         """Give the policy's turn to the client that waits for it."""
-        node, request = call.node, call.request
-        assert node is not None, "take() began it"
+        call, node, request = turn.call, turn.node, turn.call.request
+        self.overflowed = False
         text, stop = _before(action.text, request.stop)
         node.token_ids, node.logprobs, node.finish = action.token_ids, action.logprobs, action.finish_reason
         raw = _before(action.raw, request.stop)[0]
@@ -193,7 +206,7 @@ class Session:
             self._refuse(call, self._refusal_after_end())
         elif not call.done.done():
             path = len(self.record.tokens(node)) - len(node.token_ids)
-            call.done.set_result(Reply(node, node.reply, path, stop))
+            call.done.set_result(ChatReply(node, node.reply, path, stop))
 
     def close(self, reason: str) -> None:
         """Answer no further call; those that wait are refused."""
@@ -212,7 +225,7 @@ class Session:
         lost = {"undelivered": float(len(self.untrained()))}
         return {"calls": float(len(self.record.nodes)), **branches, **lost, **self.counts}
 
-    def _begin(self, call: Call) -> tuple[Call, Node, Prompt, int]:
+    def _begin(self, call: PendingCall) -> PendingTurn:
         request, record = call.request, self.record
         if len(record.nodes) >= self._window.calls:
             self._count("refused_calls")
@@ -228,6 +241,7 @@ class Session:
         room = self._window.room(record, prompt)
         if room < 1:
             self._count("overflows")
+            self.overflowed = True
             most = self._window.prompt + self._window.tokens
             raise Refusal(
                 400,
@@ -235,17 +249,17 @@ class Session:
                 "room for a reply. Please reduce the length of the messages.",
                 "context_length_exceeded",
             )
-        call.node = record.add(prompt.node, prompt.place, tools_digest(request.tools), prompt.token_ids, prompt.prefix)
-        return call, call.node, prompt, min(room, request.room or room)
+        node = record.add(prompt.node, prompt.place, tools_digest(request.tools), prompt.token_ids, prompt.prefix)
+        return PendingTurn(call, node, prompt.token_ids, min(room, request.room or room))
 
     @contextlib.contextmanager
-    def _refused(self, call: Call) -> Iterator[None]:
+    def _refused(self, call: PendingCall) -> Iterator[None]:
         try:
             yield
         except Refusal as refusal:
             self._refuse(call, refusal)
 
-    def _refuse(self, call: Call, refusal: Refusal) -> None:
+    def _refuse(self, call: PendingCall, refusal: Refusal) -> None:
         if not call.done.done():
             call.done.set_exception(refusal)
 

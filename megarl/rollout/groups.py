@@ -567,7 +567,7 @@ class GroupGenerator:
                 version = self._engine.weight_version
                 sample.trajectory.end_without_turn(self._eos_ids[0], version, answer.reply.reward)
             elif answer.branch is not None:
-                self._apply_branch(slot, answer, answer.branch)
+                self._apply_branch(slot, answer, answer.branch, rules.limits.prompt_tokens)
             else:
                 late = sample.in_flight.group.number in self._late
                 apply_answer(sample.trajectory, answer, rules.limits, late=late)
@@ -578,14 +578,12 @@ class GroupGenerator:
                 self._submit(slot)
         return over
 
-    def _apply_branch(self, slot: int, answer: Answer, branch: Branch) -> None:
+    def _apply_branch(self, slot: int, answer: Answer, branch: Branch, prompt: int) -> None:
         """Add an answer of an environment that keeps a tree of turns; the slot may go on with another sequence."""
-        sample, rules = self._samples[slot], self._rules
-        assert rules is not None, "an environment has answered"
-        place, before = sample.place, sample.trajectory
-        after = sample.in_flight.trajectories[place] = apply_branch(
-            before, answer, branch, rules.limits.prompt_tokens, self._engine.weight_version
-        )
+        sample = self._samples[slot]
+        before = sample.trajectory
+        after = apply_branch(before, answer, branch, prompt, self._engine.weight_version)
+        sample.in_flight.trajectories[sample.place] = after
         if after is not before and slot in self._submitted and self._generation is not None:
             self._generation.forget(slot)  # the slot's cache is of the other sequence
             self._submitted.discard(slot)

@@ -33,6 +33,7 @@ class Episodes:
     host: Host | None  # runs the environments; only on the first rank of a replica
     images: ImagePrompts | None  # prepares images of observations; None: observations are text
     bodies: bool  # whether samples get the mask of the observations' own tokens
+    has_lanes: bool = False  # whether an episode may have several sequences
 
     def close(self) -> None:
         """Stop the environments."""
@@ -84,4 +85,4 @@ def build_episodes(
             allowed="0, or a fast tokenizer (with a tokenizer.json)",
             fix="set algorithm.loss.echo_coef=0",
         )
-    return Episodes(kind.gives_scores(settings), kind.replayable, tools, turns, host, images, bodies)
+    return Episodes(kind.gives_scores(settings), kind.replayable, tools, turns, host, images, bodies, config.has_lanes)

@@ -7,10 +7,13 @@ from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megarl.config.rollout import SamplingConfig, env_section
 from megarl.data.batch import Batch
 from megarl.data.fields import PATCHES
 from megarl.data.image_set import image_sets, pil_images
+from megarl.data.lanes import EPISODE, LANE, leads, rows_of
 from megarl.data.trajectory import Trajectory, trajectory_values
 from megarl.rollout.answers import EpisodeLimits, EpisodeRules
 from megarl.rollout.groups import Group, GroupGenerator
@@ -77,18 +80,29 @@ def groups_of_prompts(c: StepContext, prompts: Batch, n: int, numbers: Iterable[
 def samples_of(
     rollout: RolloutRole, prompts: Batch, groups: Sequence[Sequence[Trajectory]], sampling: SamplingConfig
 ) -> Batch:
-    """Build B * n samples with all their fields from `groups`, the n trajectories of each of B prompts."""
-    n = len(groups[0]) if groups else 1
-    trajectories = [trajectory for group in groups for trajectory in group]
-    samples, by_turn = prompts.repeat(n), rollout.episodes is not None
+    """Build samples with all their fields from `groups`, the n trajectories of each of B prompts: B * n, and more where
+    an episode has several sequences."""
+    rows = [
+        (place, k, lane, row)
+        for place, group in enumerate(groups)
+        for k, episode in enumerate(group)
+        for lane, row in enumerate(rows_of(episode))
+    ]
+    trajectories = [row for *_, row in rows]
+    samples, by_turn = prompts.select([place for place, *_ in rows]), rollout.episodes is not None
     width = samples[PATCHES].values.shape[1] if by_turn and PATCHES in samples.names() else None
     bodies = rollout.episodes is not None and rollout.episodes.bodies
     forms: dict[str, Any] = {"patch_values": width, "bodies": bodies, "routes": rollout.routes}
     forms["kept"] = rollout.keeps_tokens and sampling.is_bounded
     values = trajectory_values(trajectories, by_turn=by_turn, **forms) | {
-        "sample_id": [f"{uid}#{i % n}" for i, uid in enumerate(samples["uid"])],
+        "sample_id": [
+            f"{uid}#{k}" + f".{lane}" * (lane > 0) for uid, (_, k, lane, _) in zip(samples["uid"], rows, strict=True)
+        ],
         "response_text": _turn_texts(rollout, sampling, [t.last_turn for t in trajectories]),
     }
+    if rollout.episodes is not None and rollout.episodes.has_lanes:
+        values[EPISODE] = [f"{uid}#{k}" for uid, (_, k, *_) in zip(samples["uid"], rows, strict=True)]
+        values[LANE] = torch.tensor([lane for _, _, lane, _ in rows], dtype=torch.int64)
     if by_turn:
         values["transcript"] = rollout.decode([t.token_ids for t in trajectories])
         if trajectories:
@@ -137,7 +151,11 @@ def refuse_failed_step(step: int, numbers: Mapping[str, float]) -> None:
 
 def record_episodes(c: StepContext, samples: Batch) -> None:
     """Record the metrics `env/...` of episodes; an episode whose environment failed counts only in `env/errors`."""
-    m, good = c.metrics, [place for place, error in enumerate(samples["env_error"]) if not error]
+    m, every = c.metrics, len(leads(samples))
+    if LANE in samples and every:
+        m.mean("env/samples", len(samples), every)
+    samples = samples.select(leads(samples))
+    good = [place for place, error in enumerate(samples["env_error"]) if not error]
     m.sum("env/errors", len(samples) - len(good))
     if not good:
         if len(samples):

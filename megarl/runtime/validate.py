@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.data.fields import PATCHES
 from megarl.data.image_set import image_sets, pixels_of
+from megarl.data.lanes import branches, leads
 from megarl.data.loader import rounds
 from megarl.evaluation.metrics import Scored, from_reward, validation_metrics
 from megarl.rewards.parts import with_model_scores
@@ -56,6 +57,7 @@ def validate(c: RankState, films_of: int | None = None) -> Validation | None:
     with phase(VALIDATE):
         for prompts in rounds(c.val_data, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size):
             samples = generate(c.context, c.rollout, prompts, c.config.validation_sampling)
+            samples = samples.select(leads(samples)) if branches(samples) else samples
             results = _scored(c, samples)
             failed_episodes += sum(map(bool, samples["env_error"])) if c.config.has_episodes else 0
             failed += sum(result.get(ERROR_KEY, 0.0) for result in results)

@@ -70,7 +70,7 @@ def crashes(task: dict[str, Any]) -> None:
 
 
 def hangs(task: dict[str, Any]) -> None:
-    """Leave a process behind that has a session of its own, and never end."""
+    """Start a process in a session of its own, and never end."""
     say([{"role": "user", "content": "1"}])
     code = "import os, time; os.setsid(); time.sleep(600)"
     child = subprocess.Popen([sys.executable, "-c", code])

@@ -9,7 +9,7 @@ from megarl.data.templates import chat_renderer
 from megarl.data.turns import Turns
 from megarl.gateway.chat import ChatForm, Prompt, tools_digest
 from megarl.gateway.messages import ChatMessage
-from megarl.gateway.record import Node, Record
+from megarl.gateway.record import CallNode, Record
 from tests.data.templates import FAMILIES, tokenizer_of
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}
@@ -42,7 +42,7 @@ class Talk:
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def begin(self, messages: list[ChatMessage], tools: list[dict[str, Any]] | None = None) -> Node:
+    def begin(self, messages: list[ChatMessage], tools: list[dict[str, Any]] | None = None) -> CallNode:
         """Attach a call; the model has not answered it yet."""
         prompt: Prompt = self.form.prompt(self.record, messages, tools or [])
         self.read.append([*self.record.tokens(prompt.node), *prompt.token_ids])
@@ -50,8 +50,8 @@ class Talk:
         return self.record.add(prompt.node, prompt.place, digest, prompt.token_ids, prompt.prefix)
 
     def answer(
-        self, node: Node, text: str, *, finish: str = "stop", tools: bool = False, delivered: bool = True
-    ) -> Node:
+        self, node: CallNode, text: str, *, finish: str = "stop", tools: bool = False, delivered: bool = True
+    ) -> CallNode:
         node.token_ids = [*self.ids(text), *([self.end] if finish == "stop" else [])]
         node.reply, node.finish = self.form.read(text, text, node.number, tools=tools), finish
         node.delivered = delivered
@@ -59,9 +59,9 @@ class Talk:
 
     def say(
         self, messages: list[ChatMessage], text: str, tools: list[dict[str, Any]] | None = None, **how: Any
-    ) -> Node:
+    ) -> CallNode:
         return self.answer(self.begin(messages, tools), text, tools=bool(tools), **how)
 
-    def text(self, node: Node) -> str:
+    def text(self, node: CallNode) -> str:
         """The text of a node's whole path."""
         return str(self.tokenizer.decode(self.record.tokens(node)))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megarl.gateway.messages import ASSISTANT, SYSTEM, TOOL, USER, ChatMessage, ToolCall
-from megarl.gateway.session import Refusal, Reply, Request
+from megarl.gateway.session import ChatReply, ChatRequest, Refusal
 from megarl.gateway.wire.fields import items, join_texts, number, string, strings, wrong
 
 OVERRIDDEN = ("temperature", "top_p", "top_k")
@@ -23,7 +23,7 @@ _KINDS = {
 }
 
 
-def read_messages(body: dict[str, Any]) -> Request:
+def read_messages(body: dict[str, Any]) -> ChatRequest:
     """Return the request in the body of a message. Raise Refusal for what cannot be answered."""
     messages: list[ChatMessage] = []
     if system := join_texts(body.get("system"), "system"):
@@ -32,10 +32,10 @@ def read_messages(body: dict[str, Any]) -> Request:
         messages += _messages(message, f"messages[{place}]")
     if not any(message.role != SYSTEM for message in messages):
         raise wrong("messages", body.get("messages"), "a list of at least one message")
-    return Request(messages, _tools(body), None, number(body, "max_tokens", 1), strings(body, "stop_sequences"))
+    return ChatRequest(messages, _tools(body), None, number(body, "max_tokens", 1), strings(body, "stop_sequences"))
 
 
-def response(reply: Reply, name: str, model: str) -> dict[str, Any]:
+def response(reply: ChatReply, name: str, model: str) -> dict[str, Any]:
     """Return the body of a message."""
     message, blocks = reply.message, list[dict[str, Any]]()
     if message.reasoning:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megarl.gateway.messages import ASSISTANT, SYSTEM, TOOL, USER, ChatMessage, ToolCall
-from megarl.gateway.session import Refusal, Reply, Request
+from megarl.gateway.session import ChatReply, ChatRequest, Refusal
 from megarl.gateway.wire.fields import flag, items, join_texts, number, refuse_changes, string, strings, wrong
 
 #: Sampling settings that the recipe's settings replace.
@@ -34,7 +34,7 @@ _NEUTRAL: dict[str, Any] = {
 _PIECE = 24  # characters of a chunk of a stream
 
 
-def read_chat(body: dict[str, Any]) -> Request:
+def read_chat(body: dict[str, Any]) -> ChatRequest:
     """Return the request in the body of a chat completion. Raise Refusal for what cannot be answered."""
     refuse_changes(body, _NEUTRAL)
     messages = [_message(message, f"messages[{place}]") for place, message in enumerate(items(body, "messages"))]
@@ -43,10 +43,10 @@ def read_chat(body: dict[str, Any]) -> Request:
     if (number(body, "top_logprobs", 0) or 0) > 0:
         raise wrong("top_logprobs", body["top_logprobs"], "0: only sampled tokens have log-probs")
     room = number(body, "max_completion_tokens", 1) or number(body, "max_tokens", 1)
-    return Request(messages, _tools(body), None, room, strings(body, "stop"))
+    return ChatRequest(messages, _tools(body), None, room, strings(body, "stop"))
 
 
-def read_text(body: dict[str, Any]) -> Request:
+def read_text(body: dict[str, Any]) -> ChatRequest:
     """Return the request in the body of a text completion. Raise Refusal for what cannot be answered."""
     refuse_changes(body, {**_NEUTRAL, "suffix": [""], "echo": [False], "best_of": [1]})
     prompt = body.get("prompt")
@@ -54,7 +54,7 @@ def read_text(body: dict[str, Any]) -> Request:
         prompt = prompt[0]
     if not isinstance(prompt, str) or not prompt:
         raise wrong("prompt", prompt, "a text that is not empty")
-    return Request(text=prompt, room=number(body, "max_tokens", 1), stop=strings(body, "stop"))
+    return ChatRequest(text=prompt, room=number(body, "max_tokens", 1), stop=strings(body, "stop"))
 
 
 def samples_of(body: dict[str, Any]) -> int:
@@ -62,7 +62,9 @@ def samples_of(body: dict[str, Any]) -> int:
     return number(body, "n", 1, MOST_SAMPLES) or 1
 
 
-def chat_response(replies: Sequence[Reply], body: dict[str, Any], name: str, model: str, now: int) -> dict[str, Any]:
+def chat_response(
+    replies: Sequence[ChatReply], body: dict[str, Any], name: str, model: str, now: int
+) -> dict[str, Any]:
     """Return the body of a chat completion."""
     choices = []
     for place, reply in enumerate(replies):
@@ -72,7 +74,9 @@ def chat_response(replies: Sequence[Reply], body: dict[str, Any], name: str, mod
     return _whole("chat.completion", choices, replies, body, name, model, now)
 
 
-def text_response(replies: Sequence[Reply], body: dict[str, Any], name: str, model: str, now: int) -> dict[str, Any]:
+def text_response(
+    replies: Sequence[ChatReply], body: dict[str, Any], name: str, model: str, now: int
+) -> dict[str, Any]:
     """Return the body of a text completion."""
     choices = []
     for place, reply in enumerate(replies):
@@ -178,13 +182,13 @@ def _sent(message: ChatMessage) -> dict[str, Any]:
     return sent
 
 
-def _finish(reply: Reply) -> str:
+def _finish(reply: ChatReply) -> str:
     if reply.node.finish == "length":
         return "length"
     return "tool_calls" if reply.message.calls else "stop"
 
 
-def _logprobs(reply: Reply) -> dict[str, Any]:
+def _logprobs(reply: ChatReply) -> dict[str, Any]:
     """Return the log-probs of the sampled tokens, which are named by their ids, as SGLang and vLLM can do."""
     pairs = zip(reply.node.token_ids, reply.node.logprobs, strict=True)
     content = [
@@ -194,14 +198,14 @@ def _logprobs(reply: Reply) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def _with_tokens(choice: dict[str, Any], reply: Reply, body: dict[str, Any]) -> dict[str, Any]:
+def _with_tokens(choice: dict[str, Any], reply: ChatReply, body: dict[str, Any]) -> dict[str, Any]:
     return {**choice, "token_ids": reply.node.token_ids} if flag(body, "return_token_ids") else choice
 
 
 def _whole(
     kind: str,
     choices: list[dict[str, Any]],
-    replies: Sequence[Reply],
+    replies: Sequence[ChatReply],
     body: dict[str, Any],
     name: str,
     model: str,

@@ -9,6 +9,7 @@ from megarl.algorithms.kl import chosen_estimator
 from megarl.algorithms.kl import kl_in_reward as penalise
 from megarl.algorithms.needs import estimator_fields
 from megarl.dag.stage import Role, stage
+from megarl.data.lanes import EPISODE, LANE, branches, leads, refuse_branches, spread_constant
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch, Jagged
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
         "greedy_score",
         "reward_parts",
         "is_weights",
+        EPISODE,
+        LANE,
     ],
     needs=lambda config: estimator_fields(config.algorithm),
     writes=["advantages", "returns"],
@@ -37,20 +40,28 @@ def advantage(c: StepContext, samples: Batch) -> Batch:
 
     algorithm = c.config.algorithm
     needed = estimator_fields(algorithm)
+    every = samples
+    if grouped := branches(samples) and "values" not in needed:  # estimators compare episodes, not their sequences
+        if algorithm.loss.aggregation.startswith("seq"):
+            refuse_branches(samples, f"the aggregation {algorithm.loss.aggregation}", "algorithm.loss.aggregation")
+        samples = samples.select(leads(samples))
     mask = _mask(samples, grouped="values" not in needed)
     offered = {name: samples[name] for name in (*OFFERED, *needed) if name in samples}
     fields = {name: value.values if isinstance(value, Jagged) else value for name, value in offered.items()}
     fields |= {"mask": mask.values, "offsets": mask.offsets}
     options = dict(ADVANTAGES.choose(algorithm.advantage).settings)
     result = estimate(algorithm.advantage.name, fields, {**options, "all_sum": c.all_sum})
-    samples.set("advantages", mask.like(result.advantages.float()))
-    samples.set("returns", mask.like(result.returns.float()))
+    advantages, returns = result.advantages.float(), result.returns.float()
+    if grouped:
+        advantages = returns = spread_constant(advantages, every, algorithm.advantage.name)
+    every.set("advantages", every["response_mask"].like(advantages))
+    every.set("returns", every["response_mask"].like(returns))
     valid = result.advantages[mask.values]
     if valid.numel():
         c.metrics.mean("critic/advantages/mean", float(valid.double().sum()), valid.numel())
         c.metrics.max("critic/advantages/max", float(valid.max()))
         c.metrics.min("critic/advantages/min", float(valid.min()))
-    return samples
+    return every
 
 
 #: Fields passed to every estimator, if the samples have them.

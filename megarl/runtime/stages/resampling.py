@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role, stage
+from megarl.data.lanes import EPISODE, LANE, refuse_branches
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 COPIES = "copies"
 
 
-@stage(reads=["score", "sample_id", "response_mask"], writes=[COPIES], role=Role.ADVANTAGE)
+@stage(reads=["score", "sample_id", "response_mask"], optional=[EPISODE, LANE], writes=[COPIES], role=Role.ADVANTAGE)
 def resample(c: StepContext, samples: Batch) -> Batch:
     """Draw how often each sample is trained on (field `copies`), from all ranks' samples by `algorithm.resampling`.
 
@@ -26,6 +27,7 @@ def resample(c: StepContext, samples: Batch) -> Batch:
     from megarl.algorithms.group_filter import live_rows
     from megarl.algorithms.resampling import resampled
 
+    refuse_branches(samples, "resampling", "algorithm.resampling")
     mask = samples["response_mask"]
     live = live_rows(mask.values, mask.offsets)
     names, scores = samples["sample_id"], samples["score"].double().tolist()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.fields import DIGESTS, GRIDS, PATCHES
+from megarl.data.lanes import EPISODE, LANE, branches, leads, spread
 from megarl.runtime.stages.needs import model_fields, part_fields
 from megarl.system.errors import ConfigError
 
@@ -37,7 +38,7 @@ class Pending:
 
 @stage(
     reads=["response_ids", *_COLUMNS],
-    optional=["transcript", "turn_starts", "turn_ends", PATCHES, GRIDS, DIGESTS],
+    optional=["transcript", "turn_starts", "turn_ends", EPISODE, LANE, PATCHES, GRIDS, DIGESTS],
     writes=[PENDING],
     role=Role.REWARD,
 )
@@ -49,7 +50,7 @@ def reward_submit(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batc
 
 @stage(
     reads=["response_ids", "uid"],
-    optional=["turn_ends", "turn_rewards", "env_error"],
+    optional=["turn_ends", "turn_rewards", EPISODE, LANE, "env_error"],
     consumes=[PENDING],
     writes=["score", "token_rewards"],
     gives=part_fields,
@@ -64,7 +65,7 @@ def reward(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batch:
 
 @stage(
     reads=["response_ids", "uid"],
-    optional=["turn_rewards", "env_error"],
+    optional=["turn_rewards", EPISODE, LANE, "env_error"],
     consumes=[PENDING],
     writes=["rule_rewards"],
     role=Role.REWARD,
@@ -90,7 +91,7 @@ def model_score(c: StepContext, samples: Batch, *, reward_model: RewardModelRole
 
 @stage(
     reads=["response_ids", "uid", "rule_rewards", "model_score"],
-    optional=["env_error"],
+    optional=[EPISODE, LANE, "env_error"],
     writes=["score", "token_rewards"],
     gives=part_fields,
     role=Role.ADVANTAGE,
@@ -113,6 +114,8 @@ def write_scores(c: StepContext, samples: Batch, results: list[dict[str, Any]], 
     parts = list(c.config.algorithm.advantage.parts)
     if parts:
         samples.set("reward_parts", part_table(results, parts))
+    places = leads(samples)
+    samples, results = samples.select(places), [results[place] for place in places]
     c.metrics.merge(reward_metrics(results))
     record_scores(c, samples)
     failed = samples["env_error"] if "env_error" in samples else [""] * len(samples)
@@ -127,8 +130,9 @@ def submit(scorer: ScorerRole, samples: Batch) -> list[Pending | None]:
     """
     if scorer.runner is None or scorer.by_environment:
         return [None] * len(samples)
-    handle = scorer.runner.submit(reward_inputs(samples, scorer.prompts), _images(scorer.runner, samples))
-    return [Pending(handle, place) for place in range(len(samples))]
+    led = samples.select(leads(samples)) if branches(samples) else samples
+    handle = scorer.runner.submit(reward_inputs(led, scorer.prompts), _images(scorer.runner, led))
+    return spread([Pending(handle, place) for place in range(len(led))], samples)
 
 
 def _images(runner: Rewards, samples: Batch) -> list[list[str]] | None:
@@ -150,7 +154,8 @@ def collect(c: StepContext, scorer: ScorerRole, pending: list[Pending | None], s
     from megarl.rewards.scoring import ERROR_KEY
 
     if scorer.by_environment:
-        results = [{"overall": float(row.double().sum())} for row in samples["turn_rewards"].unbind()]
+        rewards = samples["turn_rewards"].unbind()
+        results = spread([{"overall": float(rewards[place].double().sum())} for place in leads(samples)], samples)
     else:
         results = c.layout.mp_group.broadcast_json(_results(scorer.runner, pending))
     if "env_error" not in samples:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.fields import DATA_IMAGES, GRIDS, IMAGES
+from megarl.data.lanes import EPISODE, LANE, leads
 from megarl.data.versions import VERSION_FIELDS, token_versions
 from megarl.runtime.stages.needs import call_fields, echo_fields, needed_fields, replayed_fields
 from megarl.system.errors import MegarlError
@@ -56,12 +57,18 @@ def _of_episodes(config: RunConfig) -> list[str]:
     return [
         *replayed,
         *TURN_FIELDS,
+        *_lanes(config),
         *echo_fields(config),
         *_data_prompt(config),
         "prompt_ids",
         "prompt_text",
         *call_fields(config),
     ]
+
+
+def _lanes(config: RunConfig) -> tuple[str, ...]:
+    """List the fields of rows that are sequences of one episode."""
+    return (EPISODE, LANE) if config.has_lanes else ()
 
 
 def _data_prompt(config: RunConfig) -> list[str]:
@@ -82,7 +89,7 @@ def generated_fields(config: RunConfig) -> list[str]:
     """List the fields that generation writes for every sample."""
     if not config.task.writes_text:
         return [*SAMPLE_FIELDS, *_of_episodes(config)]
-    turns = (*TURN_FIELDS, *echo_fields(config)) if config.has_turns else ()
+    turns = (*TURN_FIELDS, *_lanes(config), *echo_fields(config)) if config.has_turns else ()
     return [*SAMPLE_FIELDS, *replayed_fields(config), *turns, *_data_prompt(config)]
 
 
@@ -106,7 +113,8 @@ def rollout(c: StepContext, prompts: Batch, *, rollout: RolloutRole) -> Batch:
     with nullcontext() if rollout.stale is None else rollout.stale.installed():
         samples = generate(c, rollout, prompts, c.config.rollout.sampling, scored=True)
     if names := _data_prompt(c.config):
-        repeated = prompts.repeat(c.config.rollout.sampling.n)
+        place = {uid: number for number, uid in enumerate(prompts["uid"])}
+        repeated = prompts.select([place[uid] for uid in samples["uid"]])
         samples = samples.with_values({name: repeated[name.removeprefix("data_")] for name in names})
     record_samples(c, samples)
     if rollout.player is not None:
@@ -139,6 +147,7 @@ def greedy_rollout(c: StepContext, samples: Batch, *, rollout: RolloutRole, scor
     prompts = _given_prompts(first, "data_" if by_turn else "", images)
     greedy = c.config.rollout.sampling.model_copy(update={"n": 1, "temperature": 0.0})
     best = generate(c, rollout, prompts, greedy)
+    best = best.select(leads(best))
     results = collect(c, scorer, submit(scorer, best), best)
     score = torch.tensor([result["overall"] for result in results], dtype=torch.float32)
     number = {uid: place for place, uid in enumerate(prompts["uid"])}
@@ -176,7 +185,8 @@ def generate(
 
     Returns:
         B * n samples: the prompts' fields repeated, and the fields of SAMPLE_FIELDS (with an environment also
-        those of TURN_FIELDS, and its first observations as prompts).
+        those of TURN_FIELDS, and its first observations as prompts). More samples where an episode has several
+        sequences.
 
     Raises:
         RolloutError: a log-prob is not finite.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.group_filter import informative_groups, live_rows, score_histogram, uncut_groups
 from megarl.dag.stage import Role, stage
 from megarl.data.groups import ORDINAL, by_group, group_places
+from megarl.data.lanes import EPISODE, LANE, branches, leads
 from megarl.runtime.stages import logprob
 from megarl.runtime.stages.logprob import SURPLUS_LOGP, SURPLUS_SUM
 from megarl.runtime.stages.needs import call_fields
@@ -38,7 +39,7 @@ class NoSignalError(MegarlError):
 @stage(
     reads=["uid"],
     needs=_read,
-    optional=["prompt_ids", "response_ids"],  # for sharing by tokens, and for scoring surplus groups
+    optional=["prompt_ids", "response_ids", EPISODE, LANE],  # for sharing by tokens, and for scoring surplus groups
     writes=[],
     may_write=[SURPLUS_LOGP, SURPLUS_SUM, ORDINAL],
     role=Role.DYNAMIC_SAMPLING,
@@ -96,6 +97,7 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
 
 def signal(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bool]:
     """Return, for each group, whether `algorithm.dynamic_sampling` keeps it; append the groups' scores to `seen`."""
+    samples = samples.select(leads(samples)) if branches(samples) else samples
     live = None
     if c.config.has_episodes:
         response_mask = samples["response_mask"]
@@ -121,7 +123,8 @@ def admitted(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bo
     if c.config.algorithm.dynamic_sampling.enabled:
         keep = signal(c, samples, seen)
     else:
-        scores = by_group(uid, samples["score"].tolist())
+        led = samples.select(leads(samples)) if branches(samples) else samples
+        scores = by_group(led["uid"], led["score"].tolist())
         seen += scores
         keep = [True] * len(scores)
     if not c.config.filter_admits:

@@ -10,6 +10,7 @@ from megarl.algorithms.group_filter import FILTERS, kept_samples, live_rows
 from megarl.algorithms.needs import filter_fields
 from megarl.algorithms.rows import Rows
 from megarl.dag.stage import Role, contract_of, stage
+from megarl.data.lanes import EPISODE, LANE, refuse_branches
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch
@@ -43,6 +44,7 @@ def overlong(c: StepContext, samples: Batch) -> Batch:
 @stage(
     reads=["score", "uid", "response_mask"],
     needs=lambda config: filter_fields(config.algorithm),
+    optional=[EPISODE, LANE],
     writes=["response_mask"],
     role=Role.ADVANTAGE,
 )
@@ -55,6 +57,7 @@ def filter_samples(c: StepContext, samples: Batch, *, own: Mapping[str, Any] | N
     from megarl.config.algorithm import FilterConfig
     from megarl.data.batch import Jagged
 
+    refuse_branches(samples, "the filter", "algorithm.filter")
     mask, section = samples["response_mask"], c.config.algorithm.filter if own is None else FilterConfig(**own)
     fields_read = filter_fields(c.config.algorithm) if own is None else FILTERS.spec(section.name).reads
     read = {name: samples[name] for name in fields_read}
