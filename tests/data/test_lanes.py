@@ -1,0 +1,107 @@
+"""Episodes of several sequences as rows of a batch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.algorithm import AlgorithmConfig
+from megarl.data.batch import Batch, Jagged
+from megarl.data.lanes import EPISODE, LANE, leads, rows_of, spread
+from megarl.data.trajectory import Trajectory
+from megarl.runtime.stages.advantage import advantage
+from megarl.system.errors import MegarlError
+from megarl.system.metrics import Metrics
+
+
+def add_turn(lane: Trajectory, tokens: list[int]) -> Trajectory:
+    lane.add_segment(tokens, [-0.5] * len(tokens), [[3, len(tokens)]])
+    lane.end_turn("stop")
+    lane.turn_rewards.append(0.0)
+    return lane
+
+
+def episode() -> Trajectory:
+    """Turns 0 and 1 in a line, turn 2 beside 1, turn 3 of a sub-agent, turn 4 after 1; it scores 0.5."""
+    line = add_turn(Trajectory([1, 2]), [10])
+    line.add_observation([5])
+    line = add_turn(line, [11, 11])
+    line = add_turn(line.switched(0, [5], 8), [12])
+    line = add_turn(line.switched(None, [7, 7, 7], 2), [13])
+    line = add_turn(line.switched(1, [6], 8), [14])
+    line.turn_rewards[-1] = 0.5
+    line.end("done")
+    return line
+
+
+def test_every_turn_is_trained_on_in_one_row_and_the_first_row_has_the_reward():
+    rows = rows_of(episode())
+    assert [[*row.prompt_ids, *row.token_ids] for row in rows] == [
+        [1, 2, 10, 5, 11, 11, 6, 14],
+        [1, 2, 10, 5, 12],
+        [7, 7, 7, 13],
+    ]
+    trained = [[t for t, sampled in zip(row.token_ids, row.sampled, strict=True) if sampled] for row in rows]
+    assert trained == [[10, 11, 11, 14], [12], [13]]
+    assert [row.turn_rewards for row in rows] == [[0.0, 0.0, 0.5], [0.0, 0.0], [0.0]]
+    assert rows[2].prompt_ids == [7, 7]  # the rest of a long prompt counts as an observation
+    assert [sum(length for _, length in row.versions) for row in rows] == [len(row.token_ids) for row in rows]
+
+
+def test_turns_that_nobody_received_are_not_trained_on_and_leave_no_rows():
+    played = episode()
+    played.leave_out([2, 3])
+    assert [row.turn_numbers for row in rows_of(played)] == [[0, 1, 4]]
+    played.leave_out([0, 1, 4])
+    [row] = rows_of(played)
+    assert (any(row.sampled), sum(row.turn_rewards)) == (False, 0.5)
+
+
+def test_a_sequence_of_several_lanes_survives_json():
+    played = episode()
+    again = Trajectory.from_json(played.to_json(), {})
+    assert again == played
+    assert [lane.turn_numbers for lane in again.all_lanes] == [lane.turn_numbers for lane in played.all_lanes]
+
+
+def batch(scores: list[float], lanes: list[list[int]], mask: list[list[int]]) -> Batch:
+    """A group whose episode k has the rows `lanes[k]`."""
+    names = [f"a#{k}" for k, rows in enumerate(lanes) for _ in rows]
+    masks = Jagged.from_list(mask, dtype=torch.bool)
+    rewards = torch.zeros(len(masks.values))
+    samples = Batch({"response_mask": masks}, {"uid": ["a"] * len(names), EPISODE: names}, size=len(names))
+    samples.set(LANE, torch.tensor([row for rows in lanes for row in rows]))
+    for place, score in zip(leads(samples), scores, strict=True):
+        rewards[int(masks.offsets[place + 1]) - 1] = score
+    samples.set("token_rewards", masks.like(rewards))
+    return samples
+
+
+def context(**algorithm: Any) -> Any:
+    config = SimpleNamespace(algorithm=AlgorithmConfig(**algorithm))
+    return SimpleNamespace(config=config, metrics=Metrics(), all_sum=lambda values: values)
+
+
+def test_baselines_compare_episodes_and_not_their_rows():
+    samples = batch([1.0, 0.0], [[0, 1, 2], [0]], [[1, 0, 1], [0, 1], [1], [1, 1]])
+    settings = {"advantage": {"name": "grpo", "norm_by_std": False}}
+    result = advantage(context(**settings), samples)["advantages"]
+    assert [row.tolist() for row in result.unbind()] == [[0.5] * 3, [0.5] * 2, [0.5], [-0.5] * 2]
+    assert spread(["x", "y"], samples) == ["x", "x", "x", "y"]
+    with pytest.raises(MegarlError, match=r"algorithm.loss.aggregation"):
+        advantage(context(**settings, loss={"aggregation": "seq-mean-token-mean"}), samples)
+
+
+def test_one_episode_in_one_row_or_many_gives_its_tokens_the_same_weights():
+    """The gradient's weight of each sampled token: advantage times mask."""
+    settings = {"advantage": {"name": "grpo"}}
+    whole = batch([1.0, 0.0, 0.0], [[0], [0], [0]], [[1, 1, 1, 1], [1], [1]])
+    split = batch([1.0, 0.0, 0.0], [[0, 1, 2], [0], [0]], [[1, 0, 1], [0, 0, 1], [0, 1], [1], [1]])
+    weights = []
+    for samples in (whole, split):
+        result = advantage(context(**settings), samples)["advantages"]
+        weights.append(result.values[samples["response_mask"].values].tolist())
+    assert weights[0] == weights[1]
