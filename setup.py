@@ -82,6 +82,7 @@ setup(
         # Demonstrations of robots: LIBERO's files, videos of LeRobot's data sets.
         "embodied": ["av>=14", "h5py>=3.11"],
         "dev": [
+            "anthropic>=2.14,<3",  # clients of the gateway's tests
             "av>=14",
             "build>=1.2",
             "h5py>=3.11",
@@ -93,6 +94,7 @@ setup(
             "mbridge==0.15.1",
             "einops",  # mbridge imports it and does not say so
             "mypy>=1.13",
+            "openai>=2.54,<3",
             "pre-commit>=4",
             "pytest>=8",
             "pytest-timeout>=2.3",

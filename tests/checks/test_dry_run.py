@@ -240,6 +240,7 @@ def test_optimizer_state_is_shared_by_the_replicas():
         "dpo_quickstart",
         "reward_model_quickstart",
         "grpo_tools_quickstart",
+        "grpo_agent_quickstart",
         "grpo_gsm8k_calc",
         "grpo_qwen3_8b_8gpu",
         "grpo_qwen3_30b_a3b_32gpu",
