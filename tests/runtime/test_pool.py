@@ -9,7 +9,7 @@ import torch
 
 from megarl.data.balance import share_groups
 from megarl.data.batch import Batch, Jagged
-from megarl.data.groups import ORDINAL, group_places
+from megarl.data.groups import ORDINAL, group_places, tokens_of
 from megarl.runtime.exchange import GroupPool
 from megarl.system.comm import WorkerGroup
 from tests.dist import run_distributed, world
@@ -138,3 +138,13 @@ def test_replicas_exchange_groups_by_tokens_and_keep_the_mini_batches():
         shares = [found[rank][str(size)] for rank in range(size)]
         assert [numbers for numbers, _, _ in shares] == share_groups(tokens, size, CUTS)
         assert all(whole and only_leaving for _, whole, only_leaving in shares)
+
+
+def test_a_shared_prompt_counts_once_in_its_group():
+    lengths = {"prompt_ids": [5, 5, 7, 5], "response_ids": [1, 2, 3, 4]}
+    batch = Batch(
+        {name: Jagged.from_list([[0] * length for length in each]) for name, each in lengths.items()},
+        {"uid": ["a", "a", "b", "a"]},
+    )
+    assert tokens_of(batch) == [6, 7, 10, 9]
+    assert tokens_of(batch, share=True) == [6, 2, 10, 4]

@@ -9,7 +9,7 @@ from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.models.hf import route_form
-from megarl.training import sequence_layout
+from megarl.training import microbatch, sequence_layout
 from tests.dist import fresh_layout, run_distributed
 from tests.training import cases
 
@@ -138,6 +138,23 @@ def test_a_step_equals_that_of_whole_samples(alone, model, lora):
     assert got["biases"] == want["biases"]
     # float32: sums in another order, of a few units in the last place each
     assert _error(got["gradients"], want["gradients"]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("budget", "unit", "sizes"), [(100, 1, [4] * 3), (60, 1, [2] * 6), (45, 1, [1] * 12), (60, 2, [2] * 6)]
+)
+def test_samples_of_a_prompt_are_in_one_micro_batch_if_they_fit(alone, budget, unit, sizes):
+    """Of three prompts of 40 tokens each sample has nine columns of its own, and 40 more if it is by itself."""
+    numbers = [number // unit % 3 for number in range(12)]
+    prompts = [torch.full((40,), number) for number in numbers]
+    rows = {"prompt_ids": prompts, "response_ids": [torch.arange(50 + row, 60 + row) for row in range(12)]}
+    batch = Batch({key: Jagged.from_list(values) for key, values in rows.items()})
+    layout = sequence_layout.TextLayout(share=True)
+    groups = microbatch.plan(batch, budget, alone, torch.device("cpu"), layout, unit=unit)
+    assert sorted(map(len, groups), reverse=True) == sizes
+    assert sorted(row for group in groups for row in group) == list(range(12))
+    assert all(len({numbers[row] for row in group}) == 1 for group in groups)
+    assert all(sum(layout.pack(batch.select(group)).lengths) == 40 + 9 * len(group) for group in groups)
 
 
 TWO = [
