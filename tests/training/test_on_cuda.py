@@ -11,6 +11,8 @@ import torch
 
 from tests.dist import run_distributed, run_pretending
 from tests.training.cases import make_batch, make_engine, outputs, split_over, train
+from tests.training.test_shared_prefixes import engine
+from tests.training.test_shared_prefixes import make_batch as batch_with_prefixes
 
 MODELS = ("dense", "tied", "moe", "critic")
 STEP = 8
@@ -70,8 +72,23 @@ def live(model: str) -> dict:
     return found
 
 
+def share_prefixes() -> list[dict]:
+    """Log-probs, loss and waits of a step of whole samples, and of one with shared prefixes."""
+    from tests.pretend_cuda import SEEN, Pretend
+
+    found = []
+    with Pretend():
+        for share in (False, True):
+            made, batch = engine("dense", share=share, dtype=torch.bfloat16), batch_with_prefixes()
+            before = numbers(made, batch)
+            SEEN.clear()
+            loss = train(made, batch).result()["loss"]
+            found.append({**before, "loss": loss, "waits": SEEN.by_place()})
+    return found
+
+
 def every_life() -> dict:
-    return {model: live(model) for model in MODELS}
+    return {**{model: live(model) for model in MODELS}, "shared prefixes": share_prefixes()}
 
 
 def exact(models: list[str], tp: int = 1, pretend: bool = True) -> dict:
@@ -127,6 +144,14 @@ def test_the_host_waits_a_bounded_number_of_times(lives, model):
     waits = lives[model]["waits"]
     assert sum(waits.values()) <= STEP + micros * MICRO_BATCH, waits
     assert not [place for place in waits if "nonzero" in place], waits
+
+
+@pytest.mark.procs
+def test_shared_prefixes_compute_what_whole_samples_do(lives):
+    whole, shared = lives["shared prefixes"]
+    torch.testing.assert_close(shared["logp"], whole["logp"], rtol=0, atol=0.05)  # bf16: eight bits
+    assert shared["loss"] == pytest.approx(whole["loss"], abs=2e-3)
+    assert sum(shared["waits"].values()) <= STEP + 3 * MICRO_BATCH, shared["waits"]
 
 
 @pytest.mark.procs
