@@ -61,7 +61,7 @@ class CpuKernels:
 
     @staticmethod
     def supports(dtype: torch.dtype, head_dim: int, *widths: int) -> bool:
-        """Return whether the kernels support these sizes: head size, and hidden and MLP widths."""
+        """Return whether the kernels support the dtype, the head size and the `widths` of hidden states and MLPs."""
         return (
             dtype in (torch.float32, torch.bfloat16) and head_dim in HEAD_SIZES and not any(w % LANES for w in widths)
         )

@@ -155,7 +155,8 @@ def _gradients(  # type: ignore[no-untyped-def]  # no type hints: Triton reads a
     OF_LOGP: tl.constexpr,
     OF_ENTROPY: tl.constexpr,
 ):
-    """Process one block of a row: (g (onehot - p) - e p (log p + entropy)) / temperature."""
+    """Write (g (onehot - p) - e p (log p + entropy)) / temperature for one block of a row, with the gradients g of the
+    log-prob and e of the entropy."""
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -85,7 +85,7 @@ class SlurmJob:
 
     def _check_signals(self) -> None:
         """Raise Over for a signal while nodes are tested: steps that a signal interrupted must not be judged. After a
-        failure of the run a warning waits as long as possible, so that the failure is judged first.
+        failure of the run, Slurm's warning of the time limit is handled as late as possible, after the failure.
         """
         self.files.write_heartbeat()
         late = self.warned is not None and time.monotonic() > self.warned + self.plan["warn_s"] - LEFT_S

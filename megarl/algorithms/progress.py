@@ -67,7 +67,7 @@ class ProgressReport:
 
     scores: Tensor  # float64 [B], 1 for a success, below that for a failure
     distances: Tensor  # float64 [B], distance of each failure to the nearest reference; NaN if there is none
-    failed: Tensor  # bool [B]
+    failed: Tensor  # bool [B], episodes without success
     invalid: Tensor  # bool [B], episodes whose embedding is zero, NaN or infinite
     # number of clusters of each task's successes; 0 if their mean was the only reference. Tasks without a success are
     # missing.

@@ -70,7 +70,7 @@ def dense_width(values: Mapping[str, Any]) -> int:
 
 
 def dimensions(values: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes that the tables of tensors use (`megarl.architectures.tensors`)."""
+    """Return the model's sizes by the names in the tables of tensors (`megarl.architectures.tensors`)."""
     experts = mixture(values)
     sizes = {
         "one": 1,

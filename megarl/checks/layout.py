@@ -46,7 +46,7 @@ def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) ->
     # The Slurm launcher checks teams that have nodes of their own (launch.slurm.teams).
     elif not config.launch.slurm.teams:
         _check_even(config, checks.of("machines"))
-    too_many = cluster.device_memory_gb is not None and cluster.nproc > USUAL_GPUS  # too many for one machine
+    too_many = cluster.device_memory_gb is not None and cluster.nproc > USUAL_GPUS
     if launcher == "local" and cluster.nnodes > 1:
         checks.of("launcher").fail(
             "cluster.nnodes",

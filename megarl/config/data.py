@@ -12,7 +12,7 @@ from megarl.config.base import Seconds, Section
 
 
 def _as_text(value: object) -> object:
-    """Return a date that YAML parsed as text."""
+    """Return a date as text, because YAML turns 2025-01-31 into a date object."""
     return value.isoformat() if isinstance(value, datetime.date) else value
 
 

@@ -194,7 +194,7 @@ class InOrder(StalenessPolicy):
 
     @property
     def copies(self) -> int:
-        """Number of versions that may be waiting; with max_staleness 1 each is sent after its step, so none wait."""
+        """Number of weight versions that may wait to be sent; with max_staleness 1 each is sent after its step."""
         return self.max_staleness if self.max_staleness > 1 else 0
 
     def describe(self) -> str:
@@ -231,13 +231,13 @@ ORDERS: Mapping[str, type[StalenessPolicy]] = {"in_order": InOrder, "as_ready": 
 
 
 def policy_of(config: RunConfig) -> StalenessPolicy:
-    """Return the policy of a recipe."""
+    """Return the staleness policy of a recipe."""
     return make_policy(StalenessSettings.of(config))
 
 
 @cache
 def make_policy(settings: StalenessSettings) -> StalenessPolicy:
-    """Return the policy with these settings, one object per process."""
+    """Return the staleness policy with these settings, one object per process."""
     order, values = settings.order, settings[1:]
     if order in ORDERS:
         return ORDERS[order](*values)

@@ -212,7 +212,7 @@ class HostSession:
 
     def answers(self, wait_s: float, to: Iterable[int] = ()) -> dict[int, Reply]:
         """Return the ready replies, after waiting up to `wait_s` seconds for the episodes in `to`, or else for any.
-        Raise HostError as `any_answer`.
+        Raise HostError like `any_answer`.
         """
         wanted = [self._answers[number] for number in to if number in self._answers]
         wait_for(wanted or self._answers.values(), wait_s, ALL_COMPLETED if wanted else FIRST_COMPLETED)

@@ -45,7 +45,7 @@ class Needed:
 
     @property
     def bytes(self) -> float:
-        """The sum of all fields."""
+        """Bytes of all activations together."""
         return self.kept + self.passing + self.head
 
 

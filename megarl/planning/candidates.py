@@ -145,7 +145,7 @@ class Space:
 
     @property
     def trains(self) -> tuple[str, ...]:
-        """The roles that train."""
+        """The roles of the recipe that are trained."""
         return tuple(role.value for role in (Role.ACTOR, Role.CRITIC) if role in self.roles)
 
     # -- spreads -------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class SharedUse:
     """Lets a receiver keep a sender's buffer mapped until the sender's last bucket of an update."""
 
     update: str  # name of the update, equal for all its senders
-    sender: str  # name of the buffer's sender
+    sender: str  # name of the sender that owns the buffer
     last: bool  # whether this is the sender's last bucket
 
 

@@ -211,5 +211,5 @@ def build_all(
 
 
 def _unit(layout: Layout) -> int:
-    """Return the number to a multiple of which the length of every sequence is padded."""
+    """Return the number of tokens to whose multiple every sequence is padded."""
     return 2 * layout.cp_size if layout.cp_size > 1 else 1

@@ -228,7 +228,7 @@ def listening_of_group(folder: str, run_dir: str, urls: list[str]) -> list[str]:
 
 @pytest.mark.procs
 def test_the_program_of_a_receiver_takes_an_update(tmp_path):
-    """As `megarl bench sync` starts it; the other tests fork theirs. The group's store listens on loopback alone."""
+    """As `megarl bench sync` starts it; the other tests fork theirs. The group's store listens on loopback only."""
     save_tiny(tmp_path / "model", "qwen3")
     port_file = tmp_path / "port"
     with subprocess.Popen([sys.executable, "-m", "megarl.benchmarks.sync.receiver", str(port_file)]) as program:

@@ -13,7 +13,7 @@ from megarl.algorithms.stats import GroupStats
 
 
 class GigpoSettings(GroupSettings):
-    """The discount of the credit for turns."""
+    """The discount of rewards over turns."""
 
     gamma: float = Field(0.95, ge=0, le=1, description="discount per turn of later rewards")
 

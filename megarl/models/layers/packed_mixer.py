@@ -53,7 +53,7 @@ class PackedMixer(MegatronModule, Generic[M]):
         return ColumnParallelLinear(inputs, outputs, **self._common())
 
     def rows(self, inputs: int, outputs: int) -> RowParallelLinear:
-        """Return a linear layer without bias whose inputs are split already."""
+        """Return a linear layer without bias whose inputs are split over tensor-parallel ranks already."""
         return RowParallelLinear(inputs, outputs, input_is_parallel=True, **self._common())
 
     def recomputed(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

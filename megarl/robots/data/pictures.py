@@ -165,7 +165,7 @@ def policy_normalisation(
     """Return the image normalisation of a robot policy.
 
     Args:
-        preprocessor: content of its preprocessor_config.json; None: it has none, so the usual numbers are used.
+        preprocessor: content of its preprocessor_config.json; None: it has none, so OpenVLA's numbers are used.
         towers: number of vision towers.
         side: side of the towers' pictures, in pixels.
     """

@@ -233,7 +233,7 @@ class ServerTurns:
         self._samples[sequence] = self._to_send[sequence] = sample
 
     def _recorded(self) -> dict[str, Any]:
-        """Return the fields of a sample that are the same for all samples."""
+        """Return fields of a new sample: stop strings, form of the routes, and an empty record of kept tokens."""
         record: list[list[int]] | None = [] if self._engine.keeps_tokens and self._sampling.is_bounded else None
         return {"strings": self._strings, "form": self._engine.routes, "kept_tokens": record}
 

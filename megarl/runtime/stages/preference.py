@@ -41,7 +41,7 @@ PAIR_FIELDS = (
 )
 _PAIR = 2  # samples that are never in different micro-batches
 
-#: A stage that trains the policy on mini-batches of preference data, and their fields.
+#: Declares a stage that trains the policy on preference data, with the fields that mini-batches use.
 trains = partial(stage, optional=[ORDINAL, COPIES], writes=[], kind=Kind.MODEL_TRAIN, role=Role.ACTOR)
 
 

@@ -323,7 +323,7 @@ class TorchVarlen:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v for the probabilities exp(score - lse)."""
         call, span = self.call, _span(self.call, self.window)
-        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of dropout, of which there is none
+        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # random state of dropout, which is off
         lengths = call.cu_q, call.cu_k, call.longest_q, call.longest_k, span == (-1, 0), unused
         given = grad, q, k, v, out, lse.t().contiguous(), *lengths, self.scale, list(span)
         dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(*given)

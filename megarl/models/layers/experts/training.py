@@ -264,7 +264,7 @@ class TokenDispatcher(MoETokenDispatcher):
         return self._sorting.spread(rows), counts, probs.index_select(0, order)
 
     def combine_preprocess(self, rows: Tensor) -> Tensor:
-        """Restore the rows' order of arrival, and sum their parts over expert-tensor-parallel ranks."""
+        """Restore the order in which rows arrived, and sum their parts over expert-tensor-parallel ranks."""
         if self._alone:
             return rows
         rows = self._sorting.inverse().spread(rows)

@@ -123,7 +123,7 @@ def _pairs(x: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 class _RotateEnd(torch.autograd.Function):
-    """One copy of the input with a rotated end; the backward pass rotates by the opposite angle."""
+    """Copies the input and applies RoPE to its last numbers; the backward pass rotates them by the opposite angle."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
