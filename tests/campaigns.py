@@ -8,6 +8,7 @@ marks a test, or with `pytest.param(..., marks=...)` one of its cases. Plain run
     def found(request):
         return compute(chosen(request, "model"))     # what a module computes at once is for those of its cases that run
 
+    agents      more sessions of the gateway
     durability  more ways to lose a relay of weights      lora        adapters beside full training
     exports     under transformers 4                      memory      engines of real size
     families    every architecture, drawn configurations  servers     more cases with real SGLang servers
@@ -28,7 +29,7 @@ from typing import Any
 import pytest
 
 CAMPAIGNS = (
-    *("durability", "exports", "families", "faults", "install", "kernels", "kills"),
+    *("agents", "durability", "exports", "families", "faults", "install", "kernels", "kills"),
     *("libero", "lora", "memory", "servers", "slurm", "smollm2", "teams", "trl", "tutorials"),
 )
 

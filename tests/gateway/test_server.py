@@ -1,0 +1,210 @@
+"""The endpoint between clients that do anything and a policy that answers when the test lets it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from megarl.envs.protocol import Action
+from megarl.gateway.server import Gateway
+from megarl.gateway.session import ChatSession, Window
+from tests.gateway.talking import Talk
+
+HELLO = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
+THOUGHTS = '<think>\nso\n</think>\n\nyes <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+class Episode:
+    """A session whose policy answers each call with the next of `lines` once `answers` is set."""
+
+    def __init__(self, gateway: Gateway, *lines: str) -> None:
+        self.talk, self.lines = Talk("qwen3", history="exact"), list(lines) or ["yes"]
+        self.session = ChatSession(self.talk.form, Window(300, 300, 64))
+        self.key = gateway.open(self.session)
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.policy = asyncio.ensure_future(self._play())
+
+    async def _play(self) -> None:
+        while True:
+            await self.session.arrival()
+            turn = self.session.take()
+            if turn is None:
+                continue
+            await self.answers.wait()
+            text = self.lines[min(turn.node.number, len(self.lines) - 1)]
+            tokens = [*self.talk.ids(text), self.talk.end]
+            self.session.reply(turn, Action(text, text, tokens, "stop", 0, [-0.5] * len(tokens)))
+
+    @property
+    def nodes(self) -> list[Any]:
+        return self.session.record.nodes
+
+
+@asynccontextmanager
+async def served(*lines: str):
+    gateway = Gateway()
+    await gateway.start()
+    episode = Episode(gateway, *lines)
+    async with aiohttp.ClientSession(gateway.url, headers={"Authorization": f"Bearer {episode.key}"}) as client:
+        yield gateway, episode, client
+    episode.policy.cancel()
+    await gateway.stop()
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 60))
+
+
+async def until(condition: Any) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def test_a_request_that_is_sent_again_has_one_generation_and_an_equal_one_another():
+    async def work() -> None:
+        async with served() as (_, episode, client):
+            episode.answers.clear()
+            first = asyncio.ensure_future(client.post("/v1/chat/completions", json=HELLO))
+            await until(lambda: episode.nodes)
+            first.cancel()  # the client gives up, and tries again
+            again = {"x-stainless-retry-count": "1"}
+            second = asyncio.ensure_future(client.post("/v1/chat/completions", json=HELLO, headers=again))
+            await asyncio.sleep(0.05)
+            assert (len(episode.nodes), episode.nodes[0].delivered) == (1, False)
+            episode.answers.set()
+            replies = [(await (await second).json())["choices"]]
+            third = await client.post("/v1/chat/completions", json=HELLO, headers=again)  # finished: it is replayed
+            replies.append((await third.json())["choices"])
+            assert (len(episode.nodes), episode.nodes[0].delivered) == (1, True)
+            assert replies[0] == replies[1]
+            await client.post("/v1/chat/completions", json=HELLO)
+            assert [node.cause for node in episode.nodes] == ["", "sibling"]
+            assert episode.session.numbers()["retries"] == 2
+
+    run(work())
+
+
+def test_the_reply_that_a_client_does_not_wait_for_is_not_trained_on_and_not_continued():
+    async def work() -> None:
+        async with served() as (_, episode, client):
+            episode.answers.clear()
+            call = asyncio.ensure_future(client.post("/v1/chat/completions", json={**HELLO, "stream": True}))
+            await until(lambda: episode.nodes)
+            call.cancel()
+            await asyncio.sleep(0.05)
+            episode.answers.set()
+            await until(lambda: episode.nodes[0].reply is not None)
+            assert episode.session.untrained() == (0,)
+            more = [*HELLO["messages"], {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"}]
+            await client.post("/v1/chat/completions", json={**HELLO, "messages": more})
+            assert (episode.nodes[1].parent, episode.nodes[1].cause) == (None, "undelivered")
+
+    run(work())
+
+
+def test_a_stream_has_the_content_of_a_plain_response():
+    async def work() -> None:
+        async with served(THOUGHTS) as (_, _, client):
+            body = {**HELLO, "tools": TOOLS}
+            plain = (await (await client.post("/v1/chat/completions", json=body)).json())["choices"][0]
+            events = await (await client.post("/v1/chat/completions", json={**body, "stream": True})).text()
+            chunks = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
+            assert events.endswith("data: [DONE]\n\n")
+            whole: dict[str, Any] = {"content": "", "reasoning_content": "", "arguments": ""}
+            for chunk in chunks:
+                delta = chunk["choices"][0]["delta"]
+                for name in ("content", "reasoning_content"):
+                    whole[name] += delta.get(name) or ""
+                for call in delta.get("tool_calls", []):
+                    whole["arguments"] += call["function"]["arguments"]
+                    assert call["index"] == 0
+            message = plain["message"]
+            assert whole == {
+                "content": message["content"],
+                "reasoning_content": message["reasoning_content"],
+                "arguments": message["tool_calls"][0]["function"]["arguments"],
+            }
+            assert chunks[-1]["choices"][0]["finish_reason"] == plain["finish_reason"] == "tool_calls"
+
+    run(work())
+
+
+BROKEN: list[tuple[str, Any, int]] = [
+    ("chat/completions", b"{", 400),
+    ("chat/completions", b"[" * 100_000, 400),
+    ("chat/completions", b"\xff\xfe", 400),
+    ("chat/completions", [], 400),
+    ("chat/completions", {}, 404),
+    ("chat/completions", {"model": "policy"}, 400),
+    ("chat/completions", {"model": "policy", "messages": "hello"}, 400),
+    ("chat/completions", {"model": "policy", "messages": [{"role": 3}]}, 400),
+    ("chat/completions", {"model": "policy", "messages": [{"role": "user", "content": {"a": 1}}]}, 400),
+    ("chat/completions", {"model": "policy", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400),
+    ("chat/completions", {"model": "policy", "messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400),
+    ("chat/completions", {**HELLO, "tools": [{"type": "function"}]}, 400),
+    ("chat/completions", {**HELLO, "tool_choice": "required"}, 400),
+    ("chat/completions", {**HELLO, "logit_bias": {"3": 5}}, 400),
+    ("chat/completions", {**HELLO, "response_format": {"type": "json_object"}}, 400),
+    ("chat/completions", {**HELLO, "n": 0}, 400),
+    ("chat/completions", {**HELLO, "n": 10**9}, 400),
+    ("chat/completions", {**HELLO, "max_tokens": -1}, 400),
+    ("chat/completions", {**HELLO, "stop": [3]}, 400),
+    ("chat/completions", {**HELLO, "stream": "yes"}, 400),
+    ("chat/completions", {**HELLO, "messages": [{"role": "assistant", "content": "a"}]}, 400),
+    ("chat/completions", {**HELLO, "messages": [{"role": "user", "content": "a " * 700}]}, 400),
+    ("completions", {"model": "policy", "prompt": [[1, 2]]}, 400),
+    ("messages", {**HELLO, "messages": [{"role": "tool", "content": "a"}]}, 400),
+    ("messages", {**HELLO, "messages": [{"role": "user", "content": [{"type": "document"}]}]}, 400),
+    ("messages", {**HELLO, "tool_choice": {"type": "tool", "name": "add"}}, 400),
+    ("messages/count_tokens", {**HELLO, "messages": []}, 400),
+    ("nothing", HELLO, 404),
+]
+
+
+def test_malformed_requests_are_refused_for_good_and_nothing_is_generated():
+    async def work() -> None:
+        async with served() as (gateway, episode, client):
+            for path, body, status in BROKEN:
+                data = body if isinstance(body, bytes) else json.dumps(body).encode()
+                response = await client.post(f"/v1/{path}", data=data)
+                refusal = await response.json()
+                assert (path, body, response.status) == (path, body, status)
+                assert response.headers["x-should-retry"] == "false"
+                assert refusal["error"]["message"]
+            big = await client.post("/v1/chat/completions", data=b" " * (17 << 20))
+            assert big.status == 413
+            wrong = await client.post("/v1/chat/completions", json=HELLO, headers={"Authorization": "Bearer x"})
+            assert wrong.status == 401
+            assert (episode.nodes, episode.session.broken) == ([], "")
+            good = await client.post("/v1/chat/completions", json=HELLO)
+            assert good.status == 200
+            gateway.end(episode.key)
+            assert (await client.post("/v1/chat/completions", json=HELLO)).status == 410
+
+    run(work())
+
+
+@pytest.mark.parametrize("sessions", [50, pytest.param(200, marks=pytest.mark.campaign("agents"))])
+def test_many_sessions_at_once_get_their_own_replies(sessions):
+    async def work() -> None:
+        async with served() as (gateway, _, client):
+            episodes = [Episode(gateway, str(number)) for number in range(sessions)]
+
+            async def ask(episode: Episode) -> str:
+                headers = {"Authorization": f"Bearer {episode.key}"}
+                response = await client.post("/v1/chat/completions", json=HELLO, headers=headers)
+                return str((await response.json())["choices"][0]["message"]["content"])
+
+            assert await asyncio.gather(*map(ask, episodes)) == [str(number) for number in range(sessions)]
+            for episode in episodes:
+                episode.policy.cancel()
+
+    run(work())
