@@ -57,6 +57,11 @@ class AgentSettings(EnvSettings):
     memory_mb: PositiveInt | None = Field(
         None, description="maximum memory (address space) of each of the agent's processes; null: no limit"
     )
+    train: Literal["all", "main"] = Field(
+        "all",
+        description="turns that are trained on. main: only those of sequences that begin with the system message of "
+        "the episode's first call, so not those of sub-agents and of side calls such as titles",
+    )
     models: list[str] = Field(
         default_factory=list,
         description="names of models, in addition to `policy`, that a call may give for the policy; `*`: any name",
@@ -234,7 +239,7 @@ class Agent(Environment):
         finally:
             await self._free()
         numbers = {**session.numbers(), "timeouts": float(self._late), **info}
-        return Step(Ending(session.untrained()), reward, True, numbers)
+        return Step(Ending(session.untrained(main=self.settings.train == "main")), reward, True, numbers)
 
     def _result(self, program: Program, limited: bool) -> tuple[float, dict[str, float]]:
         """Return the reward and numbers that a program has left.

@@ -84,6 +84,11 @@ def are_replayed(sent: Sequence[ChatMessage], given: Sequence[ChatMessage]) -> b
     return len(sent) <= len(given) and all(map(ChatMessage.is_replayed_by, sent, given))
 
 
+def systems_of(messages: Sequence[ChatMessage]) -> list[str]:
+    """Return the texts of the system messages."""
+    return [message.content for message in messages if message.role == SYSTEM]
+
+
 def fold_systems(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Put the text of system messages after the first message into the next user message, for templates that accept
     them only at the start. Without a next user message one is added.

@@ -1,6 +1,7 @@
 """The HTTP server of a replica's sessions, in the environments' event loop.
 
-    POST /v1/chat/completions  /v1/completions  /v1/messages  /v1/messages/count_tokens        GET /v1/models
+    POST /v1/chat/completions  /v1/completions  /v1/responses  /v1/messages  /v1/messages/count_tokens
+    GET /v1/models
 
 A session's key is its API key (`Authorization: Bearer` or `x-api-key`), or part of the path: `/s/KEY/v1/...`. A turn is
 read once it is finished, and a stream is made of what was read, so that both forms have the same content.
@@ -23,7 +24,7 @@ from typing import Any
 from aiohttp import web
 
 from megarl.gateway.session import ChatReply, ChatRequest, ChatSession, Refusal
-from megarl.gateway.wire import anthropic, openai
+from megarl.gateway.wire import anthropic, openai, responses
 from megarl.gateway.wire.fields import flag, overridden
 from megarl.system.errors import describe
 from megarl.system.plain import nested_deeper
@@ -78,10 +79,8 @@ class Gateway:
             for path, handler in (
                 ("/v1/chat/completions", self._handler(Api(openai.read_chat, _chat, openai.OVERRIDDEN))),
                 ("/v1/completions", self._handler(Api(openai.read_text, _text, openai.OVERRIDDEN))),
-                (
-                    "/v1/messages",
-                    self._handler(Api(anthropic.read_messages, _message, anthropic.OVERRIDDEN, lambda body: 1)),
-                ),
+                ("/v1/responses", self._handler(Api(responses.read_response, _response, openai.OVERRIDDEN, _one))),
+                ("/v1/messages", self._handler(Api(anthropic.read_messages, _message, anthropic.OVERRIDDEN, _one))),
                 ("/v1/messages/count_tokens", self._count),
             ):
                 app.router.add_post(base + path, handler)
@@ -282,3 +281,12 @@ def _text(body: dict[str, Any], replies: Sequence[ChatReply], name: str) -> tupl
 def _message(body: dict[str, Any], replies: Sequence[ChatReply], name: str) -> tuple[dict[str, Any], Iterator[str]]:
     whole = anthropic.response(replies[0], name, str(body.get("model")))
     return whole, anthropic.stream(whole)
+
+
+def _response(body: dict[str, Any], replies: Sequence[ChatReply], name: str) -> tuple[dict[str, Any], Iterator[str]]:
+    whole = responses.response(replies[0], name, str(body.get("model")), int(time.time()))
+    return whole, responses.stream(whole)
+
+
+def _one(body: dict[str, Any]) -> int:
+    return 1

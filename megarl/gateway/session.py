@@ -20,7 +20,7 @@ from typing import Any
 
 from megarl.envs.protocol import Action
 from megarl.gateway.chat import ChatForm, Prompt, tools_digest
-from megarl.gateway.messages import ASSISTANT, ChatMessage
+from megarl.gateway.messages import ASSISTANT, ChatMessage, systems_of
 from megarl.gateway.record import CallNode, Record
 from megarl.system.errors import DataError
 
@@ -214,15 +214,23 @@ class ChatSession:
         while self._waiting:
             self._refuse(self._waiting.popleft(), self._refusal_after_end())
 
-    def untrained(self) -> tuple[int, ...]:
-        """Return the numbers of the nodes whose reply no client has received."""
-        return tuple(node.number for node in self.record.nodes if not node.delivered)
+    def untrained(self, *, main: bool = False) -> tuple[int, ...]:
+        """Return the numbers of the nodes that are not trained on: no client has received their reply.
+
+        With `main` also those of sequences with other system messages than the episode's first call has.
+        """
+        nodes, record = self.record.nodes, self.record
+        lost = {node.number for node in nodes if not node.delivered}
+        if main and nodes:
+            first = systems_of(nodes[0].messages)
+            lost |= {node.number for node in nodes if systems_of(record.path(node)[0].messages) != first}
+        return tuple(sorted(lost))
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers of the episode's metrics."""
         causes = [node.cause for node in self.record.nodes if node.cause]
         branches = {f"branches/{cause}": float(causes.count(cause)) for cause in causes}
-        lost = {"undelivered": float(len(self.untrained()))}
+        lost = {"undelivered": float(sum(not node.delivered for node in self.record.nodes))}
         return {"calls": float(len(self.record.nodes)), **branches, **lost, **self.counts}
 
     def _begin(self, call: PendingCall) -> PendingTurn:

@@ -63,6 +63,31 @@ def by_openai(task: dict[str, Any]) -> None:
     _write(task, received)
 
 
+def by_responses(task: dict[str, Any]) -> None:
+    """A call of a tool, and its result in a stream."""
+    client, received = openai.OpenAI(), []
+    tools: list[Any] = [{"type": "function", **TOOL}]
+    more: dict[str, Any] = {"model": "policy", "tools": tools, "instructions": "you are kind"}
+    first = client.responses.create(input="1+2?", **more)
+    [call] = first.output
+    assert (call.name, call.arguments) == ("add", '{"a": 1}')
+    received.append(first.usage.output_tokens)
+    items = [
+        {"role": "user", "content": "1+2?"},
+        *[item.model_dump() for item in first.output],
+        {"type": "function_call_output", "call_id": call.call_id, "output": "3"},
+    ]
+    with client.responses.stream(input=items, **more) as stream:
+        for _ in stream:
+            pass
+        second = stream.get_final_response()
+    assert second.output_text == "yes it is"
+    received.append(second.usage.output_tokens)
+    items += [*[item.model_dump() for item in second.output], {"role": "user", "content": "why"}]
+    received.append(client.responses.create(input=items, **more).usage.output_tokens)
+    _write(task, received)
+
+
 def by_anthropic(task: dict[str, Any]) -> None:
     """Thoughts and a call of a tool, its result in a stream; the key as a token, as a key, and in the path."""
     client, received = anthropic.Anthropic(), []

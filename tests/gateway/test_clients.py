@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from megarl.config.rollout import SamplingConfig
@@ -53,9 +54,9 @@ def test_the_package_of_openai_plays_an_episode(tmp_path):
     }
 
 
-def test_the_package_of_anthropic_plays_an_episode(tmp_path):
-    lines = [f"<think>\nso\n</think>\n\n{CALL}", "yes it is", "the answer is no"]
-    episode, received = played("by_anthropic", lines, tmp_path)
+@pytest.mark.parametrize(("agent", "thoughts"), [("by_anthropic", "<think>\nso\n</think>\n\n"), ("by_responses", "")])
+def test_other_apis_play_an_episode(agent, thoughts, tmp_path):
+    episode, received = played(agent, [thoughts + CALL, "yes it is", "the answer is no"], tmp_path)
     turns = turns_of(episode)
     assert received == [len(turns[number][0]) for number in range(3)]
     assert [lane.turn_numbers for lane in episode.all_lanes] == [[0, 1, 2]]

@@ -110,6 +110,20 @@ def test_the_reply_that_a_client_does_not_wait_for_is_not_trained_on_and_not_con
     run(work())
 
 
+def test_sub_agents_may_be_left_out_of_training():
+    async def work() -> None:
+        async with served() as (_, episode, client):
+            first = [{"role": "system", "content": "you are kind"}, *HELLO["messages"]]
+            sub_agent = [{"role": "system", "content": "add"}, *HELLO["messages"]]
+            shortened = [first[0], {"role": "user", "content": "so"}]
+            for messages in (first, sub_agent, shortened, HELLO["messages"]):
+                await client.post("/v1/chat/completions", json={**HELLO, "messages": messages})
+            assert episode.session.untrained() == ()
+            assert episode.session.untrained(main=True) == (1, 3)
+
+    run(work())
+
+
 def test_a_stream_has_the_content_of_a_plain_response():
     async def work() -> None:
         async with served(THOUGHTS) as (_, _, client):

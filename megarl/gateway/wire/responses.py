@@ -1,0 +1,149 @@
+"""OpenAI's API `/v1/responses`, as far as a client sends the whole conversation with every request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from megarl.gateway.messages import ASSISTANT, SYSTEM, TOOL, USER, ChatMessage, ToolCall
+from megarl.gateway.session import ChatReply, ChatRequest, Refusal
+from megarl.gateway.wire.fields import items, join_texts, number, refuse_changes, string, wrong
+
+_ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": USER, "assistant": ASSISTANT}
+_PIECE = 24  # characters of a delta of a stream
+
+
+def read_response(body: dict[str, Any]) -> ChatRequest:
+    """Return the request in the body of a response. Raise Refusal for what cannot be answered."""
+    refuse_changes(body, {"previous_response_id": [], "conversation": [], "prompt": [], "top_logprobs": [0]})
+    choice = body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise Refusal(
+            400, f"tool_choice: found {choice!r:.100}. It changes the distribution of tokens; allowed: auto, none"
+        )
+    given = body.get("input")
+    messages = [ChatMessage(SYSTEM, text)] if (text := string(body.get("instructions"), "instructions")) else []
+    if isinstance(given, str):
+        messages.append(ChatMessage(USER, given))
+    else:
+        for place, item in enumerate(items(body, "input")):
+            _add(messages, item, f"input[{place}]")
+    if not any(message.role != SYSTEM for message in messages):
+        raise wrong("input", given, "a text, or a list of at least one item")
+    tools = [] if choice == "none" else _tools(body)
+    return ChatRequest(messages, tools, None, number(body, "max_output_tokens", 1))
+
+
+def response(reply: ChatReply, name: str, model: str, now: int) -> dict[str, Any]:
+    """Return the body of a response."""
+    message, output = reply.message, list[dict[str, Any]]()
+    if message.reasoning:
+        summary = [{"type": "summary_text", "text": message.reasoning}]
+        output.append({"id": f"rs_{name}", "type": "reasoning", "summary": summary, "status": "completed"})
+    if message.content or not message.calls:
+        part = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}
+        written = {"type": "message", "role": ASSISTANT, "status": "completed", "content": [part]}
+        output.append({"id": f"msg_{name}", **written})
+    for call in message.calls:
+        made = {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments}
+        output.append({"id": f"fc_{name}_{call.id}", **made, "status": "completed"})
+    cut, sampled = reply.node.finish == "length", len(reply.node.token_ids)
+    return {
+        "id": name,
+        "object": "response",
+        "created_at": now,
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "error": None,
+        "model": model,
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": {
+            "input_tokens": reply.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": reply.prompt_tokens + sampled,
+        },
+    }
+
+
+def stream(whole: dict[str, Any]) -> Iterator[str]:
+    """Yield the events of a stream with the content of a response."""
+    begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    for place, (kind, fields) in enumerate(_events(whole, begun)):
+        yield f"event: {kind}\ndata: {json.dumps({'type': kind, 'sequence_number': place, **fields})}\n\n"
+
+
+def _events(whole: dict[str, Any], begun: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "response.created", {"response": begun}
+    for place, item in enumerate(whole["output"]):
+        where = {"item_id": item["id"], "output_index": place}
+        empty = {key: value for key, value in item.items() if key != "status"} | {"status": "in_progress"}
+        empty |= {"message": {"content": []}, "function_call": {"arguments": ""}, "reasoning": {"summary": []}}[
+            item["type"]
+        ]
+        yield "response.output_item.added", {"output_index": place, "item": empty}
+        if item["type"] == "message":
+            part, at = item["content"][0], {**where, "content_index": 0}
+            yield "response.content_part.added", {**at, "part": {**part, "text": ""}}
+            for piece in _pieces(part["text"]):
+                yield "response.output_text.delta", {**at, "delta": piece, "logprobs": []}
+            yield "response.output_text.done", {**at, "text": part["text"], "logprobs": []}
+            yield "response.content_part.done", {**at, "part": part}
+        elif item["type"] == "function_call":
+            for piece in _pieces(item["arguments"]):
+                yield "response.function_call_arguments.delta", {**where, "delta": piece}
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            yield "response.function_call_arguments.done", {**where, **done}
+        yield "response.output_item.done", {"output_index": place, "item": item}
+    yield f"response.{whole['status']}", {"response": whole}
+
+
+def _add(messages: list[ChatMessage], item: dict[str, Any], key: str) -> None:
+    """Add an item of the input: the items of one reply of the assistant become one message."""
+    kind, last = item.get("type", "message"), messages[-1] if messages else ChatMessage(SYSTEM)
+    said = last if last.role == ASSISTANT else ChatMessage(ASSISTANT)
+    if kind == "message":
+        role = _ROLES.get(string(item.get("role"), f"{key}.role"))
+        if role is None:
+            raise wrong(f"{key}.role", item.get("role"), ", ".join(_ROLES))
+        text = join_texts(item.get("content"), f"{key}.content")
+        if role != ASSISTANT:
+            messages.append(ChatMessage(role, text))
+            return
+        said = replace(said, content=said.content + text)
+    elif kind == "function_call_output":
+        text = join_texts(item.get("output"), f"{key}.output")
+        messages.append(ChatMessage(TOOL, text, call_id=string(item.get("call_id"), f"{key}.call_id")))
+        return
+    elif kind == "function_call":
+        texts = (string(item.get(name), f"{key}.{name}") for name in ("call_id", "name", "arguments"))
+        said = replace(said, calls=(*said.calls, ToolCall(*texts)))
+    elif kind == "reasoning":
+        text = "".join(string(part.get("text"), key) for part in items(item, "summary"))
+        said = replace(said, reasoning=said.reasoning + text)
+    else:
+        raise wrong(f"{key}.type", kind, "message, function_call, function_call_output, reasoning")
+    if last.role == ASSISTANT:
+        messages.pop()
+    messages.append(said)
+
+
+def _tools(body: dict[str, Any]) -> list[dict[str, Any]]:
+    tools = []
+    for place, tool in enumerate(items(body, "tools")):
+        if tool.get("type") != "function" or not tool.get("name"):
+            raise wrong(f"tools[{place}]", tool, 'an object {"type": "function", "name": ...}')
+        described = {"description": tool["description"]} if tool.get("description") else {}
+        function = {"name": tool["name"], **described, "parameters": tool.get("parameters") or {}}
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _pieces(text: str) -> Iterator[str]:
+    return (text[start : start + _PIECE] for start in range(0, len(text), _PIECE))
