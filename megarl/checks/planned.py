@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarl.artifacts.draft_training import draft_model_problem, draft_problem
+from megarl.artifacts.shared_prefixes import prefix_problem
 from megarl.checks.checklist import Checklist
 from megarl.checks.layout import check_cluster, check_layouts
 from megarl.checks.lent import check_lent
@@ -24,7 +25,9 @@ def refuse_plan(config: RunConfig, graph: TaskGraph) -> None:
     """Check what a plan needs, except memory, which the plan itself reports; raise ConfigError if any check fails."""
     _refuse_pairs(config, graph)
     checks, sizes = Checklist(), model_sizes(config, graph)
-    checks.of("actor").from_error(draft_problem(config, known_sizes(sizes, Role.ACTOR)))
+    facts = known_sizes(sizes, Role.ACTOR)
+    for problem in (draft_problem(config, facts), prefix_problem(config, facts, "actor")):
+        checks.of("actor").from_error(problem)
     check_cluster(config, checks, None)
     placement = check_placement(config, graph, "train", None, checks)
     if placement is not None:
@@ -52,7 +55,9 @@ def refuse_simulated(config: RunConfig, graph: TaskGraph) -> None:
     """
     _refuse_pairs(config, graph)
     checks, sizes, placement = Checklist(), model_sizes(config, graph), place(graph, config)
-    checks.of("actor").from_error(draft_problem(config, known_sizes(sizes, Role.ACTOR)))
+    facts = known_sizes(sizes, Role.ACTOR)
+    for problem in (draft_problem(config, facts), prefix_problem(config, facts, "actor")):
+        checks.of("actor").from_error(problem)
     check_cluster(config, checks, None)
     check_layouts(config, placement, sizes, checks)
     check_batches(config, placement, checks)

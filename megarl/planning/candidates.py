@@ -277,7 +277,9 @@ class Space:
                             layout = ParallelConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, sp=sp, **experts)
                             if makes_replicas(devices, layout) and not layout_problems("actor.parallel", layout, facts):
                                 layouts.append(layout)
-        trainable = [layout for layout in layouts if draft_layout_problem(self.config, layout) is None]
+        share = self.config.actor.engine.share_prefixes
+        whole = [layout for layout in layouts if not (share and layout.cp > 1)]
+        trainable = [layout for layout in whole if draft_layout_problem(self.config, layout) is None]
         return [layout for layout in trainable if self._fits_others(layout, spread)]
 
     def _experts(self, tp: int, ranks: int) -> list[Mapping[str, Any]]:
