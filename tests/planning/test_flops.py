@@ -5,7 +5,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.artifacts.facts import facts_from_config
-from megarl.models.hf import facts_of
+from megarl.config.load import load_config
+from megarl.config.model import ModelConfig
+from megarl.data.batch import Batch, Jagged
+from megarl.models.hf import facts_of, load_hf_config
 from megarl.planning.flops import FlopCounter
 from tests.models.tiny import tiny_dict
 
@@ -65,6 +68,23 @@ def test_the_draft_head_has_its_layer_a_projection_and_the_vocabulary_head_with_
     plain = FlopCounter.of(facts)
     assert replace(counted, draft=None) == plain
     assert plain.train_draft([5, 7], 3 + 4) == 0
+
+
+def test_a_run_counts_the_draft_head_in_updates_of_the_policy_only():
+    from megarl.runtime.context import StepContext
+
+    hf = load_hf_config(ModelConfig(hf_config=tiny_dict("glm4_moe")))
+    config = load_config("grpo_quickstart", ["actor.mtp={}"])
+    step = StepContext(config, None, hf, None, None)
+    prompts, responses = Jagged.from_list([[3, 4, 5, 6]]), Jagged.from_list([[7, 8, 9]])
+    samples = Batch({"prompt_ids": prompts, "response_ids": responses}, {})
+    step.count_pass(samples)
+    step.count_pass(samples, train=True, head=False)  # of a critic
+    step.count_pass(samples, train=True)
+    counted, plain = step.flops, FlopCounter.of(facts_of(hf))
+    [length] = [length for lengths in step.sequences.sample_columns(samples) for length in lengths]
+    expected = plain.forward([length], 3) + plain.train([length], 0) + plain.train([length], 3)
+    assert step.metrics.result()["perf/flops"] == expected + counted.train_draft([length], 3)
 
 
 def counter(window=None):
