@@ -70,7 +70,7 @@ def case(name, model=DENSE, world=1, *, rank=0, engine=None, value_head=False, m
 
 FULL = {"recompute": "full"}
 SMALL = [
-    case("draft head", GATED, mtp=True),
+    case("draft head, logits at once", GATED, engine={"logits_chunk_tokens": 4096}, mtp=True),
     case("draft head of the last stage", SHARED, 2, rank=1, engine=FULL, mtp=True, pp=2),
     case("shared experts", SHARED, 2, tp=2, ep=2),
     case("recomputed", engine=FULL),
@@ -84,7 +84,6 @@ SMALL = [
     case("first stage", LLAMA, 2, pp=2),
     case("last stage", world=2, rank=1, pp=2),
     case("interleaved", FOUR_LAYERS, 2, pp=2, vpp=2),
-    case("experts", EXPERTS, 2, ep=2),
     case("experts, recomputed", EXPERTS, 4, tp=2, pp=2, ep=2, engine=FULL),
     case("wide experts", EXPERTS, 4, tp=2, ep=2, etp=2),
 ]
