@@ -114,7 +114,8 @@ def invent(real: list[str], draw: random.Random) -> Iterator[str]:
 
 
 def evaluate(expression: str) -> str | None:
-    """Return the value of `expression` as text; None if it is negative, undefined, or has more than two decimals."""
+    """Return the value of `expression` as text; None if it is undefined, negative, at least 10^8, or has more than two
+    decimals."""
     try:
         value = _value(ast.parse(expression, mode="eval").body)
     except (SyntaxError, ZeroDivisionError):  # a number with a leading zero is not valid Python

@@ -350,7 +350,8 @@ class RunConfig(Section):
         return getattr(self, role).parallel or self.actor.parallel
 
     def updates(self, role: ActorConfig | CriticConfig, resting: int = 0) -> int:
-        """Return how many optimizer steps `role` takes in the run if it skips the first `resting` training steps."""
+        """Return how many optimizer steps `role` takes in the run if it skips the first `resting` training steps; at
+        least those of one training step."""
         return max(self.trainer.steps - resting, 1) * self._updates_per_step(role)
 
     def updates_after(self, step: int, role: ActorConfig | CriticConfig, resting: int = 0) -> int:

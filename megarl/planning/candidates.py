@@ -336,7 +336,7 @@ def _powers(most: int) -> list[int]:
 
 
 def _shares(devices: int, teams: int, step: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to share out devices among teams in multiples of `step`, at least one multiple each."""
+    """Yield all ways to share out devices among teams: multiples of `step`, and for the last team the rest."""
     if teams == 1:
         if devices >= step:
             yield (devices,)

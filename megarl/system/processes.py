@@ -55,7 +55,7 @@ def die_with_parents() -> None:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, such as SIGKILL for 9; real-time signals have none."""
+    """Return the name of a signal, such as SIGKILL for 9, or the number of a real-time signal, which has no name."""
     with contextlib.suppress(ValueError):
         return signal.Signals(number).name
     return str(number)
