@@ -168,7 +168,8 @@ def _swiglu_backward(  # type: ignore[no-untyped-def]  # no type hints: Triton r
     width,
     BLOCK: tl.constexpr,
 ):
-    """Compute one block of a row, with s = sigmoid(gate): g up s (1 + gate (1 - s)) for gate, and g gate s for up."""
+    """Compute the gradients of one block of a row, with g from `grad` and s = sigmoid(gate): for gate
+    g up s (1 + gate (1 - s)), and for up g gate s."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -194,8 +195,8 @@ def _scaled_swiglu_backward(  # type: ignore[no-untyped-def]  # no type hints: T
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the gradients of some rows of scale * silu(gate) * up: those of `_swiglu_backward` with g times the
-    scale, and the sum of g gate s up for the scale."""
+    """Compute the gradients of some rows of scale * silu(gate) * up, with g from `grad` and s = sigmoid(gate): those of
+    `_swiglu_backward` for g scale in place of g, and for scale the sum of g gate s up."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     factor = tl.load(scale + row, mask=row < count, other=0.0)[:, None]
     total = tl.zeros((ROWS, BLOCK), tl.float32)

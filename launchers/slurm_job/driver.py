@@ -295,7 +295,7 @@ class SlurmJob:
         raise Over(0)
 
     def _save(self, step: subprocess.Popen[bytes], why: str, goes_on: bool) -> bool:
-        """Request a checkpoint from the run; return whether the job has to end now."""
+        """Request a checkpoint from the run; return whether the job has to end now. `goes_on`: another job follows."""
         save, self.deferred = self.files.path / "save", False
         save.touch()
         if not goes_on:

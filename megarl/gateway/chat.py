@@ -140,7 +140,8 @@ class ChatForm:
         return None
 
     def _tail(self, turn: ChatMessage, rest: Sequence[ChatMessage], tools: list[dict[str, Any]]) -> str | None:
-        """Return the template's text after the assistant's `turn`, whose content is a placeholder."""
+        """Return the template's text after the assistant's `turn`, whose content is a placeholder; None if the
+        template does not write the turn in this way."""
         example = [ChatMessage(USER, "x"), turn]
         try:
             alone, whole = self._render(example, tools, prompt=False), self._render([*example, *rest], tools)

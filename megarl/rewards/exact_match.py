@@ -21,7 +21,7 @@ class ExactMatchSettings(Settings):
 @REWARDS.register("exact_match", settings=ExactMatchSettings, reference=str)
 @meeting_any
 def exact_match(sample: dict[str, Any], *, ignore_case: bool = False) -> dict[str, Any]:
-    """Return 1.0 when response and answer are the same text, up to white space."""
+    """Score 1.0 when response and answer are the same text, up to white space."""
     response, answer = (" ".join(str(sample[key]).split()) for key in ("response", "answer"))
     if ignore_case:
         response, answer = response.casefold(), answer.casefold()

@@ -61,7 +61,7 @@ def read_reference(answer: str) -> str:
 def math(
     sample: dict[str, Any], *, method: Literal["strict", "flexible", "answer"] = "strict", timeout_s: float = 5.0
 ) -> dict[str, Any]:
-    """Return 1.0 when the response's answer equals the reference as mathematics (`1/2` = `0.5` = `\\frac{2}{4}`).
+    """Score 1.0 when the response's answer equals the reference as mathematics (`1/2` = `0.5` = `\\frac{2}{4}`).
 
     An answer is mathematics only if all of its numbers, letters and words are parsed; else its normalised text is
     compared. Rational numbers are compared exactly, other values to forty digits, and a decimal equals a value that

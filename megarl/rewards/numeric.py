@@ -43,7 +43,7 @@ def numeric(
     extract: Literal["whole", "first", "last"] = "whole",
     evaluated: bool = False,
 ) -> dict[str, Any]:
-    """Return 1.0 when the response denotes the same number as the answer: `24` = `24.0` = `48/2`, `1,000` = `1e3`.
+    """Score 1.0 when the response denotes the same number as the answer: `24` = `24.0` = `48/2`, `1,000` = `1e3`.
     Raise ValueError if the answer is not a number, or an argument is out of range.
 
     Args:

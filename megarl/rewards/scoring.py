@@ -85,7 +85,7 @@ def _score_batch(
 
 
 def _call_batch(scorer: Scorer, samples: list[Sample]) -> tuple[ScoringFailure | None, list[Outcome]]:
-    """Return (failure of the call itself, outcomes): exactly one of them is meaningful."""
+    """Return (None, outcome of each sample), or (failure, []) if the call itself failed."""
     returned: list[Any] = []
 
     def call() -> None:

@@ -172,7 +172,7 @@ class EmbeddingSettings(Section):
                 where=f"{where}.{key}",
                 found=getattr(self, key),
                 allowed=", ".join(("name", *read)),
-                fix=f"remove it, or set {where}.name to an embedding that reads it:"
+                fix=f"remove it, or set {where}.name to an embedding that reads it: "
                 + ", ".join(name for name, keys in _READ.items() if key in keys),
             )
         if self.name == "vjepa2" and self.path is None:

@@ -102,7 +102,7 @@ class MetaWorld(Simulator):
 
     @classmethod
     def tasks(cls, settings: Mapping[str, Any]) -> list[TaskSpec]:
-        """Return the 50 tasks, by name."""
+        """Return the 50 tasks of Meta-World."""
         chosen = {**cls.settings, **settings}
         _import()
         if not chosen["cameras"] or set(chosen["cameras"]) - set(CAMERAS):

@@ -83,7 +83,7 @@ def needs_old_logp(config: RunConfig) -> bool:
     """Return whether old log-probs have to be computed.
 
     This is so if a step has several optimizer steps (with one, the ratio is 1), or if the estimator, the loss, the KL
-    penalty in the reward or rollout correction in decoupled mode reads them.
+    penalty in the reward or rollout correction in decoupled mode reads them. Bypass mode uses rollout log-probs.
     """
     algorithm, correction = config.algorithm, config.rollout_correction.resolved()
     if correction.active:
