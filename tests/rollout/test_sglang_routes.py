@@ -25,6 +25,9 @@ def test_layers_without_experts_are_left_out_and_other_routes_are_refused():
     meta = {"routed_experts": base64.b64encode(numbers.numpy().tobytes()).decode()}
     assert read_routes(meta, form, tokens=3).tolist() == [[3, 1], [2, 0]]
     assert read_routes({}, form, tokens=3) is None
+    unwritten = {"routed_experts": base64.b64encode(bytes(8 * 4)).decode()}
+    with pytest.raises(ValueError, match="of token 0 in the mixture number 0; expected: 2 different experts"):
+        read_routes(unwritten, form, tokens=3)
     with pytest.raises(ValueError, match="8 numbers as routes"):
         read_routes(meta, form, tokens=4)
     with pytest.raises(ValueError, match="experts 0 to 3, but the model has 3"):

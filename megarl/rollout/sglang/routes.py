@@ -38,7 +38,15 @@ def read_routes(meta: dict[str, Any], form: RouteForm, tokens: int) -> Tensor | 
     shape = tokens - 1, len(form.sparse), form.chosen
     if len(numbers) != shape[0] * shape[1] * shape[2]:
         raise ValueError(f"the server's answer has {len(numbers)} numbers as routes; expected shape: {list(shape)}")
-    routes = numbers.view(shape)[:, torch.tensor(form.sparse)].flatten(1)
+    layers = numbers.view(shape)[:, torch.tensor(form.sparse)]
+    # a server's record is zero until it is written, and the experts of a token differ
+    if form.chosen > 1 and bool((missing := layers[..., 0] == layers[..., 1]).any()):
+        token, layer = missing.nonzero()[0].tolist()
+        raise ValueError(
+            f"the server's answer has experts {layers[token, layer].tolist()} as route of token {token} in the mixture "
+            f"number {layer}; expected: {form.chosen} different experts"
+        )
+    routes = layers.flatten(1)
     if len(routes) and not 0 <= int(routes.min()) <= int(routes.max()) < form.experts:
         raise ValueError(
             f"the server's answer has routes to experts {int(routes.min())} to {int(routes.max())}, but the model has "
