@@ -39,7 +39,7 @@ class CurriculumConfig(Section):
         0.5,
         ge=0,
         lt=1,
-        description="share of the old average in the new one; 0: the score of the last group counts alone",
+        description="share of the old average in the new one; 0: only the score of the last group counts",
     )
     pools: dict[str, PoolConfig] = Field(
         default_factory=dict,
