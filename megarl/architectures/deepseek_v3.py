@@ -6,6 +6,7 @@ attention.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megarl.architectures.base import COMMON, COMMON_NULL, FULL, Architecture, Refuse, RopeTraits
@@ -83,6 +84,13 @@ def other_yarn(values: Mapping[str, Any], mixers: Sequence[Mixer]) -> str | None
     return None if scaling.get("truncate", True) else "SGLang expects truncate: true of rotary positions"
 
 
+def unscaled(values: Mapping[str, Any], mixers: Sequence[Mixer]) -> bool:
+    """Return whether rotary positions are not scaled."""
+    from megarl.architectures.values import rope_scaling
+
+    return bool(rope_scaling(values)["rope_type"] == "default")
+
+
 SERVED = ServedClass(wrong=other_yarn, rope_types=("default", "yarn"))
 ARCHITECTURE = Architecture(
     model_type="deepseek_v3",
@@ -109,5 +117,5 @@ ARCHITECTURE = Architecture(
     draft=AFTER_LAYERS,
     written=serving_keys,
     refusals=(check_latent, check_routing),
-    served=SERVED,
+    served=replace(SERVED, needs_gpu=unscaled),
 )

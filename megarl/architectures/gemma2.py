@@ -55,6 +55,6 @@ ARCHITECTURE = Architecture(
     even_hidden=True,
     # SGLang reads the activation under the name that published files also have
     written=lambda values: {"hidden_act": values["hidden_activation"]},
-    served=ServedClass(wrong=other_in_sglang, windows=True, rope_types=("default",)),
+    served=ServedClass(wrong=other_in_sglang, windows=True, rope_types=("default",), needs_gpu=True),
     refusals=(refuse_variants,),
 )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.architectures.base import COMMON, COMMON_NULL, ROUTER, Architecture, Refuse, RopeTraits
+from megarl.architectures.served import ServedClass
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.experts.plain import Mixture, MixtureTraits, RouterRules, expert_rules
@@ -69,4 +70,5 @@ ARCHITECTURE = Architecture(
     experts=MixtureTraits(mixture, names=("num_local_experts", "num_experts")),
     written=serving_keys,
     refusals=(_check,),
+    served=ServedClass(needs_gpu=True),
 )

@@ -93,6 +93,7 @@ hybrid = partial(
     wiring=hybrid_wiring,
     draft=APART,
     written=serving_keys,
+    served=ServedClass(needs_gpu=True),
     refusals=(refuse_odd_heads,),
 )
 
@@ -114,6 +115,6 @@ ARCHITECTURE = hybrid(
     null=(*COMMON_NULL, "layer_types", "mlp_only_layers"),
     tensors=OUTER + attention_rules(gate=True) + gated_delta_rules(by_key_head=True) + DENSE + MIXTURE,
     experts=MixtureTraits(mixture, optional=True),
-    served=ServedClass(rope_types=("default", "linear")),  # other kinds fail in its configuration class
+    served=ServedClass(rope_types=("default", "linear"), needs_gpu=True),  # its config class fails for others
     fields=("num_experts",),
 )

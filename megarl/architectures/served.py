@@ -20,6 +20,8 @@ class ServedClass:
     head_dim: bool = True  # it reads `head_dim`; otherwise a head has hidden_size / num_attention_heads numbers
     rope_types: tuple[str, ...] | None = None  # the kinds of RoPE that it computes; None: all of the architecture's
     rope_theta: float | None = None  # the only theta that it computes; None: it reads the config's
+    # whether SGLang computes it on GPUs only, or a function that returns it for the same two arguments as `wrong`
+    needs_gpu: bool | Callable[[Mapping[str, Any], Sequence[Mixer]], bool] = False
 
     @property
     def partial(self) -> bool:

@@ -164,6 +164,12 @@ def wrong_in_sglang(values: Mapping[str, Any]) -> str | None:
     return None
 
 
+def needs_gpu_in_sglang(values: Mapping[str, Any]) -> bool:
+    """Return whether SGLang computes the model on GPUs only."""
+    needs = ARCHITECTURES[values["model_type"]].served.needs_gpu
+    return needs(values, mixers(values)) if callable(needs) else needs
+
+
 ONLY_IN_TRAINING = ("attention_dropout", "residual_dropout", "resid_pdrop", "router_jitter_noise")
 """Keys of numbers that transformers applies in training only."""
 

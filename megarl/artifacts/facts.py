@@ -23,6 +23,7 @@ from megarl.architectures.values import (
     max_positions,
     mixers,
     mixture,
+    needs_gpu_in_sglang,
     only_in_training,
     sparse_layers,
     wiring,
@@ -91,6 +92,8 @@ class ModelFacts:
     """Number of layers of the draft head by config.json (`megarl.architectures.draft`)."""
     wrong_in_sglang: str | None = None
     """Why SGLang computes another model from the same files; see `megarl.architectures.values.wrong_in_sglang`."""
+    needs_gpu_in_sglang: bool = False
+    """Whether SGLang computes the model on GPUs only."""
     trains_draft: bool = False
     """Whether the model has its draft head, to train it; only then `parameters` counts the head."""
 
@@ -283,6 +286,7 @@ def facts_from_config(raw: dict[str, Any], source: str, *, vision: bool | None =
         given_mixers=mixers(values),
         draft_layers=draft.layers_in(raw) if draft else 0,
         wrong_in_sglang=wrong_in_sglang(values),
+        needs_gpu_in_sglang=needs_gpu_in_sglang(values),
     )
 
 

@@ -45,8 +45,6 @@ _STARTED = (
     *("servers", "gpus", "host", "memory_fraction", "max_total_tokens", "context_length", "attention_backend"),
     *("deterministic", "speculative", "extra_args"),
 )
-#: Architectures without gated delta nets that SGLang cannot compute on a CPU.
-_NEEDS_GPU = ("gemma2", "gpt_oss", "minimax_m2", "qwen2_moe")
 #: Number of tokens by which an input must be shorter than a server's capacity, one generated token included.
 _FREE_TOKENS = 6
 
@@ -328,7 +326,7 @@ def _check_processor(config: RunConfig, facts: ModelFacts, checks: Checklist) ->
     """Check that servers without GPUs can compute the model."""
     if config.rollout.sglang.urls or config.cluster.device_memory_gb is not None or nvidia_devices():
         return
-    if facts.model_type in _NEEDS_GPU or any(mixer.kind == GatedDelta.kind for mixer in facts.mixers):
+    if facts.needs_gpu_in_sglang:
         checks.fail(
             "rollout.engine",
             "SGLang has kernels for this model on GPUs only",
