@@ -76,12 +76,6 @@ ARCHITECTURE = Architecture(
     wiring=lambda values: Wiring(norms="after"),
     written=pattern_of_layers,
     # transformers' configuration has no attribute `rope_theta`, for which SGLang then takes its default
-    served=ServedClass(
-        wrong=other_in_sglang,
-        windows=True,
-        head_dim=False,
-        rope_theta=1e6,
-        needs_gpu=lambda values, mixers: any(mixer.window is not None for mixer in mixers),
-    ),
+    served=ServedClass(wrong=other_in_sglang, windows=True, head_dim=False, rope_theta=1e6, needs_gpu=True),
     refusals=(refuse_unclear_layers, refuse_no_pattern),
 )

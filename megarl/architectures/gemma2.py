@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.architectures.base import FULL, SLIDING, Architecture
-from megarl.architectures.gemma3 import CAPS, GEMMA, GEMMA_NULL, refuse_variants, scale, wiring
+from megarl.architectures.gemma3 import CAPS, GEMMA, GEMMA_NULL, no_head_in_sglang, refuse_variants, scale, wiring
 from megarl.architectures.served import ServedClass
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import Attention, AttentionTraits, attention_rules
@@ -23,13 +23,11 @@ def layer_types(values: Mapping[str, Any]) -> list[str]:
 
 def other_in_sglang(values: Mapping[str, Any], mixers: Sequence[Mixer]) -> str | None:
     """Return why SGLang's layers would differ from the model's; None if they are the same."""
-    if not values["tie_word_embeddings"]:
-        return "SGLang's class has no head of its own, only the embeddings (tie_word_embeddings: true)"
     if any(mixer.cap is None for mixer in mixers if isinstance(mixer, Attention)):
         return "SGLang expects a number in attn_logit_softcapping"
     if any((mixer.window is None) != bool(layer % 2) for layer, mixer in enumerate(mixers)):
         return "SGLang expects windows in the first, third, ... layer, and this model has them in other layers"
-    return None
+    return no_head_in_sglang(values, mixers)
 
 
 ARCHITECTURE = Architecture(

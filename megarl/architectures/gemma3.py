@@ -4,7 +4,7 @@ embeddings; five layers with a window and rotary positions of their own to one w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.architectures.base import COMMON, COMMON_NULL, Architecture, Refuse, RopeTraits
@@ -12,6 +12,7 @@ from megarl.architectures.served import ServedClass
 from megarl.architectures.tensors import OUTER
 from megarl.architectures.window_pattern import pattern_types, refuse_no_pattern
 from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
+from megarl.models.layers.mixer import Mixer
 from megarl.models.layers.mlp.plain import DENSE
 from megarl.models.layers.wiring import Wiring
 
@@ -31,6 +32,13 @@ def wiring(values: Mapping[str, Any]) -> Wiring:
 def scale(values: Mapping[str, Any]) -> float:
     """Return the factor of the attention scores."""
     return float(values["query_pre_attn_scalar"] ** -0.5)
+
+
+def no_head_in_sglang(values: Mapping[str, Any], mixers: Sequence[Mixer]) -> str | None:
+    """Return why SGLang would use another head; None if it uses the same."""
+    if values["tie_word_embeddings"]:
+        return None
+    return "SGLang's class loads no head of its own, only the embeddings (tie_word_embeddings: true)"
 
 
 def refuse_variants(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
@@ -89,6 +97,6 @@ ARCHITECTURE = Architecture(
     layer_types=pattern_types,
     wiring=wiring,
     even_hidden=True,
-    served=ServedClass(windows=True),
+    served=ServedClass(wrong=no_head_in_sglang, windows=True),
     refusals=(refuse_variants, refuse_no_pattern),
 )

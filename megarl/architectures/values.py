@@ -148,6 +148,8 @@ def wrong_in_sglang(values: Mapping[str, Any]) -> str | None:
     wrong = served.wrong(values, mixers(values)) if callable(served.wrong) else served.wrong
     if wrong is not None:
         return wrong
+    if served.windows and 1 in layer_windows(values):
+        return "SGLang expects sliding windows of at least 2 tokens"
     width = values["hidden_size"] // values["num_attention_heads"]
     if not served.head_dim and head_width(values) != width:
         return f"SGLang expects heads of hidden_size / num_attention_heads = {width} numbers, not {head_width(values)}"

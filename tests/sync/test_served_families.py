@@ -47,13 +47,8 @@ def drawn(model_type: str, count: int) -> list[dict[str, Any]]:
     @given(raw=families.fitting(model_type))
     def each(raw: dict[str, Any]) -> None:
         raw |= {key: 32 * (raw[key] // 8) for key in WIDTHS if key in raw} | {"max_position_embeddings": 128}
-        served = ARCHITECTURES[model_type].served
-        if not served.head_dim:
+        if not ARCHITECTURES[model_type].served.head_dim:
             raw.pop("head_dim", None)
-        if served.rope_theta is not None:
-            raw["rope_theta"] = served.rope_theta
-        if model_type == "exaone4":  # CPU servers compute it without windows
-            raw |= {"sliding_window": None, "layer_types": ["full_attention"] * raw["num_hidden_layers"]}
         try:
             facts_from_config(raw, "config.json")
         except ConfigError:

@@ -39,6 +39,7 @@ WIDE = {"moe_intermediate_size": 64, "intermediate_size": 128}
 CASES = {
     "deepseek_v3": {"n_shared_experts": 1, **WIDE},
     "deepseek_v3 with one projection of queries": {"n_shared_experts": 1, "q_lora_rank": None, **WIDE},
+    "exaone4": {**WIDE, "head_dim": 16, "rope_theta": 1e6},
     "gemma2": {**WIDE, "tie_word_embeddings": True},
     "glm4_moe": {"first_k_dense_replace": 1, **WIDE},
     "glm4_moe_lite": {"q_lora_rank": 24, **WIDE},
@@ -173,9 +174,8 @@ def prepared(folder: Path, name: str, tp: int, ep: int = 1) -> Prepared:
     old, new = (weights(table, seed, dtype) for seed in (1, 2))
     new = {key: torch.where(torch.rand(new[key].shape) < 0.1, new[key], old[key]) for key in old}
     write_buckets(folder, plan.routes[0].senders[0], old, new)
-    attention = (
-        "intel_amx" if name.startswith("gpt_oss") else "torch_native"
-    )  # SGLang's check of sinks; nothing is computed
+    # SGLang checks that the kernels have sinks or windows, though nothing is computed here
+    attention = {"gpt_oss": "intel_amx", "exaone4": "triton"}.get(name.split()[0], "torch_native")
     files = {key: str(folder / key) for key in ("buckets", "changes", "out")}
     case = {"folder": str(folder), "dtype": spelled, "tp": tp, "ep": ep, "attention": attention, **files, **more}
     model, alone = table.without_draft().shapes(), WorkerGroup.alone()

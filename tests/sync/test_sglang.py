@@ -246,8 +246,6 @@ def push_scaled(
 
 #: Latent attention and shared experts; transformers' norms of latents ignore any other `rms_norm_eps`.
 NARROW = {"moe_intermediate_size": 64, "n_shared_experts": 1, "rms_norm_eps": 1e-6, "first_k_dense_replace": 1}
-#: What CPU servers compute: no windows.
-EXAONE = {"head_dim": 16, "rope_theta": 1e6, "sliding_window": None, "layer_types": ["full_attention"] * 4}
 PP2, VPP2, TP2_PP2 = {"pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 2}
 
 
@@ -274,7 +272,6 @@ def assert_all_verified(run_dir: Path, url: str, runs: list[tuple[int, list]], t
             for case in (
                 ("llama", {}, {2: [PP2, VPP2]}, 27),
                 ("olmo2", {}, {2: [{"tp": 2}, PP2]}, 35),
-                ("exaone4", EXAONE, {2: [{"tp": 2}, PP2]}, 35),
                 ("deepseek_v3", {**NARROW, "q_lora_rank": None}, {2: [{"tp": 2}, PP2], 4: [TP2_PP2]}, 51),
                 ("glm4_moe_lite", {**NARROW, "q_lora_rank": 24}, {2: [{"tp": 2}, PP2]}, 55),
                 ("glm4_moe", NARROW, {2: [{"tp": 2}, PP2, {"ep": 2}]}, 51),
