@@ -15,7 +15,6 @@ import hashlib
 import json
 import secrets
 import socket
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,8 +36,11 @@ _GRACE_S = 60.0  # seconds in which a stream may still become an error, because 
 _ALIVE_EVERY_S = 3.0  # seconds between signs of life of a stream
 _ENDED_KEPT = 10_000
 _RETRIED = (429, 503)
-#: (body, replies, name of the response) -> its body, and its events if it is streamed
+#: (request's body, replies, name of the response) -> the response's body, and its events if it is streamed
 Write = Callable[[dict[str, Any], Sequence[ChatReply], str], tuple[dict[str, Any], Iterator[str]]]
+
+
+_ONE: Callable[[dict[str, Any]], int] = lambda body: 1  # noqa: E731
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,16 @@ class Gateway:
         app = web.Application(client_max_size=_MOST_BYTES, middlewares=[_errors])
         for base in ("", "/s/{key}"):
             for path, handler in (
-                ("/v1/chat/completions", self._handler(Api(openai.read_chat, _chat, openai.OVERRIDDEN))),
-                ("/v1/completions", self._handler(Api(openai.read_text, _text, openai.OVERRIDDEN))),
-                ("/v1/responses", self._handler(Api(responses.read_response, _response, openai.OVERRIDDEN, _one))),
-                ("/v1/messages", self._handler(Api(anthropic.read_messages, _message, anthropic.OVERRIDDEN, _one))),
+                ("/v1/chat/completions", self._handler(Api(openai.read_chat, openai.write_chat, openai.OVERRIDDEN))),
+                ("/v1/completions", self._handler(Api(openai.read_text, openai.write_text, openai.OVERRIDDEN))),
+                (
+                    "/v1/responses",
+                    self._handler(Api(responses.read_response, responses.write, openai.OVERRIDDEN, _ONE)),
+                ),
+                (
+                    "/v1/messages",
+                    self._handler(Api(anthropic.read_messages, anthropic.write, anthropic.OVERRIDDEN, _ONE)),
+                ),
                 ("/v1/messages/count_tokens", self._count),
             ):
                 app.router.add_post(base + path, handler)
@@ -119,7 +127,9 @@ class Gateway:
 
             retries = request.headers.get("x-stainless-retry-count", "0")
             again = retries.strip("0") != "" or "Idempotency-Key" in request.headers
-            answer = asyncio.ensure_future(session.once(await _key(request), again, generate))
+            digest = hashlib.blake2b(request.path.encode() + b"\0" + await request.read(), digest_size=16).hexdigest()
+            key = request.headers.get("Idempotency-Key", digest)
+            answer = asyncio.ensure_future(session.once(key, again, generate))
             headers = {"x-megarl-overridden": ",".join(overridden(body, api.overridden)), "request-id": name}
             try:
                 if flag(body, "stream"):
@@ -205,12 +215,6 @@ async def _body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-async def _key(request: web.Request) -> str:
-    """Return what names a request that a client may send again."""
-    given = request.headers.get("Idempotency-Key")
-    return given or hashlib.blake2b(request.path.encode() + b"\0" + await request.read(), digest_size=16).hexdigest()
-
-
 async def _streamed(
     request: web.Request,
     answer: asyncio.Future[list[ChatReply]],
@@ -266,27 +270,3 @@ def _delivering(replies: Sequence[ChatReply]) -> Iterator[None]:
         for reply in replies:
             reply.node.delivered = False
         raise
-
-
-def _chat(body: dict[str, Any], replies: Sequence[ChatReply], name: str) -> tuple[dict[str, Any], Iterator[str]]:
-    whole = openai.chat_response(replies, body, name, str(body.get("model")), int(time.time()))
-    return whole, openai.chat_stream(whole, body)
-
-
-def _text(body: dict[str, Any], replies: Sequence[ChatReply], name: str) -> tuple[dict[str, Any], Iterator[str]]:
-    whole = openai.text_response(replies, body, name, str(body.get("model")), int(time.time()))
-    return whole, openai.text_stream(whole, body)
-
-
-def _message(body: dict[str, Any], replies: Sequence[ChatReply], name: str) -> tuple[dict[str, Any], Iterator[str]]:
-    whole = anthropic.response(replies[0], name, str(body.get("model")))
-    return whole, anthropic.stream(whole)
-
-
-def _response(body: dict[str, Any], replies: Sequence[ChatReply], name: str) -> tuple[dict[str, Any], Iterator[str]]:
-    whole = responses.response(replies[0], name, str(body.get("model")), int(time.time()))
-    return whole, responses.stream(whole)
-
-
-def _one(body: dict[str, Any]) -> int:
-    return 1

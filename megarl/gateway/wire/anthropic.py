@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megarl.gateway.messages import ASSISTANT, SYSTEM, TOOL, USER, ChatMessage, ToolCall
 from megarl.gateway.session import ChatReply, ChatRequest, Refusal
-from megarl.gateway.wire.fields import items, join_texts, number, string, strings, wrong
+from megarl.gateway.wire.fields import items, join_texts, number, pieces, string, strings, wrong
 
 OVERRIDDEN = ("temperature", "top_p", "top_k")
-_PIECE = 24  # characters of a delta of a stream
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -35,8 +34,13 @@ def read_messages(body: dict[str, Any]) -> ChatRequest:
     return ChatRequest(messages, _tools(body), None, number(body, "max_tokens", 1), strings(body, "stop_sequences"))
 
 
-def response(reply: ChatReply, name: str, model: str) -> dict[str, Any]:
-    """Return the body of a message."""
+def write(body: dict[str, Any], replies: Sequence[ChatReply], name: str) -> tuple[dict[str, Any], Iterator[str]]:
+    """Return the body of a message, and the events of a stream with its content."""
+    whole = _whole(replies[0], name, str(body.get("model")))
+    return whole, _stream(whole)
+
+
+def _whole(reply: ChatReply, name: str, model: str) -> dict[str, Any]:
     message, blocks = reply.message, list[dict[str, Any]]()
     if message.reasoning:
         blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": name})
@@ -57,8 +61,7 @@ def response(reply: ChatReply, name: str, model: str) -> dict[str, Any]:
     }
 
 
-def stream(whole: dict[str, Any]) -> Iterator[str]:
-    """Yield the events of a stream with the content of a message."""
+def _stream(whole: dict[str, Any]) -> Iterator[str]:
     usage = whole["usage"]
     begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None, "usage": {**usage, "output_tokens": 0}}
     yield event("message_start", message=begun)
@@ -88,10 +91,10 @@ def _parts(block: dict[str, Any]) -> tuple[dict[str, Any], Iterator[dict[str, An
     """Return a block without its content, and the content in pieces."""
     if block["type"] == "tool_use":
         text = json.dumps(block["input"], ensure_ascii=False)
-        return {**block, "input": {}}, ({"type": "input_json_delta", "partial_json": piece} for piece in _pieces(text))
+        return {**block, "input": {}}, ({"type": "input_json_delta", "partial_json": piece} for piece in pieces(text))
     if block["type"] == "text":
-        return {**block, "text": ""}, ({"type": "text_delta", "text": piece} for piece in _pieces(block["text"]))
-    thoughts = [{"type": "thinking_delta", "thinking": piece} for piece in _pieces(block["thinking"])]
+        return {**block, "text": ""}, ({"type": "text_delta", "text": piece} for piece in pieces(block["text"]))
+    thoughts = [{"type": "thinking_delta", "thinking": piece} for piece in pieces(block["thinking"])]
     signature = {"type": "signature_delta", "signature": block["signature"]}
     return {**block, "thinking": "", "signature": ""}, iter([*thoughts, signature])
 
@@ -135,7 +138,3 @@ def _tools(body: dict[str, Any]) -> list[dict[str, Any]]:
         function = {"name": tool["name"], **described, "parameters": tool["input_schema"]}
         tools.append({"type": "function", "function": function})
     return [] if choice == "none" else tools
-
-
-def _pieces(text: str) -> Iterator[str]:
-    return (text[start : start + _PIECE] for start in range(0, len(text), _PIECE))

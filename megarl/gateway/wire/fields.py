@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megarl.gateway.session import Refusal
 
+_PIECE = 24  # characters of a piece of a stream
 _SHOWN = 100  # characters of a wrong value in a message
 
 
@@ -93,3 +94,8 @@ def refuse_changes(body: dict[str, Any], neutral: dict[str, Any]) -> None:
 def overridden(body: dict[str, Any], keys: Sequence[str]) -> list[str]:
     """Return the sampling settings of a request that the recipe's settings replace."""
     return [key for key in keys if body.get(key) is not None]
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Yield a text in the pieces of a stream."""
+    return (text[start : start + _PIECE] for start in range(0, len(text), _PIECE))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megarl.gateway.messages import ASSISTANT, SYSTEM, TOOL, USER, ChatMessage, ToolCall
 from megarl.gateway.session import ChatReply, ChatRequest, Refusal
-from megarl.gateway.wire.fields import flag, items, join_texts, number, refuse_changes, string, strings, wrong
+from megarl.gateway.wire.fields import flag, items, join_texts, number, pieces, refuse_changes, string, strings, wrong
 
 #: Sampling settings that the recipe's settings replace.
 OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "seed")
@@ -31,7 +32,6 @@ _NEUTRAL: dict[str, Any] = {
     "guided_regex": [],
     "guided_grammar": [],
 }
-_PIECE = 24  # characters of a chunk of a stream
 
 
 def read_chat(body: dict[str, Any]) -> ChatRequest:
@@ -62,22 +62,19 @@ def samples_of(body: dict[str, Any]) -> int:
     return number(body, "n", 1, MOST_SAMPLES) or 1
 
 
-def chat_response(
-    replies: Sequence[ChatReply], body: dict[str, Any], name: str, model: str, now: int
-) -> dict[str, Any]:
-    """Return the body of a chat completion."""
+def write_chat(body: dict[str, Any], replies: Sequence[ChatReply], name: str) -> tuple[dict[str, Any], Iterator[str]]:
+    """Return the body of a chat completion, and the events of a stream with its content."""
     choices = []
     for place, reply in enumerate(replies):
         choice = {"index": place, "message": _sent(reply.message), "finish_reason": _finish(reply)}
         choice["logprobs"] = _logprobs(reply) if flag(body, "logprobs") else None
         choices.append(_with_tokens(choice, reply, body))
-    return _whole("chat.completion", choices, replies, body, name, model, now)
+    whole = _whole("chat.completion", choices, replies, body, name)
+    return whole, _chat_stream(whole, body)
 
 
-def text_response(
-    replies: Sequence[ChatReply], body: dict[str, Any], name: str, model: str, now: int
-) -> dict[str, Any]:
-    """Return the body of a text completion."""
+def write_text(body: dict[str, Any], replies: Sequence[ChatReply], name: str) -> tuple[dict[str, Any], Iterator[str]]:
+    """Return the body of a text completion, and the events of a stream with its content."""
     choices = []
     for place, reply in enumerate(replies):
         text = reply.message.reasoning + reply.message.content
@@ -85,10 +82,11 @@ def text_response(
         if body.get("logprobs") is not None:
             choice["logprobs"] = {"token_logprobs": reply.node.logprobs, "tokens": [], "top_logprobs": None}
         choices.append(_with_tokens(choice, reply, body))
-    return _whole("text_completion", choices, replies, body, name, model, now)
+    whole = _whole("text_completion", choices, replies, body, name)
+    return whole, _text_stream(whole, body)
 
 
-def chat_stream(whole: dict[str, Any], body: dict[str, Any]) -> Iterator[str]:
+def _chat_stream(whole: dict[str, Any], body: dict[str, Any]) -> Iterator[str]:
     """Yield the events of a stream with the content of a chat completion."""
     head = {**{key: whole[key] for key in ("id", "created", "model")}, "object": "chat.completion.chunk"}
 
@@ -98,12 +96,12 @@ def chat_stream(whole: dict[str, Any], body: dict[str, Any]) -> Iterator[str]:
     for choice in whole["choices"]:
         message, place = choice["message"], choice["index"]
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-        deltas += [{"reasoning_content": piece} for piece in _pieces(message.get("reasoning_content") or "")]
-        deltas += [{"content": piece} for piece in _pieces(message["content"] or "")]
+        deltas += [{"reasoning_content": piece} for piece in pieces(message.get("reasoning_content") or "")]
+        deltas += [{"content": piece} for piece in pieces(message["content"] or "")]
         for number_, call in enumerate(message.get("tool_calls") or []):
             function = call["function"]
             deltas.append({"tool_calls": [{**call, "index": number_, "function": {**function, "arguments": ""}}]})
-            for piece in _pieces(function["arguments"]):
+            for piece in pieces(function["arguments"]):
                 deltas.append({"tool_calls": [{"index": number_, "function": {"arguments": piece}}]})
         for delta in deltas:
             yield chunk([{"index": place, "delta": delta, "finish_reason": None, "logprobs": None}])
@@ -114,11 +112,11 @@ def chat_stream(whole: dict[str, Any], body: dict[str, Any]) -> Iterator[str]:
     yield "data: [DONE]\n\n"
 
 
-def text_stream(whole: dict[str, Any], body: dict[str, Any]) -> Iterator[str]:
+def _text_stream(whole: dict[str, Any], body: dict[str, Any]) -> Iterator[str]:
     """Yield the events of a stream with the content of a text completion."""
     head = {key: whole[key] for key in ("id", "created", "model", "object")}
     for choice in whole["choices"]:
-        for piece in _pieces(choice["text"]):
+        for piece in pieces(choice["text"]):
             yield _event({**head, "choices": [{"index": choice["index"], "text": piece, "finish_reason": None}]})
         yield _event({**head, "choices": [{**choice, "text": ""}]})
     if flag(body.get("stream_options") or {}, "include_usage"):
@@ -203,19 +201,9 @@ def _with_tokens(choice: dict[str, Any], reply: ChatReply, body: dict[str, Any])
 
 
 def _whole(
-    kind: str,
-    choices: list[dict[str, Any]],
-    replies: Sequence[ChatReply],
-    body: dict[str, Any],
-    name: str,
-    model: str,
-    now: int,
+    kind: str, choices: list[dict[str, Any]], replies: Sequence[ChatReply], body: dict[str, Any], name: str
 ) -> dict[str, Any]:
-    sampled = sum(len(reply.node.token_ids) for reply in replies)
-    prompt = replies[0].prompt_tokens
+    sampled, prompt = sum(len(reply.node.token_ids) for reply in replies), replies[0].prompt_tokens
     usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-    return {"id": name, "object": kind, "created": now, "model": model, "choices": choices, "usage": usage}
-
-
-def _pieces(text: str) -> Iterator[str]:
-    return (text[start : start + _PIECE] for start in range(0, len(text), _PIECE))
+    head = {"id": name, "object": kind, "created": int(time.time()), "model": str(body.get("model"))}
+    return {**head, "choices": choices, "usage": usage}

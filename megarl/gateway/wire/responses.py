@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megarl.gateway.messages import ASSISTANT, SYSTEM, TOOL, USER, ChatMessage, ToolCall
 from megarl.gateway.session import ChatReply, ChatRequest, Refusal
-from megarl.gateway.wire.fields import items, join_texts, number, refuse_changes, string, wrong
+from megarl.gateway.wire.fields import items, join_texts, number, pieces, refuse_changes, string, wrong
 
 _ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": USER, "assistant": ASSISTANT}
-_PIECE = 24  # characters of a delta of a stream
 
 
 def read_response(body: dict[str, Any]) -> ChatRequest:
@@ -36,8 +36,18 @@ def read_response(body: dict[str, Any]) -> ChatRequest:
     return ChatRequest(messages, tools, None, number(body, "max_output_tokens", 1))
 
 
-def response(reply: ChatReply, name: str, model: str, now: int) -> dict[str, Any]:
-    """Return the body of a response."""
+def write(body: dict[str, Any], replies: Sequence[ChatReply], name: str) -> tuple[dict[str, Any], Iterator[str]]:
+    """Return the body of a response, and the events of a stream with its content."""
+    whole = _whole(replies[0], name, str(body.get("model")))
+    begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    events = (
+        f"event: {kind}\ndata: {json.dumps({'type': kind, 'sequence_number': place, **fields})}\n\n"
+        for place, (kind, fields) in enumerate(_events(whole, begun))
+    )
+    return whole, events
+
+
+def _whole(reply: ChatReply, name: str, model: str) -> dict[str, Any]:
     message, output = reply.message, list[dict[str, Any]]()
     if message.reasoning:
         summary = [{"type": "summary_text", "text": message.reasoning}]
@@ -53,7 +63,7 @@ def response(reply: ChatReply, name: str, model: str, now: int) -> dict[str, Any
     return {
         "id": name,
         "object": "response",
-        "created_at": now,
+        "created_at": int(time.time()),
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "error": None,
@@ -72,13 +82,6 @@ def response(reply: ChatReply, name: str, model: str, now: int) -> dict[str, Any
     }
 
 
-def stream(whole: dict[str, Any]) -> Iterator[str]:
-    """Yield the events of a stream with the content of a response."""
-    begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-    for place, (kind, fields) in enumerate(_events(whole, begun)):
-        yield f"event: {kind}\ndata: {json.dumps({'type': kind, 'sequence_number': place, **fields})}\n\n"
-
-
 def _events(whole: dict[str, Any], begun: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "response.created", {"response": begun}
     for place, item in enumerate(whole["output"]):
@@ -91,12 +94,12 @@ def _events(whole: dict[str, Any], begun: dict[str, Any]) -> Iterator[tuple[str,
         if item["type"] == "message":
             part, at = item["content"][0], {**where, "content_index": 0}
             yield "response.content_part.added", {**at, "part": {**part, "text": ""}}
-            for piece in _pieces(part["text"]):
+            for piece in pieces(part["text"]):
                 yield "response.output_text.delta", {**at, "delta": piece, "logprobs": []}
             yield "response.output_text.done", {**at, "text": part["text"], "logprobs": []}
             yield "response.content_part.done", {**at, "part": part}
         elif item["type"] == "function_call":
-            for piece in _pieces(item["arguments"]):
+            for piece in pieces(item["arguments"]):
                 yield "response.function_call_arguments.delta", {**where, "delta": piece}
             done = {"arguments": item["arguments"], "name": item["name"]}
             yield "response.function_call_arguments.done", {**where, **done}
@@ -107,7 +110,7 @@ def _events(whole: dict[str, Any], begun: dict[str, Any]) -> Iterator[tuple[str,
 def _add(messages: list[ChatMessage], item: dict[str, Any], key: str) -> None:
     """Add an item of the input: the items of one reply of the assistant become one message."""
     kind, last = item.get("type", "message"), messages[-1] if messages else ChatMessage(SYSTEM)
-    said = last if last.role == ASSISTANT else ChatMessage(ASSISTANT)
+    reply = last if last.role == ASSISTANT else ChatMessage(ASSISTANT)
     if kind == "message":
         role = _ROLES.get(string(item.get("role"), f"{key}.role"))
         if role is None:
@@ -116,22 +119,22 @@ def _add(messages: list[ChatMessage], item: dict[str, Any], key: str) -> None:
         if role != ASSISTANT:
             messages.append(ChatMessage(role, text))
             return
-        said = replace(said, content=said.content + text)
+        reply = replace(reply, content=reply.content + text)
     elif kind == "function_call_output":
         text = join_texts(item.get("output"), f"{key}.output")
         messages.append(ChatMessage(TOOL, text, call_id=string(item.get("call_id"), f"{key}.call_id")))
         return
     elif kind == "function_call":
         texts = (string(item.get(name), f"{key}.{name}") for name in ("call_id", "name", "arguments"))
-        said = replace(said, calls=(*said.calls, ToolCall(*texts)))
+        reply = replace(reply, calls=(*reply.calls, ToolCall(*texts)))
     elif kind == "reasoning":
         text = "".join(string(part.get("text"), key) for part in items(item, "summary"))
-        said = replace(said, reasoning=said.reasoning + text)
+        reply = replace(reply, reasoning=reply.reasoning + text)
     else:
         raise wrong(f"{key}.type", kind, "message, function_call, function_call_output, reasoning")
     if last.role == ASSISTANT:
         messages.pop()
-    messages.append(said)
+    messages.append(reply)
 
 
 def _tools(body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -143,7 +146,3 @@ def _tools(body: dict[str, Any]) -> list[dict[str, Any]]:
         function = {"name": tool["name"], **described, "parameters": tool.get("parameters") or {}}
         tools.append({"type": "function", "function": function})
     return tools
-
-
-def _pieces(text: str) -> Iterator[str]:
-    return (text[start : start + _PIECE] for start in range(0, len(text), _PIECE))
