@@ -133,8 +133,8 @@ def _check_heads(values: dict[str, Any], found: Architecture, refuse: Refuse) ->
     if found.even_hidden and hidden % heads:
         refuse("hidden_size", hidden, f"a multiple of the {heads} attention heads")
     if head_width(values) % 2 or not head_width(values):
-        # RoPE rotates the two halves of a head, so its width must be even.
-        # transformers rotates a part of the head, whose width may be even
+        # RoPE rotates the two halves of a head, so its width must be even. Where transformers rotates only a part of a
+        # head, the error must not call the width invalid.
         text = "this variant is not supported" if found.rope.partial else None
         refuse(found.rope.width_key, head_width(values), "even number > 0", text)
 

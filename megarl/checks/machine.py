@@ -53,7 +53,7 @@ def check_machine(
     _check_shared_memory(config, placement, machine, launcher, checks.of("shared memory"), starts)
     wanted = cluster.device_memory_gb
     if launcher == "ray":
-        starts = False  # Ray chooses the machines
+        starts = False  # Ray may choose other machines than this one
     if wanted is not None and not machine.has_gpu:
         if starts:
             checks.fail(

@@ -430,7 +430,7 @@ def check_schedules(config: RunConfig, roles: Roles, checks: Checklist) -> None:
 
 def check_job(config: RunConfig, job: str, checks: Checklist) -> None:
     """Check the requirements of commands other than train: steps to take, or a trained model."""
-    # a submitted job computes the steps itself
+    # with sft.epochs a submitted job computes the steps itself
     if job == "sft" and config.sft.steps == 0 and config.sft.epochs is None:
         checks.of("supervised phase").fail(
             "sft.steps",

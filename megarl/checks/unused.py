@@ -135,7 +135,7 @@ OWNERS = (
     ),
     Owner(
         "sft.optim",
-        # a submitted job computes its steps itself
+        # with sft.epochs a submitted job computes the steps itself
         lambda j: j.config.sft.steps > 0 or j.config.sft.epochs is not None,
         "no supervised steps come first",
         "set sft.steps",

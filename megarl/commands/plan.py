@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if (problem := config.task.plan_problem()) is not None:
         raise problem
     graph = build_task_graph(config)
-    if arguments.search:  # a search replaces the layout
+    if arguments.search:  # a search does not use the recipe's layout
         refuse_lengths(config, graph)
     else:
         refuse_plan(config, graph)

@@ -187,7 +187,7 @@ class ChatTemplate:
         if self._tools.system:
             try:
                 written = self._tools.system.strip() in self.write(_QUESTION, _EXAMPLE)
-            except DataError:  # some templates raise an error for the role
+            except DataError:  # some templates raise an error for the role `system`
                 written = False
             if not written:
                 raise ConfigError(

@@ -102,7 +102,7 @@ def _answered(line: bytes) -> tuple[dict[str, Any] | None, object]:
 def main() -> None:
     """Run the function that `ask` names; print its JSON result or its error as the last line of stdout."""
     end_with_parents()  # the import may never end, and the caller stops waiting at some time
-    sys.path.append(os.getcwd())  # workers also append the current folder
+    sys.path.append(os.getcwd())  # as workers do, so that the same modules are found
     module, _, name = sys.argv[1].partition(":")
     parts: dict[str, object] | None = None
     value = None

@@ -100,7 +100,7 @@ class EpisodeScores:
         parts = [Batch.from_bytes(data) for data in self._layout.dp_group.all_gather_bytes(rows.to_bytes())]
         every = Batch.concat(parts)
         report = self._scorer.score(every["embedding"], every["success"], every["task"], step=step)
-        if self._layout.rank == 0:  # `report` is about the episodes of all ranks
+        if self._layout.rank == 0:  # `report` has the episodes of all ranks, which must count once
             played = torch.tensor([not error for error in every["env_error"]], dtype=torch.bool)
             _record(metrics, report, every["progress"], played, every["uid"])
         first = sum(map(len, parts[: self._layout.dp_rank]))

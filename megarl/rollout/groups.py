@@ -258,7 +258,7 @@ class GroupGenerator:
         if generation is None:
             return self._take_complete()
         if generation.is_async:
-            # All ranks synchronize once per call, whether or not they have turns in flight. Turns go on meanwhile.
+            # All ranks synchronize once per call, with or without turns in flight. Generation continues meanwhile.
             self._continue(generation, lambda: True)
         elif generation.is_batched:
             if generation.any_busy(bool(self._in_turn)):

@@ -31,7 +31,7 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
         self._strings, self._tokenizer = list(strings), tokenizer
-        #: Characters that are decoded again with every new token.
+        #: Minimum number of a turn's last characters whose tokens are kept when earlier ones are dropped.
         self.kept = max(map(len, strings)) + _MARGIN
         self._last = "".join({string[-1] for string in strings})
         # With white space or clean-up, a token without a string's last character may complete the string.

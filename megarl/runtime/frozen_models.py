@@ -141,7 +141,7 @@ def _kept(c: RankState, checkpoint: Path) -> ReferencePlace:
         if lines:
             return _rewritten(c, checkpoint, folder, recorded, lines)
     folder = kept_reference(checkpoint)
-    # Another run's folder may be deleted during this run, so its reference is copied.
+    # This run's folder holds its own reference, so that of another run is copied.
     if checkpoint.resolve().parent != (c.run_dir / "checkpoints").resolve() and c.layout.rank == 0:
         with phase("keep_reference"), keep_beating():
             shutil.copytree(folder, c.run_dir / NEXT_REFERENCE)

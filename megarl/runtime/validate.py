@@ -67,7 +67,7 @@ def validate(c: RankState, films_of: int | None = None) -> Validation | None:
             why = why or next(filter(None, unplayed), "")
             columns = (samples["uid"], results, samples["response_text"], samples["data_source"], parts)
             for sample, error in zip(zip(*columns, strict=True), unplayed, strict=True):
-                if not error:  # a failed simulator is not the policy's fault
+                if not error:  # an episode whose simulator failed does not count against the policy
                     scored.append(from_reward(*sample, select_by=settings.select_by))
             wanted = settings.log_samples - len(rows)
             if films_of is not None and player is not None:
