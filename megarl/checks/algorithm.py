@@ -262,8 +262,8 @@ def _check_loss(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_echo(config: RunConfig, checks: Checklist) -> None:
-    """Check that the cross-entropy on observations (ECHO) has observations of text, and that no setting divides the
-    whole gradient by a number of trained tokens."""
+    """Check that the cross-entropy on observations (ECHO) has observations of text, and that the gradient is not
+    divided by a number of tokens that is known only after the update."""
     correction, value = config.rollout_correction.resolved(), config.algorithm.loss.echo_coef
     if not (config.has_turns and config.task.writes_text) or config.data.image_key is not None:
         checks.fail(

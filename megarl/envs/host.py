@@ -221,7 +221,7 @@ class HostSession:
         return self._take({number for number, answer in self._answers.items() if answer.done()})
 
     def all_answers(self) -> dict[int, Reply]:
-        """Return the replies to all started turns, in the order of their starts. Raise HostError as `any_answer`.
+        """Return the replies to all started turns, in the order of their starts. Raise HostError like `any_answer`.
 
         Environments that wait until other episodes end are left out (`Environment.is_waiting`).
         """
