@@ -102,6 +102,7 @@ class RolloutError(MegarlError):
 @stage(
     reads=["prompt_ids", "uid"],
     needs=_of_prompts,
+    optional=[EPISODE, LANE],
     writes=SAMPLE_FIELDS,
     gives=_of_episodes,
     kind=Kind.MODEL_INFERENCE,
@@ -125,6 +126,7 @@ def rollout(c: StepContext, prompts: Batch, *, rollout: RolloutRole) -> Batch:
 @stage(
     reads=_OF_ROWS,
     needs=_of_greedy,
+    optional=[EPISODE, LANE],
     writes=["greedy_score"],
     gives=lambda config: ["response_mask"] if config.has_turns else [],
     kind=Kind.MODEL_INFERENCE,
