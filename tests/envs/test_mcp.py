@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,24 +99,40 @@ def test_a_server_sees_no_variable_that_it_was_not_given(servers):
     assert servers.call("secret", {}) == ("42", False)
 
 
-def test_a_server_over_http_is_reached_again_after_its_end():
+@dataclass
+class Web:
+    """A server over HTTP, and its process, which a test may replace."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+
+    def settings(self, *tools: str) -> dict[str, Any]:
+        return {"url": f"http://127.0.0.1:{self.port}/mcp", "tools": list(tools)}
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def web() -> Iterator[Web]:
     port = free_port()
-    process = serve(port)
-    try:
-        servers = McpServers({"web": McpServer(url=f"http://127.0.0.1:{port}/mcp", tools=["multiply"])}, LIMIT_S)
-        assert servers.names == ["multiply"]
-        assert servers.call("multiply", {"a": 47, "b": 85}) == ("3995", False)
-        process.kill()
-        process.wait()
-        text, failed = servers.call("multiply", {"a": 2, "b": 3})
-        assert failed
-        assert text.startswith("error: ")
-        process = serve(port)
-        assert servers.call("multiply", {"a": 2, "b": 3}) == ("6", False)
-        servers.close()
-    finally:
-        process.kill()
-        process.wait()
+    served = Web(port, serve(port))
+    yield served
+    served.end()
+
+
+def test_a_server_over_http_is_reached_again_after_its_end(web):
+    servers = McpServers({"web": McpServer(**web.settings("multiply"))}, LIMIT_S)
+    assert servers.names == ["multiply"]
+    assert servers.call("multiply", {"a": 47, "b": 85}) == ("3995", False)
+    web.end()
+    text, failed = servers.call("multiply", {"a": 2, "b": 3})
+    assert failed
+    assert text.startswith("error: ")
+    web.process = serve(web.port)
+    assert servers.call("multiply", {"a": 2, "b": 3}) == ("6", False)
+    servers.close()
 
 
 def serve(port: int) -> subprocess.Popen[bytes]:
@@ -130,8 +148,8 @@ def serve(port: int) -> subprocess.Popen[bytes]:
     raise AssertionError("the server did not start")
 
 
-def test_what_a_model_calls_may_be_functions_and_servers_together():
-    own = {"name": "tools", "mcp": {"arithmetic": {"command": sys.executable, "args": [SERVER], "tools": ["multiply"]}}}
+def test_what_a_model_calls_may_be_functions_and_servers_together(web):
+    own = {"name": "tools", "mcp": {"arithmetic": web.settings("multiply")}}
     functions = [f"{Path(__file__).parent / 'some_tools.py'}:{name}" for name in ("shift", "sums")]
     _, settings = load_environment({**own, "tools": functions})
     assert [schema["function"]["name"] for schema in Tools.tools(settings)] == ["shift", "sums", "multiply"]
@@ -169,7 +187,6 @@ def test_a_server_that_is_described_wrongly_is_refused(server, message):
         (program(args=["-c", "pass"]), "'one' does not reply[\\s\\S]*start it|'one' does not reply"),
         (program(args=["-c", "import time; time.sleep(60)"], start_s=0.5), "nothing within 0.5 s"),
         (program(pass_env=["NOT_THERE"]), "NOT_THERE is not set"),
-        (program(tools=["divide"]), "does not have this tool[\\s\\S]*divide[\\s\\S]*multiply"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_refused(server, message):
@@ -177,9 +194,12 @@ def test_a_server_that_cannot_be_used_is_refused(server, message):
         McpServers({"one": server}, LIMIT_S)
 
 
-def test_two_tools_of_one_name_are_refused():
+def test_a_tool_that_a_server_does_not_have_and_two_tools_of_one_name_are_refused(web):
+    with pytest.raises(ConfigError, match=r"does not have this tool[\s\S]*divide[\s\S]*multiply"):
+        McpServers({"one": McpServer(**web.settings("divide"))}, LIMIT_S)
+    both = {name: McpServer(**web.settings("multiply")) for name in ("one", "two")}
     with pytest.raises(ConfigError, match=r"both have a tool 'multiply'"):
-        McpServers({"one": program(tools=["multiply"]), "two": program(tools=["multiply"])}, LIMIT_S)
+        McpServers(both, LIMIT_S)
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
