@@ -297,7 +297,7 @@ def scheduler_of(fleet: Fleet, number: int) -> psutil.Process:
     return max(psutil.Process(fleet._owned[number].pid).children(recursive=True), key=psutil.Process.num_threads)
 
 
-@pytest.mark.campaign("servers")  # as test_sglang_replace.py, and as a run's own in tests/runtime/test_sglang_run.py
+@pytest.mark.campaign("servers")  # as test_sglang_replace.py does with stand-ins of servers
 def test_a_server_whose_scheduler_hangs_is_replaced_while_the_other_one_draws(both: Fleet) -> None:
     """Turns come, a few each second, until another server has come in its place, with the weights of now."""
     pid, instance, before = both._owned[1].pid, both._owned[1].instance, both.servers[1].restarts
@@ -327,6 +327,18 @@ def test_a_server_whose_scheduler_hangs_is_replaced_while_the_other_one_draws(bo
     both.mark_failed(both.servers[0], "test")
     assert list(made.servers()) == [1]
     assert tokens(made.generate(requests(), sampling, EOS)) == undisturbed
+
+
+def test_a_server_whose_scheduler_hangs_gives_no_sign_of_life(both: Fleet) -> None:
+    """By which it is replaced: test_sglang_replace.py."""
+    scheduler, api = scheduler_of(both, 1), both.servers[1].api
+    scheduler.suspend()
+    try:
+        with pytest.raises(ServerError, match="within 3 s"):
+            api.call("/health_generate", deadline_s=3, phase="test", method="GET")
+    finally:
+        scheduler.resume()
+    api.call("/health_generate", deadline_s=60, phase="test", method="GET")
 
 
 def test_a_server_at_work_says_that_it_lives_long_before_its_samples_are_over(both: Fleet) -> None:

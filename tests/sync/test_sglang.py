@@ -290,6 +290,7 @@ def test_other_architectures_and_layouts(tmp_path, name, changes, layouts, param
 
 
 #: Layouts and transports by the number of the trainer's processes.
+HALVES = {2: [({"tp": 2}, "tensor"), (PP2, "distributed")]}
 BOTH = {4: [(TP2_PP2, "tensor"), (TP2_PP2, "distributed")]}
 ONE = {2: [({"tp": 2}, "tensor"), (PP2, "distributed"), (VPP2, "tensor")], **BOTH}
 EVERY = {2: [(layout, way) for layout in ({"tp": 2}, PP2, VPP2) for way in ("tensor", "distributed")], **BOTH}
@@ -299,7 +300,7 @@ EVERY = {2: [(layout, way) for layout in ({"tp": 2}, PP2, VPP2) for way in ("ten
     ("name", "tied", "dtype", "wire", "parameters", "layouts"),
     [
         pytest.param("qwen3", False, "float32", "fp32", PARAMETERS, ONE, marks=pytest.mark.campaign("servers")),
-        ("qwen2", True, "bfloat16", "bf16", 30, BOTH),
+        ("qwen2", True, "bfloat16", "bf16", 30, HALVES),
         pytest.param("qwen2", True, "bfloat16", "bf16", 30, EVERY, marks=pytest.mark.campaign("servers")),
     ],
 )
