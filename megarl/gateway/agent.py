@@ -62,6 +62,11 @@ class AgentSettings(EnvSettings):
         description="turns that are trained on. main: only those of sequences that begin with the system message of "
         "the episode's first call, so not those of sub-agents and of side calls such as titles",
     )
+    credit: Literal["each", "last"] = Field(
+        "each",
+        description="which turns the score of an episode counts for. each: all of them; last: only those that the last "
+        "call continues",
+    )
     models: list[str] = Field(
         default_factory=list,
         description="names of models, in addition to `policy`, that a call may give for the policy; `*`: any name",
@@ -239,7 +244,8 @@ class Agent(Environment):
         finally:
             await self._free()
         numbers = {**session.numbers(), "timeouts": float(self._late), **info}
-        return Step(Ending(session.untrained(main=self.settings.train == "main")), reward, True, numbers)
+        untrained = session.untrained(main=self.settings.train == "main", last=self.settings.credit == "last")
+        return Step(Ending(untrained), reward, True, numbers)
 
     def _result(self, program: Program, limited: bool) -> tuple[float, dict[str, float]]:
         """Return the reward and numbers that a program has left.

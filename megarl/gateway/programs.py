@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -155,7 +156,6 @@ class Programs:
         """End all programs."""
         if self._runner is not None and self._runner.returncode is None:
             self._runner.kill()  # the guardians end with it, and what they guard
-            await self._runner.wait()
         if self._reader is not None:
             await self._reader
         for folder in self._folders:
@@ -189,9 +189,12 @@ class Programs:
             program = self._running.pop(news["ended"])
             if not program.ended.done():
                 program.ended.set_result(news["code"])
+        await runner.wait()
+        if self._runner is runner:
+            self._runner = None  # the next program starts another one
         for program in self._running.values():
             if not program.ended.done():
-                program.ended.set_result(-9)
+                program.ended.set_result(-signal.SIGKILL)
         self._running.clear()
 
     def _send(self, runner: asyncio.subprocess.Process, order: dict[str, Any]) -> None:

@@ -214,16 +214,19 @@ class ChatSession:
         while self._waiting:
             self._refuse(self._waiting.popleft(), self._refusal_after_end())
 
-    def untrained(self, *, main: bool = False) -> tuple[int, ...]:
+    def untrained(self, *, main: bool = False, last: bool = False) -> tuple[int, ...]:
         """Return the numbers of the nodes that are not trained on: no client has received their reply.
 
-        With `main` also those of sequences with other system messages than the episode's first call has.
+        With `main` also those of sequences with other system messages than the episode's first call has, and with
+        `last` those that the last call does not continue.
         """
         nodes, record = self.record.nodes, self.record
         lost = {node.number for node in nodes if not node.delivered}
         if main and nodes:
             first = systems_of(nodes[0].messages)
             lost |= {node.number for node in nodes if systems_of(record.path(node)[0].messages) != first}
+        if last and nodes:
+            lost |= {node.number for node in nodes} - {node.number for node in record.path(nodes[-1])}
         return tuple(sorted(lost))
 
     def numbers(self) -> dict[str, float]:

@@ -69,6 +69,16 @@ def crashes(task: dict[str, Any]) -> None:
     raise KeyError("a defect of the agent")
 
 
+def kills(task: dict[str, Any]) -> float:
+    """End the process that starts the agents, as someone may who ends processes by hand."""
+    if task["row"]["prompt"] == "0":
+        with open(f"/proc/{os.getppid()}/stat") as file:
+            os.kill(int(file.read().rpartition(")")[2].split()[1]), 9)
+        time.sleep(60)
+    say([{"role": "user", "content": "1"}])
+    return 1.0
+
+
 def hangs(task: dict[str, Any]) -> None:
     """Start a process in a session of its own, and never end."""
     say([{"role": "user", "content": "1"}])

@@ -98,6 +98,13 @@ def test_an_agent_that_hangs_is_ended_with_all_that_it_started(tmp_path):
     assert alive == []
 
 
+def test_agents_start_again_after_the_process_that_starts_them_was_killed():
+    rows = [{"prompt": "0"}, {"prompt": "1"}]
+    lost, played = trajectories(scripted("1"), "kills", rows, on_error="mark", env={"max_running": 1})
+    assert "signal SIGKILL" in lost.error
+    assert (played.error, played.turn_rewards) == ("", [1.0])
+
+
 def test_more_episodes_than_may_run_at_once_are_all_played():
     rows = [{"prompt": str(n)} for n in range(5)]
     episodes = trajectories(scripted("1"), "guess", rows, env={"max_running": 2})

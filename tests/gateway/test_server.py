@@ -120,6 +120,7 @@ def test_sub_agents_may_be_left_out_of_training():
                 await client.post("/v1/chat/completions", json={**HELLO, "messages": messages})
             assert episode.session.untrained() == ()
             assert episode.session.untrained(main=True) == (1, 3)
+            assert episode.session.untrained(last=True) == (0, 1, 2)
 
     run(work())
 
