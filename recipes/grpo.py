@@ -22,6 +22,7 @@ from megarl.runtime.stages import (
     advantage,
     correction,
     curriculum,
+    experts,
     logprob,
     resampling,
     reward,
@@ -55,6 +56,8 @@ def build_graph(config: RunConfig) -> TaskGraph:
 
 def add_advantage(p: Pipeline, config: RunConfig) -> None:
     """Add the advantages of all samples and, if the recipe resamples, the number of copies of each."""
+    if config.algorithm.loss.expert_gate is not None and config.data.experts is not None:
+        p.add(experts.expert_gate)
     if "turn_keys" in needed_fields(config):
         p.add(turns.turn_keys)
     p.add(advantage.advantage)

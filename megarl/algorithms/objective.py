@@ -64,6 +64,9 @@ class TokenInputs:
     is_weights: Tensor | None = None  # importance weights of rollout correction
     observation_mask: Tensor | None = None  # bool, the environment's own tokens, for ECHO
     echo_weights: Tensor | None = None  # float32, weights of observation tokens in ECHO's loss
+    outside: Tensor | None = None  # bool, tokens without a rollout log-prob, which correction does not touch
+    expert_mask: Tensor | None = None  # bool, tokens of expert responses
+    expert_weights: Tensor | None = None  # float32, weights of expert tokens in their cross-entropy
     copies: Tensor | None = None  # int64 [B], how often each sample counts; None: each counts once
     # further inputs of the policy loss by name: fields that it reads, and the results of its `prepare`
     own: Mapping[str, Any] = field(default_factory=dict)
@@ -164,6 +167,14 @@ class Objective:
         counted = rows.spread(times.double(), mask)
         return (counted / all_sum(counted.sum()[None]).clamp(min=1)).float()
 
+    def expert_weights(self, inputs: TokenInputs, all_sum: AllSum) -> Tensor:
+        """Return the share of each token in the cross-entropy on expert responses: 1 / the number of expert tokens in
+        the mini-batch over all ranks."""
+        if inputs.expert_mask is None:
+            raise ValueError("the cross-entropy on expert responses needs the mask of their tokens")
+        counted = inputs.expert_mask.double()
+        return (counted / all_sum(counted.sum()[None]).clamp(min=1)).float()
+
     def prepare(self, inputs: TokenInputs, keys: Tensor, all_sum: AllSum) -> dict[str, Tensor]:
         """Call the loss's `prepare` on the whole mini-batch before its split; `keys` int64 [N] are random per token."""
         chosen = POLICY_LOSSES.choose(self.algorithm.loss)
@@ -211,6 +222,8 @@ class Objective:
         if bypasses or POLICY_LOSSES.spec(self.settings.name).mode == "decoupled":
             assert inputs.rollout_logp is not None, "correction or the loss compares with it"
             old_logp = inputs.rollout_logp
+            if inputs.outside is not None:
+                old_logp = torch.where(inputs.outside, logp.detach(), old_logp)
         late = self.counts_late(inputs)
         weights = self._weights(mask, torch.ones(2, dtype=torch.float64), inputs) if late else inputs.weights
         assert weights is not None, "set from `weigh`"
@@ -234,6 +247,9 @@ class Objective:
         )
         if inputs.echo_weights is not None:
             loss = loss + echo_loss(logp, inputs.echo_weights, self.settings.echo_coef, metrics)
+        if inputs.expert_weights is not None:
+            name = "actor/expert_loss"
+            loss = loss + echo_loss(logp, inputs.expert_weights, self.settings.expert_coef, metrics, name)
         if correction is not None:
             metrics.merge(correction.moments)
         if late:  # the weights must be divided by the tokens for token-mean, otherwise by the sequences
@@ -281,6 +297,7 @@ class Objective:
             rules=rules_of(correction) if correction.bypass else [],
             veto=correction.veto_threshold if correction.bypass else 0.0,
             copies=inputs.copies,
+            outside=inputs.outside,
         )
 
     def _weights(self, mask: Tensor, counts: Tensor, inputs: TokenInputs) -> Tensor:
@@ -290,19 +307,20 @@ class Objective:
         return aggregation_weights(mode, mask, counts, offsets=inputs.offsets, sum_norm=sum_norm, copies=inputs.copies)
 
 
-def echo_loss(logp: Tensor, weights: Tensor, coef: float, metrics: Metrics) -> Tensor:
-    """Return coef * sum(w (-logp)) over the environment's own tokens: the cross-entropy of its observations (ECHO).
+def echo_loss(logp: Tensor, weights: Tensor, coef: float, metrics: Metrics, name: str = "actor/echo_loss") -> Tensor:
+    """Return coef * sum(w (-logp)): the cross-entropy of the environment's own tokens (ECHO), or of expert responses.
 
     Args:
         logp: float [N], differentiable, of all tokens.
-        weights: [N], from `Objective.echo_weights`; 0 for all other tokens.
+        weights: [N], from `Objective.echo_weights` or `expert_weights`; 0 for all other tokens.
+        name: name of the metric.
 
     Source: ECHO (arXiv 2605.24517).
     """
     seen = weights > 0
     losses = torch.where(seen, -logp, 0)
     if count := int(seen.sum()):
-        metrics.mean("actor/echo_loss", float(losses.detach().double().sum()), count)
+        metrics.mean(name, float(losses.detach().double().sum()), count)
     return coef * (weights * losses).sum()
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 
 from megarl.checks.checklist import Checklist
+from megarl.config.data import PoolConfig
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.placement import Placement
@@ -22,7 +24,7 @@ def check_curriculum(
     """Check the pools, the order of the samples, and that a node of the graph records the scores."""
     if config.data.curriculum is None:
         return
-    _check_pools(config, checks)
+    _check_pools(config.data.curriculum.pools, checks)
     if not config.async_.in_order:
         checks.fail(
             KEY,
@@ -52,9 +54,7 @@ def check_curriculum(
         )
 
 
-def _check_pools(config: RunConfig, checks: Checklist) -> None:
-    assert config.data.curriculum is not None, "the caller checks this"
-    pools = config.data.curriculum.pools
+def _check_pools(pools: Mapping[str, PoolConfig], checks: Checklist) -> None:
     bounds = [math.inf if pool.up_to is None else pool.up_to for pool in pools.values()]
     shown = {name: pool.up_to for name, pool in pools.items()}
     if not bounds or bounds[-1] != math.inf:

@@ -16,6 +16,7 @@ from megarl.checks.curriculum import check_curriculum
 from megarl.checks.descriptors import check_descriptors
 from megarl.checks.disk import check_disk
 from megarl.checks.environment import check_packages, check_secrets
+from megarl.checks.experts import check_experts
 from megarl.checks.files import (
     check_chat_template,
     check_data,
@@ -123,6 +124,7 @@ def check_config(
     if job == "train":
         check_graph(config, built, checks)
         check_curriculum(config, graph, placement, checks.of("curriculum"))
+        check_experts(config, graph, checks.of("experts"))
         if not learns_pairs:
             _check_learning(config, roles, placement, facts, checks)
     if not learns_pairs:

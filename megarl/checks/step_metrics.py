@@ -49,6 +49,7 @@ _FORMS = (
         "actor/*_coef",
         "actor/distillation_*",
         "curriculum/*",
+        "experts/*",
         "env/*",
         "filter/*/kept",
         "perf/bottleneck/*",

@@ -11,6 +11,10 @@ from megarl.config.base import ComponentSection, Section
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"]
 
 
+#: Keys of `algorithm.loss` that belong to no single loss.
+_SHARED = ("aggregation", "sum_norm", "entropy_coef", "echo_coef", "expert_coef", "expert_gate")
+
+
 class AdvantageConfig(ComponentSection):
     """The advantage estimator. Each estimator also has keys of its own."""
 
@@ -38,11 +42,20 @@ class PolicyLossConfig(ComponentSection):
         description="weight of the cross-entropy on the environment's observations (ECHO), as 0.05; 0: no term",
     )
 
+    expert_coef: NonNegativeFloat = Field(
+        0.0, le=1000, description="weight of the cross-entropy on expert responses (data.experts); 0: no term"
+    )
+    expert_gate: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="train on a prompt's own samples only if more than this share of them has a score above 0.5, and "
+        "on its expert responses only otherwise (HPT: 0 or 0.25); null: on both",
+    )
+
     def of(self, name: str) -> PolicyLossConfig:
         """Return the settings of the loss `name`: the shared keys, and the loss's own keys with their defaults."""
-        return PolicyLossConfig(
-            name=name, **{key: getattr(self, key) for key in ("aggregation", "sum_norm", "entropy_coef", "echo_coef")}
-        )
+        return PolicyLossConfig(name=name, **{key: getattr(self, key) for key in _SHARED})
 
 
 class KLConfig(ComponentSection):

@@ -48,6 +48,30 @@ class CurriculumConfig(Section):
     )
 
 
+class ExpertsConfig(Section):
+    """Responses of others to training prompts, as further samples of prompt groups."""
+
+    files: list[str] = Field(
+        default_factory=list, description="rows with a prompt and a response, in the forms of train_files"
+    )
+    response_key: str = Field("response", description="column of the response: text, or a message of the assistant")
+    logp_key: str | None = Field(
+        None,
+        description="column of the log-probs of the response's tokens under the policy that wrote it, a list of "
+        "numbers; null: nobody knows them",
+    )
+    per_group: PositiveInt = Field(1, le=1024, description="most expert responses of a group")
+    share: float = Field(1.0, gt=0, le=1, description="share of the groups that get expert responses")
+    in_group: bool = Field(
+        False,
+        description="expert responses are samples of their group, with an advantage (luffy needs it; other losses need "
+        "log-probs and rollout_correction); false: only algorithm.loss.expert_coef learns them",
+    )
+    max_tokens: PositiveInt | None = Field(
+        None, description="longer examples, prompt included, are dropped; null: the model's limit"
+    )
+
+
 class DataConfig(Section):
     """The source of prompts."""
 
@@ -125,6 +149,9 @@ class DataConfig(Section):
     )
     curriculum: CurriculumConfig | None = Field(
         None, description="draw prompts by past success in place of epochs in a fixed order; null: off"
+    )
+    experts: ExpertsConfig | None = Field(
+        None, description="expert responses to training prompts beside the policy's own; null: none"
     )
     shuffle: bool = Field(True, description="shuffle each epoch by seed and epoch number")
     loader_kwargs: dict[str, Any] = Field(

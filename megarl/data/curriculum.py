@@ -57,7 +57,8 @@ class CurriculumLoader(PromptLoader):
         The scores must be those of all ranks. A row with several groups gets them in the order of its draws.
         """
         recorded, names = [], [*self.settings.pools, UNSEEN]
-        for (_, row), score in sorted((_draw_and_row(uid), score) for uid, score in scores.items()):
+        draws = [(*map(int, uid.rsplit("-", 2)[1:]), score) for uid, score in scores.items()]
+        for _, row, score in sorted(draws):
             average = self._averages[row]
             recorded.append(GroupScore(names[int(self._places(average))], score))
             unseen, decay = np.isnan(average), self.settings.decay
@@ -136,9 +137,3 @@ def group_means(uids: Sequence[str], scores: Sequence[float]) -> dict[str, float
     for uid, score in zip(uids, scores, strict=True):
         groups.setdefault(uid, []).append(score)
     return {uid: sum(values) / len(values) for uid, values in groups.items()}
-
-
-def _draw_and_row(uid: str) -> tuple[int, int]:
-    """Return (earlier draws, row) of a uid `SPLIT-K-ROW`."""
-    _, draws, row = uid.rsplit("-", 2)
-    return int(draws), int(row)

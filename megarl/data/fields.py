@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megarl.data.batch import Batch
     from megarl.data.jagged import Jagged
 
 #: Fields of samples with images.
@@ -31,6 +32,11 @@ ROUTES = "routes"
 
 #: The fields of kept tokens (`megarl.data.kept_tokens`).
 KEPT = KEPT_COUNTS, KEPT_IDS = "kept_counts", "kept_ids"
+
+#: The fields of runs with experts (`megarl.data.experts`).
+SOURCE, EXPERT_MASK = "source", "expert_mask"
+#: Values of `source`.
+POLICY, EXPERT = "policy", "expert"
 
 _MODEL_DTYPE = "float32 or bfloat16"
 _ROUTES_DTYPE = "uint8 or int16"
@@ -116,12 +122,20 @@ FIELDS: dict[str, Field] = {
     "response_mask": Field(
         "bool",
         "[B, response]",
-        "rollout, filter, greedy_rollout; loader of pairs",
+        "rollout, filter, greedy_rollout, expert_gate; loader of pairs",
         "tokens that are trained on: the policy's own, of samples that no filter leaves out",
         "[1, 1, 1]",
     ),
     "rollout_logp": Field(
-        "float32", "[B, response]", "rollout", "the engine's log-prob of each token", "[-0.1, -0.7, 0.0]"
+        "float32",
+        "[B, response]",
+        "rollout",
+        "the engine's log-prob of each token; of an expert's response that of its file, NaN: unknown",
+        "[-0.1, -0.7, 0.0]",
+    ),
+    "source": Field("str", "[B]", "rollout", "who wrote the response, with data.experts: policy or expert", '"policy"'),
+    "expert_mask": Field(
+        "bool", "[B, response]", "rollout, expert_gate", "tokens of an expert's response that are learnt", "[0, 0, 0]"
     ),
     "routes": Field(
         _ROUTES_DTYPE,
@@ -289,6 +303,9 @@ FIELDS: dict[str, Field] = {
     "echo_weights": Field(
         "float32", "[B, response]", "actor_train", "share of each of the environment's tokens in ECHO", "[0, 0, 0.5]"
     ),
+    "expert_weights": Field(
+        "float32", "[B, response]", "actor_train", "share of each expert token in their cross-entropy", "[0, 0, 0]"
+    ),
     "value_weights": Field(
         "float32", "[B, response]", "critic_train", "each token's share in the value loss", "[0.1, 0.1, 0.1]"
     ),
@@ -307,6 +324,13 @@ def current_name(name: str) -> str:
     """
     node, slash, field = name.rpartition("/")
     return f"{node}{slash}{_RENAMED.get(field, field)}"
+
+
+def own_places(samples: Batch) -> list[int]:
+    """Return the places of the samples that the policy generated; all of them in runs without experts."""
+    if SOURCE not in samples:
+        return list(range(len(samples)))
+    return [place for place, source in enumerate(samples[SOURCE]) if source != EXPERT]
 
 
 _HEAD = """# Fields of a batch

@@ -37,7 +37,7 @@ from megarl.runtime.resume_compatibility import buffered_entry
 from megarl.runtime.samples import groups_of_prompts, open_groups, samples_of
 from megarl.runtime.stages import sampling
 from megarl.runtime.stages.reward import is_scored
-from megarl.runtime.stages.rollout import record_samples, refuse_broken_logprobs
+from megarl.runtime.stages.rollout import record_samples, refuse_broken_logprobs, with_experts
 from megarl.runtime.validate import validates
 from megarl.system.metrics import Metrics
 from megarl.system.tracing import phase, set_step
@@ -270,6 +270,7 @@ class AsReadyLoop:
             )
             refuse_broken_logprobs(batch)
             record_samples(c.context, batch)
+            batch = with_experts(c.context, c.rollout, batch)
             self.channel.give(c.context, self.executor.graph[c.team.plan.nodes[0]], batch)
             batch = self.executor.run(c.context, batch)
         self._scoring.append(PendingGroups(numbers, batch, metrics, self.channel.aside))

@@ -27,6 +27,10 @@ class Seeds:
         """Return the seed of the environments of prompt `uid`, whose samples all start from the same state."""
         return self._seed("env", uid)
 
+    def expert(self, uid: str) -> int:
+        """Return the seed with which the expert responses of prompt `uid` are drawn."""
+        return self._seed("expert", uid)
+
     def teacher(self, uid: str) -> int:
         """Return the seed with which a teacher is chosen for all samples of prompt `uid`."""
         return self._seed("teacher", uid)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.config.task import TaskPlayer
     from megarl.config.training import OptimConfig
+    from megarl.data.experts import Experts
     from megarl.data.routes import RouteForm
     from megarl.models.policy import PolicyModel
     from megarl.rewards.parts import Rewards
@@ -365,6 +366,7 @@ class RolloutRole:
     stale: StaleWeights | None = None  # generates training samples with older weights (`rollout.stale_steps`)
     routes: RouteForm | None = None  # form of the routes that samples have (`rollout.replay_routes`)
     keeps_tokens: bool = False  # whether samples have the tokens that the filters kept (`rollout.replay_kept_tokens`)
+    experts: Experts | None = None  # expert responses that join the groups of a training step (`data.experts`)
     link: WeightLink = field(default_factory=WeightLink)  # transfers new weights to the engine
 
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:

@@ -21,6 +21,7 @@ from megarl.dag.stage import Role
 from megarl.data.announcement import NO_TOOLS, Announcement
 from megarl.data.curriculum import CurriculumLoader
 from megarl.data.end_tokens import end_tokens
+from megarl.data.experts import Experts, open_experts
 from megarl.data.image_prompts import ImagePrompts
 from megarl.data.loader import Described, PromptLoader
 from megarl.data.preferences import LabelledDataset, PairDataset, open_preferences
@@ -212,12 +213,13 @@ class _Source:
     loader: PromptLoader | None
     val_data: Described | None
     reward: Rewards | None
+    experts: Experts | None = None
 
     @classmethod
     def load(
         cls, c: StepContext, tokenizer: PreTrainedTokenizerBase, *, trainable: bool, scored: Scored, held_out: bool
     ) -> _Source:
-        config, layout, loader, val_data = c.config, c.layout, None, None
+        config, layout, loader, val_data, experts = c.config, c.layout, None, None, None
         trains = trainable and "train" in scored
         player = config.task.open_player(config, c.hf_config, tokenizer, layout)
         if player is not None:
@@ -231,11 +233,15 @@ class _Source:
         episodes = build_episodes(config, tokenizer, eos_ids, layout, images)
         prompts = partial(_prompts, config, tokenizer, NO_TOOLS if episodes is None else episodes.tools, images)
         if trains and config.data.train_files:
-            loader = _training_loader(c, prompts("train", scored=True))
+            data = prompts("train", scored=True)
+            experts = open_experts(config, tokenizer, data.prompt_ids, eos_ids, c.hf_config.max_position_embeddings)
+            loader = _training_loader(c, data)
+            if experts is not None and layout.rank == 0:
+                print(experts.describe(), flush=True)
         if config.data.held_out and held_out:
             val_data = prompts("val", scored="val" in scored)
         reward = Rewards(config.reward) if scored and layout.is_lead else None
-        return cls(eos_ids, episodes, None, loader, val_data, reward)
+        return cls(eos_ids, episodes, None, loader, val_data, reward, experts)
 
     def roles(
         self, c: StepContext, tokenizer: PreTrainedTokenizerBase, chunks: Sequence[PolicyModel]
@@ -263,6 +269,7 @@ class _Source:
                 stale=stale,
                 routes=routes,
                 keeps_tokens=config.rollout.replay_kept_tokens,
+                experts=self.experts,
             ),
             "scorer": ScorerRole(self.reward, by_environment, prompt_column(config)),
         }

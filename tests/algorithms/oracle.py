@@ -269,6 +269,8 @@ def loss_token(name, logp, old, a, cfg):
         return -a * logp
     if name == "dro":
         return -(a * logp - cfg.quadratic_coef / 2 * (logp - old) ** 2)
+    if name == "luffy":
+        return -a * capped(d, cfg.ratio_cap)
     if name in ("ipo", "kpop"):
         x, y = math.exp(logp), math.exp(old)
         far = abs(x - y) if name == "ipo" else max(two_outcomes(x, y), two_outcomes(y, x))

@@ -14,7 +14,7 @@ from megarl.algorithms.losses import POLICY_LOSSES
 from tests.algorithms import oracle
 from tests.algorithms.cases import Case, cases, close, make_case, poisoned
 
-TOKEN_LOSSES = ["ppo", "cispo", "sapo", "cpgd", "gpg", "dro", "dppo_tv", "dppo_kl", "ipo", "kpop"]
+TOKEN_LOSSES = ["ppo", "cispo", "sapo", "cpgd", "gpg", "dro", "dppo_tv", "dppo_kl", "ipo", "kpop", "luffy"]
 ROW_LOSSES = ["gspo", "gmpo", "vespo", "opsm"]
 PREPARED_LOSSES = ["clip_cov", "kl_cov", "m2po"]
 ALL = TOKEN_LOSSES + ROW_LOSSES + PREPARED_LOSSES
@@ -340,6 +340,7 @@ WEIGHTS = {
     "dppo_kl": (20.0, 20.0),
     "kl_cov": (None, None),
     "ipo": (20.1, 20.1),
+    "luffy": (20.0, 20.0),
     "kpop": (20.1, 20.1),
     "vespo": (1.3, 1.3),
     "opsm": (1.2, 3.0),

@@ -65,6 +65,19 @@ LOSSES = {
     "dppo": Worked(
         "dppo_tv", FIVE, {"trust_region": 0.1, "ratio_cap": None}, 4.114872, [-0.213333, -0.133333, 4, 0, 0.461538]
     ),
+    # Scores 0, 1, 0 of the policy and 1 of the expert: advantages of -0.5 and 0.5; the expert has no old log-probs.
+    "luffy": Worked(
+        "luffy",
+        {
+            "new": [[0.6, 0.3], [0.05, 0.9]],
+            "old": [[0.5, 0.4], [math.nan, math.nan]],
+            "advantages": [[-0.5] * 2, [0.5] * 2],
+            "expert": [[0.0] * 2, [1.0] * 2],
+        },
+        {},
+        0.089583,
+        [0.15, 0.09375, -0.027778, -0.01125],
+    ),
     "vespo": Worked("vespo", TWO_ROWS | UP, {}, -0.073082, [-0.233231] * 2 + [0.124159] * 3),
     "vespo, signs exchanged": Worked("vespo", TWO_ROWS | DOWN, {}, -0.064529, [0.152763] * 2 + [-0.050204] * 3),
     **{
@@ -119,9 +132,11 @@ def test_loss_and_gradient(case: Worked) -> None:
     offsets = torch.tensor([0, *map(len, case.rows["new"])]).cumsum(0)
     mask = torch.ones(len(logp), dtype=torch.bool)
     fields = {"rollout_logp": logs(case.rows["rollout"])} if "rollout" in case.rows else {}
+    given = [x for row in case.rows.get("expert", []) for x in row]
+    own = {"expert_mask": torch.tensor(given).bool()} if given else {}
     prepared = spec.prepare(old, advantages, mask, cfg, keys=mask.long(), **fields) if spec.prepare else {}
     old = fields.get("rollout_logp", old)
-    token_loss, _ = POLICY_LOSSES.get(case.name)(logp, old, advantages, mask, cfg, offsets=offsets, **prepared)
+    token_loss, _ = POLICY_LOSSES.get(case.name)(logp, old, advantages, mask, cfg, offsets=offsets, **prepared, **own)
     weights = aggregation_weights(case.aggregation, mask, local_counts(mask, offsets), offsets=offsets)
     loss = (weights * token_loss).sum()
     loss.backward()

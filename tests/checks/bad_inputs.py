@@ -245,6 +245,18 @@ data.answer_key=solution & data.train_files=[good.jsonl] -> good.jsonl:1
 sft.response_key=x & sft.steps=1 & data.train_files=[good.jsonl] -> good.jsonl:1
 data.overlong=cut
 data.shuffle=maybe
+data.experts={} & algorithm.loss.expert_coef=1 -> data.experts.files
+data.experts.files=[good.jsonl] -> algorithm.loss.expert_coef
+data.experts.files=[good.jsonl] & algorithm.loss.name=luffy -> data.experts.in_group
+data.experts={files: [good.jsonl], in_group: true} -> data.experts.in_group
+data.experts={files: [good.jsonl], in_group: true, logp_key: p} -> data.experts.in_group
+data.experts={files: [good.jsonl], logp_key: p} & algorithm.loss.expert_coef=1 -> data.experts.logp_key
+data.experts={files: [good.jsonl], in_group: true} & algorithm.loss={name: luffy, expert_gate: 0} -> algorithm.loss.expert_gate
+data.experts.files=[good.jsonl] & algorithm.loss.expert_coef=1 & rollout.replay_kept_tokens=true -> rollout.replay_kept_tokens
+data.experts.share=0
+algorithm.loss.name=luffy
+algorithm.loss.expert_coef=1
+algorithm.loss.expert_gate=0
 data.curriculum={} -> data.curriculum.pools
 data.curriculum.pools={hard: {up_to: 0.2}} -> data.curriculum.pools
 data.curriculum.pools={easy: {}, hard: {up_to: 0.2}} -> data.curriculum.pools
@@ -253,7 +265,6 @@ data.curriculum.pools={all: {weight: 0}} -> data.curriculum.pools
 data.curriculum.pools={all: {weight: -1}} -> data.curriculum.pools.all.weight
 data.curriculum={pools: {all: {}}, decay: 1} -> data.curriculum.decay
 data.curriculum.pools={all: {}} & async={max_staleness: 1, order: as_ready} -> data.curriculum
-data.curriculum.pools={all: {}} & algorithm.pipeline=srpo -> data.curriculum
 sft.steps=5 & sft.stop_at_accuracy=0.5 -> sft.eval_every
 """,
     "paths": """

@@ -53,6 +53,7 @@ NEEDS: dict[str, list[str]] = {
     "kl_cov": ["algorithm.loss.cov_fraction=0.2"],
     "pg_is": ["rollout_correction.preset=pg_is"],
     **{name: ["rollout_correction.preset=ppo_is_bypass"] for name in ("ipo", "kpop", "opsm", "vespo")},
+    "luffy": ["data.experts={files: [FOLDER/experts.jsonl], in_group: true, per_group: 2, share: 0.8}"],
     "gspo": ["algorithm.loss.aggregation=seq-mean-token-mean"],
     "gmpo": ["algorithm.loss.aggregation=seq-mean-token-mean"],
 }
@@ -71,6 +72,17 @@ RECIPES = {
         f"loss {name}": [f"algorithm.loss.name={name}", "actor.mini_batch_size=2", *NEEDS.get(name, [])]
         for name in POLICY_LOSSES.names()
     },
+    "HPT": [
+        *(
+            "data.experts={files: [FOLDER/experts.jsonl], share: 0.5}",
+            "algorithm.loss={expert_coef: 1.0, expert_gate: 0.3}",
+        ),
+        *("rollout_correction.preset=decoupled_geo_rs_token_tis", "actor.mini_batch_size=2"),
+    ],
+    "experts with log-probs": [
+        "data.experts={files: [FOLDER/experts.jsonl], in_group: true, logp_key: logp}",
+        *("rollout_correction.preset=ppo_is_bypass", "algorithm.kl={use: loss, coef: 0.1}"),
+    ],
     "loss of a user, prepared": ["algorithm.loss.name=tests.runtime.test_algorithms:on_the_likely"],
     "loss, estimator and reward of the documentation": [
         "algorithm.loss={name: 'FOLDER/my_losses.py:leash', pull: 0.05, aggregation: seq-mean-token-mean}",
@@ -175,6 +187,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = tmp_path_factory.mktemp("algorithms")
     harness.write_recipe(here)
     (here / "parts.py").write_text(REWARD)
+    sums = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(1, 10) for b in range(1, 10)]
+    rows = [row | {"logp": [-0.1] * (len(row["response"]) + 1)} for row in sums]
+    (here / "experts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shown = {"leash": "losses", "above_the_batch": "estimators", "capped": "kl", "long_enough": "filters"}
     for name, file in ((name, f"my_{kind}.py") for name, kind in shown.items()):
         (here / file).write_text(code_with(f"def {name}(", "algorithms.md"))
@@ -309,6 +324,14 @@ def test_a_few_steps(name: str, folder: Path, teacher: Path, tmp_path: Path) -> 
     if name.startswith("KL and filter"):
         assert 0 < lines[-1]["filter/kept"] <= 1
         assert 0 < lines[-1]["actor/kl_loss"] <= 0.5
+    if name in ("loss luffy", "HPT", "experts with log-probs"):
+        assert all(line["experts/samples"] > 0 and line["experts/score/mean"] > 1 for line in lines)
+        assert all(line["critic/score/max"] < 1 for line in lines), "the policy's own samples only"
+    if name == "loss luffy":
+        assert lines[0]["actor/expert_prob"] == pytest.approx(1 / 20, rel=0.3)  # of a fresh model with 20 tokens
+    if name == "HPT":
+        assert all(line["experts/sft_groups"] > 0 for line in lines)
+        assert lines[0]["actor/expert_loss"] == pytest.approx(math.log(20), rel=0.1)
     if name == "filters":
         assert 0 <= lines[0]["filter/kept"] < 1
 

@@ -49,6 +49,9 @@ def make_batch(masked: str) -> Batch:
         mask[responses.offsets[2] : responses.offsets[3]] = False
     batch.set("response_mask", responses.like(mask))
     batch.set("advantages", responses.like(noise(1.0)))
+    expert = torch.zeros(n, dtype=torch.bool)
+    expert[responses.offsets[1] : responses.offsets[2]] = True
+    batch.set("expert_mask", responses.like(expert))
     batch.set("drift", responses.like(noise(0.4)))
     return batch
 

@@ -47,6 +47,7 @@ def correct(
     rules: Sequence[Rule] = (),
     veto: float = 0.0,
     copies: Tensor | None = None,
+    outside: Tensor | None = None,
     all_sum: AllSum = one_rank,
 ) -> Correction:
     """Compute weights, rejection and metrics for rho = exp(clamp(logp - rollout_logp, -20, 20)), without gradient.
@@ -63,11 +64,14 @@ def correct(
         rules: a token is trained on if all of them accept it.
         veto: reject sequences with a ratio (not clamped) below this value; 0: no veto.
         copies: int64 [B], how often each sequence counts in the mean weight; None: once.
+        outside: bool, same shape, tokens without a rollout log-prob (experts'): they are trained on if the mask holds,
+            with weight 1, and neither measured nor rejected; None: there are none.
         all_sum: adds over ranks; every rank must call it, once, if weights are normalised.
     """
     rows = Rows.of(mask, offsets)
     flat = [x.detach().reshape(-1) for x in (logp, rollout_logp)]
-    flat_mask = mask.reshape(-1)
+    every_token = mask.reshape(-1)
+    flat_mask = every_token if outside is None else every_token & ~outside.reshape(-1)
     weights = torch.ones_like(flat[0], dtype=torch.promote_types(logp.dtype, torch.float32))
     accepted, keep = torch.empty_like(flat_mask), flat_mask.new_ones(len(rows))
     moments, normaliser = Moments(), torch.zeros(2, dtype=torch.float64, device=mask.device)
@@ -91,6 +95,10 @@ def correct(
         factor = mean_weight(*all_sum(normaliser.cpu()).tolist())
         bag.mean("rollout_corr/is_batch_norm", factor, 1)
         weights.div_(factor)
+    if outside is not None:
+        free = every_token & outside.reshape(-1)
+        accepted |= free
+        weights.masked_fill_(free, 1)
     weights.masked_fill_(~accepted, 0)  # multiplication by the mask would keep the NaN of rejected tokens
     return Correction(weights.view(mask.shape), accepted.view(mask.shape), keep, bag, normaliser)
 

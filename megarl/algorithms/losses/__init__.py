@@ -10,6 +10,7 @@ from megarl.algorithms.losses.gmpo import gmpo
 from megarl.algorithms.losses.gpg import gpg
 from megarl.algorithms.losses.gspo import gspo
 from megarl.algorithms.losses.ipo import ipo, kpop
+from megarl.algorithms.losses.luffy import luffy
 from megarl.algorithms.losses.m2po import m2po
 from megarl.algorithms.losses.opsm import opsm
 from megarl.algorithms.losses.pg_is import pg_is
@@ -32,6 +33,7 @@ __all__ = [
     "ipo",
     "kl_cov",
     "kpop",
+    "luffy",
     "m2po",
     "opsm",
     "pg_is",

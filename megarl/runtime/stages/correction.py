@@ -9,9 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role, stage
+from megarl.data.fields import EXPERT_MASK
 from megarl.data.versions import VERSION_FIELDS, tokens_by_version
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megarl.algorithms.correction import Correction
     from megarl.config.correction import ResolvedCorrection
     from megarl.data.batch import Batch
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 _MEASURED = ["old_logp", "rollout_logp", "response_mask", *VERSION_FIELDS]
 
 
-@stage(reads=_MEASURED, writes=["loss_mask", "keep", "is_weights"], role=Role.ACTOR)
+@stage(reads=_MEASURED, optional=[EXPERT_MASK], writes=["loss_mask", "keep", "is_weights"], role=Role.ACTOR)
 def rollout_correction(c: StepContext, samples: Batch) -> Batch:
     """Compute importance weights and rejected tokens from the ratio pi_old / pi_rollout.
 
@@ -39,7 +42,7 @@ def rollout_correction(c: StepContext, samples: Batch) -> Batch:
     return samples
 
 
-@stage(reads=_MEASURED, writes=[], role=Role.ACTOR)
+@stage(reads=_MEASURED, optional=[EXPERT_MASK], writes=[], role=Role.ACTOR)
 def rollout_gap(c: StepContext, samples: Batch) -> Batch:
     """Record metrics of the ratio pi_old / pi_rollout without changing samples."""
     _measure(c, samples, c.config.rollout_correction.resolved())
@@ -68,6 +71,7 @@ def _measure(c: StepContext, samples: Batch, correction: ResolvedCorrection) -> 
         is_normalize_over=correction.is_normalize_over,
         rules=rules_of(correction),
         veto=correction.veto_threshold,
+        outside=outside_tokens(samples),
         all_sum=c.all_sum,
     )
     moments = result.moments.merge(ages(c, samples))
@@ -77,10 +81,19 @@ def _measure(c: StepContext, samples: Batch, correction: ResolvedCorrection) -> 
     return result
 
 
+def outside_tokens(samples: Batch) -> Tensor | None:
+    """Return the expert tokens without a log-prob of the policy that wrote them, bool [N]; None without experts."""
+    if EXPERT_MASK not in samples:
+        return None
+    return samples[EXPERT_MASK].values & samples["rollout_logp"].values.isnan()
+
+
 def ages(c: StepContext, samples: Batch) -> Metrics:
     """Return metrics of the off-policy steps of this rank's generated tokens; an environment's tokens do not count."""
     from megarl.algorithms.correction import staleness
 
-    versions, tokens = tokens_by_version(samples, samples["response_mask"].values)
+    mask = samples["response_mask"].values
+    mask = mask & ~samples[EXPERT_MASK].values if EXPERT_MASK in samples else mask
+    versions, tokens = tokens_by_version(samples, mask)
     buckets = c.config.rollout.stale_steps + c.config.async_.max_staleness + 2
     return staleness(versions, tokens, c.step - 1, buckets)

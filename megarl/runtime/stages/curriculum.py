@@ -5,27 +5,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role, stage
+from megarl.data.fields import SOURCE, own_places
+from megarl.data.lanes import LANE, leads
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch
     from megarl.runtime.context import StepContext
 
 
-@stage(reads=["uid", "score"], optional=["env_error"], writes=[], role=Role.REWARD)
+@stage(reads=["uid", "score"], optional=["env_error", SOURCE, LANE], writes=[], role=Role.REWARD)
 def curriculum(c: StepContext, samples: Batch) -> Batch:
-    """Record the mean scores of the groups of all replicas; episodes whose environment failed do not count.
+    """Record the mean scores of the groups of all replicas; failed episodes and expert responses do not count.
 
     The scores are those before penalties, and of groups that dynamic sampling drops, too.
     """
     from megarl.data.curriculum import group_means
 
-    assert c.curriculum is not None, "the team that generates draws the prompts"
+    if c.curriculum is None:
+        raise ValueError("the team that generates draws the prompts, so this node belongs to it")
     failed = samples["env_error"] if "env_error" in samples else [""] * len(samples)
-    scored = [
-        (uid, score)
-        for uid, score, error in zip(samples["uid"], samples["score"].tolist(), failed, strict=True)
-        if not error
-    ]
+    scores = samples["score"].tolist()
+    places = {*own_places(samples)} & {*leads(samples)}
+    scored = [(samples["uid"][place], scores[place]) for place in sorted(places) if not failed[place]]
     means = group_means([uid for uid, _ in scored], [score for _, score in scored])
     everywhere: dict[str, float] = {}
     for share in c.layout.dp_group.all_gather_json(means):

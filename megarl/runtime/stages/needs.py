@@ -15,7 +15,7 @@ from megarl.algorithms.needs import (
     loss_fields,
     reference_fields,
 )
-from megarl.data.fields import IMAGES, KEPT, ROUTES
+from megarl.data.fields import EXPERT_MASK, IMAGES, KEPT, ROUTES, SOURCE
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -53,7 +53,13 @@ def update_fields(config: RunConfig) -> list[str]:
     }
     read, taught = loss_fields(algorithm), [*reference_fields(algorithm), *distillation_fields(algorithm)]
     fields = list(dict.fromkeys([*read, *(name for name, needed in wanted.items() if needed), *taught]))
-    return fields + policy_fields(config) + echo_fields(config)
+    experts = [] if config.data.experts is None else [EXPERT_MASK]
+    return list(dict.fromkeys([*fields, *policy_fields(config), *echo_fields(config), *experts]))
+
+
+def expert_fields(config: RunConfig) -> list[str]:
+    """List the fields that tell expert responses from the policy's own; none without `data.experts`."""
+    return [] if config.data.experts is None else [SOURCE, EXPERT_MASK]
 
 
 def echo_fields(config: RunConfig) -> list[str]:

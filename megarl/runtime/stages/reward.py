@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Kind, Role, stage
-from megarl.data.fields import DIGESTS, GRIDS, PATCHES
+from megarl.data.fields import DIGESTS, GRIDS, PATCHES, SOURCE, own_places
 from megarl.data.lanes import EPISODE, LANE, branches, leads, spread
 from megarl.runtime.stages.needs import model_fields, part_fields
 from megarl.system.errors import ConfigError
@@ -50,7 +50,7 @@ def reward_submit(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batc
 
 @stage(
     reads=["response_ids", "uid"],
-    optional=["turn_ends", "turn_rewards", EPISODE, LANE, "env_error"],
+    optional=["turn_ends", "turn_rewards", EPISODE, LANE, "env_error", SOURCE],
     consumes=[PENDING],
     writes=["score", "token_rewards"],
     gives=part_fields,
@@ -91,7 +91,7 @@ def model_score(c: StepContext, samples: Batch, *, reward_model: RewardModelRole
 
 @stage(
     reads=["response_ids", "uid", "rule_rewards", "model_score"],
-    optional=[EPISODE, LANE, "env_error"],
+    optional=[EPISODE, LANE, "env_error", SOURCE],
     writes=["score", "token_rewards"],
     gives=part_fields,
     role=Role.ADVANTAGE,
@@ -114,6 +114,11 @@ def write_scores(c: StepContext, samples: Batch, results: list[dict[str, Any]], 
     parts = list(c.config.algorithm.advantage.parts)
     if parts:
         samples.set("reward_parts", part_table(results, parts))
+    places = own_places(samples)
+    if others := len(samples) - len(places):
+        scores = samples["score"].double()
+        c.metrics.mean("experts/score/mean", float(scores.sum() - scores[places].sum()), others)
+        samples, results = samples.select(places), [results[place] for place in places]
     places = leads(samples)
     samples, results = samples.select(places), [results[place] for place in places]
     c.metrics.merge(reward_metrics(results))

@@ -6,10 +6,10 @@ from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
-from megarl.data.fields import DATA_IMAGES, GRIDS, IMAGES
+from megarl.data.fields import DATA_IMAGES, EXPERT, GRIDS, IMAGES, SOURCE
 from megarl.data.lanes import EPISODE, LANE, leads
 from megarl.data.versions import VERSION_FIELDS, token_versions
-from megarl.runtime.stages.needs import call_fields, echo_fields, needed_fields, replayed_fields
+from megarl.runtime.stages.needs import call_fields, echo_fields, expert_fields, needed_fields, replayed_fields
 from megarl.system.errors import MegarlError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _of_episodes(config: RunConfig) -> list[str]:
         return config.task.sample_fields(config)
     replayed = replayed_fields(config)
     if not config.has_turns:
-        return replayed
+        return [*replayed, *expert_fields(config)]
     return [
         *replayed,
         *TURN_FIELDS,
@@ -90,7 +90,7 @@ def generated_fields(config: RunConfig) -> list[str]:
     if not config.task.writes_text:
         return [*SAMPLE_FIELDS, *_of_episodes(config)]
     turns = (*TURN_FIELDS, *_lanes(config), *echo_fields(config)) if config.has_turns else ()
-    return [*SAMPLE_FIELDS, *replayed_fields(config), *turns, *_data_prompt(config)]
+    return [*SAMPLE_FIELDS, *replayed_fields(config), *turns, *_data_prompt(config), *expert_fields(config)]
 
 
 class RolloutError(MegarlError):
@@ -120,7 +120,19 @@ def rollout(c: StepContext, prompts: Batch, *, rollout: RolloutRole) -> Batch:
     record_samples(c, samples)
     if rollout.player is not None:
         rollout.player.record(c, samples)
-    return samples
+    return with_experts(c, rollout, samples)
+
+
+def with_experts(c: StepContext, rollout: RolloutRole, samples: Batch) -> Batch:
+    """Return the samples of whole groups with the expert responses that join them; without experts the samples."""
+    if rollout.experts is None:
+        return samples
+    joined = rollout.experts.added_to(samples, c.seeds)
+    groups = len(set(samples["uid"]))
+    with_some = len({uid for uid, source in zip(joined["uid"], joined[SOURCE], strict=True) if source == EXPERT})
+    c.metrics.mean("experts/groups", with_some, max(1, groups))
+    c.metrics.sum("experts/samples", len(joined) - len(samples))
+    return joined
 
 
 @stage(

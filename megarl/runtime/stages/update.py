@@ -12,8 +12,10 @@ from megarl.algorithms.rows import Rows
 from megarl.algorithms.select import random_keys
 from megarl.algorithms.user_code import naming_samples
 from megarl.dag.stage import Kind, Role, stage
+from megarl.data.fields import EXPERT_MASK
 from megarl.data.groups import ORDINAL, group_numbers, group_places
 from megarl.data.versions import VERSION_FIELDS
+from megarl.runtime.stages.correction import outside_tokens
 from megarl.runtime.stages.logprob import SURPLUS_LOGP
 from megarl.runtime.stages.needs import update_fields
 from megarl.runtime.stages.resampling import COPIES
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
         "sample_id",
         ORDINAL,
         COPIES,
+        EXPERT_MASK,
     ],
     needs=update_fields,
     writes=[],
@@ -143,6 +146,8 @@ def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
         mini.set("loss_weights", mask.like(weights))
     if objective.settings.echo_coef:
         mini.set("echo_weights", mask.like(objective.echo_weights(inputs, c.all_sum)))
+    if objective.settings.expert_coef:
+        mini.set("expert_weights", mask.like(objective.expert_weights(inputs, c.all_sum)))
     if objective.prepares:
         for name, values in objective.prepare(inputs, _keys(c, mini, actor.step), c.all_sum).items():
             fields[name] = f"prepared_{name}"
@@ -193,8 +198,10 @@ def token_inputs(
         value = value.values if isinstance(value, Jagged) else value
         return value.to(device) if hasattr(value, "to") else value  # a column is a list, which stays on the host
 
+    outside = outside_tokens(samples) if "rollout_logp" in samples else None
     return TokenInputs(
         offsets=samples["response_mask"].offsets.to(device),
+        outside=None if outside is None else outside.to(device),
         **{argument: flat(name) for argument, name in _INPUTS.items() if name in samples.names()},
         own={argument: flat(name) for argument, name in (own or {}).items()},
     )
@@ -227,5 +234,7 @@ _INPUTS = {
     "is_weights": "is_weights",
     "observation_mask": "observation_mask",
     "echo_weights": "echo_weights",
+    "expert_mask": EXPERT_MASK,
+    "expert_weights": "expert_weights",
     "copies": COPIES,
 }
