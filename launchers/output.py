@@ -61,7 +61,7 @@ class OutputLog:
         self.record("launcher", text)
 
     def record(self, source: str, text: str) -> None:
-        """Add `text` only to the file, marked with its `source`."""
+        """Write `text` into the log file but not to the console, each line marked with its `source`."""
         with self._lock:
             self._keep("".join(f"[{source}] {line}\n" for line in text.splitlines()).encode("utf-8", "replace"))
 
@@ -163,6 +163,6 @@ class Follower:
                     self._log.write(rank, data)
 
     def close(self) -> None:
-        """Copy the remaining output and stop."""
+        """Copy the workers' remaining output and end the thread."""
         self._done.set()
         self._thread.join()

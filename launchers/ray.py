@@ -216,8 +216,8 @@ class RayWorkers:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
 
     def _number(self) -> None:
-        """Assign the actors to the teams' workers (`megarl.launchers.seats`), and find the GPUs left to servers:
-        a short Ray task in each bundle returns which of the bundle's GPUs no actor uses.
+        """Assign the actors to the teams' workers (`megarl.launchers.seats`), and find the GPUs that servers can use: a
+        short Ray task in each bundle of the placement group returns those of its GPUs that no actor uses.
         """
         import ray
 

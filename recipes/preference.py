@@ -52,8 +52,10 @@ def build_reward_model(config: RunConfig) -> TaskGraph:
 
 
 def _pipeline(pipeline: str, title: str, config: RunConfig) -> Pipeline:
-    """Return a pipeline without nodes. Raise ConfigError if the recipe lacks the section `preference`, or its loss
-    belongs to another pipeline.
+    """Return an empty pipeline, to which the caller adds nodes.
+
+    Raises:
+        ConfigError: the recipe lacks the section `preference`, or its loss belongs to another pipeline.
     """
     losses = _LOSSES[pipeline]
     if config.preference is None:

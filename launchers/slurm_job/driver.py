@@ -315,7 +315,7 @@ class SlurmJob:
         return not self.ended
 
     def _keep_guard(self) -> None:
-        """Run a small program on another node that watches this node, if the job survives the loss of a node."""
+        """If the job has spare nodes, keep the program of guard.py running on another node, where it watches this node."""
         here = os.environ.get("SLURMD_NODENAME")
         others = [node for node in reversed(self.good) if node != here]
         runs = self.guard is not None and (self.guard.poll() is None or time.monotonic() < self.guarded + GUARD_S)

@@ -184,8 +184,11 @@ class Nodes:
         return bad
 
     def _ask_each(self, commands: dict[str, list[str]]) -> dict[str, str]:
-        """Run a command on each node separately; return the nodes where it fails or takes too long, with reasons. Raise
-        CommandFailed if it fails everywhere, or Slurm does not reply; no node is blamed.
+        """Run a command on each node separately; return the nodes where it fails or takes too long, with reasons.
+
+        Raises:
+            CommandFailed: it fails on all nodes although some of them run, so the nodes are not the cause; or Slurm
+                does not reply.
         """
         processes = {
             node: subprocess.Popen(

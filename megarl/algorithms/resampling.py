@@ -32,13 +32,13 @@ class PowerSettings(Settings):
 
 @RESAMPLING.register("none")
 def none(scores: Tensor) -> Tensor:
-    """Return equal weights; pipelines omit the resampling node in this case."""
+    """Return equal weights of all samples; pipelines omit the resampling node in this case."""
     return torch.ones_like(scores)
 
 
 @RESAMPLING.register("pow", settings=PowerSettings)
 def pow_(scores: Tensor, *, power: float) -> Tensor:
-    """Return abs(score) ** power.
+    """Return the sampling weights abs(score) ** power.
 
     >>> pow_(torch.tensor([-2.0, 0.5]), power=2.0)
     tensor([4.0000, 0.2500])

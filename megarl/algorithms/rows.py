@@ -24,7 +24,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """The boundaries of rows in flat values [N]."""
+    """The boundaries of a batch's B sequences of tokens in flat values [N] of all tokens."""
 
     offsets: Tensor  # int64 [B + 1], from 0 to N
     width: int | None  # length of every row in the padded form; None in the packed form

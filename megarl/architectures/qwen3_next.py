@@ -48,7 +48,7 @@ def hybrid_types(values: Mapping[str, Any]) -> list[str]:
 
 
 def hybrid_wiring(values: Mapping[str, Any]) -> Wiring:
-    """Return the differences from Llama's layers: the weights of norms are stored minus 1."""
+    """Return the only difference from Llama outside mixers and experts: the weights of norms are stored minus 1."""
     return Wiring(zero_centered=True)
 
 

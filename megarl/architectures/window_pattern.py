@@ -22,8 +22,9 @@ def pattern_types(values: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_no_pattern(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
-    """Refuse patterns from which transformers cannot compute the kinds of layers, unless `layer_types` lists
-    them."""
+    """Refuse a `sliding_window_pattern` from which transformers cannot compute which layers have a window, unless
+    `layer_types` lists the kinds of layers.
+    """
     if values["layer_types"] is None and period_of(values) is None:
         text = "without layer_types, the kinds of layers come from a pattern that is a number"
         refuse("sliding_window_pattern", values["sliding_window_pattern"], "integer > 0", text)

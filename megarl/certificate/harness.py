@@ -141,7 +141,7 @@ def certify(
 
 
 def read_result(folder: Path) -> Result | None:
-    """Return the result saved in a section's folder; None if there is none, or it cannot be read."""
+    """Return the result of a certificate's section, saved in `folder`; None if there is none, or it cannot be read."""
     try:
         return Result(**json.loads((folder / "result.json").read_text()))
     except (OSError, ValueError, TypeError):
@@ -179,7 +179,9 @@ def run_section(section: CertificateSection, folder: Path, machine: dict[str, An
 
 
 def verdict(findings: Sequence[dict[str, Any]], code: int | None, deadline_s: float) -> tuple[Status, str]:
-    """Return status and reason from a section's findings and its process's exit code (None: it ran out of time)."""
+    """Decide from a section's recorded checks and its process's exit code (None: it ran out of time) whether it passed;
+    return the status and its reason.
+    """
     checks = [line for line in findings if line["kind"] == "check"]
     last = f", after {checks[-1]['name']}" if checks else ""
     if code is None:

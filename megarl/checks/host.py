@@ -61,7 +61,7 @@ def host_memory(config: RunConfig, sizes: Sizes, placement: Placement, *, gpu: b
 
 
 def _ranks_here(config: RunConfig, team: TeamPlan) -> int:
-    """Return the ranks of a team on one machine."""
+    """Return the largest number of a team's ranks on one machine."""
     return -(-team.devices // config.cluster.nnodes)
 
 

@@ -46,12 +46,12 @@ class _Job:
 
 @dataclass(frozen=True)
 class Owner:
-    """The part of a run that reads the keys below `prefix`.
+    """A part of a run, such as the critic, and the section that only this part reads; without it the keys are unused.
 
     Attributes:
-        prefix: dotted key of a section.
+        prefix: dotted key of the section.
         reads: returns whether a job has this part.
-        lacks: what the job lacks without this part.
+        lacks: why the keys are unused in a job without this part, as text for the warning.
         fix: recipe change that adds this part.
         but: keys below `prefix` that something else reads, or that switch this part on.
         only: the keys below `prefix` that this part reads; empty: all except `but`.

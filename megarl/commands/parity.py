@@ -251,7 +251,9 @@ def _load_both(folder: Path, hf: PretrainedConfig, dtype: torch.dtype) -> tuple[
 
 
 def as_table(parity_result: Parity) -> Table:
-    """Return a table of all compared places in the model; an arrow marks the first place beyond the tolerance."""
+    """Return a table of all outputs in the model that were compared (such as a layer's attention); an arrow marks the
+    first one beyond the tolerance.
+    """
     from rich.table import Table
 
     table = Table("place", "largest difference", "relative", "", title="against transformers")

@@ -39,7 +39,9 @@ class OtherSettings:
     words: list[str] = field(default_factory=list)
 
     def take(self, *names: str) -> Any:
-        """Return the value of the first of `names` that is set and matches the end of a dotted name; else None."""
+        """Remove the settings whose dotted names end with one of `names`, up to the first that is not null; return its
+        value, or None if there is none.
+        """
         for name in names:
             for path in list(self.values):
                 if path == name or path.endswith(f".{name}"):
@@ -53,7 +55,7 @@ class OtherSettings:
         self.values = {name: value for name, value in self.values.items() if not unused(name)}
 
     def has(self, name: str) -> bool:
-        """Return whether a setting's dotted name begins with `name`."""
+        """Return whether there is a setting `name`, or a setting in a section `name`."""
         return any(path == name or path.startswith(f"{name}.") for path in self.values)
 
 

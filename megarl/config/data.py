@@ -216,7 +216,9 @@ class RewardConfig(Section):
 
     @property
     def functions(self) -> dict[str, RewardConfig]:
-        """The section of each scoring function by its part's name; without parts, this section under an empty name."""
+        """A `reward` section for each part of the reward, by the part's name; without parts, this section under the
+        empty name.
+        """
         if not self.parts:
             return {"": self}
         return {

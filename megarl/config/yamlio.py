@@ -183,7 +183,10 @@ def _too_large(problem: str, node: yaml.Node) -> _TooLargeError:
 
 
 def _walk(node: yaml.Node, path: tuple[str, ...], file: str, document: Document, open_nodes: tuple[int, ...]) -> None:
-    """Record the line of each key below a mapping node. Refuse duplicate keys, and an alias of a mapping around it."""
+    """Record the line of each key below a YAML node. Refuse duplicate keys, and an alias to a mapping that contains it.
+
+    `open_nodes` are the ids of the mappings around `node`.
+    """
     if not isinstance(node, yaml.MappingNode):
         return
     if node.tag == "!replace":

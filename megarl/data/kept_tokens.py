@@ -30,12 +30,12 @@ class KeptTokens:
 
     @classmethod
     def joined(cls, parts: Sequence[KeptTokens]) -> KeptTokens:
-        """Return the record of the tokens of all parts."""
+        """Return the records `parts` of consecutive tokens as one record."""
         return cls(torch.cat([part.counts for part in parts]), torch.cat([part.ids for part in parts]))
 
     @classmethod
     def from_lists(cls, rows: Sequence[Sequence[int]]) -> KeptTokens:
-        """Return the record of a list of ids per token."""
+        """Return the record of some sampled tokens; `rows` has the kept ids of each."""
         flat = [token for row in rows for token in row]
         return cls(torch.tensor([len(row) for row in rows], dtype=torch.int32), torch.tensor(flat, dtype=torch.int32))
 
@@ -60,7 +60,7 @@ class KeptTokens:
         return rows
 
     def to_text(self) -> list[list[str | int] | None]:
-        """Return the record as JSON values."""
+        """Return counts and ids as plain data for JSON, which `from_text` reads."""
         return [to_text(part[:, None]) for part in (self.counts, self.ids)]
 
     @classmethod

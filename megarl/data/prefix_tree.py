@@ -129,7 +129,9 @@ def prefix_tree(rows: Sequence[np.ndarray], shortest: int = SHORTEST) -> PrefixT
 
 
 def common_tokens(rows: Sequence[np.ndarray]) -> Iterator[int]:
-    """Yield the number of equal tokens at the beginning of each sequence and the one before it."""
+    """Yield, for each sequence after the first, the number of tokens that it shares with the beginning of the one
+    before it.
+    """
     for before, row in itertools.pairwise(rows):
         least = min(len(before), len(row))
         different = np.flatnonzero(before[:least] != row[:least])

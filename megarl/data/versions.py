@@ -34,7 +34,7 @@ def runs_of(versions: Iterable[int]) -> VersionRuns:
 
 
 def append_runs(runs: VersionRuns, more: VersionRuns) -> None:
-    """Append to `runs`, in place, the runs `more` of the tokens that follow.
+    """Append to `runs`, the [weight version, number of tokens] of a sequence, in place the runs of the tokens after it.
 
     >>> runs = [[3, 2]]
     >>> append_runs(runs, [[3, 1], [4, 5]])

@@ -366,7 +366,7 @@ def gather(ranges: Sequence[Range]) -> Parts:
 
 
 def _merged(ranges: Sequence[Range]) -> list[Range]:
-    """Merge adjacent ranges of the same block."""
+    """Merge ranges of samples that follow one another in the same block."""
     merged: list[Range] = []
     for block, start, stop in ranges:
         if merged and merged[-1][0] is block and merged[-1][2] == start:

@@ -192,7 +192,7 @@ class Environment:
 
     @classmethod
     def close(cls, shared: Any) -> None:
-        """Close the resources that `open` returned."""
+        """Close `shared`, the resources that `open` returned."""
 
     def reset(self, row: dict[str, Any], seed: int) -> Observation | Awaitable[Observation | None] | None:
         """Begin the episode.

@@ -185,7 +185,7 @@ class ChatForm:
             return self._template.write([message.for_template() for message in folded], row, prompt=prompt)
 
     def _with_written_calls(self, message: ChatMessage) -> ChatMessage:
-        """Return a message whose calls are part of its text, for templates that write no calls."""
+        """Return a message with its tool calls written into its text, for chat templates that cannot write them."""
         if not message.calls:
             return message
         key = "parameters" if self._parser == "llama3" else "arguments"

@@ -105,7 +105,9 @@ class PolicyModel(GPTModel):
         packed_seq_params: PackedSequences | None = None,
         padding_mask: Tensor | None = None,
     ) -> tuple[Any, ...]:
-        """Embed the tokens on the first chunk, and put the stream's RoPE tables into its cache for attention."""
+        """Embed the tokens on the first chunk, and put the RoPE tables for `packed_seq_params` into its cache, from
+        which attention reads them.
+        """
         if not isinstance(packed_seq_params, PackedSequences):
             raise ValueError(
                 "the model takes packed input only: pass packed_seq_params from models.packing.pack_stream"
@@ -157,8 +159,9 @@ class PolicyModel(GPTModel):
         return self.draft(embedded, hidden, packed, mask)
 
     def _insert(self, hidden: Tensor, packed: PackedSequences, first: int) -> Tensor:
-        """Insert image features into the embeddings [t, 1, hidden] of the stream's columns from `first` on; a text
-        model inserts none."""
+        """Return the embeddings [t, 1, hidden] of the stream's columns from `first` on, with image features inserted by
+        the subclasses that read images.
+        """
         return hidden
 
     def _postprocess(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:

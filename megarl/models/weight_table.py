@@ -34,7 +34,7 @@ def as_index(region: TensorRegion) -> tuple[slice, ...]:
 
 
 def region_shape(region: TensorRegion) -> tuple[int, ...]:
-    """Return the sizes of a region."""
+    """Return the shape of a region of a tensor."""
     return tuple(stop - start for start, stop in region)
 
 

@@ -220,7 +220,7 @@ class Space:
         ]
 
     def _rollout_devices(self) -> list[int]:
-        """Return the numbers of devices to try for a team that generates.
+        """Return the device counts that the planner tries for a team that generates.
 
         They are multiples of an eighth of all devices (or of 1), whole machines, and the recipe's own number.
         """

@@ -85,8 +85,10 @@ class Lengths:
         return min(self.longest, math.exp(self._mu + self.sigma * _largest_of(samples)))
 
     def _moment(self, power: int) -> float:
-        """Return E[min(X, longest)^power]: below the cut E[X^p; X < L] = e^(p mu + p^2 s^2 / 2) Phi(z - p s), above it
-        L^p."""
+        """Return E[min(X, L)^p] of a log-normal length X that is cut at the longest length L, with p = `power`:
+
+        e^(p mu + p^2 sigma^2 / 2) Phi(z - p sigma) + L^p (1 - Phi(z)), z = (log L - mu) / sigma.
+        """
         if not self.sigma:
             return min(self.mean, self.longest) ** power
         z = (math.log(self.longest) - self._mu) / self.sigma

@@ -122,7 +122,12 @@ class ScoreServer:
         raise NoAnswer(f"the server at {mask(self.url)} returned no score after {tries}: {last}")
 
     def _post(self, data: bytes, timeout_s: float) -> bytes:
-        """Return the reply to a post, or raise if it is not complete in time."""
+        """Send `data` as an HTTP POST and return the body of the reply.
+
+        Raises:
+            TimeoutError: the reply is not complete within `timeout_s`.
+            ValueError: the reply is too large.
+        """
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.api_key_env is not None:
             headers["Authorization"] = f"Bearer {_key(self.api_key_env)}"

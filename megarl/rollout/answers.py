@@ -120,7 +120,7 @@ class Answers:
     """The environments of episodes and their answers, by episode number.
 
     Attributes:
-        rules: the rules of the episodes.
+        rules: the environments and settings that all episodes of the run share.
         awaited: episodes whose environment has not answered.
     """
 

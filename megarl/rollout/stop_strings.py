@@ -127,7 +127,9 @@ class TurnText:
         self._tokens.append(token)
 
     def _drop(self) -> None:
-        """Drop the first half of the tokens if the second half decodes to the same text without the first."""
+        """Drop the first half of the tokens, so that each decoding stays short; only if the rest decodes to the same
+        text without it.
+        """
         text, half = self._strings.decode(self._tokens), len(self._tokens) // 2
         for start in range(half, half + 4) if not text.endswith(_BROKEN) else ():  # a character has up to four tokens
             rest = self._strings.decode(self._tokens[start:])

@@ -41,7 +41,7 @@ class EarlyStop:
         return settings.target is not None or tired
 
     def record(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Record the metric of `step`; a step whose `numbers` lack it does not count."""
+        """Record the value of `trainer.early_stop.metric` at `step`; a step whose `numbers` lack it does not count."""
         settings = self._settings
         if settings is None or settings.metric not in numbers:
             return

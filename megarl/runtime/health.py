@@ -243,7 +243,7 @@ Old = frozenset[tuple[str, int, int]]
 
 
 def old_errors(run_dir: Path) -> Old:
-    """Return the files that are in RUN_DIR/errors now."""
+    """Return the error files that exist before an attempt starts, to distinguish them from the attempt's own."""
     files = set()
     for path in (run_dir / "errors").glob("rank_*.json"):
         with contextlib.suppress(FileNotFoundError):  # the first machine removes the files

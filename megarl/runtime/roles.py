@@ -174,7 +174,9 @@ class BaseReferenceRole(ReferenceRole):
             return self._logprobs(self.engine, samples, temperature)
 
     def hidden_states(self, samples: Batch) -> Jagged:
-        """Return the hidden state before every response token in the actor without its adapters."""
+        """Return, for every response token, the final hidden state of the token before it, of the actor without its
+        adapters.
+        """
         self._c.count_pass(samples, head=False)
         with self._c.offload.phase("score", offload_schedule.ACTOR), adapters_off(self.engine.chunks):
             return self.engine.hidden_states(samples)

@@ -186,7 +186,8 @@ class _Replica:
         self._advance(self._env.now - began)
 
     def _pass(self, missing: int) -> Steps:
-        """Advance time until a group ends, the buffer must be called, an engine dies, or weights are due.
+        """Advance simulated time until a group ends, the rollout must call the buffer, its engine dies, or new weights
+        are due.
 
         `missing`: number of groups for which the replica has room.
         """

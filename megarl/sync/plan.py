@@ -271,8 +271,9 @@ def _route(
 
 
 def _provider(who: tuple[int, ...], sender: int, ranks: Sequence[TrainerRank]) -> int:
-    """Return the rank that provides a region: the sender if it holds it, else a rank on its host, else the first
-    holder."""
+    """Return which of the ranks `who`, which hold a region of a tensor, provides it to the sender: the sender itself,
+    else a rank on the sender's host, else the first one.
+    """
     if sender in who:
         return sender
     return next((rank for rank in who if ranks[rank].host == ranks[sender].host), who[0])
@@ -312,7 +313,9 @@ def _assign(
 
 
 def _wire_unit(unit: str, tensors: dict[str, Held], dtype: str, fp8: bool) -> list[Entry]:
-    """Return the entries of `tensors`, which form one unit; several tensors are marked to be delivered together."""
+    """Return the bucket entries of `tensors`, which must share a bucket; several are marked to be delivered together
+    under the name `unit`.
+    """
     entries = [
         entry
         for name, tensor in tensors.items()

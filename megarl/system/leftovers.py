@@ -56,7 +56,9 @@ def remove_leftovers(temporary: Path | None = None, shared: Path | None = None) 
 
 
 def _candidates(temporary: list[Path], shared: Path) -> Iterator[Path]:
-    """Yield this user's files that are named like leftovers; if the name contains a process id, it must have ended."""
+    """Yield this user's files and folders with names that megarl, torch and SGLang give to temporary files, except
+    those whose name contains the id of a running process.
+    """
     for path in itertools.chain.from_iterable(map(_own_files, temporary)):
         if (_FOLDERS.fullmatch(path.name) and path.is_dir()) or (_FILES.fullmatch(path.name) and path.is_file()):
             yield path

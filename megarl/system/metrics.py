@@ -29,7 +29,7 @@ class Metrics:
         self._items: dict[str, tuple[Reduction, float, float]] = {}
 
     def mean(self, name: str, total: float, count: float) -> None:
-        """Add `count` items whose sum is `total`."""
+        """Add `count` items whose sum is `total` to the mean `name`."""
         self._add(name, "mean", float(total), float(count))
 
     def sum(self, name: str, value: float) -> None:

@@ -76,7 +76,7 @@ def _ended() -> Iterator[tuple[int, int]]:
 
 
 def _end_all() -> None:
-    """Kill children until there are none; children of an ended child become children of this process too."""
+    """Kill this process's children until none is left: when a child ends, its own children become this process's."""
     until = time.monotonic() + _END_S
     while (children := _children()) and time.monotonic() < until:
         for pid in children:

@@ -64,7 +64,9 @@ class SequenceLayout(Protocol):
         """
 
     def prompts(self, batch: Batch) -> Sequence[Mapping[int, int]]:
-        """Return {number of the prompt: columns} of each row if rows share their prompts' columns, else nothing."""
+        """Return {number of the prompt: its columns} for each row, so that a prompt shared by rows counts once in a
+        micro-batch; empty if rows do not share prompts.
+        """
 
     def pack(self, rows: Batch) -> PackedRows:
         """Pack one or more rows end to end into a stream."""
@@ -114,7 +116,7 @@ class TextLayout:
         return ()
 
     def prompts(self, batch: Batch) -> Sequence[Mapping[int, int]]:
-        """Implement `SequenceLayout.prompts`; prompts that are too short to be shared are left out."""
+        """Implement `SequenceLayout.prompts`; prompts with fewer than `SHORTEST` tokens are not shared."""
         if not self.share:
             return ()
         rows = [prompt.numpy() for prompt in batch["prompt_ids"].to("cpu").unbind()]

@@ -111,6 +111,8 @@ def add_weights(moments: Moments, weights: Tensor, where: Tensor, truncated: Ten
 def finish(metrics: Metrics) -> Metrics:
     """Replace the raw sums in `metrics`, merged over micro-batches and ranks, by the named metrics `rollout_corr/...`.
 
+    rho = pi / pi_rollout is a token's ratio of the policy's and the rollout's probabilities.
+
     | metric | formula, over valid tokens unless noted |
     |---|---|
     | kl | E[log pi_rollout - log pi] |

@@ -11,7 +11,7 @@ from megarl.system.metrics import Metrics
 
 
 class QuadraticSettings(Settings):
-    """The weight of the penalty."""
+    """The weight of DRO's quadratic penalty on the log-ratio of the new and the old policy."""
 
     quadratic_coef: PositiveFloat = Field(0.05, description="weight of the squared log-ratio")
 

@@ -150,7 +150,9 @@ def _shared_memory(found: Findings, owner: torch.device, user: torch.device, han
 
 
 def take(user: str) -> None:
-    """Map each buffer whose handle arrives on standard input, copy it to the device `user`, and print the sum."""
+    """Map each shared buffer whose handle arrives on standard input, copy it to the device `user`, and print the sum of
+    its bytes, as a receiver of weights would.
+    """
     from megarl.sync.shared import open_handle
 
     for line in sys.stdin:

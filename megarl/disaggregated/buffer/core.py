@@ -274,9 +274,9 @@ class Core:
         return self._starts.get(team, 0)
 
     def queues(self) -> dict[str, int]:
-        """Count groups that were given and not taken, by `NODE/TEAM` (the writing node and the taking team).
+        """Count the groups that a node has handed over and a team has not fetched yet, by `NODE/TEAM`.
 
-        If a node gives several handovers to a team in one step, the handover with the most groups left counts. With
+        If a node hands over several times to a team in one step, the handover with the most groups left counts. With
         as_ready the result also has `under_way` (groups in flight) and `ready` (finished groups in no step yet).
         """
         waiting = {f"{given.node}/{taker}": 0 for given in self._handovers.values() for taker in given.takers}

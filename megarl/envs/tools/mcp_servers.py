@@ -308,7 +308,10 @@ async def _tools_of(client: Client) -> dict[str, dict[str, Any]]:
 
 
 def _text_of(result: CallToolResult) -> tuple[str, bool]:
-    """Return a result as text for a model: its texts, or else its JSON. For other content only its type is named."""
+    """Return a tool's result as text for the model, and whether it is an error.
+
+    The text consists of the result's text parts, or else is its JSON; of other parts it has only the type.
+    """
     parts = [str(getattr(part, "text", f"[{part.type}]")) for part in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]

@@ -17,7 +17,7 @@ from megarl.system.errors import DataError, describe, text_of
 
 
 def main() -> None:
-    """Run tools until the parent closes the connection."""
+    """Run the user's tool functions for the parent process until it closes the connection."""
     run(_tools)
 
 

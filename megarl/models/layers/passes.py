@@ -83,7 +83,7 @@ class Caches:
         self._stores, self.slots, self.max_length, self.fixed = stores, room.slots, room.max_length, room.fixed
 
     def add(self, name: str, store: Any) -> None:
-        """Add a store that belongs to no kind of layer, such as the record of routes."""
+        """Add a store of per-row state that belongs to no kind of layer, such as the record of expert routes."""
         self._stores = {**self._stores, name: store}
 
     def __getitem__(self, kind: str) -> Any:
@@ -167,7 +167,7 @@ Pass = DecodeStep | Prompts | Extension
 
 
 class Preparation(Protocol):
-    """How weights are prepared for decoding (`megarl.rollout.embedded.model.Recipe`)."""
+    """How weights are prepared for decoding; implemented by `megarl.rollout.embedded.model.Recipe`."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -174,8 +174,9 @@ class VisionLanguageModel(PolicyModel):
 
     @torch.inference_mode()
     def insert_for_decoding(self, hidden: Tensor, images: Images) -> list[Tensor]:
-        """Write image features into the embeddings [n, hidden]; return the features to add after each of the first
-        layers, each [F, hidden]."""
+        """Write the F image features into the embeddings [n, hidden] in place; return, for each of the first decoder
+        layers, the features [F, hidden] to add to its output.
+        """
         features, deeper = self.encode(images)
         hidden[images.places] = features[images.features].to(hidden.dtype)
         return [x[images.features].to(hidden.dtype) for x in deeper]

@@ -108,7 +108,11 @@ def _stored(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
 def _in_stacks(
     tensors: Iterable[tuple[str, torch.Tensor | None]], shapes: dict[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the stored tensors of adapters with these `shapes`; those of a stack follow one another."""
+    """Yield adapters' tensors as PEFT stores them: a layer's experts, which follow one another, as one stack.
+
+    Args:
+        shapes: shape of every tensor in `tensors`.
+    """
     homes, stored, parts = _homes(shapes), _stored(shapes), list[torch.Tensor]()
     for name, tensor in tensors:
         assert tensor is not None, "the writing rank gets every tensor"

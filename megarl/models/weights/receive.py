@@ -31,7 +31,7 @@ def held_slices(hf: PretrainedConfig, at: Coordinate) -> dict[str, list[TensorRe
 
 
 def part_name(tensor: str, region: TensorRegion, number: int) -> str:
-    """Return a name for messages of a region of a tensor; it is the process's region number `number` of this tensor.
+    """Name a region of a tensor in messages; `number` distinguishes the regions of this tensor that a process holds.
 
     >>> part_name("norm.weight", ((0, 4),), 0)
     'norm.weight[0:4], part 0'

@@ -135,7 +135,7 @@ _FOR_ALL = re.compile(
 
 
 def stated_value(answer: Node) -> Node:
-    """Return the number of `72 clips` or `m + n = 73`, else the answer unchanged."""
+    """Return 72 for the answer `72 clips`, and 73 for `m + n = 73`; return other answers unchanged."""
     if isinstance(answer, Apply) and answer.name == "*" and len(answer.args) == 2:
         number, noun = answer.args
         if isinstance(number, Number) and number.base is None and _is_noun(noun):

@@ -183,7 +183,10 @@ def _groups(a: Compound, b: Compound) -> bool:
 
 
 def _may_be_marked(a: Compound, b: Compound) -> bool:
-    """Return whether lists separated by a comma, `and` or `or` may be the same: `2 and 5` and `2 or 5` are."""
+    """Return whether two lists may be equal although different words separate their items (a comma, `and` or `or`).
+
+    `2 and 5` and `2 or 5` both list the two solutions, so they may be equal.
+    """
     items = (*a.items, *b.items)
     bounded = any(isinstance(item, Relation) and item.ops != ("=",) for item in items)  # `region` compares inequalities
     if "or" in (a.marks, b.marks) and (bounded or _names_many(a) or _names_many(b)):
@@ -309,7 +312,7 @@ def _named_values(items: tuple[Node, ...]) -> tuple[Node, ...] | None:
 
 
 def _tuple_equation(lines: Compound, equation: Relation) -> bool:
-    """Return whether `(x, y) = (1, 2)` and `x = 1, y = 2` agree."""
+    """Return whether an equation of tuples agrees with a list of equations, as `(x, y) = (1, 2)` and `x = 1, y = 2` do."""
     left, right = equation.sides
     if not (isinstance(left, Compound) and isinstance(right, Compound) and left.kind == right.kind == "tuple"):
         return False

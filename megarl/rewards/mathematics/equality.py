@@ -137,7 +137,9 @@ def _values_equal(reference: Node, answer: Node) -> bool:
 
 
 def _step(node: Node) -> Fraction | None:
-    """Return the place value of the last digit of a decimal, possibly times a power of ten."""
+    """Return the place value of the last digit of a number written as a decimal, such as 1/100 for 3.14 and 10 for
+    3.14 * 10^3; None for other expressions.
+    """
     if isinstance(node, Number):
         return None if node.places is None else Fraction(1, 10) ** node.places
     if not isinstance(node, Apply):

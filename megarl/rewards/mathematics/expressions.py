@@ -43,11 +43,11 @@ class ExpressionReader(TokenReader):
     """A reader of expressions; the reader of whole answers extends it."""
 
     def listing(self) -> Node:
-        """Read the content of brackets; the reader of answers implements it."""
+        """Read the content of brackets. `AnswerReader` implements it."""
         raise NotImplementedError
 
     def rows(self, environment: str) -> Node:
-        """Read the content of an environment; the reader of answers implements it."""
+        r"""Read the cells between `\begin{...}` and `\end{...}`. `AnswerReader` implements it."""
         raise NotImplementedError
 
     # -- sums and products

@@ -16,7 +16,7 @@ Kind = Literal["number", "based", "letter", "word", "command", "mark", "begin", 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A piece of an answer.
+    """One token of an answer's text, such as a number, a letter, a LaTeX command or a bracket.
 
     Attributes:
         kind: type of the token; a `word` is a run of letters that is not a product of single letters.

@@ -37,7 +37,7 @@ class OutsideError(Exception):
 
 @functools.cache
 def context(digits: int) -> Any:
-    """Return mpmath's context with this many digits."""
+    """Return mpmath's functions for arithmetic with this many decimal digits."""
     from mpmath.ctx_mp import MPContext
 
     made = MPContext()
@@ -212,7 +212,11 @@ class Evaluation:
         return total if total and ctx.mag(total) > least else ctx.zero
 
     def _settled(self, value: Any, argument: Any) -> Any:
-        """Return `value`, or zero if it is only the rounding error of a zero. Raise OutsideError at a pole."""
+        """Return the `value` of a function, or 0 if it is so small that it must be a rounding error.
+
+        Raises:
+            OutsideError: the value is so large for a moderate `argument` that the function has a pole there.
+        """
         ctx = self.ctx
         if not value or ctx.isinf(value) or ctx.isinf(argument) or not argument or ctx.mag(argument) < -20:
             return value
@@ -342,7 +346,7 @@ def whole_points(names: list[str]) -> list[dict[str, Any]]:
 
 
 def is_complex(*nodes: Node) -> bool:
-    """Return whether the imaginary unit is in one of the trees."""
+    """Return whether one of the expressions contains the imaginary unit (or `cis`)."""
     return any(
         part == Symbol("i", "constant") or (isinstance(part, Apply) and part.name == "cis") for part in walk(*nodes)
     )

@@ -191,7 +191,7 @@ class _Tail:
             self._kept = (self._kept + data)[-_BYTES:]
 
     def close(self) -> str:
-        """Return the last lines of output, once the process has ended."""
+        """Read to the end of the ended process's output, and return its last lines for an error message."""
         self._thread.join(_TOLD_S)
         if not self._thread.is_alive():  # otherwise a process that left the group still writes
             self._file.close()

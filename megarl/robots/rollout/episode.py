@@ -88,7 +88,9 @@ class Episode:
             self.executed.append(0)
 
     def executed_tokens(self) -> NDArray[np.bool_]:
-        """Return bool [calls * K * D], True for tokens of executed actions; all False if the simulator failed."""
+        """Return which of the episode's tokens (K actions of D tokens per call) belong to executed actions, bool
+        [calls * K * D]; none if the simulator failed.
+        """
         made = [
             np.arange(len(chunk.token_ids)) < steps * self.spec.action_dim
             for chunk, steps in zip(self.chunks, self.executed, strict=True)

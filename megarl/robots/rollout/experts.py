@@ -95,7 +95,7 @@ def demonstrate(
 
 @dataclass
 class _Stage:
-    """The state of one call of `demonstrate`, which explains the first six fields."""
+    """The state of one call of `demonstrate`; the first six fields are its arguments."""
 
     _pool: SimulatorPool
     _episodes: Sequence[tuple[str, int]]

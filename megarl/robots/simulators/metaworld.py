@@ -179,7 +179,10 @@ class MetaWorld(Simulator):
 
 
 def _renderer(model: Any, size: int, plain: bool) -> Any:
-    """Return a renderer of pictures of `size` x `size`. These settings only work before the first picture."""
+    """Return a renderer of pictures of `size` x `size`; with `plain` it omits textures, shadows and other effects.
+
+    It changes the model's quality settings, which MuJoCo reads only before the first picture.
+    """
     import mujoco
 
     model.vis.quality.shadowsize = 0

@@ -51,7 +51,7 @@ class _Refused(Exception):
 
 
 class _Work:
-    """The state of the process: its simulators by task, least recently used first, and the current episode."""
+    """The state of a simulator process: its simulators by task, least recently used first, and the current episode."""
 
     def __init__(self, connection: socket.socket, memory: int) -> None:
         self._connection, self._file = connection, memory

@@ -27,7 +27,7 @@ class KeptRecord(TokenRows):
 
     @staticmethod
     def bytes_per_row(tokens: int, most: int) -> int:
-        """Return the bytes that the kept tokens of one row need."""
+        """Return the bytes of a row's record: for each of `tokens` positions up to `most` ids that sampling kept."""
         return 4 * tokens * most
 
     def read(self, rows: Sequence[int], tokens: Sequence[int]) -> list[KeptTokens]:

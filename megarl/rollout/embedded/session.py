@@ -235,7 +235,7 @@ class Session:
                     self._retire(rows)
 
     def _admit(self) -> None:
-        """Move waiting samples into free rows."""
+        """Move waiting samples into free rows of the decoding batch."""
         first = len(self._scheduler.running)
         admission = self._scheduler.admit()
         if admission is None:
@@ -307,7 +307,9 @@ class Session:
         return rows, self._reach + 1
 
     def _step(self, rows: int, length: int, lockstep: int) -> None:
-        """Decode one token in each of the first `rows` rows, with device operations only, as graphs need."""
+        """Decode one token in each of the first `rows` rows. CUDA graphs capture this, so the host must not wait for the
+        device.
+        """
         sample, token, position, count = self._state.numbers[:, :rows]
         done = self._state.done[:rows]
         # A token that is read changes the row's state, so rows that have ended, and padding, read no token.

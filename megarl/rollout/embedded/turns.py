@@ -97,7 +97,7 @@ class TurnSession(Session):
         """Do nothing, because nothing decodes between two calls of `wait`."""
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
-        """Decode until a turn has finished or `enough()` is True, and return the finished turns by sequence."""
+        """Decode until a turn has finished or `enough()` is True; return the finished turns by sequence number."""
         return {
             sequence: self.completion(sequence, sampled, 0, self.weight_version)
             for sequence, sampled in self._wait(enough).items()

@@ -147,7 +147,9 @@ class FilledServers(WeightLink):
         self.announce(version)
 
     def adopt(self, version: int) -> None:
-        """Copy the states of the servers from the rollout team, before weights `version` are sent."""
+        """Wait for the rollout team's message about which servers run, and take it over before weights `version` are
+        sent to them.
+        """
         with phase("await_servers", waits_for=self._pump):
             self.fleet.adopt(ServerStates.read(self._host.mail, version).servers)
 

@@ -21,7 +21,7 @@ class ServerMemory:
 
     Args:
         deadline_s: deadline in seconds of each call.
-        world: all ranks of the run; rank r calls server r and every `world.size`-th server after it.
+        world: all ranks of the run; server s is called by rank s modulo the number of ranks.
     """
 
     def __init__(self, fleet: Fleet, deadline_s: float, world: WorkerGroup) -> None:

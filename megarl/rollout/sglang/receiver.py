@@ -81,7 +81,9 @@ class SglangReceiver:
         return self.server.state in ("catching_up", "current")
 
     def pause(self, mode: PauseMode, step: UpdateStep) -> None:
-        """Wait until the keeper of an earlier trainer has restored the server, then pause the server."""
+        """Pause the server; if an earlier trainer died during a weight update, first wait until its keeper process has
+        restored the server's weights.
+        """
         if self.keeper is not None:
             self.keeper.open(self.server.api)
         end = time.monotonic() + step.deadline_s
@@ -93,7 +95,9 @@ class SglangReceiver:
         self._call("/pause_generation", {"mode": mode}, step)
 
     def loading(self, version: str, step: UpdateStep) -> None:
-        """Send the keeper the message that the server may now hold tensors of both its old version and `version`."""
+        """Notify the keeper process, if there is one, that from now on the server may hold tensors of both its old
+        version and `version`.
+        """
         if self.keeper is not None:
             self.keeper.loading(self.server.api, version)
 
@@ -254,7 +258,9 @@ class SglangReceivers:
         return SPREAD if self.fleet.config.nnodes > 1 else ""
 
     def lead(self, folder: Path, deadline_s: float) -> None:
-        """Start a keeper for external servers, which outlive the trainer."""
+        """Start a keeper process for external servers: they outlive the trainer, and it restores a server if the
+        trainer dies during a weight update.
+        """
         if self.fleet.external:
             self.keeper = Keeper(folder, deadline_s)
             for receiver in self.all:

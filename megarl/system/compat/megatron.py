@@ -381,7 +381,7 @@ def rewrite(module: str, source: str, *, cuda: bool) -> str:
 
 @functools.cache
 def _compiled_tag(*, cuda: bool) -> str:
-    """Return a suffix for cached bytecode files that depends on all entries, so that a changed entry is recompiled."""
+    """Return a suffix for cached bytecode files that changes with `REWRITES`, so that no outdated bytecode is used."""
     return f".megarl-{hashlib.sha256(repr((REWRITES, cuda)).encode()).hexdigest()[:8]}.pyc"
 
 

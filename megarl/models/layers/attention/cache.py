@@ -50,7 +50,9 @@ class PositionCache:
         return flat[: flat.numel() // row * row].view(-1, self.heads, length, self.head_dim)
 
     def views(self, layer: int) -> list[Tensor]:
-        """Return a view [rows, G, L, D] of each tensor; the contents of rows that are not running are undefined."""
+        """Return the layer's cached tensors (such as keys and values) as views [rows, G, L, D]; the contents of rows
+        that are not running are undefined.
+        """
         return [self._view(buffers[layer], self.length) for buffers in self._buffers]
 
     def reserve(self, rows: int, needed: int) -> None:

@@ -81,7 +81,9 @@ class _CappedAttention(torch.autograd.Function):
 
 
 def _blocks(q: Tensor, k: Tensor, causal: bool) -> list[tuple[int, int, int]]:
-    """Return (first query, one past the last query, number of keys) of each block."""
+    """Split the queries into blocks whose scores fit into memory at once: (first query, one past the last query, number
+    of keys) of each block.
+    """
     batch, heads, queries, _ = q.shape
     rows = max(1, (_ON_GPU if q.is_cuda else _ON_CPU) // max(1, batch * heads * k.shape[2]))
     ends = [(a, min(a + rows, queries)) for a in range(0, queries, rows)]
@@ -94,7 +96,7 @@ def _grouped(x: Tensor, k: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, form: _Form) -> Tensor:
-    """Return the capped scores [b, G, H / G * m, n] in at least float32."""
+    """Return the scores of queries and keys after the soft cap, [b, G, H / G * m, n], in at least float32."""
     rows, wide = _grouped(q, k), torch.promote_types(q.dtype, torch.float32)
     return capped((rows.to(wide) @ k.to(wide).transpose(2, 3)).mul_(form.scale), form.cap)
 

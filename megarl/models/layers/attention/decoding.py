@@ -72,8 +72,9 @@ class HeadNorm:
 
 
 class Attend(Protocol):
-    """Computes the attention of each layer in one forward pass: norms and rotates new heads, caches keys and values,
-    and returns the context."""
+    """Computes the attention of each layer in one forward pass: it applies norm and RoPE to the queries and keys of the
+    new tokens, caches keys and values, and returns the attention's output.
+    """
 
     def __call__(
         self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables, sinks: Tensor | None

@@ -197,12 +197,13 @@ def attention_rules(*, norms: Norms = "before", fused: bool = False, gate: bool 
 
 
 def _groups(parts: list[tuple[str, int, int]], tail: tuple[int, ...], groups: range) -> Cut:
-    """Return the cut that puts the query, key and value rows of each key/value group side by side.
+    """Return how to cut the parameter of the query, key and value projections from a checkpoint's tensors: the rows of
+    each key/value group are side by side.
 
     Args:
         parts: for queries, keys and values each: the source tensor, its first row, and its rows per group.
         tail: shape of a row.
-        groups: numbers of the groups that the cut contains.
+        groups: numbers of the groups that the parameter contains.
     """
     pieces, offset = [], 0
     for group in groups:

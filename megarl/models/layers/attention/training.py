@@ -305,7 +305,7 @@ def _torch_varlen(
 
 @dataclass(frozen=True)
 class TorchVarlen:
-    """torch's variable-length kernels for one call, with the sums of their softmax (`sinks.Kernel`)."""
+    """torch's variable-length kernels for one call, which also return each query's log-sum-exp (`sinks.Kernel`)."""
 
     call: VarlenCall
     scale: float
@@ -347,8 +347,9 @@ def prefix_attention(
 ) -> Tensor:
     """Compute `attend` for a stream in which sequences share prefixes (prefixes.py); `cache` is that of the stream.
 
-    Variable-length kernels have one window for all calls, and a rectangle needs another one for each branch. With a
-    window they therefore get, for each node, the keys of the nodes before it that its tokens see.
+    A variable-length kernel has one window for all sequences of a call, but tokens after a shared prefix see different
+    parts of it in each branch. With a window the kernel therefore gets, for each node of the prefix tree, the keys of
+    the nodes before it that its tokens see.
     """
     kernel = varlen_kernel(q)
     if kernel is None or scores.cap is not None:

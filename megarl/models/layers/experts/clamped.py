@@ -12,8 +12,10 @@ from megarl.models.layers.experts.plain import ClampedGate
 
 
 def clamped_gate(x: Tensor, rule: ClampedGate) -> Tensor:
-    """Return `ClampedGate` of x [n, 2f], whose columns are gates and ups in turns: [n, f], computed in float32 or wider
-    and rounded once. It keeps only its input for the backward pass."""
+    """Apply `rule` to x [n, 2f], in which the columns of the gate and up projections alternate; return [n, f].
+
+    The arithmetic is float32 or wider and rounded once. Only the input is kept for the backward pass.
+    """
     return _ClampedGate.apply(x, rule)
 
 

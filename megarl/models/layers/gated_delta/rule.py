@@ -38,7 +38,7 @@ _NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class DeltaInputs:
-    """The inputs of the rule.
+    """The inputs of the gated delta rule, with G key heads, and r value heads for each key head.
 
     Attributes:
         q, k: [t, G, dk], unnormalised queries and keys.
@@ -288,11 +288,12 @@ def delta_rule(
     *,
     want_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the outputs [t, G, r, dv] and, if wanted, the states [m, G, r, dk, dv] by the fastest implementation.
+    """Compute the gated delta rule by the fastest implementation: the outputs [t, G, r, dv] and, if wanted, the final
+    states of the m sequences [m, G, r, dk, dv].
 
     Args:
         lengths: tokens of each sequence of the stream.
-        memo: what the first layer computes for the others.
+        memo: a cache of what all layers of a forward pass need and the first one computes.
         state: the states before the first tokens; None: zero.
     """
     flash = flash_rule() if inputs.q.is_cuda and inputs.q.dtype != torch.float32 else None

@@ -111,7 +111,9 @@ def _attention(step: Pass, mixer: MLA) -> Any:
 
 
 class _PromptAttention:
-    """The attention of packed prompts with expanded keys and values; each prompt's latents go to all of its rows."""
+    """The attention of packed prompts, whose latents are expanded to keys and values. A prompt's latents are cached in
+    the rows of all its samples.
+    """
 
     def __init__(self, cache: LatentCache, lengths: Sequence[int], rows: Sequence[Sequence[int]], scale: float) -> None:
         self._cache, self._scale, device = cache, scale, cache.device

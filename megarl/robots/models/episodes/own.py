@@ -155,7 +155,9 @@ class OwnEmbedder(EpisodeEmbedder):
         return neighbours_loss(padded, exists)
 
     def _inputs(self, episodes: Batch, episode: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-        """Return pictures and states of episodes [N] at places [N]: place k is before call k, the last is the end."""
+        """Return pictures and states at N points in time, each given by an episode [N] and a place [N]: place k is
+        before policy call k, and the last place is the end of the episode.
+        """
         pictures = []
         for camera in self._cameras:
             seen = _seen(episodes[FRAMES + camera], episodes[END_FRAMES + camera], episode, place).to(self._device)

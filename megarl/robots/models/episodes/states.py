@@ -27,7 +27,9 @@ class StateEmbedder(EpisodeEmbedder):
         self._points, self._end_weight = points, end_weight
 
     def embed(self, episodes: Batch) -> Tensor:
-        """Return embeddings float32 [B, points * S + S + 1], zeros for episodes with an error."""
+        """Return the episodes' embeddings, float32 [B, points * S + S + 1]: the states at `points` times, the end
+        state, and a constant; zeros for episodes with an error. A state has S numbers.
+        """
         states, ends = episodes["states"].to("cpu"), episodes["end_state"].float().cpu()
         path = resampled(states, ends, self._points) / math.sqrt(self._points)
         # The constant 1 keeps a valid embedding from being all zeros; it does not change distances.

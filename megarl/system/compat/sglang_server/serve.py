@@ -88,7 +88,9 @@ def listen_on_one_address() -> None:
 
 
 def extend_path() -> None:
-    """Put megarl's loaders and the stand-ins for packages that are missing or need CUDA at the front of sys.path."""
+    """Put megarl's weight loaders, and replacements for packages that are missing or need CUDA, at the front of
+    sys.path.
+    """
     sys.path.insert(0, str(Path(__file__).parent / "loaders"))
     folder = Path(__file__).parent / "stand_ins"
     if ON_CPU:
@@ -206,7 +208,7 @@ def require_hooks() -> None:
 
 
 def honour_seeds() -> None:
-    """Give every batch the `sampling_seed` of its requests, through SGLang's registry of hooks."""
+    """Make SGLang pass the `sampling_seed` of every request to its sampling batch, which it does not do by itself."""
 
     def add_seeds(info: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
         import torch

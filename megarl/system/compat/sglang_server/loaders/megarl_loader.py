@@ -106,7 +106,9 @@ class ProbeTensor(Tensor):
 
 
 class _Map:
-    """The memory into which a model's tensors are copied, valid as long as its parameters keep their addresses."""
+    """A cache of the places in memory to which a model's loading code copies each tensor; it is cleared when the
+    parameters' addresses change.
+    """
 
     def __init__(self) -> None:
         self.parameters: tuple[int, ...] = ()
