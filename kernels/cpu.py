@@ -190,7 +190,7 @@ def _check_width(width: int) -> None:
 
 
 def _pointers(*tensors: Tensor | None) -> list[int | None]:
-    """Return the data pointers of the tensors; None for None."""
+    """Return the tensors' data pointers as arguments of a C function; None (a null pointer) for None."""
     return [None if x is None else x.data_ptr() for x in tensors]
 
 
@@ -204,7 +204,7 @@ def load() -> CpuKernels | None:
 
 
 def kernels_for(x: Tensor, width: int) -> CpuKernels | None:
-    """Return the kernels if they are available and support rows of `width` numbers like those of `x`, else None."""
+    """Return the CPU kernels if they are available and support rows of `width` numbers like those of `x`, else None."""
     if not x.is_cpu or x.dtype not in (torch.float32, torch.bfloat16) or width % LANES:
         return None
     return load()

@@ -223,7 +223,10 @@ def _attend(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend with the query heads of a group to one chunk of a row's positions."""
+    """Attend with the query heads of one key/value head to one chunk of a row's cached positions.
+
+    Stores the chunk's sum of weighted values (`parts`), largest score (`peaks`) and sum of exponentials (`sums`).
+    """
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     chunk = tl.program_id(2)

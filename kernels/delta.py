@@ -126,7 +126,7 @@ def positions(distances: Tensor) -> Tensor:
 
 
 def check(library: ctypes.CDLL) -> str | None:
-    """Return what differs from the references on random input, or None."""
+    """Compare the compiled C functions with the references in Python on random input; return what differs, or None."""
     kernels, generator = DeltaKernels(library), torch.Generator("cpu").manual_seed(1)
     for itemsize, n, share in itertools.product(_WORDS, (1, 15, 64, 65, 257, 5003), (0.002, 0.1, 1.0)):
         # A wrong kernel may write up to one line past the end, so this line is allocated and checked for changes.

@@ -131,7 +131,9 @@ def fits(width: int) -> bool:
 
 
 def _tile(width: int, launch: tuple[int, int]) -> tuple[int, int, int]:
-    """Return the rows, columns and warps of a block of whole rows; longer rows get more warps."""
+    """Return the rows, columns and warps of a Triton block that processes whole rows of `width` numbers; longer rows
+    get more warps.
+    """
     size, warps = launch
     block = triton.next_power_of_2(width)
     rows = max(1, size // block)
@@ -258,7 +260,7 @@ def _rms_norm(  # type: ignore[no-untyped-def]  # no type hints: Triton reads an
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalize some whole rows."""
+    """Compute the RMS norm of ROWS rows of `x`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < count) & (column < width)

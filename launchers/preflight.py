@@ -175,7 +175,7 @@ def versions() -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check this node, or its links to others. Exit code 0 means that the results were written, even if a check failed."""
+    """Check this node, or its links to others; return 0 if the results were written, even if a check failed."""
     parser = argparse.ArgumentParser(prog="preflight", description="Test this node before a run starts on it.")
     parser.add_argument("part", choices=("node", "links"))
     parser.add_argument("folder", type=Path, help="folder for the results")

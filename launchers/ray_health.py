@@ -127,7 +127,7 @@ class ClusterRay:
 
 
 def lost_text(what: str, how: str) -> str:
-    """Describe the loss of a part that every worker needs, and the fix."""
+    """Describe the loss of a process `what` that every worker needs (such as Ray's control store), and the fix."""
     return (
         f"{what} {how}, and no worker can continue without it\n  fix:     continue from the newest checkpoint: by "
         "hand, or automatically with cluster.max_restarts and trainer.save_every"

@@ -71,7 +71,9 @@ def assign_seats_by_team(
 
 
 def _choose(need: int, unit: int, free: dict[str, list[int]]) -> tuple[list[int], list[int]]:
-    """Take `need` of the `free` processes; return the processes whose unit is on one machine, and all others."""
+    """Choose `need` of the processes in `free` for a team; return those in units (consecutive workers that should share
+    a machine) that fit on one machine, and the others.
+    """
     whole: list[int] = []
     rest: list[int] = []
     while need:

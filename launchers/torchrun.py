@@ -219,7 +219,7 @@ def agent(arguments: list[str], report: Path) -> int:
 
 
 def _left_to_launcher(number: int, frame: FrameType | None) -> None:
-    """Ignore the signal: the launcher got it too, and ends this process when the run has saved."""
+    """Ignore a signal that stops the run: the launcher got it too, and ends this process after the run has saved."""
 
 
 if __name__ == "__main__":

@@ -315,7 +315,7 @@ class SlurmJob:
         return not self.ended
 
     def _keep_guard(self) -> None:
-        """If the job has spare nodes, keep the program of guard.py running on another node, where it watches this node."""
+        """If the job has spare nodes, keep guard.py running on another node, where it watches this node."""
         here = os.environ.get("SLURMD_NODENAME")
         others = [node for node in reversed(self.good) if node != here]
         runs = self.guard is not None and (self.guard.poll() is None or time.monotonic() < self.guarded + GUARD_S)

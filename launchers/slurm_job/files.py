@@ -87,7 +87,9 @@ class Folder:
             print(f"megarl: {file} cannot be written: {error}", flush=True)
 
     def state(self) -> dict[str, Any]:
-        """Return the state that the jobs of a run share; it is a first job's if the file is missing or damaged."""
+        """Return the state that the jobs of a run share; the state at the start of the first job if the file is missing
+        or damaged.
+        """
         first: dict[str, Any] = {"process": None, "failures": 0, "newest": -1, "on": [], "job": ""}
         return {**first, **read_object(self.path / "state.json")}
 

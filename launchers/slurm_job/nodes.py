@@ -111,7 +111,7 @@ class Nodes:
                 step.wait(LOOK_S)
 
     def _group(self, number: int) -> list[str]:
-        """Return the options of srun that choose a component of a heterogeneous job."""
+        """Return the srun options that choose component `number` of a heterogeneous job; empty for other jobs."""
         return [f"--het-group={number}"] if len(self._plan["groups"]) > 1 else []
 
     def _address(self, node: str) -> str:

@@ -108,7 +108,9 @@ class Objective:
         return POLICY_LOSSES.choose(self.algorithm.loss).spec.prepare is not None
 
     def measures(self, inputs: TokenInputs) -> bool:
-        """Return whether the update itself measures the gap between rollout and trainer, since no earlier stage did."""
+        """Return whether the update itself measures how the rollout's log-probs differ from the trainer's; with old
+        log-probs an earlier stage has measured this.
+        """
         return inputs.rollout_logp is not None and (self.correction.bypass or inputs.old_logp is None)
 
     def counts_late(self, inputs: TokenInputs) -> bool:
@@ -127,8 +129,9 @@ class Objective:
         return counts or self.normalises_late(inputs)
 
     def divisor(self, metrics: Metrics) -> float:
-        """Return the divisor of the summed gradient, from the merged `metrics` of all micro-batches; see
-        `divides_late`."""
+        """Return the number by which the summed gradient must be divided, computed from the merged `metrics` of all
+        micro-batches: the trained tokens, or the mean importance weight, which only then are known (`divides_late`).
+        """
         from megarl.algorithms.correction import mean_weight
 
         count = 1.0

@@ -23,7 +23,7 @@ _SHOWN = 4
 
 
 def from_users(function: Callable[..., Any]) -> bool:
-    """Return whether a component is in a user's file."""
+    """Return whether a component (such as a reward or a loss) is the user's and not a part of megarl."""
     return (getattr(function, "__module__", None) or "").partition(".")[0] != "megarl"
 
 

@@ -17,7 +17,7 @@ from megarl.models.layers.mlp.plain import DENSE
 
 
 def layer_types(values: Mapping[str, Any]) -> list[str]:
-    """Return the default kind of each layer."""
+    """Return the kinds of layers of a config without `layer_types`: sliding and full attention alternate."""
     return [FULL if layer % 2 else SLIDING for layer in range(values["num_hidden_layers"])]
 
 

@@ -112,7 +112,7 @@ class ActionStatistics:
 
     @property
     def range(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The values that are scaled to -1 and to 1: float64 [D] each."""
+        """The action values that `normalise` maps to -1 and to 1, float64 [D] each: quantiles, or the extremes."""
         return (self.q01, self.q99) if self.bounds == "q99" else (self.min, self.max)
 
     def normalise(self, values: ArrayLike) -> NDArray[np.float32]:

@@ -74,7 +74,7 @@ class PackedSlice:
         return [experts, groups * _GROUP, out]
 
     def get_dtype(self) -> str:
-        """Return the name of the format."""
+        """Return the name of the MXFP4 format, where a safetensors slice returns its dtype."""
         return DTYPE
 
     def __getitem__(self, index: Any) -> Tensor:

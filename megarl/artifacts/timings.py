@@ -25,7 +25,7 @@ _TIMING = "timing_s/"
 
 @dataclass(frozen=True)
 class Timings:
-    """The measurements of the steps `first` to `last` of a run."""
+    """How long the nodes and phases of a run took in the steps `first` to `last`, and with which teams."""
 
     first: int
     last: int

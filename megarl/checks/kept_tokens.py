@@ -12,7 +12,7 @@ _MOST = 2048
 
 
 def check_kept_tokens(config: RunConfig, checks: Checklist) -> None:
-    """Check that samples have kept tokens, and that their number is bounded."""
+    """Check that the run can record the tokens that sampling's filters keep, and that top_k bounds their number."""
     if not config.rollout.replay_kept_tokens:
         return
     sampling, servers = config.rollout.sampling, config.rollout.servers

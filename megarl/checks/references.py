@@ -93,7 +93,7 @@ def strings(tree: ast.Module) -> set[str]:
 
 
 def _signature(arguments: ast.arguments) -> inspect.Signature:
-    """Return the signature of parsed `arguments`, without the values of defaults."""
+    """Return the signature of a function that was parsed but not imported; defaults have no values."""
     kind = inspect.Parameter
     plain = [*arguments.posonlyargs, *arguments.args]
     required = len(plain) - len(arguments.defaults)

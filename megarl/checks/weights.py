@@ -197,8 +197,11 @@ def _shapes(rule: WeightRule, layer: int, experts: int, sizes: dict[str, int]) -
 
 
 def _check_tensors(folder: Path, forms: list[Shapes], place: dict[str, Stored], block: tuple[int, int] | None) -> None:
-    """Choose the form in `forms` of which most tensors are present, and check that each of its tensors exists with the
-    right shape and dtype.
+    """Check that the weight files have every tensor of the model, with the right shape and dtype.
+
+    Args:
+        forms: the sets of tensors (shapes by name) in which models of this type are published; the one of which most
+            tensors are present counts.
     """
     shapes = max(forms, key=lambda form: sum(name in place for name in form) / len(form))
     for name, shape in shapes.items():

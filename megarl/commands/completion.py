@@ -44,7 +44,9 @@ def _keys(prefix: str, **_: Any) -> list[str]:
 
 
 def _overrides(prefix: str, **_: Any) -> list[str]:
-    """Return the keys that begin with `prefix` up to their next dot, or the values of the key in `prefix`."""
+    """Complete an override: return the keys that begin with `prefix`, each up to its next dot, or after `KEY=` the
+    key's allowed values.
+    """
     entries = [entry for entry in all_entries() if "NAME" not in entry.path]
     key, equals, _value = prefix.partition("=")
     if equals:

@@ -135,7 +135,11 @@ def _difference(name: str, ours: Tensor, theirs: Tensor, left_out: float) -> Dif
 def _places(
     embedding: torch.nn.Module, layers: Iterable[Any], attention: str, final_norm: torch.nn.Module
 ) -> dict[str, torch.nn.Module]:
-    """Return the compared modules of a model by name; `attention` is the attribute of a layer's attention."""
+    """Return, by name, the modules of a model whose outputs are compared with the other implementation's.
+
+    Args:
+        attention: name of a layer's attribute with the attention.
+    """
     places = {"embedding": embedding}
     for number, layer in enumerate(layers):
         places |= {f"layer {number} attention": getattr(layer, attention), f"layer {number} mlp": layer.mlp}

@@ -118,7 +118,7 @@ def tables(config: RunConfig, recipe: str, plan: StepPlan, rest: list[Figure]) -
 
 
 def tight(plan: StepPlan) -> bool:
-    """Return whether a device is nearly full."""
+    """Return whether the plan uses so much of a device's memory that a run may not fit."""
     return plan.fullest.bytes > TIGHT * 1e9 * plan.hardware.memory_gb
 
 

@@ -191,7 +191,7 @@ def translate(source: OtherSettings, gpus: int | None) -> Translation:
 
 
 def _the_others(source: OtherSettings, made: Translation) -> None:
-    """Translate every remaining name that has exactly one key here, and note the others."""
+    """Translate every remaining setting whose name belongs to exactly one recipe key, and list the others."""
     for name, value in source.values.items():
         if value is None or value in ([], {}, "") or name.rpartition(".")[2].startswith("_"):
             continue

@@ -19,7 +19,7 @@ Seconds = Annotated[float, annotated_types.Gt(0), annotated_types.Le(31_536_000)
 
 
 class Section(BaseModel):
-    """A frozen section: unknown keys are refused, defaults are validated, every field has a description."""
+    """The base class of the recipe's sections: immutable; it refuses unknown keys and validates defaults."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -57,7 +57,7 @@ class ComponentSection(Section):
 
     @property
     def own(self) -> dict[str, Any]:
-        """The component's own keys that the recipe gives."""
+        """The keys in this section that only the chosen component has, with the values of the recipe."""
         return dict(self.model_extra or {})
 
 

@@ -58,7 +58,7 @@ class _Value:
     readers: list[str] = field(default_factory=list)
 
     def after(self) -> list[str]:
-        """Return the nodes that must run before a node that overwrites this value."""
+        """Return the nodes that must run before a node that overwrites this field: its readers and its writer."""
         return [*self.readers, *([] if self.writer is None else [self.writer])]
 
 

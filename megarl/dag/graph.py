@@ -117,7 +117,7 @@ class TaskGraph:
         return list(order)
 
     def _cycle(self, left: set[str]) -> list[str]:
-        """Return one cycle among nodes that never became ready, in the direction of the data."""
+        """Return a cycle among the nodes `left`, which wait for each other; each node must run before the next one."""
         # Each of these nodes depends on another one of them, so walking back ends in a cycle.
         path = [next(id for id in self.nodes if id in left)]
         while path.count(path[-1]) == 1:

@@ -86,7 +86,7 @@ def _order(layers: list[list[str | _Lane]], links: list[tuple]) -> None:
 
 
 def _rows(layers: list[list[str | _Lane]], links: list[tuple]) -> dict:
-    """Return the vertical centre of every box and every piece of a long edge, near its neighbours and without overlap."""
+    """Return the vertical centre of every box and edge segment, near its neighbours and without overlap."""
     height = {item: _BOX_HEIGHT if isinstance(item, str) else _LANE for layer in layers for item in layer}
     centre: dict = {}
     for layer in layers:

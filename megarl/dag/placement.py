@@ -288,7 +288,9 @@ def _layout(config: RunConfig, name: str, roles: tuple[Role, ...]) -> ParallelCo
 
 
 def _cuts(config: RunConfig, roles: Iterable[Role]) -> tuple[int, ...]:
-    """Return the sorted positions in the batch at which a mini-batch of any trained model of these roles begins."""
+    """Return the sorted positions in a step's prompts, except 0, at which a mini-batch of the actor or the critic
+    begins, if it is among `roles`.
+    """
     batch = config.data.batch_size
     trained = [config.actor if role is Role.ACTOR else config.critic for role in roles if role in _TRAINED]
     sizes = [settings.mini_batch_size or batch for settings in trained]

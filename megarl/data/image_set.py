@@ -77,7 +77,7 @@ class ImageSet:
         ).shifted(-first)
 
     def parts(self) -> tuple[Tensor, ...]:
-        """Return the patches of each image."""
+        """Split the patches by image."""
         return self.patches.split(self.sizes)
 
     def to_json(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class Described(Indexed, Protocol):
     """A data set that can describe its rows, which the console shows before training."""
 
     def describe(self) -> str:
-        """Describe the rows in one line for the console."""
+        """Describe the data set (such as its number of prompts and tokens) in one line for the console."""
         ...
 
 

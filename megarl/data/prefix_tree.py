@@ -77,7 +77,7 @@ class PrefixTree:
         return counts.repeat(self.lengths)
 
     def columns(self) -> list[np.ndarray]:
-        """Return the columns of each sequence, in its order, int64."""
+        """Return, for each sequence, the columns of the packed stream that hold its tokens in order, int64."""
         starts = self.starts()
         return [
             np.concatenate([np.arange(starts[number], starts[number + 1]) for number in [*self._path(leaf)][::-1]])

@@ -46,7 +46,7 @@ def render_prompts(
 
 
 def written(prompts: Sequence[str | list[Message]], chat: Chat | None, rows: Sequence[Row]) -> list[str]:
-    """Return the results of `given_prompts` as text: the chat template writes messages; text stays as it is."""
+    """Return prompts as text: the chat template renders messages; prompts that are text already stay as they are."""
     texts = []
     for prompt, row in zip(prompts, rows, strict=True):
         if not isinstance(prompt, str):

@@ -384,10 +384,10 @@ def trajectory_values(
 
 
 def _kept_fields(trajectories: Sequence[Trajectory], responses: Jagged) -> dict[str, Jagged]:
-    """Return the kept tokens of samples as fields.
+    """Return, as fields, the tokens among which the sampling filters let each response token be chosen.
 
     Raises:
-        MegarlError: a token that the policy sampled has none.
+        MegarlError: the record lacks a token that the policy sampled.
     """
     none = KeptTokens.from_lists([])
     records = [(t.kept_tokens or none).extended(len(t.token_ids)) for t in trajectories]

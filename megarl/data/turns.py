@@ -78,7 +78,9 @@ class Turns:
         return self.after(self._tail(observation), ended=ended)
 
     def after(self, tail: str, *, ended: bool) -> list[int]:
-        """Return the tokens of a chat template's text after a turn, as `following` does."""
+        """Return the tokens of `tail`, the chat template's text between a turn and the next one; `ended` as in
+        `following`.
+        """
         ids = self._after(tail) if ended else self._ids(tail)
         return ids[1:] if ended and ids and ids[0] in self._stops else ids
 

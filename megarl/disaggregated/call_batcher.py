@@ -62,7 +62,7 @@ class CallBatcher:
         return empty or soon or now - self._since >= self._delay_s
 
     def left_s(self, now: float) -> float:
-        """Return the seconds until a delayed call is due."""
+        """Return the seconds until the replica must call the buffer, after which a call is not delayed further."""
         return self._delay_s if self._since is None else max(0.0, self._delay_s - (now - self._since))
 
     def called(self) -> None:

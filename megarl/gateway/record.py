@@ -144,7 +144,9 @@ class Record:
     def _repeated(
         self, above: int | None, messages: Sequence[ChatMessage], used: int, tools: str
     ) -> Iterator[tuple[CallNode, int]]:
-        """Yield the children of a node that the messages from `used` on repeat, and where their replies end."""
+        """Yield the recorded calls below the call `above` whose messages and reply `messages` repeats from index `used`
+        on, each with the index after its reply.
+        """
         for number in self._children.get(above, ()):
             node, rest = self.nodes[number], messages[used:]
             if node.tools == tools and node.reply is not None and are_replayed((*node.messages, node.reply), rest):

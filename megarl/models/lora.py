@@ -200,7 +200,9 @@ class ExpertAdapters(Adapter):
         return output + self(*inputs) if self.enabled else output
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Return the adapters' output for the input [rows, in] of `grouped_linear`."""
+        """Return the adapters' output [rows, out] for rows [rows, in] that are grouped by expert; `ends` as in
+        `grouped_linear`.
+        """
         a, b = self.a, self.b
         if self._group is not None and self._by_columns:
             b = copy_to_tensor_model_parallel_region(b, group=self._group)  # sums gradients over the group
@@ -226,7 +228,7 @@ class StackedAdapters(ExpertAdapters):
         return torch.baddbmm(whole, a.transpose(1, 2), b.transpose(1, 2), alpha=self.scale).to(weight.dtype)
 
     def whole(self, weight: Tensor) -> Tensor:
-        """Implement `Adapter.whole`."""
+        """Return the whole weight of this rank with the adapter added."""
         return self.merged(weight, whole(tuple(weight.shape)))
 
 

@@ -26,7 +26,7 @@ class RowRoute(NamedTuple):
     kernels: ModuleType | None = None
 
     def spread(self, tokens: Tensor) -> Tensor:
-        """Copy tokens [n, h] to their rows [m, h]."""
+        """Return the input rows [m, h] of the experts: each of the tokens [n, h] once for each of its experts here."""
         if self.kernels is None:
             return tokens.index_select(0, self.tokens)
         return _Spread.apply(tokens, *self)

@@ -152,7 +152,7 @@ class Activations:
 
     @property
     def routed(self) -> float:
-        """Rows per layer that one rank's experts get if all experts get equally many."""
+        """Rows (token and chosen expert) per layer that one rank's experts compute if the load is balanced."""
         return self.held * self.facts.experts_per_token
 
     @property

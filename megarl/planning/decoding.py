@@ -90,7 +90,7 @@ class Decoder:
         return seconds + fixed + self._meeting(running), weights + caches
 
     def _expert_products(self, running: float) -> float:
-        """Return the seconds of the experts' products on a rank."""
+        """Return the seconds of a decoding step's matrix products in the experts on a rank, with `running` samples."""
         if not self._expert_flops:
             return 0.0
         facts, given, all_rows = self.facts, self.given, running * self._gathered
@@ -99,7 +99,9 @@ class Decoder:
         return all_rows * self._expert_flops / self._holders / (self.hardware.peak(self.dtype) * share)
 
     def _meeting(self, rows: float) -> float:
-        """Return the seconds of messages between ranks of a layer, of its experts, and of stages, for `rows` rows."""
+        """Return the seconds of all communication of a decoding step with `rows` samples: of tensor parallelism, of
+        expert parallelism, and between pipeline stages.
+        """
         facts, links, mixed, group = self.facts, self._links, self.facts.copies["router"], self._gathered
         whole = rows * facts.hidden * BYTES[self.dtype]
 

@@ -87,7 +87,7 @@ class Memory:
         return max(self.moments, key=lambda moment: moment.least)
 
     def terms(self) -> list[Term]:
-        """Return every distinct term, in order."""
+        """Return the memory terms of all moments, each once."""
         return list(dict.fromkeys(term for moment in self.moments for term in moment.terms))
 
 

@@ -296,7 +296,9 @@ class StepFormulas:
         ]
 
     def moves(self) -> list[Cost]:
-        """Return the costs of moving state to host memory and back while other roles work (formula T11)."""
+        """Return the cost, for each offloaded role, of moving its model and optimizer to host memory and back in a step
+        (formula T11).
+        """
         rate = self.hardware.host_gb_s * 1e9 * self.given.host_share
         return [
             Cost("T11", f"{role.value} to host memory and back", size / rate, size)

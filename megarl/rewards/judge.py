@@ -127,7 +127,7 @@ def judge(samples: list[Sample], **settings: Any) -> list[Any]:
 
 
 def _verdict(item: tuple[str, dict[str, Any]], server: ScoreServer, options: JudgeSettings, deadline: float) -> float:
-    """Return the reward, 0 to 1, from the judge's score for one request; a score in the cache is not requested again."""
+    """Return the reward, 0 to 1, from the judge's score for one request; cached scores are not requested again."""
     key, body = item
     cached = None if options.cache is None else Path(options.cache).expanduser() / key[:2] / f"{key}.json"
     score = None if cached is None else _read(cached, options)

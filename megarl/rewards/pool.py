@@ -55,7 +55,7 @@ class _Batch:
     killed: set[int] = field(default_factory=set)
 
     def groups(self, positions: list[int]) -> list[list[int]]:
-        """Split positions into prompt groups (samples with equal uid)."""
+        """Split the samples at these positions of the batch into prompt groups (samples with equal uid)."""
         groups: dict[Any, list[int]] = {}
         for i in positions:
             groups.setdefault(self.samples[i].get("uid", i), []).append(i)

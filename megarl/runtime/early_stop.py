@@ -59,7 +59,7 @@ class EarlyStop:
         return after.reason() is not None
 
     def reason(self) -> str | None:
-        """Return why no further step is needed; None: the run continues."""
+        """Return why `trainer.early_stop` ends the run now; None: the run continues."""
         settings, best = self._settings, self._best
         if settings is None:
             return None

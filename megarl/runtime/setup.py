@@ -246,7 +246,11 @@ class _Source:
     def roles(
         self, c: StepContext, tokenizer: PreTrainedTokenizerBase, chunks: Sequence[PolicyModel]
     ) -> dict[str, ModelRole | RolloutRole | ScorerRole]:
-        """Return the roles `rollout` and `scorer`; the rollout decodes with model `chunks` (empty: with servers)."""
+        """Return the objects of the roles `rollout` and `scorer`, by name.
+
+        Args:
+            chunks: the policy's pipeline chunks, with which the rollout decodes; empty if servers decode.
+        """
         config, episodes = c.config, self.episodes
         engine: RolloutEngine = UnopenedEngine()
         stale, routes = None, route_form(c.hf_config) if config.rollout.replay_routes else None

@@ -83,7 +83,7 @@ class Simulation:
     # -- what rules and teams ask for --------------------------------------------------------------------------------
 
     def event(self, *name: Any) -> simpy.Event:
-        """Return the event `name`, which the first call creates; an event is triggered at most once."""
+        """Return the simulated event `name` (a kind and a step or version); the first call creates it."""
         if name not in self._events:
             self._events[name] = self.env.event()
         return self._events[name]

@@ -88,7 +88,7 @@ class Table:
         return self.handover_s.at(tokens)
 
     def other(self, team: str) -> float:
-        """Return the seconds per step that a team spends outside all nodes; 0 for teams that are not in the table."""
+        """Return the seconds per step that a team spends outside all nodes; 0 if they were not measured."""
         return self.other_s.get(team, 0.0)
 
     def call(self) -> float:

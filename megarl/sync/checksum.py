@@ -22,7 +22,7 @@ class Checksum(Protocol):
     """A checksum over the bytes of a tensor, which are added in order."""
 
     def update(self, part: Tensor) -> None:
-        """Add the bytes of `part`, row by row."""
+        """Add the bytes of `part`, which follow those added before; of a strided tensor in row-major order."""
 
     def hexdigest(self) -> str:
         """Return the checksum, 16 hexadecimal digits."""
@@ -60,7 +60,7 @@ class DeviceChecksum:
         self._rest: Tensor | None = None
 
     def update(self, part: Tensor) -> None:
-        """Add the next bytes; bytes that do not fill a tile are kept for the next call."""
+        """Add the next bytes of the tensor; the bytes after the last whole tile are hashed at the next call."""
         flat = part.detach().contiguous().flatten().view(torch.uint8)
         if self._rest is not None:
             flat = torch.cat([self._rest, flat])

@@ -99,7 +99,9 @@ class Source:
         self._whole_here = {name for name, regions in givers.items() if {giver for _, giver in regions} == {rank}}
 
     def parts(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:
-        """Return the bytes (uint8) of each entry of a filled bucket, in `flat` or in the parameter itself."""
+        """Return the bytes (uint8) of each tensor in a bucket that was filled: views of its buffer `flat`, or of the
+        parameter if that is sent without a copy.
+        """
         return [
             flat[entry.offset : entry.offset + entry.nbytes] if at is None else at.view(-1).view(torch.uint8)
             for entry, at in ((entry, self._live(entry)) for entry in bucket.entries)
@@ -146,7 +148,11 @@ class Source:
             self._wait(sending.popleft()[0], "to take a piece")
 
     def _take(self, entry: Entry, moves: list[Move], out: Tensor) -> None:
-        """Collect all regions of one tensor into the bucket, and quantise the tensor if it is sent as FP8."""
+        """Collect all regions of one tensor into the bucket's buffer `out`; quantise the tensor if it is sent as FP8.
+
+        Args:
+            moves: the regions, with the ranks that hold them.
+        """
         plain = ITEMSIZE[entry.dtype] > 1
         if plain:
             whole = out[entry.offset : entry.offset + entry.nbytes].view(self._dtype(entry)).view(entry.shape)

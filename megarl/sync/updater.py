@@ -192,7 +192,9 @@ class WeightSync:
         return any(self.world.all_gather_json(not all(hold)))
 
     def _finish(self, updates: dict[int, ReceiverUpdate], ready: list[int], report: SyncReport) -> None:
-        """Publish the version; then each lead rank performs the remaining update steps of its receivers."""
+        """Publish the version; then the lead of each receiver (the rank that calls it) performs the steps of the update
+        from `commit` on.
+        """
         problem = None
         if self.world.rank == 0 and ready:
             try:

@@ -244,7 +244,10 @@ def shown(name: str, points: Points) -> Points:
 
 
 def _expand(wanted: Sequence[tuple[str, str]], have: dict[str, Points]) -> list[tuple[str, str]]:
-    """Expand `reward/*` and `team/*/busy`. A single reward part is omitted because it equals the score."""
+    """Replace patterns such as `reward/*` and `team/*/busy` by the metrics `have` that match, each with a label.
+
+    A pattern with only one match is dropped: a single part of the reward equals the score.
+    """
     names = []
     for name, label in wanted:
         before, star, after = name.partition("*")

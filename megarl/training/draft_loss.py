@@ -48,8 +48,7 @@ class DraftLoss:
         batch.set(_WEIGHTS, responses.like((counted / total.clamp(min=1)).float()))
 
     def log_probs(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> Tensor:
-        """Return the head's log-probs of the response tokens of a micro-batch [n], which the columns before theirs
-        predict.
+        """Return the draft head's log-probs [n] of the response tokens of a micro-batch.
 
         Args:
             hidden: the policy's final hidden states of the stream.

@@ -111,8 +111,12 @@ def _kept_gradient(
 
 
 def _kept_logits(raw: Tensor, targets: Tensor, kept: Tensor, shard: VocabularyShard) -> Tensor:
-    """Return this rank's logits [C, v] in at least float32, divided by the temperature, with -inf at tokens that are
-    not kept. `raw` stays as it is."""
+    """Return this rank's logits `raw` [C, v] in at least float32, divided by the temperature, with -inf at tokens that
+    the sampling filters removed.
+
+    Args:
+        kept: ids that the filters kept, [C, most], padded with -1; only -1: no record, all tokens count.
+    """
     logits = raw.to(torch.promote_types(raw.dtype, torch.float32)) * shard.inverse_temperature
     if not logits.shape[1]:
         return logits

@@ -150,7 +150,7 @@ class LogprobRows:
 def _by_tokens(
     rows: LogprobRows, weight: Tensor, shard: VocabularyShard, kept_logits: Tensor | None, wants: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of hidden states and weight, computed by chunks of tokens."""
+    """Return the gradients of hidden states and weight, computed for `shard.chunk` tokens at a time."""
     hidden = rows.hidden
     grad_hidden = torch.empty_like(hidden) if wants[0] else None
     # Sums over chunks are float32: a bf16 accumulator would lose the small contributions of late chunks.

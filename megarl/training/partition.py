@@ -11,7 +11,7 @@ from megarl.system.comm import WorkerGroup
 
 
 def chunks(count: int, size: int) -> list[slice]:
-    """Return slices of at most `size` rows that cover `count` rows."""
+    """Split `count` rows into slices of `size` rows; the last slice may have fewer."""
     return [slice(at, at + size) for at in range(0, count, size)]
 
 

@@ -52,7 +52,7 @@ class SequenceLayout(Protocol):
         """Return one row per input sequence of the model; a sample may have several. Response tokens stay in order."""
 
     def sample_columns(self, samples: Batch) -> list[list[int]]:
-        """Return the number of tokens of each sequence of each sample, prompt included, to count FLOPs."""
+        """Return, for each sample, the number of tokens (with prompt) of each of its model inputs, to count FLOPs."""
 
     def lengths(self, batch: Batch) -> Tensor:
         """Return the number of columns of each row, int64 [B]."""

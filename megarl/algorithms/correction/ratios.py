@@ -114,7 +114,7 @@ def importance_weights(ratios: Ratios, level: str, threshold: Threshold) -> Tens
 
 
 def bounded(ratio: Tensor, threshold: Threshold) -> Tensor:
-    """Return min(ratio, C); for a threshold [low, high], the ratio if it lies inside and 0 otherwise."""
+    """Return the ratio bounded by a threshold: min(ratio, threshold); for [low, high] the ratio inside, 0 outside."""
     if isinstance(threshold, Sequence):
         return ratio.masked_fill(is_truncated(ratio, threshold), 0)
     return ratio.clamp(max=threshold)

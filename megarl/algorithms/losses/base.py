@@ -126,14 +126,14 @@ def checked_preparation(chosen: Chosen[LossSpec], result: Any, mask: Tensor) -> 
 
 
 class ClipSettings(Settings):
-    """The clip range."""
+    """How far a loss lets the ratio of the new and the old policy differ from 1 before it clips the gradient."""
 
     clip_low: NonNegativeFloat = Field(0.2, description="lower clip range (gmpo: of the log-ratio)")
     clip_high: NonNegativeFloat = Field(0.2, description="upper clip range (gmpo: of the log-ratio)")
 
 
 class RatioClipSettings(ClipSettings):
-    """The clip range of a ratio, which is never below 0."""
+    """The clip range of a loss that clips the ratio itself, whose lower bound 1 - clip_low is at least 0."""
 
     clip_low: NonNegativeFloat = Field(0.2, le=1, description="lower clip range; 1: no lower bound")
 

@@ -119,7 +119,7 @@ def crossings(plan: SyncPlan, ranks: Sequence[str], servers: Sequence[Sequence[s
 
 
 def _crossings_here(c: RankState) -> list[str]:
-    """Return the `crossings` of this run, whose processes are all on this machine; none on a CPU."""
+    """Return `crossings` for the weight updates of a run whose processes are all on this machine; empty on a CPU."""
     from megarl.rollout.sglang.gpus import server_gpus
     from megarl.rollout.sglang.links import OwnServers
 

@@ -207,10 +207,10 @@ class Core:
         return state.parts[samples, team][part]
 
     def fetch(self, team: str, step: int, key: str, uids: Sequence[str]) -> list[Any] | None:
-        """Return references to the bytes of these groups, in order; None: some replicas have not sent their groups.
+        """Return references to the bytes of the groups `uids`, in order, and count the groups as fetched by `team`.
 
-        The groups then count as taken by `team`. A replica without groups still needs the names and types of the
-        fields: without `uids`, the result is one arbitrary group.
+        Return None if some replicas have not handed over their groups yet. Without `uids` the result is one arbitrary
+        group, from which a replica without groups reads the names and types of the fields.
 
         Raises:
             HandoverError: a group is missing although all replicas have handed over their groups.

@@ -74,7 +74,7 @@ class Mesh:
 
     @property
     def is_trivial(self) -> bool:
-        """Whether this process decodes without other processes."""
+        """Whether one process holds a whole replica, so that decoding needs no communication."""
         return all(axis.size == 1 for axis in (self.tp, self.pp, self.ep, self.etp))
 
     @property

@@ -24,7 +24,7 @@ class Mixer(ABC):
 
     @abstractmethod
     def dimensions(self) -> dict[str, int]:
-        """Return the sizes that the kind's weight rules use, by name."""
+        """Return the sizes that this kind of mixer uses in its weight rules, by name."""
 
     @abstractmethod
     def widths(self) -> dict[str, int]:
@@ -42,7 +42,7 @@ class Mixer(ABC):
 
     @property
     def pair_flops(self) -> float:
-        """Forward FLOPs of one (query, key) pair in training and prefill; 0: the kind has no keys."""
+        """Forward FLOPs of one (query, key) pair in training and prefill; 0: the mixer has no keys."""
         return 0.0
 
     @property

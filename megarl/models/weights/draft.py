@@ -53,7 +53,7 @@ class KeptDraft:
         return {name: self.reader.shape(name) for name in self.names}
 
     def dtypes(self, of_quantised: torch.dtype) -> dict[str, torch.dtype]:
-        """Return the dtype of every tensor as stored, or `of_quantised`."""
+        """Return the dtype in which every tensor is read: the stored one; `of_quantised` for quantised tensors."""
         return {name: self.reader.float_dtype(name) or of_quantised for name in self.names}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

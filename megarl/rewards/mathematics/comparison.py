@@ -312,7 +312,7 @@ def _named_values(items: tuple[Node, ...]) -> tuple[Node, ...] | None:
 
 
 def _tuple_equation(lines: Compound, equation: Relation) -> bool:
-    """Return whether an equation of tuples agrees with a list of equations, as `(x, y) = (1, 2)` and `x = 1, y = 2` do."""
+    """Return whether an equation of tuples agrees with a list of equations: `(x, y) = (1, 2)` and `x = 1, y = 2`."""
     left, right = equation.sides
     if not (isinstance(left, Compound) and isinstance(right, Compound) and left.kind == right.kind == "tuple"):
         return False
@@ -348,7 +348,7 @@ def _same_name(a: Node, b: Node) -> bool:
 
 
 def _is_value_of(relation: Relation, value: Node) -> bool:
-    """Return whether every side except the name is the value: `x = 5` and 5, `x \\in (1, 2)` and (1, 2)."""
+    """Return whether a relation only gives a name to the value: `x = 5` for 5, `x \\in (1, 2)` for (1, 2)."""
     if relation.modulus is not None or not (set(relation.ops) <= {"=", "\\approx"} or relation.ops == ("\\in",)):
         return False
     sides = relation.sides

@@ -84,7 +84,7 @@ def is_unit(node: Node) -> bool:
 
 
 def is_proper(top: Number, bottom: Number) -> bool:
-    """Return whether two numbers form a fraction that makes the preceding whole number a mixed number."""
+    """Return whether top / bottom is a proper fraction of integers, which after an integer makes a mixed number."""
     exact = top.places is None and bottom.places is None and top.base is None and bottom.base is None
     return exact and 0 < top.value < bottom.value and top.value.denominator == bottom.value.denominator == 1
 

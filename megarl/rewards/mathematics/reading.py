@@ -49,14 +49,14 @@ class TokenReader:
             raise UnreadError(f"token {self.at} must be one of {texts}")
 
     def at_modulus(self) -> bool:
-        """Return whether `(mod` follows."""
+        r"""Return whether the modulus of a congruence begins here, as in `x = 2 (mod 5)` or `\pmod`."""
         if self.next_is("\\mod", "\\bmod", ahead=1):
             return True
         following = [self.peek(ahead) for ahead in (1, 2, 3)]
         return "".join(token.text for token in following if token is not None) == "mod"
 
     def skip_braces(self) -> None:
-        """Step over `{...}`."""
+        """Step over the braces that begin here and everything in them."""
         depth = 0
         while (token := self.peek()) is not None:
             self.at += 1

@@ -108,5 +108,5 @@ def walk(*nodes: Node) -> Iterator[Node]:
 
 
 def symbols(node: Node, kind: str) -> set[str]:
-    """Return the names of the symbols of a kind in a tree."""
+    """Return the names of the symbols of one kind (such as `constant`) in an expression."""
     return {part.name for part in walk(node) if isinstance(part, Symbol) and part.kind == kind}

@@ -73,7 +73,7 @@ def _check_statistics(config: RunConfig, robot: RobotConfig) -> DatasetStatistic
 
 
 def _check_shown(files: list[str], robot: RobotConfig) -> None:
-    """Check that `robot.statistics=demonstrations` has files of demonstrations; experts need no statistics."""
+    """Check that `files` are only demonstrations, from which `robot.statistics=demonstrations` computes statistics."""
     if not files or EXPERTS in files:
         raise ConfigError(
             "robot.statistics=demonstrations needs files of demonstrations, and no experts",

@@ -323,7 +323,7 @@ class SimulatorPool:
         return SimulatorError(self.settings.name, python, what, lines, failure.output if failure else output, fix)
 
     def _first_answer(self) -> list[TaskSpec]:
-        """Wait for the first process's list of tasks, and return it."""
+        """Wait until the pool's first simulator process has sent its list of tasks, and return it."""
         process = self._slots[0].process
         text, header = "", dict[str, Any]()
         while not header and not text:

@@ -41,7 +41,7 @@ class Trials:
         return len(self.pairs)
 
     def describe(self) -> str:
-        """Return one line for the log."""
+        """Describe the number of start states and tasks in one line for the log."""
         tasks = dict.fromkeys(task for task, _ in self.pairs)
         named = Counter(self.sets[pair] for pair in self.pairs if pair in self.sets)
         parts = "".join(f", {number} of them {name}" for name, number in named.items())

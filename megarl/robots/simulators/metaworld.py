@@ -220,5 +220,5 @@ def _import() -> Any:
 
 
 def _missing(way: str) -> list[str]:
-    """Return the Debian packages that are missing for this way of rendering."""
+    """Return the Debian packages that MuJoCo's renderer `way` (such as egl) needs and this machine lacks."""
     return [package for name, package in LIBRARIES.get(way, {}).items() if not ctypes.util.find_library(name)]

@@ -237,7 +237,7 @@ class _Canvas:
         self._table = self._picture.copy()
 
     def begin(self) -> _Canvas:
-        """Start a new picture, with the empty table, and return the canvas."""
+        """Start a new picture that shows only the table, and return the canvas to draw the objects on."""
         self._picture = self._table.copy()
         return self
 

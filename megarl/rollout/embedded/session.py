@@ -307,8 +307,9 @@ class Session:
         return rows, self._reach + 1
 
     def _step(self, rows: int, length: int, lockstep: int) -> None:
-        """Decode one token in each of the first `rows` rows. CUDA graphs capture this, so the host must not wait for the
-        device.
+        """Decode one token in each of the first `rows` rows.
+
+        CUDA graphs capture this method, so the host must not wait for the device.
         """
         sample, token, position, count = self._state.numbers[:, :rows]
         done = self._state.done[:rows]

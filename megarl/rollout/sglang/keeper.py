@@ -237,8 +237,9 @@ class Recovery:
         raise ServerError(self.api.name, self.api.url, _PHASE, why)
 
     def _started_with(self) -> list[Weights]:
-        """Return the weights on the server's command line, or none if they were random; updates do not change what
-        /server_info returns."""
+        """Return the weights that the server loaded at its start, as /server_info always names them; empty if they were
+        random.
+        """
         info = self._call("/server_info", None, "GET")
         if info.get("load_format") == "dummy":
             return []

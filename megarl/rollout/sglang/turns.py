@@ -90,7 +90,7 @@ class TurnClient:
         self._loop.call_soon_threadsafe(self._dispatch.add, servers)
 
     def send(self, samples: Sequence[ServedSample], *, last: bool = False) -> None:
-        """Send a group of turns with equal prompts; `last`: no later turn has this prompt."""
+        """Send the servers requests for a group of turns with equal prompts; `last`: no later turn has this prompt."""
         with self._changed:
             self.running += 1
         self._in_loop(self._run(self._finish(samples, last), group=True))

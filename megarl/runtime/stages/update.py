@@ -189,7 +189,11 @@ def trained_mask(samples: Batch) -> Jagged:
 def token_inputs(
     samples: Batch, own: Mapping[str, str] | None = None, device: torch.device | str = "cpu"
 ) -> TokenInputs:
-    """Return the inputs of the objective on `device`; `own`: the field for each extra argument of the policy loss."""
+    """Return the loss's inputs for `samples` on `device`.
+
+    Args:
+        own: the field for each argument that only the chosen policy loss takes.
+    """
     from megarl.algorithms.objective import TokenInputs
     from megarl.data.batch import Jagged
 

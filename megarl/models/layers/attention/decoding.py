@@ -255,7 +255,7 @@ class Padding:
         return x[self._padded].view(*self.shape, *x.shape[1:])
 
     def unpad(self, x: Tensor) -> Tensor:
-        """Return padded x [m, P, ...] as [t, ...]."""
+        """Return x [m, P, ...] without its padding, as packed tokens [t, ...]."""
         return x.reshape(math.prod(self.shape), *x.shape[2:])[self._packed]
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
@@ -369,7 +369,7 @@ def attend_cpu(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scores: Sc
         q: [n*G, q, D].
         keys, values: [n*G, L, D], contiguous.
         bias: [n*G, q, L].
-        scores: its sinks are [n*G, q, 1].
+        scores: scale, cap and sinks of the scores; the sinks are [n*G, q, 1].
 
     Returns:
         [n*G, q, D].

@@ -102,7 +102,11 @@ class Products:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The query heads of a key head as rows: [count * l, groups * per, d] <-> [count * groups, l * per, d]."""
+    """Rearranges the query heads of each key head as rows of one matrix, and back.
+
+    [count * length, groups * per, d] <-> [count * groups, length * per, d], for `count` sequences and `groups` key
+    heads, each with `per` query heads.
+    """
 
     count: int
     length: int

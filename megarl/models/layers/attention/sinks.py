@@ -23,7 +23,7 @@ class Kernel(Protocol):
     """Attention without sinks of q [t, H, d] to k [n, G, d] and v [n, G, d]; lse: float32 or wider [t, H]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the result [t, H, d] and the logarithm of each query's sum of exponentials."""
+        """Return the attention's result [t, H, d] and each query's log-sum-exp of its scores [t, H]."""
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor

@@ -81,7 +81,8 @@ def group_by_group(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor, en
 def has_dense_gradient(config: TransformerConfig) -> bool:
     """Return whether an expert's gradient is summed over the same ranks as that of a dense layer.
 
-    Otherwise ranks that share a dense layer have other experts, or send different tokens to the same expert.
+    That is so if expert parallelism and expert tensor parallelism divide experts in the way in which dense layers are
+    divided.
     """
     alike = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
     return alike and config.expert_model_parallel_size == 1

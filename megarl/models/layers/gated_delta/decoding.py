@@ -148,7 +148,7 @@ def _with_window(lengths: Sequence[int], before: int, device: torch.device) -> t
 
 
 def _indices(step: Pass, name: str, values: tuple[Sequence[int], ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Return `values` as index tensors, created once for all layers of the pass."""
+    """Return lists of indices as tensors on `device`; the first layer of a pass creates them for all layers."""
     key = (GatedDelta.kind, name)
     if key not in step.memo:
         step.memo[key] = tuple(torch.tensor(list(each), device=device) for each in values)

@@ -56,13 +56,15 @@ class GatedDelta(Mixer):
         return self.value_heads // self.key_heads
 
     def sections(self, tp: int) -> dict[str, int]:
-        """Return the rows of the sections of the input projection on a rank; the first three are convolved."""
+        """Return the number of output rows of each section of the input projection on a rank; the causal convolution
+        reads query, key and value.
+        """
         keys, values = self.key_heads * self.key // tp, self.value_heads * self.value // tp
         heads = self.value_heads // tp
         return {"query": keys, "key": keys, "value": values, "z": values, "beta": heads, "alpha": heads}
 
     def channels(self, tp: int) -> int:
-        """Return the channels of the convolution on a rank."""
+        """Return the number of channels of the causal convolution on a rank."""
         return (2 * self.key_heads * self.key + self.value_heads * self.value) // tp
 
     def dimensions(self) -> dict[str, int]:

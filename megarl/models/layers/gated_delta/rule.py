@@ -176,7 +176,10 @@ class _Rows(torch.autograd.Function):
 
 
 def take_rows(x: Tensor, there: Tensor, back: Tensor) -> Tensor:
-    """Return the rows x[there] [rows, ...], zero where `there` is -1; `back` is the inverse of `there`."""
+    """Return the rows of `x` at the indices `there`, zero where an index is -1.
+
+    `back` is the inverse of `there`: for each row of `x` its index in the result, or -1; the backward pass uses it.
+    """
     return _Rows.apply(x, there, back)
 
 

@@ -29,7 +29,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class Seen:
-    """The visual and state inputs of the policy calls of a stream."""
+    """The pictures and robot states that the policy calls in a packed stream read, and their columns in it."""
 
     pixels: Tensor  # [n, 3 * towers, side, side], pictures in each tower's normalisation, concatenated by channels
     places: Tensor  # int64 [n * patches], columns of the packed stream that get the embeddings of pictures
