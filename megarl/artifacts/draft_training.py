@@ -10,7 +10,6 @@ from megarl.artifacts.facts import ModelFacts
 from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megarl.config.model import ParallelConfig
     from megarl.config.run import RunConfig
 
 _KEY, _OFF = "actor.mtp", "remove actor.mtp"
@@ -19,18 +18,13 @@ _KEPT = f"{_OFF}; the run then keeps the draft head as it is"
 
 def facts_with_draft(config: RunConfig, facts: ModelFacts) -> ModelFacts:
     """Return the facts of the actor, with its draft head if the recipe trains the head and the model allows it."""
-    if config.actor.mtp is None or draft_model_problem(config, facts) is not None:
+    if config.actor.mtp is None or draft_problem(config, facts) is not None:
         return facts
     return replace(facts, trains_draft=True)
 
 
 def draft_problem(config: RunConfig, facts: ModelFacts) -> ConfigError | None:
     """Return the error for a draft head that cannot be trained, or None."""
-    return draft_model_problem(config, facts) or draft_layout_problem(config, config.actor.parallel)
-
-
-def draft_model_problem(config: RunConfig, facts: ModelFacts) -> ConfigError | None:
-    """Return the error for a draft head that cannot be trained in any layout, or None."""
     if config.actor.mtp is None:
         return None
     obstacle = _of_model(config, facts) or _of_settings(config)
@@ -38,17 +32,6 @@ def draft_model_problem(config: RunConfig, facts: ModelFacts) -> ConfigError | N
         return None
     problem, value, allowed, fix = obstacle
     return ConfigError(problem, where=_KEY, found=value, allowed=allowed, fix=fix)
-
-
-def draft_layout_problem(config: RunConfig, parallel: ParallelConfig) -> ConfigError | None:
-    """Return the error for a draft head that cannot be trained in the layout `parallel` of the actor, or None."""
-    if config.actor.mtp is None:
-        return None
-    if parallel.cp == 1:
-        return None
-    problem = "a draft head needs the token after a rank's last one, which is on another context-parallel rank"
-    key = "actor.parallel.cp"
-    return ConfigError(problem, where=key, found=parallel.cp, allowed="1 with actor.mtp", fix=f"set {key}=1, or {_OFF}")
 
 
 def _of_model(config: RunConfig, facts: ModelFacts) -> tuple[str, object, str, str] | None:

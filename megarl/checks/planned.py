@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.artifacts.draft_training import draft_model_problem, draft_problem
+from megarl.artifacts.draft_training import draft_problem
 from megarl.artifacts.shared_prefixes import prefix_problem
 from megarl.checks.checklist import Checklist
 from megarl.checks.layout import check_cluster, check_layouts
@@ -44,7 +44,7 @@ def refuse_lengths(config: RunConfig, graph: TaskGraph) -> None:
     """
     _refuse_pairs(config, graph)
     checks, facts = Checklist(), known_sizes(model_sizes(config, graph), Role.ACTOR)
-    checks.of("actor").from_error(draft_model_problem(config, facts))
+    checks.of("actor").from_error(draft_problem(config, facts))
     check_sampling(config, facts, checks)
     _raise(checks)
 

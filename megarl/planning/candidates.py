@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.artifacts.draft_training import draft_layout_problem
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.layout import divisors, layout_problems, makes_replicas, tensor_sizes
 from megarl.config.base import Section
@@ -279,8 +278,7 @@ class Space:
                                 layouts.append(layout)
         share = self.config.actor.engine.share_prefixes
         whole = [layout for layout in layouts if not (share and layout.cp > 1)]
-        trainable = [layout for layout in whole if draft_layout_problem(self.config, layout) is None]
-        return [layout for layout in trainable if self._fits_others(layout, spread)]
+        return [layout for layout in whole if self._fits_others(layout, spread)]
 
     def _experts(self, tp: int, ranks: int) -> list[Mapping[str, Any]]:
         """Return the ways to divide experts over the ranks of a stage: by number, or also by their width."""

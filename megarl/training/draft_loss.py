@@ -10,7 +10,8 @@ draft head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,12 +28,27 @@ _WEIGHTS = "draft_weights"
 
 
 @dataclass(frozen=True)
+class DraftLogProbs:
+    """Computes the draft head's log-prob of each row's target token (`Head`), for the rows of `MicroBatch.of_draft`."""
+
+    outputs: ClassVar[int] = 1
+    chunk_tokens: int  # number of tokens whose logits exist at the same time
+    group: WorkerGroup  # tensor-parallel ranks
+
+    def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
+        """Return (log-probs [n],)."""
+        assert micro.draft is not None, "the sequence layout has `drafts`"
+        states = model.draft_states(micro.draft.following, hidden[:, None].detach(), micro.packed)
+        states, weight, start = head_rows(states[:, 0], model, micro, None)
+        place: dict[str, Any] = {"vocab_start": start, "chunk_tokens": self.chunk_tokens, "group": self.group}
+        return linear_logprob(states, weight.detach(), micro.targets, entropy=False, **place)[:1]
+
+
+@dataclass(frozen=True)
 class DraftLoss:
     """Computes the loss `coef` * mean(-log p) over the generated tokens of a mini-batch."""
 
     coef: float
-    chunk_tokens: int  # number of tokens whose logits exist at the same time
-    group: WorkerGroup  # tensor-parallel ranks
 
     def weigh(self, batch: Batch, replicas: WorkerGroup) -> None:
         """Add each response token's share of the mean to this rank's part of a mini-batch. Collective over `replicas`.
@@ -47,40 +63,17 @@ class DraftLoss:
         total = replicas.all_reduce(counted.sum()[None])
         batch.set(_WEIGHTS, responses.like((counted / total.clamp(min=1)).float()))
 
-    def log_probs(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> Tensor:
-        """Return the draft head's log-probs [n] of the response tokens of a micro-batch.
-
-        Args:
-            hidden: the policy's final hidden states of the stream.
-        """
-        following = micro.input_ids.roll(-1, 1)
-        following[0, micro.packed.cu_seqlens_q[1:].long() - 1] = 0  # the last column of a sequence predicts nothing
-        states = model.draft_states(following, hidden.detach(), micro.packed)
-        columns = micro.rows - 1
-        rows = replace(micro, rows=columns.clamp(min=0))
-        states, weight, start = head_rows(states[:, 0], model, rows, None)
-        return linear_logprob(
-            states,
-            weight.detach(),
-            micro.targets,
-            vocab_start=start,
-            chunk_tokens=self.chunk_tokens,
-            entropy=False,
-            group=self.group,
-        )[0]
-
-    def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch, samples: Batch) -> tuple[Tensor, Metrics]:
+    def __call__(self, logp: Tensor, micro: MicroBatch, samples: Batch) -> tuple[Tensor, Metrics]:
         """Return a micro-batch's share of the loss, and metrics. The loss of a filler is a zero with gradients of zero.
 
         Args:
-            hidden: the policy's final hidden states of the stream.
+            logp: [N], the draft head's log-probs of all response tokens of the micro-batch.
             samples: those of the micro-batch.
         """
-        logp = self.log_probs(hidden, model, micro)
         metrics = Metrics()
         if not micro.samples:
             return logp.sum() * 0.0, metrics
-        weights = samples[_WEIGHTS].values.to(logp.device)[micro.order]
+        weights = samples[_WEIGHTS].values.to(logp.device)
         counted = weights > 0
         metrics.mean("actor/mtp_loss", -float((logp.detach() * counted).double().sum()), float(counted.sum()))
         return -self.coef * (weights * logp).sum(), metrics

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -37,13 +38,13 @@ from megarl.system.metrics import Metrics
 from megarl.system.offload_schedule import PARAMETERS, PARTS
 from megarl.system.tracing import beat, phase
 from megarl.training import microbatch, offload, optimizer
-from megarl.training.draft_loss import DraftLoss
+from megarl.training.draft_loss import DraftLogProbs, DraftLoss
 from megarl.training.guard import check_finite
 from megarl.training.heads import Head, LogProbs, SampledTokens, Values
 from megarl.training.host_memory import HostArena
 from megarl.training.microbatch import MicroBatch
 from megarl.training.parallel import Layout
-from megarl.training.sequence_layout import TEXT, SequenceLayout
+from megarl.training.sequence_layout import TEXT, SequenceLayout, TextLayout
 from megarl.training.topk import SoftTargets, TopTokens
 from megarl.training.vocabulary import HiddenStates, TeacherHead, Terms, WholeVocabulary
 
@@ -117,6 +118,9 @@ class MegatronEngine:
         self.sequences, self.hf_config, self.config, self.optim = sequences, hf_config, engine, optim
         self.dtype, self.layout, self.total_steps, self.name = dtype, layout, total_steps, name
         self.device, self.lora, self._mtp, self.step = device(), lora, mtp, 0
+        if mtp is not None:
+            assert isinstance(sequences, TextLayout), "only the draft heads of text models are trained"
+            self.sequences = replace(sequences, drafts=True)
         self.teacher_weight: Tensor | None = None
         self.teacher_cap: float | None = None
         learns = optim is not None and "tower" not in freeze
@@ -390,9 +394,7 @@ class MegatronEngine:
     @functools.cached_property
     def _draft_loss(self) -> DraftLoss | None:
         """The loss of the draft head; None: the model has none."""
-        if self._mtp is None:
-            return None
-        return DraftLoss(self._mtp.loss_weight, self.config.logits_chunk_tokens, self.layout.tp_group)
+        return None if self._mtp is None else DraftLoss(self._mtp.loss_weight)
 
     def _lend_embedding(self) -> None:
         """Send the embedding to the last pipeline stage for this step; a stage with a tied head has a copy already."""
@@ -432,8 +434,9 @@ class MegatronEngine:
             if self.config.share_prefixes and micro.samples:
                 metrics.mean(f"{self.name}/shared_tokens", *micro.packed.shared_tokens)
             if self._draft_loss is not None:
-                model = chunk if isinstance(chunk, PolicyModel) else chunk.module
-                drafted, more = self._draft_loss(hidden, model, micro, samples)
+                head_of_draft = DraftLogProbs(self.config.logits_chunk_tokens, self.layout.tp_group)
+                (logp,) = self._outputs(head_of_draft, hidden, chunk, micro.of_draft())
+                drafted, more = self._draft_loss(logp, micro, samples)
                 value = value + drafted
                 metrics.merge(more)
             return value, value.new_zeros((), dtype=torch.int), (value.detach(), metrics)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,18 @@ from megarl.data.packing import bundles, pack, split_to_count
 from megarl.data.prefix_tree import PrefixTree
 from megarl.models.packing import PackedSequences, PackedStream, SharedPrefixes, pack_stream
 from megarl.training.parallel import Layout
-from megarl.training.sequence_layout import TEXT, SequenceLayout
+from megarl.training.sequence_layout import TEXT, PackedRows, SequenceLayout
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """What a draft head predicts of this rank's share of a micro-batch: each response token one column earlier than the
+    policy does. The first token after a prompt of one token has an arbitrary column."""
+
+    following: Tensor  # int64 [1, t], the token after each token
+    rows: Tensor  # as in `MicroBatch`, and so are the others
+    order: Tensor
+    targets: Tensor
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,12 @@ class MicroBatch:
     targets: Tensor  # int64 [n], the tokens to predict
     tokens: int  # N, the number of response tokens
     kept_tokens: Tensor | None = None  # int64 [n, K], the tokens kept in sampling each target, where -1 is none
+    draft: DraftRows | None = None  # of a policy with a draft head
+
+    def of_draft(self) -> MicroBatch:
+        """Return this micro-batch with what the draft head predicts."""
+        assert self.draft is not None, "the sequence layout has `drafts`"
+        return replace(self, rows=self.draft.rows, order=self.draft.order, targets=self.draft.targets)
 
 
 def plan(
@@ -148,7 +165,17 @@ def build(
         targets=packed.targets[order].to(device),
         tokens=len(packed.targets),
         kept_tokens=_kept(rows_of)[order].to(device) if samples and KEPT_COUNTS in batch.names() else None,
+        draft=None if packed.following is None else _draft_rows(packed, packed.following, stream, len(tokens), device),
     )
+
+
+def _draft_rows(
+    packed: PackedRows, following: Tensor, stream: PackedStream, columns: int, device: torch.device
+) -> DraftRows:
+    """Return this rank's share of a draft head's rows, of `columns` columns with padding sequences."""
+    rows, order = _rows_here(stream.index, (packed.sources - 1).clamp(min=0), columns)
+    following = stream.input_ids(F.pad(following, (0, columns - len(following))))
+    return DraftRows(*(tensor.to(device) for tensor in (following, rows, order, packed.targets[order])))
 
 
 def _share(tree: PrefixTree, stream: PackedStream, params: PackedSequences) -> None:

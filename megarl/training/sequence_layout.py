@@ -35,6 +35,7 @@ class PackedRows:
     prefixes: PrefixTree | None = None
     # routes to replay: their form (`megarl.data.routes`), and uint8 or int16 [T, layers * chosen]; None: no replay
     routes: tuple[RouteForm, Tensor] | None = None
+    following: Tensor | None = None  # int64 [T], the token after each of a row, 0 after its last; None: not needed
 
 
 class SequenceLayout(Protocol):
@@ -84,10 +85,12 @@ class TextLayout:
     Attributes:
         routes: form of the routes that the model replays; None: its routers choose.
         share: whether rows that are packed together share the columns of common prefixes (`megarl.data.prefix_tree`).
+        drafts: whether a draft head needs the token after each token.
     """
 
     routes: RouteForm | None = field(default=None, kw_only=True)
     share: bool = field(default=False, kw_only=True)
+    drafts: bool = field(default=False, kw_only=True)
     columns: ClassVar[None] = None
 
     def rows(self, samples: Batch) -> Batch:
@@ -128,7 +131,7 @@ class TextLayout:
     def pack(self, rows: Batch) -> PackedRows:
         """Pack prompts and responses end to end, with the routes to replay if the rows have them."""
         packed = self._pack(rows["prompt_ids"].to("cpu"), rows["response_ids"].to("cpu"))
-        packed = self._with_routes(packed, rows)
+        packed = self._with_following(self._with_routes(packed, rows))
         return share_prefixes(packed) if self.share else packed
 
     def _with_routes(self, packed: PackedRows, rows: Batch) -> PackedRows:
@@ -147,7 +150,14 @@ class TextLayout:
         """Return a prompt of one token with a response of one token."""
         token = Jagged.from_list([[0]], dtype=torch.int64)
         routes = None if self.routes is None else (self.routes, self.routes.empty(1))
-        return replace(self._pack(token, token), routes=routes)
+        return self._with_following(replace(self._pack(token, token), routes=routes))
+
+    def _with_following(self, packed: PackedRows) -> PackedRows:
+        if not self.drafts:
+            return packed
+        following = packed.tokens.roll(-1)
+        following[torch.tensor(packed.lengths).cumsum(0) - 1] = 0
+        return replace(packed, following=following)
 
     @staticmethod
     def _pack(prompts: Jagged, responses: Jagged) -> PackedRows:

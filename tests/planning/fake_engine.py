@@ -283,6 +283,7 @@ def measure(case: FakeCase) -> dict[str, Any]:
 
 
 def _run(engine: Any, storages: Storages, micros: list[Any], length: int, case: FakeCase) -> dict[str, Any]:
+    from megarl.training.draft_loss import DraftLogProbs
     from megarl.training.heads import Values
 
     parameters = [p for chunk in engine.chunks for p in chunk.parameters()]
@@ -298,7 +299,8 @@ def _run(engine: Any, storages: Storages, micros: list[Any], length: int, case: 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             value = -sum(output.sum() for output in engine._outputs(head, hidden, chunk, micro))
             if case.mtp:
-                value = value - engine._draft_loss.log_probs(hidden, chunk.module, micro).sum()
+                draft = DraftLogProbs(engine.config.logits_chunk_tokens, engine.layout.tp_group)
+                value = value - engine._outputs(draft, hidden, chunk, micro.of_draft())[0].sum()
             return value, value.new_zeros((), dtype=torch.int), value.detach()
 
         return loss
@@ -341,10 +343,11 @@ def _batch(case: FakeCase) -> Any:
 def _micro_batches(case: FakeCase, batch: Any, layout: Any, engine: Any) -> tuple[list[Any], int]:
     from megarl.models.layers.attention.training import plan_buckets
     from megarl.training import microbatch
+    from megarl.training.sequence_layout import TextLayout
 
     cpu = torch.device("cpu")
     groups = microbatch.plan(batch, engine.micro_batch_tokens, layout, cpu)
-    micros, length = microbatch.build_all(batch, groups, layout, cpu)
+    micros, length = microbatch.build_all(batch, groups, layout, cpu, TextLayout(drafts=case.mtp))
     for micro in micros:
         if layout.cp_size > 1 or case.dtype != "bf16":
             micro.packed.cache["plan"] = plan_buckets(micro.packed, cpu)

@@ -72,6 +72,8 @@ MORE_OF_TWO = [
     ("moe", {"tp": 2, "sp": True, "etp": 1}, {"distributed_optimizer": False}),
     ("drafting", {"pp": 2, "vpp": 2}, {"recompute": "full"}),
     ("drafting latent", {"tp": 2}, {}),
+    ("drafting", {"cp": 2}, {"recompute": "full"}),
+    ("drafting latent", {"cp": 2}, {}),
     ("drafting tied", {"pp": 2}, {"distributed_optimizer": False}),
     ("drafting latent", {"pp": 2}, {"recompute": "full"}),
     ("critic", {"cp": 2}, {}),
@@ -86,6 +88,8 @@ MORE_OF_FOUR = [
     ("moe", {"tp": 2, "sp": True}, {}),
     ("dense", {"tp": 2, "cp": 2}, {}),
     ("drafting", {"tp": 2, "pp": 2, "sp": True}, {}),
+    ("drafting", {"tp": 2, "cp": 2, "sp": True}, {}),
+    ("drafting", {"pp": 2, "vpp": 2, "cp": 2}, {}),
     ("drafting tied", {"pp": 2, "ep": 2}, {"overlap_grad_reduce": True}),
 ]
 
