@@ -29,7 +29,7 @@ _WEIGHTS = "draft_weights"
 
 @dataclass(frozen=True)
 class DraftLogProbs:
-    """Computes the draft head's log-prob of each row's target token (`Head`), for the rows of `MicroBatch.of_draft`."""
+    """Computes the draft head's log-prob of each row's target token, from a micro-batch as `MicroBatch.draft`."""
 
     outputs: ClassVar[int] = 1
     chunk_tokens: int  # number of tokens whose logits exist at the same time
@@ -37,8 +37,7 @@ class DraftLogProbs:
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
         """Return (log-probs [n],)."""
-        assert micro.draft is not None, "the sequence layout has `drafts`"
-        states = model.draft_states(micro.draft.following, hidden[:, None].detach(), micro.packed)
+        states = model.draft_states(micro.input_ids, hidden[:, None].detach(), micro.packed)
         states, weight, start = head_rows(states[:, 0], model, micro, None)
         place: dict[str, Any] = {"vocab_start": start, "chunk_tokens": self.chunk_tokens, "group": self.group}
         return linear_logprob(states, weight.detach(), micro.targets, entropy=False, **place)[:1]

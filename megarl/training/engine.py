@@ -433,9 +433,9 @@ class MegatronEngine:
                 value, metrics = outputs[0].sum() * 0.0, Metrics()
             if self.config.share_prefixes and micro.samples:
                 metrics.mean(f"{self.name}/shared_tokens", *micro.packed.shared_tokens)
-            if self._draft_loss is not None:
+            if self._draft_loss is not None and micro.draft is not None:
                 head_of_draft = DraftLogProbs(self.config.logits_chunk_tokens, self.layout.tp_group)
-                (logp,) = self._outputs(head_of_draft, hidden, chunk, micro.of_draft())
+                (logp,) = self._outputs(head_of_draft, hidden, chunk, micro.draft)
                 drafted, more = self._draft_loss(logp, micro, samples)
                 value = value + drafted
                 metrics.merge(more)

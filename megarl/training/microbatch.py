@@ -25,17 +25,6 @@ from megarl.training.sequence_layout import TEXT, PackedRows, SequenceLayout
 
 
 @dataclass(frozen=True)
-class DraftRows:
-    """What a draft head predicts of this rank's share of a micro-batch: each response token one column earlier than the
-    policy does. The first token after a prompt of one token has an arbitrary column."""
-
-    following: Tensor  # int64 [1, t], the token after each token
-    rows: Tensor  # as in `MicroBatch`, and so are the others
-    order: Tensor
-    targets: Tensor
-
-
-@dataclass(frozen=True)
 class MicroBatch:
     """This rank's share of one micro-batch. N is the number of response tokens in the whole micro-batch."""
 
@@ -49,12 +38,9 @@ class MicroBatch:
     targets: Tensor  # int64 [n], the tokens to predict
     tokens: int  # N, the number of response tokens
     kept_tokens: Tensor | None = None  # int64 [n, K], the tokens kept in sampling each target, where -1 is none
-    draft: DraftRows | None = None  # of a policy with a draft head
-
-    def of_draft(self) -> MicroBatch:
-        """Return this micro-batch with what the draft head predicts."""
-        assert self.draft is not None, "the sequence layout has `drafts`"
-        return replace(self, rows=self.draft.rows, order=self.draft.order, targets=self.draft.targets)
+    # For a draft head: the same with the token after each token in the place of that token, and each response token
+    # predicted one column earlier. The first token after a prompt of one token has an arbitrary column there.
+    draft: MicroBatch | None = None
 
 
 def plan(
@@ -155,7 +141,7 @@ def build(
         form, routes = packed.routes
         whole = torch.cat([routes, form.empty(len(tokens) - len(routes))])
         moved.params.routes = stream.take(whole, fill=form.none).to(device)
-    return MicroBatch(
+    micro = MicroBatch(
         samples=tuple(samples),
         input_ids=stream.input_ids(tokens).to(device),
         position_ids=moved.position_ids if positions is None else stream.take(positions.t()).t().to(device),
@@ -165,17 +151,19 @@ def build(
         targets=packed.targets[order].to(device),
         tokens=len(packed.targets),
         kept_tokens=_kept(rows_of)[order].to(device) if samples and KEPT_COUNTS in batch.names() else None,
-        draft=None if packed.following is None else _draft_rows(packed, packed.following, stream, len(tokens), device),
     )
+    if packed.following is None:
+        return micro
+    following = F.pad(packed.following, (0, len(tokens) - len(packed.following)))
+    return replace(micro, draft=_of_draft(micro, packed, following, stream))
 
 
-def _draft_rows(
-    packed: PackedRows, following: Tensor, stream: PackedStream, columns: int, device: torch.device
-) -> DraftRows:
-    """Return this rank's share of a draft head's rows, of `columns` columns with padding sequences."""
-    rows, order = _rows_here(stream.index, (packed.sources - 1).clamp(min=0), columns)
-    following = stream.input_ids(F.pad(following, (0, columns - len(following))))
-    return DraftRows(*(tensor.to(device) for tensor in (following, rows, order, packed.targets[order])))
+def _of_draft(micro: MicroBatch, packed: PackedRows, following: Tensor, stream: PackedStream) -> MicroBatch:
+    """Return `MicroBatch.draft`; `following` has a number for every column, padding sequences included."""
+    rows, order = _rows_here(stream.index, (packed.sources - 1).clamp(min=0), len(following))
+    made = stream.input_ids(following), rows, order, packed.targets[order]
+    ids, rows, order, targets = (tensor.to(micro.input_ids.device) for tensor in made)
+    return replace(micro, input_ids=ids, rows=rows, order=order, targets=targets)
 
 
 def _share(tree: PrefixTree, stream: PackedStream, params: PackedSequences) -> None:

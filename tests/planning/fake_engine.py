@@ -300,7 +300,7 @@ def _run(engine: Any, storages: Storages, micros: list[Any], length: int, case: 
             value = -sum(output.sum() for output in engine._outputs(head, hidden, chunk, micro))
             if case.mtp:
                 draft = DraftLogProbs(engine.config.logits_chunk_tokens, engine.layout.tp_group)
-                value = value - engine._outputs(draft, hidden, chunk, micro.of_draft())[0].sum()
+                value = value - engine._outputs(draft, hidden, chunk, micro.draft)[0].sum()
             return value, value.new_zeros((), dtype=torch.int), value.detach()
 
         return loss
