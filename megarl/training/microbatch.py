@@ -152,10 +152,8 @@ def build(
         tokens=len(packed.targets),
         kept_tokens=_kept(rows_of)[order].to(device) if samples and KEPT_COUNTS in batch.names() else None,
     )
-    if packed.following is None:
-        return micro
-    following = F.pad(packed.following, (0, len(tokens) - len(packed.following)))
-    return replace(micro, draft=_of_draft(micro, packed, following, stream))
+    following = None if packed.following is None else F.pad(packed.following, (0, len(tokens) - len(packed.following)))
+    return micro if following is None else replace(micro, draft=_of_draft(micro, packed, following, stream))
 
 
 def _of_draft(micro: MicroBatch, packed: PackedRows, following: Tensor, stream: PackedStream) -> MicroBatch:
