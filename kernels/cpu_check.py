@@ -70,7 +70,7 @@ def _gate(kernels: CpuKernels, draw: _Draw) -> Iterator[tuple[str, Tensor, Tenso
 
 
 def _attend(kernels: CpuKernels, draw: _Draw, size: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    groups, heads, length, scale = 2, 7, 40, size**-0.5  # the kernel processes 7 heads as 4, 2 and 1
+    groups, heads, length, scale = 2, 7, 40, size**-0.5  # 7 heads test all sizes of the kernel's blocks: 4, 2 and 1
     positions = torch.tensor([0, 17, 39], device="cpu")
     for window, norm, turned in ((None, draw(2, size), size), (5, None, size // 2)):
         qkv, n = draw(3, groups, heads + 2, size), len(positions)
@@ -106,7 +106,7 @@ def _stream(kernels: CpuKernels, draw: _Draw, size: int) -> Iterator[tuple[str, 
     for first, length in zip(starts.tolist(), lengths, strict=False):
         part = slice(first, first + length)
 
-        # [group, head in the group, token, head size]
+        # rearranges to [group, head in the group, token, head size]
         def by_group(x: Tensor, part: slice = part, length: int = length) -> Tensor:
             return x[part].double().view(length, groups, -1, size).permute(1, 2, 0, 3)
 

@@ -20,7 +20,7 @@ from megarl.kernels.build import compiled
 FAR = 255  # largest distance between two elements that a delta lists, stored as one byte
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _LINE = 64  # bytes that the kernels compare at a time
-_BLOCK = 1 << 17  # bytes that the reference compares at a time, so that results stay in the cache
+_BLOCK = 1 << 17  # bytes that the NumPy reference compares at a time, so that results stay in the processor's cache
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 

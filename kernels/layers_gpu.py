@@ -39,7 +39,7 @@ def swiglu(x: Tensor, scale: Tensor | None = None, launch: tuple[int, int] = SWI
             x if scale is None else scale,
             out,
             width,
-        )  # without a scale, the kernel does not read the second pointer
+        )  # without a scale, `x` takes its place as an argument that the kernel does not read
         _swiglu[(rows, triton.cdiv(width, block))](*inputs, block, scale is not None, num_warps=warps)
     return out
 

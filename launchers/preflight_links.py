@@ -165,7 +165,7 @@ def _all_reduce(
         for _ in range(_ROUNDS + 1):  # the first round opens the connections
             begun = time.perf_counter()
             dist.all_reduce(data, group=pair)
-            total = float(data[0].item())  # reading the value waits for the device
+            total = float(data[0].item())  # waits for the device, so that the measured time includes the whole sum
             data.fill_(1.0)
             best = min(best, time.perf_counter() - begun)
             if total != ranks:

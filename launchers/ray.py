@@ -126,7 +126,7 @@ class RayWorkers:
         self._causes: dict[int, str] = {}
         self._group: Any = None
         self._reservation: Reservation
-        self._apart: list[str] = []  # names of teams that have nodes of their own
+        self._apart: list[str] = []  # names of teams that share no node with other teams
         self._places: list[Place] = []
         self._server_places: list[Place] = []
         self._buffer: Any = None

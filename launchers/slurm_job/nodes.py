@@ -232,7 +232,7 @@ class Nodes:
     def _test_links(self, nodes: list[str], folder: Path) -> dict[str, str]:
         """Return the nodes with slow links to others, or with a wrong clock, with reasons."""
         gpus = min(group["gpus"] for group in self._plan["groups"])
-        # Time to wait for each of two neighbours, and the same again to start Python.
+        # A node waits this long for each of its two neighbours; half of the whole limit is for the start of Python.
         limit = ["--limit-s", f"{self._plan['limit_s'] / 4:g}"]
         more = ["preflight", "links", str(folder), *self._plan["tests"], "--gpus", str(gpus), *limit]
         step = self.start(nodes, more)

@@ -49,7 +49,7 @@ def distillation_fields(algorithm: AlgorithmConfig) -> list[str]:
     try:
         chosen = chosen_divergence(section)
     except UserError:
-        chosen = None  # the checks of the recipe report the error
+        chosen = None  # the settings are invalid, which the checks of the recipe report
     if chosen is None:
         return ["teacher_logp"]
     return ["teacher_hidden" if chosen.settings.topk is None else "teacher_topk"]

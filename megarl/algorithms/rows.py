@@ -26,7 +26,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 class Rows:
     """The boundaries of a batch's B sequences of tokens in flat values [N] of all tokens."""
 
-    offsets: Tensor  # int64 [B + 1], from 0 to N
+    offsets: Tensor  # int64 [B + 1], index of each sequence's first token, and N
     width: int | None  # length of every row in the padded form; None in the packed form
 
     @classmethod

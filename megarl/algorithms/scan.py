@@ -77,7 +77,7 @@ def over_valid(fn: Dense, rows: Rows, mask: Tensor, inputs: Sequence[Tensor], n_
             block = Rows(rows.offsets[first : last + 1] - tokens.start, rows.width)
             counts = block.offsets.diff() if whole else block.counts(here)
             prefix = torch.arange(int(counts.max()), device=mask.device) < counts[:, None]
-            # Each token's position in the flat dense block.
+            # `slot`: each valid token's index in the flattened dense block.
             ends = counts.cumsum(0)
             shift = torch.arange(len(counts), device=counts.device) * prefix.shape[1] - (ends - counts)
             slot = torch.repeat_interleave(shift, counts)

@@ -31,7 +31,7 @@ class TowerShape:
     """
 
     width: int  # width of the features
-    blocks: int  # number of executed blocks: all but the last of a published tower
+    blocks: int  # number of blocks that are computed; policies take the features before a published tower's last block
     heads: int
     mlp: int  # width between the two linear maps of a block
     patch: int

@@ -98,7 +98,7 @@ class VisionFamily:
 
 _DEEP = VisionFamily(_QWEN3, (24, 20, 20), deepstack=(8, 16, 24))
 _LINEAR = VisionFamily(_QWEN3, (11, 11, 10), tokens=(248053, 248056, 248054))
-#: The keys are those of `megarl.architectures.decoders.DECODERS`.
+#: The vision encoder of each model type in `megarl.architectures.decoders.DECODERS`.
 FAMILIES = {
     "qwen2_vl": VisionFamily(_QWEN2, (16, 24, 24), interleaved=False),
     "qwen2_5_vl": VisionFamily(_QWEN2_5, (16, 24, 24), interleaved=False),

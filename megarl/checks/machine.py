@@ -254,7 +254,7 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
         else:
             checks.warn(key, message, found=least, fix=fix)
         return
-    # Elastic terms, and terms that sum many others, count with their certain part.
+    # Count only the memory that is certainly used: elastic terms, and terms that sum many others, may need less.
     moments = {moment.name: held(moment.terms) for moment in memory.moments}
     name = max(moments, key=lambda key: moments[key])
     if moments[name] > TIGHT * capacity:

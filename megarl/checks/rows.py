@@ -78,7 +78,7 @@ def check_rows(
     if chats:
         if tokenizer is not None and not data.override_chat_template and not tokenizer.has_chat_template:
             raise no_chat_template()
-        tokenizer = None  # templates drop parts of a message (thinking) and trim it, so no text is certain
+        tokenizer = None  # a chat template may trim messages and drop parts (thinking), so text and length are unknown
     if data.image_key is not None:
         tokenizer = None  # tokens of images are not counted here, so no length is certain
     chat = _contents if chats else None

@@ -220,7 +220,7 @@ def run(arguments: argparse.Namespace) -> int:
         problems = problems_of(checked.items)
         # after another problem, the memory is that of a layout which was not chosen
         raise_problems(problems_of([check for check in checked.items if check.name != "memory"]))
-    # on an error, such as an unknown reward, remove the file: the corrected command must not find it
+    # on an error, such as an unknown reward, remove the recipe: the corrected command refuses to overwrite a file
     except BaseException:
         file.unlink(missing_ok=True)
         raise

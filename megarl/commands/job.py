@@ -178,7 +178,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"run folder: {run_dir}", file=config.tracking.messages, flush=True)
     before = process_of(run_dir)
     code = run_workers(launcher, JOBS[arguments.command][0], config, run_dir, checked.placement)
-    begun = process_of(run_dir) != before  # otherwise the start was refused, and the folder holds another run
+    begun = process_of(run_dir) != before  # else the start was refused, and the folder's record is of an earlier run
     if (
         arguments.command in ("train", "sft")
         and (code or read_run(run_dir).get("status") == "stopped")

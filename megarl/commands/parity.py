@@ -200,7 +200,7 @@ def parity(source: Path, dtype: str = "fp32", *, server: bool = True) -> Parity:
     with ExitStack() as stack:
         python = find_python(None, cuda=has_cuda()) if server else None  # checked before the slow parts
         if (source / "meta.json").is_file() or CheckpointReader(source).quantized:
-            # transformers and servers would use the quantised weights, with other kernels.
+            # Compare the dequantised weights: with the files transformers and servers would use quantised kernels.
             from megarl.commands.convert import convert
 
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "hf"

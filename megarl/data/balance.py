@@ -52,7 +52,7 @@ def balance(lengths: Lengths, k: int, equal_counts: bool = False) -> list[list[i
         if len(sizes) * k <= _DIFFERENCING_LIMIT:
             starts.append(_differencing(sizes, k))
         parts = min(starts, key=lambda parts: max(int(sizes[part].sum()) for part in parts))
-        # Every part has a free place, so that an exchange can also move one item.
+        # Every part gets a free place: swapping an item with a free place moves the item to another part.
         table = np.full((k, max(map(len, parts)) + 1), -1, dtype=np.int64)
         for part, items in enumerate(parts):
             table[part, : len(items)] = items

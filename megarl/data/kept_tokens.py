@@ -19,8 +19,8 @@ from megarl.data.tensor_text import from_text, to_text
 class KeptTokens:
     """The kept tokens of consecutive tokens of a sample, end to end; a token with count 0 has no record."""
 
-    counts: Tensor  # int32 [n]
-    ids: Tensor  # int32 [sum of counts]
+    counts: Tensor  # int32 [n], number of kept ids of each token
+    ids: Tensor  # int32 [sum of counts], the kept ids, token after token
 
     @classmethod
     def of(cls, rows: Tensor) -> KeptTokens:

@@ -53,7 +53,7 @@ class Row(dict):
 
     @property
     def column_fix(self) -> str:
-        """What the user can do about a bad value in a column, as text for an error's `fix`."""
+        """The way to avoid a bad value in a column without correcting it, as text for an error's `fix`."""
         return "write the prompt in another way" if self.unit == PROMPT else "remove the row"
 
     def column(self, name: str, key: str) -> Any:

@@ -233,7 +233,7 @@ class ChatTemplate:
         except DataError:  # the template takes a single question only
             turn = ""
         ends = (self._tokenizer.bos_token, self._tokenizer.eos_token)
-        # A line break may be a special token; it does not count.
+        # Some tokenizers have special tokens for white space, such as a line break, which messages may contain.
         tokens = (token for token in special if token.strip() and (token in turn or token in ends))
         return sorted(tokens, key=len, reverse=True)
 

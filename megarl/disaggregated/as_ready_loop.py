@@ -196,7 +196,7 @@ class AsReadyLoop:
             self._begin_waiting(generator)
             room = generator.free // self.c.config.rollout.sampling.n
             most = self._batcher.missing(room, len(self._waiting))
-        if self._drained:  # new groups may only replace rejected groups
+        if self._drained:  # no further group may begin with these weights, except in place of a rejected one
             most = min(most, len(self._refused))
         idle = not generator.busy and not self._next_is_scored()
         if self._is_due(most, empty=idle or min(room, most) > 0):

@@ -163,7 +163,7 @@ def selected_at_k(ranks: Sequence[float], values: Sequence[float], k: int) -> fl
     tied: dict[float, list[float]] = defaultdict(list)
     for rank, value in zip(ranks, values, strict=True):
         tied[rank].append(value)
-    # Samples with equal ranks are interchangeable, so each may count with their mean.
+    # A random tie break makes samples of equal rank interchangeable, so each counts with their mean.
     return _expected_last([sum(tied[rank]) / len(tied[rank]) for rank in sorted(ranks)], k)
 
 

@@ -51,7 +51,8 @@ def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head
     """
     vpp = tconf.virtual_pipeline_model_parallel_size
     wide = any(isinstance(mixer, Attention) and mixer.wide_norm for mixer in tconf.mixers)
-    tconf.qk_layernorm = tconf.qk_layernorm or wide  # without this flag megatron-core 0.19 rejects a norm of queries
+    # Without this flag megatron-core 0.19 rejects layers with a norm over all query heads.
+    tconf.qk_layernorm = tconf.qk_layernorm or wide
     chunks = []
     for stage in range(vpp or 1):
         vp_stage = stage if vpp else None

@@ -162,7 +162,7 @@ def _for_kernels(packed: PackedSequences) -> PackedSeqParams:
     """Return the stream's layout in Transformer Engine's form, computed once for all layers."""
     if "te" not in packed.cache:
         cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-        padded = cu if packed.cp_size > 1 else None  # `lengths` include all padding
+        padded = cu if packed.cp_size > 1 else None  # sequences include their padding, so both offsets are equal
         packed.cache["te"] = PackedSeqParams("thd", cu, cu, padded, padded, longest, longest)
         # megatron-core reads this since 0.19. Without it Transformer Engine compares both lengths on the host.
         packed.cache["te"].pad_between_seqs = False

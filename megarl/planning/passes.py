@@ -289,7 +289,8 @@ class ModelPass:
         facts, parallel = self.facts, self.parallel
         tp = parallel.tp
         whole = share.tokens / parallel.cp * facts.hidden * self._element
-        sums = 2 * facts.layers - facts.copies["router"]  # the sums of layers with experts are counted by `_experts`
+        # sums over ranks after each mixer and each dense MLP; `_experts` counts those of layers with experts
+        sums = 2 * facts.layers - facts.copies["router"]
         # Each sum happens once in a forward and once in a backward pass. Recomputation adds a forward pass. With sp, a
         # backward pass also gathers its input again.
         times = (2 + (passes == 4) if train else 1) + (0.5 if train and self._split_residual > 1 else 0.0)

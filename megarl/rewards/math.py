@@ -114,7 +114,8 @@ def _time_limit(seconds: float) -> Iterator[None]:
         if lost.exc_type is not _TimeLimit:
             report(lost)
 
-    # The alarm repeats, because Python drops exceptions raised inside a finaliser or a garbage collector's callback.
+    # The alarm repeats every 0.02 s: Python drops its exception if it hits a finaliser or a callback of the garbage
+    # collector.
     sys.unraisablehook = unraisable
     signal.setitimer(signal.ITIMER_PROF, seconds, 0.02)
     try:

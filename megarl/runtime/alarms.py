@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from statistics import median
 
 SAME_STEPS = 3  # warn after this many steps in a row whose samples all scored alike, or whose episodes were cut
-_MOST_CUT = 0.9  # a larger share of cut episodes raises an alarm
+_MOST_CUT = 0.9  # a larger share of episodes that a limit ends raises an alarm
 _WINDOW, _ENOUGH = 20, 5  # a norm or loss is compared with the median of 5 to 20 earlier steps
-_NORM_FACTOR = 100.0  # a hard batch makes a norm several times larger, a diverging policy thousands of times
+# A gradient norm of this many medians raises an alarm: a hard batch makes it several times larger, a diverging policy
+# thousands of times.
+_NORM_FACTOR = 100.0
 _LOSS_FACTOR, _LOSS_FLOOR = 3.0, 1.0  # nats per token; a loss below the floor raises no alarm, however much it grew
 _FIX = "lower the learning rate, or resume from an earlier checkpoint with a lower one"
 

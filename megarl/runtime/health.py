@@ -40,7 +40,7 @@ from megarl.system.imports import is_of_user
 from megarl.system.processes import write_atomically
 from megarl.system.rendezvous import ranks_text
 
-# fields: sequence number (odd: being written), changes, step, pid, unix time, text length, over
+# fields: sequence number (odd: being written), number of heartbeats, step, pid, unix time, text length, work finished
 _HEADER = struct.Struct("<QQqQdH?")
 _SIZE = 512
 _LOOK_S = 2.0  # seconds between two checks that the file still exists

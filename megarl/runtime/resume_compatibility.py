@@ -58,7 +58,8 @@ def _model_path(before: Plain, now: Plain) -> Effect:
 
 def _init_seed(before: Plain, now: Plain) -> Effect:
     random_base = value_at(now, "model.lora") not in (None, MISSING) and value_at(now, "model.path") is None
-    return FIXED if random_base else f"not used: {WEIGHTS}"  # with adapters the checkpoint lacks the base model
+    # A checkpoint of adapters lacks the base model, which the seed must initialise as before.
+    return FIXED if random_base else f"not used: {WEIGHTS}"
 
 
 def _mtp(before: Plain, now: Plain) -> Effect:
@@ -124,7 +125,7 @@ SAMPLING = ("algorithm.overlong", "async", "data", "env", "reward", "robot", "ro
 CHOOSING = ("algorithm.dynamic_sampling", "algorithm.filter")
 HELD_OUT = ("data.val_files", "data.val_batch_size", "data.max_val_samples")
 
-#: Keys that a run still uses if it resumes from the end of its cold start.
+#: Keys that are used before the first RL step only: a run that resumes from the end of its cold start uses new values.
 BEFORE_FIRST_STEP = ("validation.before_train", "critic.path")
 
 

@@ -64,7 +64,8 @@ class TeamTime:
         spent |= {f"wait/{name}_s": s for name, s in kinds.items()}
         if "generation" in kinds:
             spent[f"{FORMER_WAIT}_s"] = kinds["generation"]
-        # each rank adds its share, so that the sum over ranks is their mean; several calls in one step add up
+        # Add the seconds divided by the number of ranks: the sum over ranks is then their mean, and the calls of a step
+        # add up.
         for name, s in spent.items():
             metrics.sum(f"{self._name}/{name}", s / self._team.plan.devices)
         metrics.mean(f"{self._name}/busy", max(0.0, seconds - waited), seconds)

@@ -56,7 +56,7 @@ class DeviceChecksum:
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes, self._words = nbytes, 0
-        self._sums: Tensor | None = None  # int64 [2], sums of the two hashes
+        self._sums: Tensor | None = None  # int64 [2], the two hashes, each summed over the tiles so far
         self._rest: Tensor | None = None
 
     def update(self, part: Tensor) -> None:

@@ -58,7 +58,7 @@ def _wait_until(sock: socket.socket, end: float | None) -> None:
     """Set the socket's timeout, which applies to one call, to the time that is left for the whole message."""
     left = None if end is None else end - time.monotonic()
     if left is not None and left <= 0:
-        raise TimeoutError("the other side did not answer completely before the deadline")
+        raise TimeoutError("the message was not transferred completely before the deadline")
     sock.settimeout(left)
 
 

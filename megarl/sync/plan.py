@@ -170,7 +170,7 @@ def make_plan(
     """
     count = min(len(who) for tensor in tensors.values() for _, who in tensor.regions)
     members = _replicas(tensors, count)
-    units: dict[str, list[str]] = {}  # tensors that must share a bucket; most are by themselves
+    units: dict[str, list[str]] = {}  # the tensors of each unit, which must share a bucket; most units have one tensor
     for name in tensors:
         units.setdefault(name if together is None else together(name), []).append(name)
     routes = []

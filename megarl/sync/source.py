@@ -193,7 +193,7 @@ class Source:
         dtype = self._dtype(move.entry)
         for rows in _slabs(self.held[move.entry.source, move.region], dtype.itemsize):
             ready = rows.to(self.device, dtype).contiguous()
-            while len(sending) > 1:  # at most two slabs in flight
+            while len(sending) > 1:  # at most two blocks of rows in flight, to bound the memory of their copies
                 self._wait(sending.popleft()[0], "to take a piece")
             work = dist.isend(
                 ready.view(-1).view(torch.uint8), dst=self.world.ranks[move.sender], group=self.world.process_group

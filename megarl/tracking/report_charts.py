@@ -16,7 +16,7 @@ _HERO = ("critic/score/mean", "val/acc")  # charts that are shown large and neve
 _SAME = 1e-5  # a series is constant if its values differ by less than this share
 _UNITS = (("timing_s/", "", "seconds"), ("", "_s", "seconds"), ("", "_gb", "GB"), ("", "_tokens", "tokens"),
           ("", "/acc", "share"))  # fmt: skip
-_NAMED = ("%", "seconds", "GB", "tokens", "steps", "rounds")  # units that are written after a number
+_NAMED = ("%", "seconds", "GB", "tokens", "steps", "rounds")  # axis titles that are also written after a value
 _PERCENT = frozenset({"perf/mfu"})  # shares that are shown in percent
 
 

@@ -103,7 +103,7 @@ class Saving:
         """Wait until the checkpoint is complete; raise the errors of `poll`. Collective."""
         while not self.poll():
             self._thread.join(_POLL_S)
-            time.sleep(0.1 * _POLL_S)  # other ranks still write
+            time.sleep(0.1 * _POLL_S)  # if this rank's thread has ended, `join` does not wait for the other ranks
 
     def finish_save(self) -> None:
         """Wait until the checkpoint is complete or its files no longer grow, before an error of this rank ends the run.

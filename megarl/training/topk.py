@@ -27,7 +27,7 @@ from megarl.training.partition import chunks, joined_log_z, partition, scaled_lo
 class TopTokens:
     """Computes ids and log-probs of each row's `k` most likely tokens, and the log-prob of all others together."""
 
-    k: int  # number of tokens per row
+    k: int  # number of most likely tokens that are returned for each row
     limit: int  # token ids from `limit` on are never in the top k; they count in the one entry for all others
     base: LogProbs  # provides temperature, chunk size and group
 

@@ -23,7 +23,8 @@ from megarl.training.microbatch import MicroBatch
 from megarl.training.partition import chunks, log_partition, scaled_logits
 from megarl.training.topk import of_rows
 
-#: Log-probs of teacher and policy [C, v] to the terms of a divergence [C, v].
+#: Computes a divergence's terms [C, v] from the log-probs of the teacher and the policy, [C, v] each: C tokens, and v
+#: ids of the vocabulary on this rank.
 Terms = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -159,7 +159,7 @@ class LossInputs:
     log_ratio: Tensor  # `difference` clamped to +-20
     ratio: Tensor  # exponential of `log_ratio`
     advantages: Tensor  # without gradient
-    mask: Tensor  # bool
+    mask: Tensor  # bool, tokens that count in the loss
 
     @classmethod
     def of(cls, logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor) -> LossInputs:
@@ -220,7 +220,7 @@ def capped_ratio(p: LossInputs, cap: float | None) -> tuple[Tensor, Tensor]:
     """
     if cap is None:
         return p.ratio, torch.zeros_like(p.mask)
-    # The upper bound keeps the loss finite where the old policy gave the token no probability at all.
+    # `difference` is unbounded; 1e6 keeps the loss finite where the old policy gave the token a probability of 0.
     beyond = (p.difference - math.log(cap)).clamp(0, 1e6)
     return p.log_ratio.clamp(max=math.log(cap)).exp() * (1 + beyond), beyond > 0
 

@@ -355,7 +355,7 @@ class BufferClient:
             time.sleep(self._slice_s)
             try:
                 self._ping()
-            except HandoverError as error:  # the next call of another thread raises the error again
+            except HandoverError as error:  # not raised here: the next call of the worker's own thread raises it too
                 if not isinstance(error.__cause__, ray.exceptions.GetTimeoutError):
                     return
 

@@ -122,7 +122,8 @@ class Core:
         self._finished: int | None = None
         self._starts: dict[str, int] = {}  # number of restarts of each team that was restarted
         self._mail: dict[str, str] = {}
-        self._series: dict[str, list[int]] = {}  # numbers of the kept messages of each series, in order of arrival
+        # numbers of the kept messages of each series (messages that differ only in a number), in order of arrival
+        self._series: dict[str, list[int]] = {}
         # workers that have arrived at a message that is posted once all have, by the message's name
         self._arrived: dict[str, set[tuple[str, int]]] = {}
 
@@ -258,7 +259,7 @@ class Core:
         known = self._starts.get(team, 0)
         if number < known:
             raise HandoverError(
-                f"team {team!r} has already been restarted {known} times, so restart {number} comes too late{_REPORT}"
+                f"team {team!r} has already been restarted {known} times; its restart {number} is outdated{_REPORT}"
             )
         if number > known:
             self._starts[team] = number

@@ -25,7 +25,7 @@ class Piece:
     target_region: TensorRegion
 
 
-#: Shape of a process's parameter, and its pieces.
+#: Shape of a process's parameter, and the pieces of checkpoint tensors that it consists of.
 Cut = tuple[tuple[int, ...], tuple[Piece, ...]]
 
 

@@ -197,7 +197,7 @@ def _agree(reference: Node, answer: Node, names: list[str], base: float | None) 
             return False
         compared += 1
     if compared < _ENOUGH:
-        raise UnreadError("too few points were found at which both answers are defined")
+        raise UnreadError("too few values of the variables were found for which both answers are defined")
     return True
 
 

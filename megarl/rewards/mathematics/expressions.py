@@ -241,7 +241,7 @@ class ExpressionReader(TokenReader):
             else:
                 middle, (under, at) = at, self.digits(at)
                 if (middle == 2 and len(over) > 1) or (at == middle + 1 and len(under) > 1):
-                    return None  # without braces only the first digit is the argument
+                    return None  # without braces, as in \frac12, an argument is only one digit
             if not over or not under or not is_proper(Number(Fraction(over)), Number(Fraction(under))):
                 return None
             self.at += at

@@ -18,8 +18,8 @@ class TokenReader:
         self.tokens = tokens
         self.at = 0
         self.depth = 0
-        self.bars = 0  # number of open | inside the innermost bracket
-        self.in_set = False  # whether the reader is directly inside \{ \}, where | separates
+        self.bars = 0  # number of absolute values |...| that are open inside the innermost bracket
+        self.in_set = False  # whether the reader is directly inside \{ \}, where | means "such that"
 
     def peek(self, ahead: int = 0) -> Token | None:
         """Return the next token, or None at the end."""

@@ -152,7 +152,7 @@ def _relation(node: Relation) -> Region:
         raise UnreadError("a congruence cannot be read as a set")
     if node.ops in (("\\in",), ("\\notin",)):
         if not isinstance(node.sides[0], Symbol):
-            raise UnreadError("the left side of a membership is not a variable")
+            raise UnreadError("the left side of `\\in` or `\\notin` is not a variable")
         inner = _region(node.sides[1])
         spans = inner.spans if node.ops == ("\\in",) else _complement(inner).spans
         return Region(spans, node.sides[0].name)

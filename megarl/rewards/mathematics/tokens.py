@@ -202,7 +202,7 @@ class _Scanner:
             match = _TOKEN.match(text, position)
             assert match is not None, "the last alternative matches every character"
             kind = match.lastgroup
-            if kind not in _READERS:  # `lastgroup` may be a group inside the token's own group
+            if kind not in _READERS:  # `lastgroup` may be a group nested in the group that names the token's kind
                 kind = next(name for name in _READERS if match.group(name) is not None)
             position = _READERS[kind](self, match) or match.end()
         if self.braces:
@@ -264,7 +264,7 @@ class _Scanner:
         if len(inside) == 1 and (
             (name in ("mathrm", "rm") and inside in "eid") or (name != "mathrm" or not inside.isalpha())
         ):
-            self.braces.append("units")  # `inside` is a constant, one letter or one digit
+            self.braces.append("units")  # one letter or digit, such as the constant e, is mathematics and not text
         elif "_" in inside or "^" in inside or "\\" in inside.replace("\\ ", "").replace("\\%", ""):
             self.braces.append("units")
         else:

@@ -25,7 +25,7 @@ _MAX_SPREAD = 40  # bits that a sum may lose before more digits are used
 _MOST_DIGITS = 3_000
 _POINTS = 6
 _SCALES = (0.4, 1.0, 3.0, 9.0, 0.6, 2.0, 1.5, 0.8, 2.5)  # sizes of the variables at each point
-_FIRST_MIXED = 4  # from this point on, each variable has its own sign
+_FIRST_MIXED = 4  # at this point and later ones, variables differ in their signs
 _WIDE = (57.0, 1234.0, 311.0, 98765.0)  # further points where values are whole numbers nearly everywhere
 #: Functions that are slow for large arguments.
 _GROWING = frozenset(["sin", "cos", "tan", "cot", "sec", "csc", "cis", "exp", "sinh", "cosh", "tanh", "coth"])

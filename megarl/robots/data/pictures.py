@@ -35,7 +35,7 @@ _AT_A_TIME = {"cpu": 4}
 class PicturePipeline:
     """Turns a camera's frame into a picture, by the steps that its fields configure, in their order."""
 
-    size: int  # height and width of the result
+    size: int  # height and width of the picture
     rotate: bool = False  # turn by 180 degrees; LIBERO renders upside down, and its demonstrations were turned
     # quality with which the frame is compressed to JPEG at its rendered size, and decompressed; None: it is not
     # compressed. The demonstrations of published checkpoints were stored as JPEG, and their evaluation compresses

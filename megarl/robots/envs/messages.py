@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megarl.robots.simulators.protocol import TaskSpec
 from megarl.system.plain import Malformed, flag, number, short, text, whole
 
-_NAME, _TEXT = 1000, 4000  # maximum characters of a name, and of a text
+_NAME, _TEXT = 1000, 4000  # maximum characters of a name, and of a longer text, in a simulator's messages
 _TASKS, _PARTS, _CAMERAS = 100_000, 64, 64
 _PIXELS = 1 << 14  # maximum width and height of a picture in pixels
 _COUNT = range(1 << 31)
@@ -65,7 +65,7 @@ def _check_refusal(expected: str, header: Mapping[str, Any]) -> None:
     if header["error"] == "settings":
         text(header.get("key"), _NAME, "the key of an error")
         if "found" not in header:
-            raise Malformed("an error about a setting lacks `found`, the value of the setting")
+            raise Malformed("the simulator reported an invalid setting without the field `found`, the setting's value")
         if isinstance(header.get("allowed"), list):
             _texts(header["allowed"], "the names of settings")
 

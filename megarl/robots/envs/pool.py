@@ -66,7 +66,7 @@ class _Slot:
     played: int = 0  # answers that this process gave in this episode; fewer than the slot gave while it replays
     kept: list[str] = field(default_factory=list)  # tasks with a constructed simulator
     failures: int = 0  # failures of this slot's processes since the last finished or dropped episode
-    used: bool = False  # whether the slot has played
+    used: bool = False  # whether an episode has been started in this slot
 
     @property
     def awaits_answer(self) -> bool:
@@ -301,7 +301,7 @@ class SimulatorPool:
         used = [other for other in self._slots if other.used]
         if all(other.failures >= self.settings.max_restarts for other in used):
             times = count(self.settings.max_restarts, "time")
-            raise self._error(f"every process in use, {len(used)} in all, failed {times} in a row", failure)
+            raise self._error(f"every simulator process in use, {len(used)} in all, failed {times} in a row", failure)
         episode.failures += 1
         if episode.failures > self.settings.retries or kind == "differs":
             slot.episode = None

@@ -189,7 +189,8 @@ def _renderer(model: Any, size: int, plain: bool) -> Any:
     if not plain:
         return mujoco.Renderer(model, size, size)
     model.vis.quality.offsamples = 0
-    model.vis.global_.offwidth = model.vis.global_.offheight = size  # a picture clears all of this memory
+    # MuJoCo clears its whole offscreen buffer for every picture, so make it no larger than the picture.
+    model.vis.global_.offwidth = model.vis.global_.offheight = size
     model.mat_texid[:] = -1
     model.light_active[1:] = 0
     renderer = mujoco.Renderer(model, size, size)

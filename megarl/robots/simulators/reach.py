@@ -171,7 +171,8 @@ class Reach(Simulator):
         rim, (first, second) = 1 - DISC, self._discs
         for disc in self._discs:
             _part(gripper, disc, DISC + GRIPPER, 0.0)
-        for _ in range(4):  # each round halves the overlap that is left because a disc at the rim cannot move
+        # Each disc moves by half of their overlap, but not past the rim; each round halves the overlap that remains.
+        for _ in range(4):
             _part(first, second, 2 * DISC, 0.5)
             for disc in self._discs:
                 disc[:] = [min(rim, max(-rim, at)) for at in disc]

@@ -12,7 +12,7 @@ from typing import Any
 
 from .protocol import Simulator
 
-#: The included simulators: module of this folder, and class.
+#: The included simulators by name, as MODULE:CLASS with a module of this folder.
 SIMULATORS: dict[str, str] = {
     "libero": "libero:Libero",
     "maniskill": "maniskill:ManiSkill",

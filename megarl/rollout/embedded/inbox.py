@@ -89,8 +89,8 @@ class WeightInbox:
             WorkerError: on every rank, if complete weights (of `version`) did not arrive within `deadline_s`; at once
                 if the engine holds newer weights, because `version` will not come back.
         """
-        # The first rank decides: trainers pause it first and resume it last, so that no rank starts a generation while
-        # another one is paused.
+        # The first rank decides when generation starts: trainers pause it first and resume it last, so while it is not
+        # paused, no other rank is.
         entered, why = False, None
         at_a_time = self._group.deadline_s / 2 if self._group.size > 1 else deadline_s
         try:

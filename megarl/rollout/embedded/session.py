@@ -138,7 +138,8 @@ class Session:
         self._state = _State(slots, idle=len(seeds), device=device)
         self._idle = torch.tensor([[len(seeds)], [0], [0], [0]], device=device)
         self._seeds = torch.tensor([*seeds, 0], dtype=torch.int64, device=device)
-        # A graph of the decode step that was captured without shifts would be replayed for samples with images.
+        # How far images shift the position of each sample's next token. Zeros for text, and not None: a CUDA graph of
+        # the decode step that was captured without shifts would be replayed for samples with images.
         self._shifts = None if stage.encoder is None else torch.zeros_like(self._seeds)
         self._tokens = torch.zeros(len(seeds) + 1, self._width, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(len(seeds) + 1, self._width, dtype=torch.float32, device=device)

@@ -120,7 +120,7 @@ class Dispatch:
     async def abort(self, sample: ServedSample) -> None:
         """Abort a sample in flight; it keeps its partial tokens."""
         sample.aborted = True
-        await self._wake()  # the sample may wait for a free slot
+        await self._wake()  # a sample that waits for a free slot must notice the abort
         while (request := self._requests.get(id(sample))) is not None:
             await self._stop(*request)
             await asyncio.sleep(_ABORT_AGAIN_S)
@@ -246,7 +246,7 @@ class Dispatch:
         """
         import aiohttp
 
-        await self._wake()  # samples may wait for a new server
+        await self._wake()  # samples that wait for a free slot can use this new server
         limit = self._config.health_timeout_s
         since: float | None = None  # time of the first unanswered query; a suspension of this process does not count
         while self._servers[number] is server and number not in self._failed:

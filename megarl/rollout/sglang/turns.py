@@ -203,7 +203,7 @@ class ServerTurns:
         self._replica = engine.replica
         self._client: TurnClient | None = None
         self._samples: dict[int, ServedSample] = {}  # sequence -> its turn, until `wait` returns the turn
-        self._to_send: dict[int, ServedSample] = {}  # turns that no server has
+        self._to_send: dict[int, ServedSample] = {}  # sequence -> its turn, if that is not sent to a server yet
         self._numbers = itertools.count()
         self._prompts: dict[Hashable, int] = {}  # first tokens and images -> the router's number of the prompt
         self._begins: dict[int, Hashable] = {}  # sequence -> its first tokens and images

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megarl.system.metrics import Metrics
 
 
-#: Fields for measuring the gap between the two policies and the off-policy steps.
+#: Fields from which the gap between rollout and old log-probs, and the off-policy steps, are measured.
 _MEASURED = ["old_logp", "rollout_logp", "response_mask", *VERSION_FIELDS]
 
 

@@ -82,7 +82,7 @@ class DeltaTransport(Transport):
         self.sent_bytes: int = 0
         self._version = 0
         self._bases: dict[int, tuple[int, Tensor]] = {}
-        self._put: dict[int, _Put] = {}  # results of `put`, by bucket
+        self._put: dict[int, _Put] = {}  # the delta that `put` computed for each bucket of this update, by its number
         self._relayed: dict[str, tuple[int, bool]] = {}  # host -> last bucket sent to it, and whether as a delta
         self._current: set[int] = set()  # receivers that hold the result of the last deltas
         self._lost: dict[str, str] = {}  # host -> why its relay gets no more messages in this update
@@ -128,7 +128,7 @@ class DeltaTransport(Transport):
         with self._locks[host]:
             if self._relayed.get(host, (-1, False))[0] != number:
                 self._relayed[host] = number, self._relay(receiver, number, bucket)
-        # A receiver on the previous version lacks the changes since; any other receiver lacks everything.
+        # A receiver with the version that the delta is based on lacks only the changes; others lack the whole bucket.
         put = self._put[number]
         delta = put.delta if receiver.number in self._current and receiver.version == put.base else None
         changed = bucket.entries if delta is None else bucket.with_partners(delta.touched)

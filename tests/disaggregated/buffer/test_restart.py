@@ -88,7 +88,7 @@ def test_a_restart_that_is_told_twice_is_one() -> None:
         given_by_ref(buffer, 1, "new", 0)
     buffer.restart_team("ref", 2)
     assert (buffer.starts("ref"), buffer.starts("train")) == (2, 0)
-    with pytest.raises(HandoverError, match="has already been restarted 2 times, so restart 1 comes too late"):
+    with pytest.raises(HandoverError, match="has already been restarted 2 times; its restart 1 is outdated"):
         buffer.restart_team("ref", 1)
 
 

@@ -82,7 +82,8 @@ class Products:
         """Yield (first query, one past the last query, number of keys) of each block."""
         room = _ON_GPU if keys.is_cuda else _ON_CPU
         size = max(1, room // (len(keys) * rows.per * keys.shape[1]))
-        size = min(size, 64) if self.causal else size  # later keys of a block are wasted work
+        # With a causal mask a block's earlier queries do not see its later keys, which are wasted work in large blocks.
+        size = min(size, 64) if self.causal else size
         for a in range(0, rows.length, size):
             b = min(a + size, rows.length)
             yield a, b, b if self.causal else keys.shape[1]

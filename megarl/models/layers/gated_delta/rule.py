@@ -201,8 +201,9 @@ def chunked(
     v, g, beta = (plan.cut(x).movedim(1, 3) for x in (exact.v, exact.g, exact.beta))  # [chunks, G, r, C, dv], [.., C]
     total = g.cumsum(-1)  # logarithm of the decay since the beginning of the chunk
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(_above(plan.size, g.device), -torch.inf).exp()
-    # Row t of the system: u_t + beta_t sum_{s<t} decay[t, s] (k_t k_s) u_s = beta_t (v_t - exp(total_t) S^T k_t).
-    # Its inverse times the parts with v and with S leaves one product with S for the passes.
+    # Row t of the system for the corrections u of a chunk with the state S at its beginning:
+    # u_t + beta_t sum_{s<t} decay[t, s] (k_t k_s) u_s = beta_t (v_t - exp(total_t) S^T k_t).
+    # It is solved for all chunks at once, with S as a factor, so each sequential pass has only one product with S.
     system = k @ k.mT * decay * beta[..., None]
     inverse = _UnitInverse.apply(system)
     of_values = inverse @ (v * beta[..., None])
@@ -214,7 +215,7 @@ def chunked(
     before, corrections, after = [], [], []
     parts = (x.split(plan.active) for x in (of_values, of_state, to_end, keep))
     for values, keys, ends, share in zip(*parts, strict=True):
-        if len(values) < len(s):  # the last sequences have no chunk of this number: they have ended
+        if len(values) < len(s):  # the last sequences, which are the shortest, have no further chunk
             s, ended = s.split([len(values), len(s) - len(values)])
             after.append(ended)
         before.append(s)

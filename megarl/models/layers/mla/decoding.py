@@ -63,7 +63,7 @@ class LatentDecoder:
         up = prepared.merged(module.linear_kv_up_proj)
         self._expand = prepared.linear(up)
         rows = up.view(-1, mixer.nope + mixer.value, mixer.kv_rank)
-        self._keys, self._values = rows.split([mixer.nope, mixer.value], 1)  # [H, dn or dv, rk]
+        self._keys, self._values = rows.split([mixer.nope, mixer.value], 1)  # K_h and V_h of all heads, [H, width, rk]
 
     def __call__(self, x: Tensor, step: Pass) -> Tensor:
         """Return the layer's output [n, h] of hidden states x [n, h], before the sum over tensor-parallel ranks, and

@@ -158,7 +158,7 @@ GRIPPER_RULES = {
 class ActionCodec:
     """Converts between the tokens of policy calls and the actions that a simulator executes."""
 
-    tokens: ActionTokens  # the rule of the vocabulary
+    tokens: ActionTokens  # which tokens of the vocabulary stand for which numbers
     # statistics of the actions in the policy's data set; every action has the same D numbers
     statistics: ActionStatistics
     gripper: GripperRule = GripperRule()  # the simulator's rule

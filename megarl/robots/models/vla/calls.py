@@ -33,7 +33,8 @@ class PolicyFamily:
     parallel: bool = True  # whether the slots of a call are predicted in one pass
 
 
-#: `small`: new policies with their own tokenizer, whose prompt is only the instruction.
+#: How families of policies write prompts and predict actions. `small`: new policies with a tokenizer of their own,
+#: whose prompt is only the instruction.
 FAMILIES = {
     "openvla-oft": PolicyFamily(),
     "openvla": PolicyFamily(parallel=False),

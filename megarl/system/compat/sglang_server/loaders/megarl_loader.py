@@ -44,7 +44,7 @@ class CopyTarget:
     def write(self, positions: Tensor, values: Tensor) -> None:
         """Write the elements of `values` [n] whose `positions` in the tensor (int64 [n], ascending) are in
         this part."""
-        word = _WORDS[self.target.itemsize]  # not every dtype can be written by index
+        word = _WORDS[self.target.itemsize]  # write integers of equal size: torch cannot index every dtype, such as FP8
         values, target = values.to(self.target.dtype).view(word), self.target.view(word)
         # The part is contiguous in the sent tensor and in the parameter.
         if self.target.is_contiguous() and self.target.stride() == self.strides:
