@@ -10,6 +10,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,9 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     for phase in ("log-probs", "update"):
         calls: dict[str, Callable[[], Any]] = {
-            name: (lambda engine=engine: engine.logprobs(batch))
-            if phase == "log-probs"
-            else (lambda engine=engine: engine.sft_step(batch))
+            name: partial(engine.logprobs if phase == "log-probs" else engine.sft_step, batch)
             for name, engine in engines.items()
         }
         times = best(calls, options.rounds)

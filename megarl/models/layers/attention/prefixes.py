@@ -169,6 +169,6 @@ def level_parts(prefixes: SharedPrefixes, make: MakeKernel, where: torch.device)
     parts = [Part(whole, whole, make(lengths, lengths, True))]
     for level in rectangles_by_level(prefixes.spans):
         queries, keys = [(span.end, span.last) for span in level], [(span.start, span.end) for span in level]
-        sizes = [[b - a for a, b in pieces] for pieces in (queries, keys)]
-        parts.append(Part(place_of(queries, where), place_of(keys, where), make(*sizes, False)))
+        kernel = make([b - a for a, b in queries], [b - a for a, b in keys], False)
+        parts.append(Part(place_of(queries, where), place_of(keys, where), kernel))
     return MergedParts(tuple(parts))
