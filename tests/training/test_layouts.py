@@ -45,7 +45,7 @@ TWO = [
 ]
 FOUR = [
     ("moe", {"tp": 2, "pp": 2, "sp": True}, {}),
-    ("latent", {"tp": 2, "cp": 2, "sp": True}, {"recompute": "full"}),
+    ("drafting latent", {"tp": 2, "cp": 2, "sp": True}, {"recompute": "full"}),
     ("moe", {"pp": 2, "ep": 2}, {"overlap_grad_reduce": True}),
     ("moe", {"ep": 2}, {}),
     ("moe", {"ep": 2, "etp": 2}, {"recompute": "full"}),
