@@ -16,7 +16,7 @@ import json
 import secrets
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -226,28 +226,32 @@ async def _streamed(
     response = web.StreamResponse(headers={**headers, "Cache-Control": "no-cache"})
     response.content_type = "text/event-stream"
     await asyncio.wait({answer}, timeout=_GRACE_S)
-    if answer.done():
-        answer.result()  # raises a refusal before the stream begins
-    await response.prepare(request)
+    if not answer.done():
+        await response.prepare(request)
     while not answer.done():
         await response.write(b": alive\n\n")
         await asyncio.wait({answer}, timeout=_ALIVE_EVERY_S)
     try:
         replies = answer.result()
+        events = list(write(body, replies, name)[1])
     except Refusal as refusal:
+        if not response.prepared:
+            raise
         messages = "/v1/messages" in request.path
         error = anthropic.error_body(refusal) if messages else openai.error_body(refusal)
         text = f"event: error\ndata: {json.dumps(error)}\n\n" if messages else f"data: {json.dumps(error)}\n\n"
         await response.write(text.encode())
         return response
     with _delivering(replies):
-        async for piece in _together(write(body, replies, name)[1]):
+        if not response.prepared:
+            await response.prepare(request)
+        for piece in _together(events):
             await response.write(piece)
         await response.write_eof()
     return response
 
 
-async def _together(events: Iterator[str]) -> AsyncIterator[bytes]:
+def _together(events: Sequence[str]) -> Iterator[bytes]:
     """Yield the events in packets of some kilobytes."""
     waiting = b""
     for event in events:

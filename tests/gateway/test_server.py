@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -26,7 +27,7 @@ class Episode:
 
     def __init__(self, gateway: Gateway, *lines: str) -> None:
         self.talk, self.lines = Talk("qwen3", history="exact"), list(lines) or ["yes"]
-        self.session = ChatSession(self.talk.form, Window(300, 300, 64))
+        self.session = ChatSession(self.talk.form, Window(300, 300, 10_000))
         self.key = gateway.open(self.session)
         self.answers = asyncio.Event()
         self.answers.set()
@@ -59,8 +60,8 @@ async def served(*lines: str):
     await gateway.stop()
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 60))
+def run(work: Coroutine[Any, Any, None], limit_s: float = 60) -> None:
+    asyncio.run(asyncio.wait_for(work, limit_s))
 
 
 async def until(condition: Any) -> None:
@@ -223,3 +224,100 @@ def test_many_sessions_at_once_get_their_own_replies(sessions):
                 episode.policy.cancel()
 
     run(work())
+
+
+WHOLE: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        **HELLO,
+        "tools": TOOLS,
+        "stop": ["a"],
+        "n": 1,
+        "stream_options": {"include_usage": True},
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "a"}]},
+            *HELLO["messages"],
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": "{}"}}],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": "3"},
+        ],
+    },
+    "completions": {"model": "policy", "prompt": "hello", "stop": "a", "logprobs": 1},
+    "messages": {
+        "model": "policy",
+        "max_tokens": 8,
+        "system": [{"type": "text", "text": "a"}],
+        "tools": [{"name": "add", "description": "b", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "auto"},
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "3"}]},
+        ],
+    },
+    "responses": {
+        "model": "policy",
+        "instructions": "a",
+        "tools": [{"type": "function", "name": "add", "parameters": {}}],
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "b"}]},
+            {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "3"},
+        ],
+    },
+}
+VALUES = [
+    None,
+    True,
+    0,
+    -1,
+    1e308,
+    10**30,
+    "",
+    "a",
+    "\ud800",
+    "<|im_end|>",
+    [],
+    {},
+    [[]],
+    [None],
+    {"a": None},
+    [{}],
+    [3],
+]
+
+
+def broken(value: Any, rng: random.Random) -> Any:
+    """A JSON value in which one part is another one, is missing, or has a key that nobody knows."""
+    if not isinstance(value, dict | list) or not value or rng.random() < 0.15:
+        return rng.choice(VALUES)
+    key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
+    copied = value.copy()
+    if rng.random() < 0.1:
+        del copied[key]
+    else:
+        copied[key] = broken(value[key], rng)
+    return copied
+
+
+@pytest.mark.parametrize("requests", [60, pytest.param(4000, marks=pytest.mark.campaign("agents"))])
+def test_no_request_makes_the_endpoint_fail(requests):
+    async def work() -> None:
+        async with served("yes", "no", "<tool_call>\n{}\n</tool_call>") as (_, episode, client):
+            rng = random.Random(0)
+            for number in range(requests):
+                path = rng.choice(list(WHOLE))
+                body = broken(WHOLE[path], rng) if number % 8 else WHOLE[path]
+                body = {**body, "model": "policy"} if isinstance(body, dict) else body
+                if isinstance(body, dict) and rng.random() < 0.3:
+                    body = {**body, "stream": True}
+                response = await client.post(f"/v1/{path}", data=json.dumps(body).encode())
+                text = await response.text()
+                assert (path, body, response.status < 500) == (path, body, True), text
+                assert number % 8 or response.status in (200, 400), text  # 400: the calls or tokens are used up
+            assert episode.session.broken == ""
+
+    run(work(), 600)

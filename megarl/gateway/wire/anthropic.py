@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.gateway.messages import ASSISTANT, SYSTEM, TOOL, USER, ChatMessage, ToolCall
 from megarl.gateway.session import ChatReply, ChatRequest, Refusal
-from megarl.gateway.wire.fields import items, join_texts, number, pieces, string, strings, wrong
+from megarl.gateway.wire.fields import items, join_texts, mapping, number, pieces, string, strings, wrong
 
 OVERRIDDEN = ("temperature", "top_p", "top_k")
 _KINDS = {
@@ -127,7 +127,7 @@ def _messages(message: dict[str, Any], key: str) -> list[ChatMessage]:
 
 
 def _tools(body: dict[str, Any]) -> list[dict[str, Any]]:
-    choice = (body.get("tool_choice") or {}).get("type", "auto")
+    choice = mapping(body, "tool_choice").get("type", "auto")
     if choice not in ("auto", "none"):
         raise Refusal(400, f"tool_choice: found {choice!r}. It changes the distribution of tokens; allowed: auto, none")
     tools = []

@@ -44,6 +44,14 @@ def items(body: dict[str, Any], key: str) -> list[dict[str, Any]]:
     return value
 
 
+def mapping(body: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return an object, empty where the key is missing or null."""
+    value = body.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise wrong(key, value, "an object")
+    return value or {}
+
+
 def string(value: Any, key: str) -> str:
     """Return a text; null counts as an empty one."""
     if value is None:

@@ -9,7 +9,18 @@ from typing import Any
 
 from megarl.gateway.messages import ASSISTANT, SYSTEM, TOOL, USER, ChatMessage, ToolCall
 from megarl.gateway.session import ChatReply, ChatRequest, Refusal
-from megarl.gateway.wire.fields import flag, items, join_texts, number, pieces, refuse_changes, string, strings, wrong
+from megarl.gateway.wire.fields import (
+    flag,
+    items,
+    join_texts,
+    mapping,
+    number,
+    pieces,
+    refuse_changes,
+    string,
+    strings,
+    wrong,
+)
 
 #: Sampling settings that the recipe's settings replace.
 OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "seed")
@@ -107,7 +118,7 @@ def _chat_stream(whole: dict[str, Any], body: dict[str, Any]) -> Iterator[str]:
             yield chunk([{"index": place, "delta": delta, "finish_reason": None, "logprobs": None}])
         last = {key: value for key, value in choice.items() if key != "message"}
         yield chunk([{**last, "delta": {}}])
-    if flag(body.get("stream_options") or {}, "include_usage"):
+    if flag(mapping(body, "stream_options"), "include_usage"):
         yield chunk([], usage=whole["usage"])
     yield "data: [DONE]\n\n"
 
@@ -119,7 +130,7 @@ def _text_stream(whole: dict[str, Any], body: dict[str, Any]) -> Iterator[str]:
         for piece in pieces(choice["text"]):
             yield _event({**head, "choices": [{"index": choice["index"], "text": piece, "finish_reason": None}]})
         yield _event({**head, "choices": [{**choice, "text": ""}]})
-    if flag(body.get("stream_options") or {}, "include_usage"):
+    if flag(mapping(body, "stream_options"), "include_usage"):
         yield _event({**head, "choices": [], "usage": whole["usage"]})
     yield "data: [DONE]\n\n"
 
