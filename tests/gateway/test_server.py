@@ -314,7 +314,11 @@ def test_no_request_makes_the_endpoint_fail(requests):
                 body = {**body, "model": "policy"} if isinstance(body, dict) else body
                 if isinstance(body, dict) and rng.random() < 0.3:
                     body = {**body, "stream": True}
-                response = await client.post(f"/v1/{path}", data=json.dumps(body).encode())
+                answer = asyncio.ensure_future(client.post(f"/v1/{path}", data=json.dumps(body).encode()))
+                await asyncio.wait({answer, episode.policy}, return_when=asyncio.FIRST_COMPLETED)
+                if episode.policy.done():
+                    raise AssertionError((path, body)) from episode.policy.exception()
+                response = answer.result()
                 text = await response.text()
                 assert (path, body, response.status < 500) == (path, body, True), text
                 assert number % 8 or response.status in (200, 400), text  # 400: the calls or tokens are used up
