@@ -179,7 +179,7 @@ def _all_reduce(
 
 
 def _wait_until_others_left(store: Store, processes: int, limit_s: float) -> None:
-    """Wait a few seconds until the other processes have left the store, which ends with this process."""
+    """Wait at most 5 seconds until the other processes have left torch's key-value store, which this process hosts."""
     end = time.monotonic() + min(limit_s, 5.0)
     while store.add("left", 0) < processes - 1 and time.monotonic() < end:
         time.sleep(0.02)

@@ -191,7 +191,7 @@ class SlurmJob:
 
     def _next_job(self) -> None:
         """Submit the job that continues the run when this job has ended."""
-        self._end_guard()  # this job must not be requeued as well
+        self._end_guard()  # otherwise the guard could requeue this job in addition to the next one
         script = self.files.path / "job.sh"
         options = [f"--dependency=afterany:{self.job}"]
         wanted, spares = self.plan["nodes"], self.plan["spares"]

@@ -51,7 +51,7 @@ class JSDSettings(DivergenceSettings):
 
 
 class ForwardTopKSettings(DivergenceSettings):
-    """The settings of `forward_kl` with verl's defaults."""
+    """The settings of the divergence `forward_kl_topk`, which is `forward_kl` with verl's defaults."""
 
     topk: PositiveInt | None = Field(32, description="as for forward_kl")
     tail: Literal["bucket", "renormalise", "ignore"] = Field("ignore", description="as for forward_kl")

@@ -28,7 +28,7 @@ def estimator_fields(algorithm: AlgorithmConfig) -> list[str]:
     try:
         settings, required = ADVANTAGES.spec(name).settings, ADVANTAGES.required(name)
     except UserError:
-        return []  # the checks of the recipe report the error
+        return []  # the settings are invalid, which the checks of the recipe report
     return [field for field in required if field not in _GIVEN and field not in settings.model_fields]
 
 
@@ -62,7 +62,7 @@ def reference_fields(algorithm: AlgorithmConfig) -> list[str]:
     try:
         whole = KL.spec(algorithm.kl.estimator).whole
     except UserError:
-        whole = False  # the checks of the recipe report the error
+        whole = False  # the settings are invalid, which the checks of the recipe report
     return ["ref_hidden" if whole else "ref_logp"]
 
 

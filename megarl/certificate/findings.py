@@ -54,7 +54,7 @@ class Findings:
             self.skip(name, why)
 
     def fact(self, name: str, value: Any) -> None:
-        """Record information without a verdict."""
+        """Record information that can neither pass nor fail."""
         self._write("fact", name, detail=str(value))
 
     def figure(self, name: str, value: float, unit: str, expected: float | None = None, source: str = "") -> None:

@@ -23,7 +23,8 @@ from megarl.system.machine import visible_gpus
 from megarl.system.processes import nvidia_devices, write_atomically
 
 RECIPE = "grpo_quickstart"
-#: Settings for training only: no cold start, no validation, only metrics are written; scores differ between samples.
+#: Settings of a run that only trains and logs metrics: no cold start, validation or export; a reward whose scores
+#: differ between samples, so that there is a gradient.
 PLAIN = (
     *("sft.steps=0", "validation.before_train=false", "validation.every=0", "trainer.export_hf=false"),
     *("trainer.save_every=0", "tracking.mlflow=false", "tracking.report=false"),

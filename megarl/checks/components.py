@@ -67,8 +67,9 @@ def check_signature(
     *,
     more: bool = False,
 ) -> bool:
-    """Return whether a function accepts these arguments and requires no others; `more`: whether it may require further
-    keywords.
+    """Return whether a user's function accepts the arguments that megarl passes, and requires no others.
+
+    `more`: it may require further keyword arguments.
     """
     try:
         signature = inspect.signature(function)

@@ -313,7 +313,7 @@ def _check_lengths(
     new, prompt = sampling.max_new_tokens, config.data.max_prompt_tokens
     if sampling.min_new_tokens > new and not checks.failed(
         "rollout.sampling.min_new_tokens"
-    ):  # validation may inherit the key, whose error is reported once
+    ):  # validation uses the key of training unless it sets its own; the same error is reported once
         checks.fail(
             f"{key}.min_new_tokens",
             f"min_new_tokens is larger than max_new_tokens ({new})",

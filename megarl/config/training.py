@@ -286,7 +286,7 @@ class PreferenceConfig(Section):
 
     @property
     def labelled(self) -> bool:
-        """Whether the data are single labelled examples, not pairs."""
+        """Whether training reads single responses with a label, desirable or not (KTO), and not pairs of responses."""
         return self.loss == "kto"
 
     @property

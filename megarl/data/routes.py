@@ -18,7 +18,7 @@ from megarl.system.errors import MegarlError
 
 
 class RouteError(MegarlError):
-    """The generation engine returned no routes, or routes that do not belong to the tokens."""
+    """The generation engine returned no expert routes for a sample, or routes that do not belong to its tokens."""
 
     repeats = True
 

@@ -258,7 +258,7 @@ def _read_folder(folder: Path) -> list[Row]:
         raise DataError("the folder has no data file", where=str(folder), allowed=SUFFIXES)
     named = {match[1] for p in files if (match := _SPLIT_IN_NAME.search(str(p.relative_to(folder)).lower()))}
     if len(named) > 1:
-        # Reading all splits would train on the test set.
+        # Refuse to read all files of the folder, because the run would train on the test set.
         raise DataError(
             "the folder has several splits",
             where=str(folder),

@@ -78,7 +78,7 @@ class Place:
 
 
 class Record:
-    """The generations of one episode."""
+    """The tree of all calls that the clients of one episode made to the policy, with its replies."""
 
     def __init__(self) -> None:
         self.nodes: list[CallNode] = []

@@ -191,7 +191,7 @@ class ExpertAdapters(Adapter):
         group = expert_groups().expt_tp
         self._group = None if group.size() == 1 else group
         split, whole, dim = (self.a, self.b, 1) if self._by_columns else (self.b, self.a, 0)
-        # The gradient norm counts unmarked parameters on the first tensor-parallel rank only.
+        # Mark only parameters that differ between tensor-parallel ranks: the gradient norm counts others on the first.
         for parameter in (split,) if self._group is not None else (split, whole):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
         linear.register_forward_hook(self._add)

@@ -189,7 +189,7 @@ class Checkpoints(CheckpointPart):
         before the cold start, and after it, when the reference exists.
         """
         refuse_if_taken(self._c.run_dir)
-        self._world.barrier()  # a rank may still be reading the reference at its temporary place
+        self._world.barrier()  # before the reference moves to its final folder, all ranks must have read it
         if self._world.rank == 0:
             if not self._begun:
                 self._leave_others()

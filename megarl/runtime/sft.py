@@ -40,7 +40,7 @@ def cold_start(c: RankState, examples: PromptLoader, checkpoints: ColdStartCheck
     checkpoints.load()
     with Recorder(c, "sft", c.config.sft.steps, checkpoints.step, part="first") as recorder:
         _steps(c, recorder, examples, checkpoints, checkpoints.step or 0)
-    set_step(0)  # no step of RL has begun
+    set_step(0)  # the number is now that of RL steps, of which none has begun
 
 
 def train(config: RunConfig, run_dir: Path) -> None:

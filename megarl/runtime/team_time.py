@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _AWAIT = "await_"  # prefix of phases that wait for something other than samples
 SAMPLES, WEIGHTS = "samples", "weights"
-FORMER_WAIT = "wait/drawn"  # earlier name of `wait/generation`, which is still recorded
+FORMER_WAIT = "wait/drawn"  # former name of the metric `wait/generation`; both names are recorded
 
 
 class TeamTime:

@@ -95,7 +95,7 @@ class DeviceChecksum:
             mixed = words.new_zeros(tiles * _TILE)
             mixed[: words.numel()] = _mix(words ^ place)
             halves.append(_mix((mixed.view(tiles, _TILE).sum(1) & _WORD) ^ (-(-self._nbytes // 4) * 4 & _WORD)))
-        sums = torch.stack([half.sum() for half in halves])  # wraps modulo 2**64, like the result
+        sums = torch.stack([half.sum() for half in halves])  # sums of tiles wrap modulo 2**64
         self._sums = sums if self._sums is None else self._sums + sums
 
 

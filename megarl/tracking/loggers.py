@@ -89,7 +89,7 @@ class _TableLogger:
         self._run.log(metrics, step=step)
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Record a table of samples."""
+        """Log generated samples as a table of the tracker."""
         columns = [*self._first_columns, *columns_of(rows)]
         data = [[_cell((row | {"step": step}).get(column)) for column in columns] for row in rows]
         self._run.log({"samples": self._package.Table(columns=columns, data=data)}, step=step)

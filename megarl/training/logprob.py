@@ -123,7 +123,8 @@ class _LinearLogprob(torch.autograd.Function):
         if grad_logp is None and grad_entropy is None:
             return None, None, None, None
         rows = LogprobRows(hidden, targets, log_z, entropy if shard.entropy else None, grad_logp, grad_entropy)
-        # On a GPU `wide_product` is not rounded, so that a sum of products is as exact as one product.
+        # Blocks of columns add products to the gradient of `hidden`, which is exact enough only where `wide_product`
+        # does not round them.
         sums = _adds_wide(hidden) and kept_logits is None
         by_columns = sums and ctx.needs_input_grad[1] and 0 < len(hidden) < len(weight)
         backward = _by_columns if by_columns else _by_tokens

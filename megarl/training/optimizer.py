@@ -129,7 +129,9 @@ def refuse_short_moment(engine: EngineConfig, dtype: torch.dtype, key: str) -> N
 
 
 def holds_masters(part: MegatronOptimizer) -> bool:
-    """Return whether the inner optimizer itself holds the float32 master weights; it then reads `decoupled_grad`."""
+    """Return whether the inner optimizer holds the float32 master weights itself; it then reads gradients from the
+    parameters' `decoupled_grad` and not from `grad`.
+    """
     return part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
 
 

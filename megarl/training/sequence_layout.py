@@ -183,8 +183,9 @@ def share_prefixes(packed: PackedRows) -> PackedRows:
     if len(tree.nodes) == len(packed.lengths):
         return packed
     columns = tree.columns()
-    moved = torch.from_numpy(np.concatenate(columns))  # the new column of each old one
-    index = torch.empty(sum(tree.lengths), dtype=torch.int64)  # one of the old columns of each new one
+    moved = torch.from_numpy(np.concatenate(columns))  # for each column of `packed` its column in the tree's stream
+    # for each column of the tree's stream one of the equal columns of `packed`
+    index = torch.empty(sum(tree.lengths), dtype=torch.int64)
     index[moved] = torch.arange(len(inputs))
     return replace(
         packed,

@@ -138,7 +138,11 @@ def _weighing(ratios: Ratios, trained: Tensor, level: str, threshold: Threshold)
 
 
 def mean_weight(total: float, count: float) -> float:
-    """Return the mean weight, by which the weights are divided; 1 when the weights' sum is 0."""
+    """Return the mean importance weight, by which the weights are divided; 1 if all weights are 0.
+
+    Args:
+        total, count: sum and number of the weights.
+    """
     return total / count if total > 0 else 1.0
 
 

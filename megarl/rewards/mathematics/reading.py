@@ -22,7 +22,7 @@ class TokenReader:
         self.in_set = False  # whether the reader is directly inside \{ \}, where | means "such that"
 
     def peek(self, ahead: int = 0) -> Token | None:
-        """Return the next token, or None at the end."""
+        """Return the next token of the answer, or the one `ahead` tokens after it; None past the end."""
         position = self.at + ahead
         return self.tokens[position] if position < len(self.tokens) else None
 

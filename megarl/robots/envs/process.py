@@ -106,7 +106,7 @@ class SimulatorProcess:
             if not data and not answers:
                 raise EOFError
             if not data:
-                return answers  # the next call raises EOFError
+                return answers  # the process has closed its end, for which the next call raises EOFError
             self._inbox.feed(data)
             while (message := self._inbox.take()) is not None:
                 if len(answers) == len(self.waiting):

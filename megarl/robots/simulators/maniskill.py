@@ -32,7 +32,7 @@ class ManiSkill(Simulator):
 
     @classmethod
     def tasks(cls, settings: Mapping[str, Any]) -> list[TaskSpec]:
-        """Return the tasks that `tasks` names."""
+        """Return the ManiSkill tasks that the setting `tasks` names."""
         chosen = {**cls.settings, **settings}
         if chosen["control"] not in ACTIONS:
             control = chosen["control"]

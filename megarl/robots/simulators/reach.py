@@ -58,7 +58,7 @@ class Reach(Simulator):
 
     @classmethod
     def tasks(cls, settings: Mapping[str, Any]) -> list[TaskSpec]:
-        """Return all seven tasks."""
+        """Return the simulator's seven tasks."""
         chosen = {**cls.settings, **settings}
         for key, (low, high) in RANGES.items():
             if not low <= chosen[key] <= high:

@@ -20,7 +20,7 @@ SIMULATORS: dict[str, str] = {
     "reach": "reach:Reach",
     "robotwin": "robotwin:RoboTwin",
 }
-#: Other names of a simulator: a file, or a module of the simulator's interpreter.
+#: How a recipe names a user's simulator: by its file, or by a module that the simulator's interpreter can import.
 FORMS = ("file.py:Class", "pkg.mod:Class")
 
 

@@ -35,7 +35,7 @@ def check_as_ready(config: RunConfig, team: TeamPlan, facts: ModelFacts | None, 
 
 
 def experts_problems(config: RunConfig) -> list[ConfigError]:
-    """Return the problem of `async.order=as_ready` with a mixture-of-experts policy; empty for in_order."""
+    """Return an error if `async.order=as_ready` is set; call this for a policy with a mixture of experts."""
     if config.async_.in_order:
         return []
     problem = ConfigError(

@@ -35,7 +35,7 @@ def overlong(c: StepContext, samples: Batch) -> Batch:
         factor=settings.factor,
     )
     values = rewards.values.clone()
-    values[rewards.offsets[1:] - 1] += penalty  # no response is empty
+    values[rewards.offsets[1:] - 1] += penalty  # the last token of each response, which is never empty
     samples.set("token_rewards", rewards.like(values))
     c.metrics.mean("reward/overlong_penalty", float(penalty.double().sum()), len(samples))
     return samples

@@ -51,7 +51,7 @@ class Rewrite:
         return any(fnmatch.fnmatchcase(module, glob) for glob in self.modules)
 
     def sub(self, source: str) -> tuple[str, int]:
-        """Return the changed text and the number of places changed."""
+        """Return the source after this rewrite, and the number of places that it changed."""
         return re.subn(self.pattern, self.replacement, source, flags=re.MULTILINE)
 
 

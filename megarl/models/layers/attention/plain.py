@@ -40,7 +40,7 @@ class Attention(Mixer):
     gate: bool = False  # the result of each head is multiplied by the sigmoid of a projection of the hidden state
     wide_norm: bool = False  # queries and keys are normalised over all heads together
     out_bias: bool = False  # the projection of the result has a bias
-    scale: float | None = None  # factor of the scores; None: 1 / sqrt(width)
+    scale: float | None = None  # factor of the attention scores; None: 1 / sqrt(width)
     sinks: bool = False  # each head has a learned score that joins the softmax and has no value
     cap: float | None = None  # scores x become cap * tanh(x / cap) before the softmax; None: they stay
     rope: str | None = ROPE  # the RoPE tables that rotate queries and keys; None: they are not rotated

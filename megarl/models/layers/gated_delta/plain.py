@@ -204,7 +204,9 @@ def _by_key_head(sources: Sources, ways: int, rank: int, size: dict[str, int]) -
     return _cut_rows(sources, blocks())
 
 
-#: By rows: Q, K and V, which are sections of the first source, and each further source.
+#: Tensor parallelism divides the rows of each section of the projection. In a checkpoint Q, K and V follow one another
+#: in the first tensor, and each further tensor is one section.
 SECTIONS = Split("sections", "rows", _sections)
-#: By rows: Q, K, V and z, which the first source has for each key head, and b and a of the second source.
+#: The same for checkpoints whose first tensor has, key head after key head, the rows of Q, K, V and z, and whose second
+#: tensor has those of b and a.
 BY_KEY_HEAD = Split("by_key_head", "rows", _by_key_head)

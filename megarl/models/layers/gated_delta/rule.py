@@ -253,7 +253,8 @@ class _UnitInverse(torch.autograd.Function):
 @functools.cache
 def _above(size: int, device: torch.device) -> Tensor:
     """Return bool [size, size], True above the diagonal."""
-    with torch.inference_mode(False):  # decoding may be the first caller, and training needs a tensor that it can save
+    # If decoding calls this first, the cached tensor must not be an inference tensor, which autograd cannot save.
+    with torch.inference_mode(False):
         return torch.ones(size, size, dtype=torch.bool, device=device).triu(1)
 
 

@@ -30,7 +30,7 @@ class MLA(Mixer):
     nope: int  # width of the part of a query and key without position
     rope: int  # width of the part that RoPE rotates
     value: int
-    scale: float  # factor of the scores
+    scale: float  # factor of the attention scores
     # Epsilon of both latent norms. Here it is the model's `rms_norm_eps`, as in Megatron, SGLang and vLLM, because
     # training has to agree with what generates the samples; transformers uses 1e-6 whatever the config says. The two
     # differ for models with another number in their config (Moonlight, GLM-4.7-Flash: 1e-5).
