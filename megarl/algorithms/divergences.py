@@ -43,7 +43,7 @@ class DivergenceSettings(Settings):
 
 
 class JSDSettings(DivergenceSettings):
-    """Generalised Jensen-Shannon divergence."""
+    """The settings of the generalised Jensen-Shannon divergence of teacher and policy."""
 
     beta: float = Field(
         0.5, ge=0, le=1, description="share of the teacher in the mixture; 0: forward_kl, 1: reverse_kl, as in TRL"

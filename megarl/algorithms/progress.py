@@ -38,7 +38,7 @@ _WEIGHTS = {"min_max": 0.6, "z_score": 0.8}
 
 
 class ProgressSettings(Settings):
-    """Settings of the scores of failed episodes."""
+    """How failed episodes are scored by the distance of their embeddings to those of successes."""
 
     radius: Literal["k_distance", "scaled", "fixed"] = Field(
         "k_distance",

@@ -25,7 +25,7 @@ RESAMPLING = Registry("resampling", "algorithm.resampling.name", Spec, by_name=T
 
 
 class PowerSettings(Settings):
-    """Settings of weights by the power of a score."""
+    """The power of its score with which a sample is weighted in resampling."""
 
     power: NonNegativeFloat = Field(2.0, description="exponent of abs(score)")
 

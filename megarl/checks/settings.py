@@ -311,9 +311,9 @@ def _check_lengths(
 ) -> None:
     checks = checks.of("lengths")
     new, prompt = sampling.max_new_tokens, config.data.max_prompt_tokens
-    if sampling.min_new_tokens > new and not checks.failed(
-        "rollout.sampling.min_new_tokens"
-    ):  # validation uses the key of training unless it sets its own; the same error is reported once
+    # Validation uses training's min_new_tokens unless it sets its own: report the same error once.
+    reported = checks.failed("rollout.sampling.min_new_tokens")
+    if sampling.min_new_tokens > new and not reported:
         checks.fail(
             f"{key}.min_new_tokens",
             f"min_new_tokens is larger than max_new_tokens ({new})",

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Announcement:
-    """The tools that every prompt lists."""
+    """The environment's tools, which every prompt announces to the policy."""
 
     # JSON schemas of the tools: the value of the chat template's variable `tools`
     schemas: list[dict[str, Any]] = field(default_factory=list)

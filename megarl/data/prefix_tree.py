@@ -123,7 +123,7 @@ def prefix_tree(rows: Sequence[np.ndarray], shortest: int = SHORTEST) -> PrefixT
             continue
         cuts = [place for place in part[1:] if common[place] == end]
         children = [range(a, b) for a, b in itertools.pairwise([part.start, *cuts, part.stop])]
-        # Attention batches neighbours of equal length.
+        # Sort children by length, because attention computes neighbours of equal length in one batch.
         waiting += [(child, depth, parent) for child in sorted(children, key=longest)]
     return PrefixTree(tuple(nodes), tuple(leaves))
 

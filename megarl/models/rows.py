@@ -37,7 +37,7 @@ class RowRoute(NamedTuple):
         Kernels do not need `count`, because `places` has a row per token.
         """
         if self.kernels is None:
-            # The backward pass of index_add_ would keep the rows.
+            # Use scatter_add_, because index_add_ would keep the rows for its backward pass.
             total = rows.new_zeros(count, rows.shape[1])
             return total.scatter_add_(0, self.tokens[:, None].expand_as(rows), rows)
         return _Collect.apply(rows, *self)

@@ -155,7 +155,8 @@ class WeightTable:
                     yield rule, (chunk, rule.param.format(i=layer - first)), names
         if at.pp_rank == at.pp - 1:
             yield from self._outer("final", at.vpp - 1)
-            if not (TIED_HEAD in self.rules and at.pp * at.vpp == 1):  # otherwise the head is the embedding
+            # A tied head has no parameter of its own if the embedding is in the same chunk.
+            if not (TIED_HEAD in self.rules and at.pp * at.vpp == 1):
                 yield from self._outer("head", at.vpp - 1)
             for rule in self.draft:
                 yield rule, (at.vpp - 1, rule.param), self._names(rule, 0, local_experts)

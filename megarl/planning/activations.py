@@ -195,7 +195,7 @@ class Activations:
         weights = 2 * width * facts.hidden + t * (facts.hidden + width) if tp > 1 else 0.0
         dense = max(products, weights - 2 * t * width)
         rows = self._expert_rows if facts.is_moe else 0.0
-        gathered = t * facts.hidden if self.split_stream else 0.0  # one buffer of Megatron that all layers share
+        gathered = t * facts.hidden if self.split_stream else 0.0  # Megatron's buffer, one for all layers
         most = max(element * dense if self.sparse < 1 else 0.0, rows)
         again = self.layer if self.engine.recompute == "full" else 0.0
         return most + element * gathered + again

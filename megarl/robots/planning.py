@@ -16,7 +16,7 @@ from megarl.system.errors import ConfigError
 
 #: Defaults for tokens of an instruction, environment steps and pixels, from LIBERO, if the recipe does not set them.
 PROMPT, _STEPS, _SIDE = 32, 512, 256
-_HELD_CLIPS = 4  # clips' worth of frames that a simulator's process keeps
+_HELD_CLIPS = 4  # a simulator's process keeps frames in as many bytes as this many clips of an episode have
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class Shares(NamedTuple):
 
 @dataclass
 class Simulated:
-    """The result of a simulated run."""
+    """The course of a simulated run: times, tokens, and off-policy steps."""
 
     ends: list[float] = field(default_factory=list)  # seconds from the start at which steps ended
     tokens: list[int] = field(default_factory=list)  # tokens of all samples of each step

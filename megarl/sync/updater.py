@@ -96,7 +96,7 @@ class WeightSync:
             frozen=sent.names_of(freeze),
             together=next((receiver.layout.together for receiver in receivers.all), None),
         )
-        # receivers whose updates this rank opens and closes
+        # receivers that this rank leads: it sends them the calls that begin and end an update
         self._led = {number for route in self.plan.routes if route.lead == world.rank for number in route.receivers}
         self.transport = self._make_transport(run_dir, names, addresses)
         at, live = self.transport.device, self.transport.live and chunks[0].config.lora is None

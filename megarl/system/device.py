@@ -105,7 +105,7 @@ class ProcessState:
 
     @classmethod
     def now(cls) -> ProcessState:
-        """Return the current settings of this process."""
+        """Return torch's settings in this process now."""
         return cls(torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
 
     def check(self, what: str) -> None:

@@ -135,7 +135,7 @@ def _commit(folder: Path, meta: dict[str, Any], keep_last: int, best: bool, chec
     whole = {**meta, "files": checksums}
     (folder / _META).write_text(json.dumps({**whole, "checksum": _meta_checksum(whole)}, indent=1))
     _publish(folder, root / f"step_{step}", meta["tag"])
-    with contextlib.suppress(OSError):  # the removed files are not needed any more
+    with contextlib.suppress(OSError):  # files with the ranks' checksums, which are in meta.json now, may stay
         drop_checksums(root / f"step_{step}")
     if best:
         _note_best(root, step)

@@ -28,9 +28,7 @@ def log_partition(logits: Tensor, group: WorkerGroup | None) -> Tensor:
 
 def partition(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest logit of this shard's columns and the sum of exp(logit - largest), [C] each."""
-    if (
-        logits.shape[1] == 0
-    ):  # no column of the vocabulary is on this rank: its sum is 0, and a maximum of -inf gives NaN
+    if logits.shape[1] == 0:  # no column of the vocabulary is on this rank; a maximum of -inf would lead to NaN
         return logits.new_full((len(logits),), torch.finfo(logits.dtype).min / 2), logits.new_zeros(len(logits))
     peak = logits.amax(1).clamp(min=torch.finfo(logits.dtype).min / 2)  # finite also for a row of -inf
     return peak, (logits - peak[:, None]).exp_().sum(1)

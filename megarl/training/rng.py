@@ -39,7 +39,7 @@ def rng_bytes() -> bytes:
 
 
 def load_rng(path: Path) -> None:
-    """Restore the generators from a file that contains `rng_bytes`."""
+    """Restore the states of all random generators from a file that contains `rng_bytes`."""
     with safe_open(path, "pt") as file:
         plain = json.loads(file.metadata()["plain"])
         # Clone: the tracker keeps its tensors, and a mapped file may be cut or removed later.

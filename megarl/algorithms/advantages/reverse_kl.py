@@ -11,7 +11,7 @@ from megarl.algorithms.rows import at_least_float32
 
 
 class ReverseKLSettings(Settings):
-    """The clamp of the advantages."""
+    """The bound of the advantages, which are log-ratios of teacher and policy."""
 
     loss_max_clamp: PositiveFloat | None = Field(
         None, description="largest absolute value of an advantage; null: no bound"

@@ -16,13 +16,13 @@ from megarl.system.metrics import Metrics
 
 
 class FractionSettings(Settings):
-    """The share of the mini-batch's tokens whose update the loss restricts."""
+    """The share of the mini-batch's tokens whose gradient the loss restricts."""
 
     cov_fraction: float = Field(2e-4, gt=0, le=1, description="share of tokens that are restrained")
 
 
 class ClipCovSettings(FractionSettings, DualClipSettings):
-    """The clip range, and the covariances of tokens that may be chosen."""
+    """The clip range, and the range of covariances among whose tokens the loss chooses those without a gradient."""
 
     cov_low: float = Field(1.0, description="smallest covariance of a token that may be chosen")
     cov_high: float = Field(5.0, description="largest covariance of a token that may be chosen")

@@ -11,7 +11,7 @@ from megarl.system.metrics import Metrics
 
 
 class SapoSettings(Settings):
-    """The temperatures of the gate."""
+    """The temperatures of SAPO's sigmoid gate on the ratio, which takes the place of a clip."""
 
     tau_pos: PositiveFloat = Field(1.0, description="temperature of the gate where A > 0")
     tau_neg: PositiveFloat = Field(1.05, description="temperature of the gate where A <= 0")

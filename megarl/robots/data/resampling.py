@@ -59,7 +59,7 @@ def resize(pictures: Tensor, height: int, width: int, kernel: str) -> Tensor:
 
 
 def _weighted(pictures: Tensor, size: int, kernel: str) -> Tensor:
-    """Resize dimension 1 of the pictures to `size`."""
+    """Resize dimension 1 of the pictures to `size`: each output is a weighted sum of inputs."""
     if pictures.shape[1] == size:
         return pictures
     pictures = pictures.contiguous()

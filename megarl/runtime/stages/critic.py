@@ -87,5 +87,5 @@ def _record(c: StepContext, samples: Batch) -> None:
     values, returns, mask = (samples[name].values for name in ("values", "returns", "response_mask"))
     share = explained_variance(values, returns, mask, all_sum=c.all_sum)
     if share is not None:
-        c.metrics.mean("critic/vf_explained_var", share, 1)  # every rank adds the same value
+        c.metrics.mean("critic/vf_explained_var", share, 1)  # equal on all ranks, and so is its mean
     c.metrics.mean("critic/returns/mean", float(returns[mask].double().sum()), float(mask.sum()))

@@ -75,7 +75,7 @@ class DistributedTransport(Transport):
     def deliver(self, receiver: Receiver, number: int, bucket: Bucket, flat: Tensor) -> None:
         """Call the receiver with the description of the bucket, and broadcast the bucket at the same time."""
         link = self._links.get(receiver.number)
-        if link is None or link.url != receiver.url:  # the receiver restarted
+        if link is None or link.url != receiver.url:  # a restarted receiver has a new address
             self._leave(receiver.number)
             link = self._connect(receiver)
         group, name, step = link.group, link.name, UpdateStep("bucket", self.deadline_s)

@@ -22,7 +22,7 @@ class GeGLU(MegatronModule):
         super().__init__(config=config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the gated product, dtype of `x`."""
+        """Return gelu(first half) * second half over the last dimension, in the dtype of `x`."""
         return _GeGLU.apply(x)
 
 

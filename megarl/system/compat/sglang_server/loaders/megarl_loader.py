@@ -166,7 +166,7 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
         (name, flat[start : start + nbytes].view(getattr(torch, dtype)).view(shape))
         for name, shape, dtype, start, nbytes in header["tensors"]
     ]
-    # other ranks read the same memory
+    # Copy tensors that the loading code overwrites, because other ranks read the same memory.
     model.load_weights([(name, part.clone() if name.endswith(_OVERWRITTEN) else part) for name, part in tensors])
     if flat.is_cuda:
         torch.cuda.synchronize(flat.device)  # the sender refills its buffer after this call returns
