@@ -114,7 +114,7 @@ class Step(NamedTuple):
         info: numbers, summed over the turns of an episode; their means over episodes are the metrics `env/<name>`.
     """
 
-    observation: Observation | None = None
+    observation: Observation | Continuation | Ending | None = None
     reward: float = 0.0
     done: bool = False
     info: Mapping[str, float] = {}

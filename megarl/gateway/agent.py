@@ -231,7 +231,8 @@ class Agent(Environment):
                 await self.shared.programs.stop(program)
                 return await self._end(program)
             arrival = asyncio.ensure_future(self._session.arrival())
-            await asyncio.wait({arrival, program.ended}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            awaited: set[asyncio.Future[Any]] = {arrival, program.ended}
+            await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             arrival.cancel()
 
     async def _end(self, program: Program) -> Step:

@@ -200,7 +200,7 @@ def _finish(reply: ChatReply) -> str:
 def _logprobs(reply: ChatReply) -> dict[str, Any]:
     """Return the log-probs of the sampled tokens, which are named by their ids, as SGLang and vLLM can do."""
     pairs = zip(reply.node.token_ids, reply.node.logprobs, strict=True)
-    content = [
+    content: list[dict[str, Any]] = [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
         for token, logprob in pairs
     ]

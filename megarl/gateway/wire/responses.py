@@ -12,6 +12,11 @@ from megarl.gateway.messages import ASSISTANT, SYSTEM, TOOL, USER, ChatMessage, 
 from megarl.gateway.session import ChatReply, ChatRequest, Refusal
 from megarl.gateway.wire.fields import items, join_texts, number, pieces, refuse_changes, string, wrong
 
+_EMPTY: dict[str, dict[str, Any]] = {
+    "message": {"content": []},
+    "function_call": {"arguments": ""},
+    "reasoning": {"summary": []},
+}
 _ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": USER, "assistant": ASSISTANT}
 
 
@@ -86,10 +91,7 @@ def _events(whole: dict[str, Any], begun: dict[str, Any]) -> Iterator[tuple[str,
     yield "response.created", {"response": begun}
     for place, item in enumerate(whole["output"]):
         where = {"item_id": item["id"], "output_index": place}
-        empty = {key: value for key, value in item.items() if key != "status"} | {"status": "in_progress"}
-        empty |= {"message": {"content": []}, "function_call": {"arguments": ""}, "reasoning": {"summary": []}}[
-            item["type"]
-        ]
+        empty = {**item, **_EMPTY[item["type"]], "status": "in_progress"}
         yield "response.output_item.added", {"output_index": place, "item": empty}
         if item["type"] == "message":
             part, at = item["content"][0], {**where, "content_index": 0}
