@@ -11,7 +11,7 @@ and generated are those of its path end to end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megarl.gateway.messages import ASSISTANT, ChatMessage, are_replayed
@@ -136,21 +136,14 @@ class Record:
         waiting: list[tuple[int | None, int, int]] = [(None, 0, 0)]
         while waiting:
             above, used, depth = waiting.pop()
-            for node, end in self._repeated(above, messages, used, tools):
+            rest = messages[used:]
+            for node in (self.nodes[number] for number in self._children.get(above, ())):
+                if node.tools != tools or node.reply is None or not are_replayed((*node.messages, node.reply), rest):
+                    continue
+                end = used + len(node.messages) + 1
                 best = max(best, (depth + 1, node.is_open, node.number, node, end), key=lambda entry: entry[:3])
                 waiting.append((node.number, end, depth + 1))
         return best[3], best[4]
-
-    def _repeated(
-        self, above: int | None, messages: Sequence[ChatMessage], used: int, tools: str
-    ) -> Iterator[tuple[CallNode, int]]:
-        """Yield the recorded calls below the call `above` whose messages and reply `messages` repeats from index `used`
-        on, each with the index after its reply.
-        """
-        for number in self._children.get(above, ()):
-            node, rest = self.nodes[number], messages[used:]
-            if node.tools == tools and node.reply is not None and are_replayed((*node.messages, node.reply), rest):
-                yield node, used + len(node.messages) + 1
 
     def _cause_of_root(self, messages: Sequence[ChatMessage], tools: str) -> str:
         if not self.nodes:

@@ -27,7 +27,11 @@ from megarl.system.reaper import guarded
 
 def main() -> None:
     """Start and stop programs until stdin closes."""
-    function = _function(sys.argv[1]) if len(sys.argv) > 1 else None
+    function = None
+    if len(sys.argv) > 1:
+        source, _, attribute = sys.argv[1].rpartition(":")
+        module = import_file(source) if source.endswith(".py") else import_module(source)
+        function = getattr(module, attribute)
     running: dict[int, int] = {}  # process id of a guardian -> number of its program
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
@@ -54,11 +58,6 @@ def main() -> None:
         for pid, code in _ended():
             print(json.dumps({"ended": running.pop(pid), "code": code}), flush=True)
     _stop(list(running))
-
-
-def _function(name: str) -> Any:
-    source, _, attribute = name.rpartition(":")
-    return getattr(import_file(source) if source.endswith(".py") else import_module(source), attribute)
 
 
 def _start(order: dict[str, Any], function: Any) -> int:
