@@ -165,7 +165,8 @@ def _prepare(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Process one head of a row: a query head of a group, its key, or its value."""
+    """Prepare one head of a row for attention: norm and rotate a query head or the key of a group, and write the key or
+    the value into the cache."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) // (per + 2)
     head = tl.program_id(1) % (per + 2)

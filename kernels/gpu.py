@@ -52,6 +52,6 @@ def decode_kernels(dtype: torch.dtype) -> ModuleType | None:
 
 
 def _fit(*tensors: Tensor) -> bool:
-    """Return whether the kernels support these tensors."""
+    """Return whether the tensors are on a GPU and have one dtype that the kernels support."""
     dtypes = {x.dtype for x in tensors}
     return tensors[0].is_cuda and len(dtypes) == 1 and dtypes <= _DTYPES

@@ -233,7 +233,7 @@ def _rope(  # type: ignore[no-untyped-def]  # no type hints: Triton reads annota
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rotate some heads of one or several tokens: x1 cos - x2 sin, and x2 cos + x1 sin."""
+    """Apply RoPE to a block of heads; x1 and x2 are a head's halves: x1 cos - x2 sin, and x2 cos + x1 sin."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < count) & (column < half)

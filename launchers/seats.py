@@ -29,7 +29,7 @@ def resource(team: str) -> str:
 
 
 def rank_order(places: Sequence[Place]) -> list[int]:
-    """Return indices into `places` that keep a node's places together, by GPU number, then UUID."""
+    """Return the indices that sort `places` by node, and within a node by GPU number, then UUID."""
 
     def key(index: int) -> tuple[str, list[tuple[float, str]], int]:
         host, gpus = places[index]

@@ -154,7 +154,8 @@ def add_filter(p: Pipeline, config: RunConfig) -> None:
 
 
 def filter_asks_models(config: RunConfig) -> list[str]:
-    """Return the fields of `add_logprobs` and `add_greedy` that the filter reads."""
+    """Return the fields that the filter reads and that models compute after generation (`add_logprobs`,
+    `add_greedy`)."""
     of_trainer = correction.rollout_correction, correction.rollout_as_old, logprob.old_logp, logprob.sum_pi_squared
     stages = *of_trainer, logprob.ref_logp, *_OF_TEACHERS, rollout.greedy_rollout
     written = {field for stage in stages for field in contract_of(stage).writes}

@@ -13,7 +13,8 @@ from megarl.models.layers.experts.plain import Mixture, MixtureTraits, RouterRul
 
 
 def _head_dim_for_yarn(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
-    """Refuse yarn without head_dim, with which transformers 5.23 fails: only this class does not derive head_dim."""
+    """Refuse yarn without head_dim: transformers 5.23 fails, because Mixtral's configuration class, unlike others, does
+    not derive head_dim."""
     scaling = values["rope_scaling"] or values["rope_parameters"] or {}
     if scaling.get("rope_type", scaling.get("type")) == "yarn" and values["head_dim"] is None:
         width = values["hidden_size"] // values["num_attention_heads"]

@@ -91,7 +91,7 @@ def dimensions(values: Mapping[str, Any]) -> dict[str, int]:
 
 
 def mixers(values: Mapping[str, Any]) -> tuple[Mixer, ...]:
-    """Return the mixer of each layer."""
+    """Return the mixer (attention or another kind) of each layer, from the values of config.json."""
     known = ARCHITECTURES[values["model_type"]]
     types = layer_types(values) if known.mixers and "layer_types" in values else [FULL] * values["num_hidden_layers"]
     others = {kind: describe(values) for kind, describe in known.mixers.items() if kind in types}

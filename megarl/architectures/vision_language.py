@@ -85,7 +85,7 @@ _QWEN3 = TowerForm(
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """The form of the encoder of a model type, and its other defaults."""
+    """The vision encoder of a model type: its form, and the defaults of its configuration class."""
 
     form: TowerForm
     sections: tuple[int, int, int]  # the default of mrope_section

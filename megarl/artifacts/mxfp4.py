@@ -25,7 +25,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def has_stacks(model_type: object) -> bool:
-    """Return whether the parameters of an architecture's experts have the layout of stacks in a checkpoint."""
+    """Return whether checkpoints of an architecture have one tensor for all experts of a layer."""
     known = ARCHITECTURES.get(str(model_type))
     return known is not None and any(rule.stacked for rule in known.tensors)
 

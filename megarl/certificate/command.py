@@ -65,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def chosen(names: Sequence[str], only: Sequence[str], skip: Sequence[str]) -> list[str]:
-    """Return the sections that `--only` and `--skip` select, in order. Raise ConfigError if a name is not a section."""
+    """Return the sections of the certificate that `--only` and `--skip` select, in order. Raise ConfigError if a name
+    is not a section."""
     wanted = [name for text in only for name in text.split(",")]
     unwanted = [name for text in skip for name in text.split(",")]
     for option, given in (("--only", wanted), ("--skip", unwanted)):

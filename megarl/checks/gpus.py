@@ -41,7 +41,8 @@ def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks
 
 
 def _usual_gpus(config: RunConfig) -> int:
-    """Return the GPUs per machine: the usual number, or the recipe's number if it is larger."""
+    """Return the GPUs that a machine may have: the usual number, or a larger one that the recipe sets for Slurm or
+    Kubernetes."""
     configured = (config.launch.slurm.gpus_per_node, config.launch.kubernetes.gpus_per_node)
     return max(USUAL_GPUS, *(number or 0 for number in configured))
 

@@ -11,7 +11,8 @@ _CHUNK = "--chunked-prefill-size"
 
 
 def check_routes(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
-    """Check that the model has routes, and that its samples carry them."""
+    """Check that expert routes can be replayed (`rollout.replay_routes`): the model has experts, and the engine records
+    the route of every token."""
     if not config.rollout.replay_routes:
         return
     obstacle: tuple[str, object, str] | None = None

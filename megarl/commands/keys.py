@@ -68,7 +68,7 @@ class KeyEntry:
 
     @property
     def values(self) -> str:
-        """The allowed values as text."""
+        """The values that the key allows, as text."""
         return ", ".join([*self.components, "file.py:fn"]) if self.components else describe_allowed(self.info)
 
     def lines(self, width: int) -> list[str]:
@@ -114,8 +114,8 @@ def _component_names() -> dict[str, tuple[str, ...]]:
 
 
 def _merged(place: str, models: Mapping[str, Any]) -> list[KeyEntry]:
-    """Return one entry per distinct key of components; components with equal keys share an entry. `models` has the
-    settings of each component, None for one without keys.
+    """Return the entries of all keys of some components; a key that several components define equally has one entry.
+    `models` has the settings class of each component, None for one without keys.
     """
     merged: dict[tuple[str, str], KeyEntry] = {}
     for name, model in models.items():

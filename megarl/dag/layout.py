@@ -30,7 +30,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class _Lane:
-    """The place of a long edge in a layer that it passes through."""
+    """The place in a layer where an edge passes that begins and ends in other layers."""
 
     source: str
     target: str

@@ -200,7 +200,7 @@ def max_over_mean(tokens: Sequence[int], owners: Sequence[int], parts: int, cuts
 
 
 def _mini_batches(count: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first place and the end of each mini-batch."""
+    """Return the range (start, end) of each mini-batch among `count` groups; `cuts` are the starts."""
     return list(itertools.pairwise([0, *(cut for cut in cuts if 0 < cut < count), count]))
 
 

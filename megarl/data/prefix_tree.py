@@ -30,7 +30,7 @@ class Node(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The columns [start, end) of an inner node, and of its descendants [end, last)."""
+    """The columns of an inner node of a prefix tree, [start, end), and of its descendants, [end, last)."""
 
     start: int
     end: int

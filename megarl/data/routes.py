@@ -48,7 +48,7 @@ class RouteForm:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The smallest type for expert numbers and `none`."""
+        """The smallest integer type that holds every expert number and `none`."""
         return torch.uint8 if self.experts < 256 else torch.int16
 
     def empty(self, tokens: int) -> Tensor:

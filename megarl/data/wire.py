@@ -240,7 +240,8 @@ _SIZES = {code: dtype.itemsize for code, dtype in _DTYPES.items()}
 
 
 def _write(pieces: Iterable[_Piece]) -> Block:
-    """Write a safetensors file. Widest elements come first, so that each tensor is aligned to its elements."""
+    """Return a safetensors file of these tensors. Tensors with the widest elements come first, so that each tensor is
+    aligned to its elements."""
     order = sorted(pieces, key=lambda piece: -_SIZES[piece.code])
     header: list[str] = []
     end = 0
@@ -291,7 +292,7 @@ class Opened(NamedTuple):
         return self.memory(begin + start * width, begin + stop * width)
 
     def memory(self, start: int, stop: int) -> list[np.ndarray]:
-        """Return the bytes from `start` to before `stop` of all tensors, in parts."""
+        """Return bytes `start` to `stop` (exclusive) of the block's data as views of its parts."""
         memory = []
         place = bisect_right(self.places, start) - 1
         while start < stop:

@@ -35,7 +35,8 @@ class CallBatcher:
         self._since: float | None = None
 
     def begin(self, now: float) -> None:
-        """Begin a segment at time `now` in seconds; calls are delayed from the second segment on."""
+        """Begin a segment at time `now` in seconds. From the second segment on, calls of the buffer are delayed by up
+        to a share of the previous segment's length."""
         if self._began is not None:
             self._delay_s = min(_LONGEST_S, (now - self._began) / _SHARE)
         self._began, self._is_first = now, True
@@ -66,5 +67,5 @@ class CallBatcher:
         return self._delay_s if self._since is None else max(0.0, self._delay_s - (now - self._since))
 
     def called(self) -> None:
-        """Record that a call was made."""
+        """Record that the replica has called the buffer."""
         self._since, self._is_first = None, False

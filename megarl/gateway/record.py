@@ -128,7 +128,7 @@ class Record:
         return messages
 
     def leaves(self) -> list[CallNode]:
-        """Return the nodes that nothing continues."""
+        """Return the calls that no later call continues."""
         return [node for node in self.nodes if not self._children.get(node.number)]
 
     def _deepest(self, messages: Sequence[ChatMessage], tools: str) -> tuple[CallNode | None, int]:

@@ -43,7 +43,7 @@ class RowRoute(NamedTuple):
         return _Collect.apply(rows, *self)
 
     def inverse(self) -> RowRoute:
-        """Return the inverse route, in which each token has one row."""
+        """Return the route that undoes this one, if each token has exactly one row."""
         if self.places is None:
             return RowRoute(self.tokens.argsort())
         return RowRoute(self.places.view(-1), self.tokens[:, None], self.kernels)

@@ -187,8 +187,8 @@ class Activations:
 
     @property
     def passing(self) -> float:
-        """Temporary bytes while one layer is computed: gradients or expert rows, and the layer's activations if
-        recomputed."""
+        """Temporary bytes while the gradient of one layer is computed: its gradients or expert rows, and with
+        recomputation its activations."""
         facts, t, element, tp = self.facts, self.passes.tokens, self.element, self.parallel.tp
         width = (facts.dense_ffn if facts.is_moe else facts.ffn) / tp
         products = 2 * t * width + self.held * facts.hidden
@@ -221,7 +221,8 @@ class Activations:
 
     @property
     def head(self) -> float:
-        """Bytes of the output head: a chunk's logits and their gradient; gradients of weight and hidden states."""
+        """Bytes while the output head is computed: logits of a chunk of tokens with their gradient, and the gradients
+        of weight and hidden states."""
         n, h, columns, element = self.passes.rows, self.facts.hidden, self._columns, self.element
         if self.value_head:
             return FULL * 4 * self.held * h  # hidden states and their gradients in float32

@@ -150,7 +150,8 @@ class Space:
     # -- spreads -------------------------------------------------------------------------------------------------
 
     def spreads(self) -> list[Spread]:
-        """Return the possible assignments of devices. Raise ConfigError if the recipe has none."""
+        """Return the possible assignments of devices to teams and servers. Raise ConfigError if the recipe allows
+        none."""
         config, hardware = self.config, self.hardware
         ahead = config.async_.max_staleness > 0
         servers = config.rollout.servers

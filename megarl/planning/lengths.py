@@ -79,7 +79,7 @@ class Lengths:
         return 1.0 if tokens <= 0 else 1 - _NORMAL.cdf((math.log(tokens) - self._mu) / self.sigma)
 
     def longest_of(self, samples: float) -> float:
-        """Return the approximate mean length of the longest of `samples` responses."""
+        """Return the approximate expected length of the longest among `samples` responses."""
         if samples < 2:
             return self.expected
         return min(self.longest, math.exp(self._mu + self.sigma * _largest_of(samples)))

@@ -47,7 +47,7 @@ class ServerRoom:
 
     @property
     def fits(self) -> bool:
-        """Whether the keys and values of the longest sample fit."""
+        """Whether the keys and values of the longest sample fit into one engine."""
         return self.tokens >= self.longest
 
 
@@ -127,5 +127,5 @@ class Filled:
 
     @property
     def taken(self) -> float:
-        """The bytes of all terms as a dry run shows them."""
+        """The bytes of all terms together, each counted as a dry run shows it."""
         return sum(size for _, size in self.parts)

@@ -240,7 +240,8 @@ class StepFormulas:
 
     @cached_property
     def keys(self) -> dict[str, tuple[object, ...]]:
-        """For each node with passes of a model: values that identify its layout."""
+        """For each node that trains or scores with a model: its kind, role, layout and number of devices. Nodes of
+        equal keys have equal costs."""
         keys: dict[str, tuple[object, ...]] = {}
         for node in self.graph:
             kind = node.declared.kind

@@ -24,7 +24,7 @@ class Term:
 
 
 def term(what: str, size: float, keys: str, *, rough: bool = False) -> Term:
-    """Return a term of `size` bytes."""
+    """Return a term of `size` bytes; of a `rough` estimate only a part is certain."""
     return Term(what, size, keys, size / ROUGH if rough else size)
 
 

@@ -59,7 +59,7 @@ class WeightSyncMemory:
         return (share, 0.0) if share <= bucket else (max(bucket, self._largest), min(bucket, share - self._largest))
 
     def always(self) -> list[Term]:
-        """Return the memory terms of weight updates that stay on the device."""
+        """Return the memory that weight updates take on the device all the time, not only during an update."""
         terms: list[Term] = []
         if self.config.sync.transport in _ON_DEVICE:
             size = sum(self.buffers())

@@ -341,7 +341,8 @@ class Watch:
         self.begin_again(ranks)
 
     def begin_again(self, ranks: Iterable[int]) -> None:
-        """Reset the clocks of `ranks`, which are being started or restarted."""
+        """Forget the heartbeats of `ranks`, which are being started or restarted, and measure their silence from
+        now."""
         self._seen |= dict.fromkeys(ranks, (-1, time.monotonic()))
 
     def check(self, live: Iterable[int]) -> str | None:

@@ -225,7 +225,8 @@ class TeacherRole(ModelRole):
         return self._of_each(samples, compute)
 
     def _of_each(self, samples: Batch, compute: Callable[[MegatronEngine, Batch], Jagged]) -> Jagged:
-        """Return the results of `compute` on each teacher's samples, one teacher on the device at a time."""
+        """Return `compute` of each sample by its own teacher, in the order of the samples; one teacher at a time is on
+        the device."""
         engines = self._turns.engines
         if len(engines) == 1:
             with self._c.offload.phase("score", self.name):

@@ -75,7 +75,7 @@ class Bucket:
     frozen: bool = False
 
     def with_partners(self, numbers: Iterable[int]) -> list[Entry]:
-        """Return the entries with these numbers, and the entries that are delivered together with one of them."""
+        """Return the entries with these numbers, and those that receivers must get in the same call as one of them."""
         chosen = set(numbers)
         units = {self.entries[number].together for number in chosen} - {""}
         return [entry for i, entry in enumerate(self.entries) if i in chosen or entry.together in units]

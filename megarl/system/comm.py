@@ -269,7 +269,8 @@ def _route(other: str, machine: str) -> dict[str, str]:
 
 
 def _routes(mine: dict[str, str] | None, group: WorkerGroup) -> list[str]:
-    """Return every rank's address, empty for ranks that need none; all ranks raise WorkerError if one failed."""
+    """Return the address that each rank found with `_route`, empty for ranks that passed None. If a rank passes an
+    error, all ranks raise WorkerError."""
     routes = [way or {} for way in group.all_gather_json(mine)]
     for way in routes:
         if "error" in way:

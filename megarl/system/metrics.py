@@ -37,11 +37,11 @@ class Metrics:
         self._add(name, "sum", float(value), 0.0)
 
     def min(self, name: str, value: float) -> None:
-        """Keep the smallest value; NaN: no value yet."""
+        """Add `value` to the minimum `name`; NaN counts as no value."""
         self._add(name, "min", float(value), 0.0)
 
     def max(self, name: str, value: float) -> None:
-        """Keep the largest value; NaN: no value yet."""
+        """Add `value` to the maximum `name`; NaN counts as no value."""
         self._add(name, "max", float(value), 0.0)
 
     def _add(self, name: str, kind: Reduction, value: float, count: float) -> None:

@@ -88,7 +88,7 @@ class Holder(Protocol):
     """An object whose parts (parameters, optimizer state, ...) can be on the device or off it."""
 
     def hold(self, *parts: str) -> None:
-        """Keep only `parts` on the device."""
+        """Move `parts` to the device, and all other parts off it."""
         ...
 
 

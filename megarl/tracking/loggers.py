@@ -227,7 +227,7 @@ def run_tags(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def columns_of(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the columns that a table of the samples `rows` needs."""
+    """Return the columns of the table of samples for which any row has a value."""
     return [name for name in _TABLE if any(name in row for row in rows)]
 
 

@@ -565,7 +565,7 @@ class MegatronEngine:
                 del self._away[part]
 
     def require(self, *parts: str) -> None:
-        """Check that these parts are on the device."""
+        """Raise RuntimeError if one of the engine's `parts` is offloaded."""
         missing = [part for part in PARTS if part in self.parts.intersection(parts) - self.held]
         if missing:
             raise RuntimeError(

@@ -207,7 +207,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _scaled(logits: Tensor, shard: VocabularyShard, keep: bool) -> Tensor:
-    """Return `logits` in at least float32, divided by the temperature; with `keep` always a copy."""
+    """Return `logits` in at least float32, divided by the temperature; without `keep` float32 logits are
+    overwritten."""
     scaled = logits.to(_wide(logits.dtype), copy=keep)
     return scaled if shard.inverse_temperature == 1.0 else scaled.mul_(shard.inverse_temperature)
 

@@ -191,7 +191,7 @@ def _rows_here(index: Tensor, sources: Tensor, columns: int) -> tuple[Tensor, Te
 
 
 def _kept(rows: Batch) -> Tensor:
-    """Return the kept tokens of all response tokens, int64 [N, K], where -1 is none."""
+    """Return, for each response token, the ids that the sampling filters kept, int64 [N, K], filled up with -1."""
     return KeptTokens(*(rows[name].to("cpu").values for name in KEPT)).padded()
 
 

@@ -23,7 +23,7 @@ from megarl.training.optimizer import parts
 
 @dataclass(frozen=True)
 class OffloadedBlock:
-    """A storage whose device memory is to be freed."""
+    """A storage whose device memory `OffloadedPart` frees."""
 
     storage: torch.UntypedStorage
     nbytes: int
@@ -100,7 +100,7 @@ def kept_in(arena: HostArena, tensors: Sequence[Tensor]) -> list[OffloadedBlock]
 
 
 def unkept(tensors: Sequence[Tensor]) -> list[OffloadedBlock]:
-    """Return the storages of `tensors`, without copies of their contents."""
+    """Return the storages of `tensors` as blocks whose contents are lost when they are freed."""
     return [
         OffloadedBlock(storage, storage.nbytes(), None) for storage in (tensor.untyped_storage() for tensor in tensors)
     ]

@@ -171,9 +171,9 @@ class TextLayout:
 
 
 def share_prefixes(packed: PackedRows) -> PackedRows:
-    """Return rows of text in which the columns of common prefixes are there once; unchanged if there are none.
+    """Return rows of text in which each prefix that several rows share appears once; unchanged if no rows share one.
 
-    Columns are common if their tokens are equal, and the experts to replay.
+    Rows share a prefix if its tokens are equal, and so are the experts to replay for them.
     """
     inputs = packed.tokens.numpy()
     if packed.routes is not None:

@@ -43,7 +43,7 @@ Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
 def snapshot(engines: Mapping[str, MegatronEngine], label: dict[str, Any]) -> Snapshot:
-    """Copy this rank's slices of all engines into the host memory that the first engine keeps for this purpose.
+    """Copy this rank's slices of all engines to host memory, which the first engine keeps for the next snapshot.
     `engines` may be empty.
     """
     first = next(iter(engines.values()), None)

@@ -46,7 +46,8 @@ class TopTokens:
         return (torch.cat(parts),)
 
     def _of(self, rows: Tensor, weight: Tensor, start: int, cap: float | None = None) -> Tensor:
-        """Return ids and log-probs [C, 2 K + 2] for a chunk of C rows."""
+        """Return the K most likely ids with their log-probs, and the log-prob of all others, for a chunk of rows:
+        [C, 2 K + 2]."""
         logits = capped(head_logits(rows, weight), cap).float() / self.base.temperature
         group = self.base.group
         log_z = joined_log_z(*partition(logits), group)

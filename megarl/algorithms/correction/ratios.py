@@ -54,7 +54,7 @@ class Ratios:
 
     @cached_property
     def count(self) -> Tensor:
-        """Number of valid tokens of each row [B], in the dtype of `raw`."""
+        """Number of valid tokens of each row [B], as floats in the dtype of the log-ratios."""
         return self.rows.counts(self.mask).to(self.raw.dtype)
 
     @cached_property

@@ -56,7 +56,8 @@ def m2po(
     `drop_farthest` selected.
 
     On stale samples a bound of each token's ratio stops many tokens; one bound of the mini-batch's second moment stops
-    only the outliers. The authors' code differs from their algorithm: it clips r, and never within [0.7, 1.5].
+    only the outliers. The authors' code differs from their algorithm: it clips r, and leaves every r within
+    [0.7, 1.5] unclipped.
 
     Args:
         old_logp: log-probs of the generation engine.

@@ -58,7 +58,7 @@ def run(found: Findings, folder: Path) -> None:
 
 
 def on_cpu() -> list[str]:
-    """Return the overrides of a small run, which shows that this section works and measures the planner's estimates."""
+    """Return the overrides of a small run on the CPU, which checks this section itself and the planner's estimates."""
     settings = [*_SETTINGS, "cluster.nproc=1", "data.batch_size=8"]
     return [*settings, "rollout.sampling={n: 4, max_new_tokens: 16, ignore_eos: true}"]
 

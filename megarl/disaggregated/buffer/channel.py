@@ -191,7 +191,8 @@ class TeamChannel:
             self.given[handover.key] = SentSamples(handover.node, groups, sent)
 
     def _together(self, takers: Sequence[str], groups: Sequence[GroupInfo]) -> list[int]:
-        """Return a number per group; groups with equal numbers go to the same replica of every taker."""
+        """Return a number per group, equal for groups that go to the same replica of every receiving team; empty if all
+        groups may be in one block."""
         parts = math.lcm(*(self._placement[name].replicas for name in takers))
         return [group.ordinal % parts for group in groups] if self._dealt or parts == 1 else []
 

@@ -234,7 +234,8 @@ class Core:
         return [sent.refs[uid] for uid in uids] or [next(iter(sent.refs.values()))]
 
     def done(self, team: str, rank: int, step: int) -> Change:
-        """Record that this worker needs nothing more of `step`; drop the step when all takers are done with it."""
+        """Record that this worker needs nothing more of `step`; drop the step when all workers that read it are
+        done."""
         if self._is_finished(step) or (team, rank) not in self._takers:
             return Change()
         state = self._steps.setdefault(step, _Step())
@@ -379,7 +380,8 @@ class Core:
             self._form()
 
     def _form(self) -> list[Topic]:
-        """Form the requested steps as far as groups are ready, and return the topics that are complete now."""
+        """Choose the groups of each requested step for which enough groups are finished, and return the topics that
+        callers can stop waiting for."""
         flow, topics = self._need_flow(), list[Topic]()
         while flow.step < self._asked:
             try:

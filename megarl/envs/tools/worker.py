@@ -37,7 +37,7 @@ def _tools(setup: dict[str, Any]) -> tuple[Work, bool]:
 
 
 def _cut(said: Any, most: int) -> Any:
-    """Return a result whose text, or texts together, have at most `most` characters."""
+    """Return a tool's result cut to `most` characters of text, over all its parts together."""
     if isinstance(said, str):
         return said[:most]
     left, parts = most, []

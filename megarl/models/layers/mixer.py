@@ -56,7 +56,7 @@ class Mixer(ABC):
         return 0.0
 
     def cache_elements(self, tp: int) -> float:
-        """Return the elements that decoding caches per token on a rank; a head is never divided."""
+        """Return the elements that decoding caches per token on a rank; ranks hold whole heads."""
         return 0.0
 
     def state_bytes(self, tp: int, element: int) -> float:

@@ -149,7 +149,7 @@ def _columns(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> Cu
 
 
 def of_experts(cut: Cut, experts: range) -> Cut:
-    """Return the cut of a stack's `experts` from the cut of one expert, which is the same for all of them."""
+    """Extend the cut of a single expert's tensor to `experts` of a tensor that stacks all experts."""
     shape, pieces = cut
     count = len(experts)
     return (count, *shape), tuple(

@@ -207,7 +207,7 @@ class VisionLanguageModel(PolicyModel):
 
 
 def _add_features(number: int) -> Any:
-    """Return the forward hook of decoder layer `number`, which adds its image features."""
+    """Return a forward hook for decoder layer `number` that adds this layer's image features to its output."""
 
     def hook(layer: nn.Module, arguments: Any, named: dict[str, Any], output: Any) -> Any:
         deep = named["packed_seq_params"].cache.get("deep")

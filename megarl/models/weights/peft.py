@@ -86,7 +86,7 @@ def _stack_of(name: str) -> tuple[str, int]:
 
 
 def _homes(names: Iterable[str]) -> dict[str, str]:
-    """Return by the name of each adapter tensor of a model the name of the stored tensor that holds it."""
+    """Map the name of each adapter tensor of a model to the name of the tensor in the file that contains it."""
     names = list(names)
     if not any(".experts.0.gate_up_proj." in name for name in names):  # other models have a tensor for each expert
         return dict(zip(names, names, strict=True))

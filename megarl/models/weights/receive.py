@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def held_slices(hf: PretrainedConfig, at: Coordinate) -> dict[str, list[TensorRegion]]:
-    """Return the regions of each tensor that the process with coordinate `at` holds, with repetitions."""
+    """Return the regions of each tensor that the process with coordinate `at` holds. A region that several parameters
+    hold, such as tied embeddings, appears several times."""
     regions: dict[str, list[TensorRegion]] = {}
     for shard in WeightTable.of(hf).shards(at):
         for piece in shard.pieces:

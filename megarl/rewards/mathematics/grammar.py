@@ -150,7 +150,8 @@ class AnswerReader(ExpressionReader):
 
 
 def _joined(items: list[Node], marks: list[str]) -> Node:
-    """Return the list of the items, or the only one; alternatives of several statements each are lists themselves."""
+    """Join statements by the words between them, `marks`; return a single statement as it is. In `x=1, y=2 or x=3, y=4`
+    each side of `or` becomes a list of its own."""
     if not marks:
         return items[0]
     kinds = {mark.lstrip(",") or "," for mark in marks}

@@ -55,7 +55,8 @@ class Region:
     variable: str | None = None
 
     def same(self, other: Region) -> bool:
-        """Return whether both constrain the same variable to the same set; a region without a variable fits any."""
+        """Return whether both are the same set of the same variable; a region without a variable is about any
+        variable."""
         named = self.variable == other.variable or None in (self.variable, other.variable)
         return named and len(self.spans) == len(other.spans) and all(map(_same_span, self.spans, other.spans))
 

@@ -99,7 +99,7 @@ def mapped(node: Node, change: Callable[[Node], Node]) -> Node:
 
 
 def walk(*nodes: Node) -> Iterator[Node]:
-    """Yield the nodes and all nodes below them."""
+    """Yield these nodes of expression trees and all nodes below them."""
     pending = list(nodes)
     while pending:
         node = pending.pop()

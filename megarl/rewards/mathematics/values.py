@@ -298,8 +298,8 @@ def evaluate(
 
 
 def unknowns(*nodes: Node) -> list[str]:
-    """Return the keys of the values that an evaluation needs: variables, words of the text that stand
-    for a value, and dimensions of units."""
+    """Return the names of everything in the expressions that needs a value before they can be evaluated: variables,
+    words of the text that stand for a value, and dimensions of units."""
     names = set()
     for node in nodes:
         names |= {f"variable {name}" for name in symbols(node, "variable")}

@@ -142,7 +142,7 @@ class Normalisation:
         return cls(*parts)
 
     def __call__(self, pictures: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Turn pictures uint8 [..., H, W, 3] into pixels `dtype` [..., 3 * towers, H, W]; computed in float32."""
+        """Normalise pictures uint8 [..., H, W, 3] in float32; return [..., 3 * towers, H, W] in `dtype`."""
         _check(pictures)
         values = (pictures.movedim(-1, -3).float() / 255).unsqueeze(-4)
         means, deviations = (

@@ -108,7 +108,8 @@ def crop_centre(pictures: Tensor, area: float, size: int) -> Tensor:
 
 
 def _between(pictures: Tensor, low: np.float32, high: np.float32, size: int) -> Tensor:
-    """Sample dimension 1 at `size` evenly spaced places from `low` to `high`, as fractions of its length."""
+    """Interpolate dimension 1 linearly at `size` evenly spaced places from `low` to `high`, both fractions of its
+    length."""
     last = np.float32(pictures.shape[1] - 1)
     at = low * last + np.arange(size, dtype=np.float32) * ((high - low) * last / np.float32(size - 1))
     at = at.clip(0, last)

@@ -213,7 +213,8 @@ def _separate_places(numbers: Iterator[float], count: int) -> list[Point]:
 
 
 def _part(one: list[float], other: list[float], distance: float, share: float) -> None:
-    """Move centres closer than `distance` apart, along their line; `one` moves by `share` of the missing distance."""
+    """If two centres are closer than `distance`, move them apart along their line in place: `one` moves by `share` of
+    the missing distance, `other` by the rest."""
     dx, dy = other[0] - one[0], other[1] - one[1]
     now = math.hypot(dx, dy)
     if now >= distance:

@@ -138,7 +138,7 @@ class WeightInbox:
         return version is None or (self._whole and read_tag(self.version)[0] == version)
 
     def _is_past(self, version: int | None) -> bool:
-        """Return whether this rank holds newer weights than `version`."""
+        """Return whether this rank completely holds weights newer than `version`."""
         return version is not None and self._whole and read_tag(self.version)[0] > version
 
     @contextlib.contextmanager
@@ -252,7 +252,8 @@ class WeightInbox:
             raise Refused(why)
 
     def _need_open(self, update: int) -> None:
-        """Reject tensors that do not belong to the open update; mark the parameters as a mix of versions."""
+        """Refuse tensors outside of the open update; otherwise record that the parameters may mix two versions from now
+        on."""
         self._need(self._open and update == self.update, "tensors were sent outside of the open update")
         self._whole = False
 

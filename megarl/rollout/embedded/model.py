@@ -172,7 +172,8 @@ class Layer:
         return self._leave(self._mesh.tp.all_sum(self._down(self._gated(self._up(x)))), self._after[1])
 
     def _enter(self, hidden: Tensor, delta: Tensor | None, norm: Tensor | None) -> Tensor:
-        """Add `delta` to `hidden` in place; return the input of the mixer or of the MLP."""
+        """Add the previous result `delta` to the residual stream `hidden` in place; return the normed input of the
+        mixer or MLP."""
         if norm is not None:
             return self._ops.add_norm(hidden, delta, norm, self._eps)
         return hidden if delta is None else hidden.add_(delta)

@@ -157,7 +157,7 @@ class EngineReceiver:
         self._ranks.ask({"op": "join"} | meeting | limit, step)
 
     def take_broadcast(self, group: str, entries: Sequence[Entry], step: UpdateStep) -> None:
-        """Broadcast all tensors of the bucket to every rank; each rank copies its own parts."""
+        """Make every rank of the engine receive the broadcast bucket and copy its own parts."""
         size = sum(entry.nbytes for entry in entries)
         bucket = {"tensors": _placed(entries), "nbytes": size, "deadline_s": _SHARE * step.deadline_s}
         self._ranks.ask({"op": "broadcast", "name": group} | bucket, step)

@@ -263,7 +263,8 @@ class Session:
     def _read(
         self, prompts: Sequence[tuple[list[int], ImageSet | None]], rows: Sequence[Sequence[int]], lockstep: int
     ) -> None:
-        """Prefill prompts from position 0 in one pass, and write the keys and values of each into all of its rows."""
+        """Prefill distinct prompts in one pass, and write the keys and values of a prompt into the cache rows of all
+        its samples."""
         lengths = [len(tokens) for tokens, _ in prompts]
         device = self._stage.device
         tokens = torch.tensor([token for prompt, _ in prompts for token in prompt])
@@ -414,7 +415,8 @@ def seen(parts: Sequence[tuple[range, ImageSet | None]], stage: DecoderStage) ->
 
 
 def _room(requests: Sequence[Request], most: int, device: torch.device) -> Tensor | None:
-    """Return the token limit of each sample, int64 [samples + 1]; None if every limit is `most`."""
+    """Return the token limit of each sample, and last that of unused rows, int64 [samples + 1]; None if every limit is
+    `most`."""
     if all(request.room is None or request.room >= most for request in requests):
         return None
     room = [min(most, request.room or most) for request in requests for _ in request.seeds]

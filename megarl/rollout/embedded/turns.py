@@ -190,7 +190,8 @@ class TurnSession(Session):
             self._read(prompts, [groups[key] for key in batch], lockstep=0)
 
     def _read_new(self, admission: RowAssignment) -> None:
-        """Prefill the tokens of kept sequences after their cached positions, without the last token."""
+        """Prefill sequences that still have a cache from an earlier turn: their tokens after the cached ones, without
+        the last token, which the first decode step reads."""
         new = {row: self._contexts[s][self._cached[s] : -1] for s, row in admission.reused}
         starts = {row: self._cached[s] for s, row in admission.reused}
         device = self._stage.device

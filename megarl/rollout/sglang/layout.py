@@ -162,8 +162,8 @@ class ServerLayout:
         return rows
 
     def together(self, tensor: str) -> str:
-        """Return one name for the two projections to latents: the server joins them only if one call brings both. Other
-        tensors keep their own names."""
+        """Return the same name for the two projections to latents, which the server joins into one parameter, and only
+        if one call contains both. For other tensors return their own names."""
         for module, fused in self._fusions.items():
             if fused == _LATENT and f".{module}." in tensor:
                 return tensor.replace(module, fused)

@@ -112,7 +112,7 @@ class SglangReceiver:
             self._call("/begin_weight_update", self.models, step)
 
     def end(self, step: UpdateStep) -> None:
-        """End the update."""
+        """End the weight update that `begin` has opened on the server."""
         self._call("/end_weight_update", {}, step)
 
     def set_version(self, version: str, step: UpdateStep) -> None:

@@ -91,7 +91,7 @@ class DistributedTransport(Transport):
             raise
 
     def drop(self, receiver: Receiver) -> None:
-        """Leave the group of a receiver that is gone."""
+        """Leave the process group shared with a receiver that is gone."""
         self._leave(receiver.number, abort=True)
         super().drop(receiver)
 
@@ -104,7 +104,7 @@ class DistributedTransport(Transport):
                 dist.destroy_process_group(link.group)
 
     def close(self) -> None:
-        """Leave all groups."""
+        """Leave the process groups of all receivers."""
         for number in list(self._links):
             self._leave(number)
 

@@ -47,7 +47,7 @@ class Rewrite:
     fixed_in: str | None = None
 
     def applies(self, module: str) -> bool:
-        """Return whether this entry applies to `module` (dotted name)."""
+        """Return whether the rewrite is meant for the module with this dotted name."""
         return any(fnmatch.fnmatchcase(module, glob) for glob in self.modules)
 
     def sub(self, source: str) -> tuple[str, int]:

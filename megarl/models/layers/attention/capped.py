@@ -102,10 +102,11 @@ def _scores(q: Tensor, k: Tensor, form: _Form) -> Tensor:
 
 
 def _masked(scores: Tensor, mask: Tensor | None, block: tuple[int, int, int], *, causal: bool) -> Tensor:
-    """Set the scores [b, G, H / G * m, n] of keys that a query does not see to -inf, in place, and return them.
+    """Apply the mask to scores [b, G, H / G * m, n] in place, and return them; a key that a query does not see gets
+    -inf.
 
-    `mask` is bool, true where a query sees a key, or float, added to the scores; None: every key, or with `causal` only
-    the keys up to the query.
+    `mask` is bool, true where a query sees a key, or float, added to the scores; None: a query sees every key, or with
+    `causal` only the keys up to itself.
     """
     first, last, keys = block
     each = scores.view(*scores.shape[:2], -1, last - first, keys)

@@ -72,7 +72,7 @@ def _by_group(x: Tensor, count: int, groups: int) -> Tensor:
 
 
 def _from_group(x: Tensor, count: int, length: int) -> Tensor:
-    """Return the inverse of `_by_group`, as a view [count, l, groups, r, d]."""
+    """Undo `_by_group` for sequences of `length` tokens: return a view [count, length, groups, r, d]."""
     groups = x.shape[0] // count
     return x.view(count, groups, -1, length, x.shape[-1]).permute(0, 3, 1, 2, 4)
 

@@ -22,7 +22,8 @@ _HIDDEN = -1e30
 
 @dataclass(frozen=True)
 class Products:
-    """Attention of `count` equally long sequences to as many equally long sequences of keys (`sinks.Kernel`).
+    """Attention by matrix products (`sinks.Kernel`), for `count` sequences with equally many queries and equally many
+    keys each.
 
     Attributes:
         scale, cap: factor of the products and, unless None, the soft cap of the scores.

@@ -294,7 +294,7 @@ def _flash_varlen(
 def _torch_varlen(
     q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float, window: int | None, **further: Any
 ) -> Any:
-    """Return the context, or a tuple with the outputs that `further` requests in addition."""
+    """Return the context, or a tuple with further outputs if `further`, arguments of torch's function, request them."""
     from torch.nn.attention.varlen import varlen_attn
 
     lengths = call.cu_q, call.cu_k, call.longest_q, call.longest_k
@@ -373,8 +373,8 @@ def prefix_attention(
 
 
 def _path_call(prefixes: SharedPrefixes, window: int, where: torch.device) -> tuple[VarlenCall, Tensor]:
-    """Return one call for the nodes of a stream with shared prefixes, and the tokens of its keys: those of the nodes
-    before a node that a window shows to the node, and its own."""
+    """Return one call in which each node of a prefix tree is a sequence of queries, and the indices of the call's keys
+    in the stream: for each node the tokens of its ancestors, as far as the window reaches, and its own."""
     start, keys = 0, list[Tensor]()
     for length in prefixes.lengths:
         before = [torch.arange(s.start, s.end) for s in prefixes.spans if s.end <= start < s.last]

@@ -96,8 +96,8 @@ def expert_rules(
 
 
 def stacked_expert_rules(block: str) -> tuple[WeightRule, ...]:
-    """Return the rules for a layer's router and for its experts with biases, which checkpoints have in one tensor for
-    all experts, in x out; `block`: name of the mixture in a checkpoint."""
+    """Return the rules for a layer's router and for its experts with biases. Checkpoints have one tensor for all
+    experts, whose weights are [in, out]; `block`: name of the mixture in a checkpoint."""
 
     def rule(param: str, split: Split, source: str, *shape: str) -> WeightRule:
         tensor = WeightSource(f"{HF}{block}.experts.{source}", shape)

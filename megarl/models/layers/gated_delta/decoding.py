@@ -39,7 +39,7 @@ class DeltaStates:
 
     @staticmethod
     def bytes_per_row(mixer: GatedDelta, layers: int, max_length: int, tp: int, dtype: torch.dtype) -> int:
-        """Return the bytes of one row."""
+        """Return the bytes that one sample takes in all layers, whatever its length."""
         return layers * int(mixer.state_bytes(tp, dtype.itemsize))
 
     def reserve(self, rows: int, needed: int) -> None:

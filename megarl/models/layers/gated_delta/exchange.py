@@ -35,7 +35,8 @@ class Exchange:
 
     @classmethod
     def of(cls, packed: PackedSequences, group: ProcessGroup, where: torch.device) -> Exchange:
-        """Return the exchange of `packed` with its indices on `where`; all layers share the one in its cache."""
+        """Return the exchange for a packed stream, with its indices on `where`. It is created once per stream and kept
+        in the stream's cache for all layers."""
         exchange: Exchange | None = packed.cache.get("exchange")
         if exchange is None:
             places = places_on_ranks(packed.lengths, packed.cp_size)
@@ -52,7 +53,8 @@ class Exchange:
         return list(take_rows(received, self.places, self.order).split([part.shape[-1] for part in columns], -1))
 
     def tokens_for_heads(self, x: Tensor) -> Tensor:
-        """Return `x` [T, width], of this rank's share of the columns, as [t, n * width] for this rank's tokens."""
+        """Undo `heads_for_tokens`: exchange `x` [T, width], this rank's share of the columns for all tokens, for all
+        columns of this rank's tokens, [t, n * width]."""
         sent = take_rows(x, self.order, self.places).unflatten(0, (self.group.size(), -1))
         return all_to_all(self.group, sent).transpose(0, 1).flatten(1)
 

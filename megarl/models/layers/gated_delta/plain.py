@@ -96,8 +96,8 @@ class GatedDelta(Mixer):
 
     @property
     def token_flops(self) -> float:
-        """The rule by chunks: products of keys and queries within a chunk, its triangular system, and products with
-        the state."""
+        """FLOPs of the gated delta rule, computed in chunks: products of keys and queries within a chunk, the chunk's
+        triangular system, and products with the state."""
         state = 6 * self.key * self.value
         return float(self.value_heads * (state + CHUNK * (5 * self.key + 3 * self.value)))
 

@@ -54,7 +54,7 @@ class DeltaInputs:
     beta: Tensor
 
     def exact(self) -> DeltaInputs:
-        """Return the inputs in float32 or wider, with unit keys, and unit queries scaled by dk^-1/2."""
+        """Return the inputs in float32 or wider, with keys and queries of length 1, and queries times dk^-1/2."""
         dtype = torch.promote_types(self.q.dtype, torch.float32)
         q, k = (unit(x.to(dtype)) for x in (self.q, self.k))
         return DeltaInputs(q * k.shape[-1] ** -0.5, k, *(x.to(dtype) for x in (self.v, self.g, self.beta)))
@@ -152,7 +152,7 @@ class ChunkPlan:
         return cls(size, tokens.to(device), places.to(device), tuple(active), torch.tensor(order, device=device))
 
     def cut(self, x: Tensor) -> Tensor:
-        """Return the stream [t, ...] as chunks [chunks, size, ...], with zeros at padding."""
+        """Cut the stream [t, ...] into chunks [chunks, size, ...]; a sequence's last chunk is padded with zeros."""
         return take_rows(x, self.tokens, self.places).unflatten(0, (-1, self.size))
 
     def join(self, chunks: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class ChunkPlan:
 
 
 class _Rows(torch.autograd.Function):
-    """Takes rows of a tensor; the backward pass takes rows of the gradient by the inverse `back`."""
+    """`take_rows` with a backward pass that also takes rows, by the inverse `back`, instead of adding them up."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:

@@ -101,7 +101,8 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _attention(step: Pass, mixer: MLA) -> Any:
-    """Return the function with which all layers compute attention in this forward pass."""
+    """Return the function that computes attention for all layers of this forward pass: of prompts, of a decode step, or
+    of further tokens."""
     cache: LatentCache = step.caches[MLA.kind]
     if isinstance(step, Prompts):
         return _PromptAttention(cache, step.lengths, step.rows, mixer.scale)
@@ -139,7 +140,8 @@ class _StepAttention:
         self._bias: Tensor | None = None
 
     def __call__(self, layer: int, token: Tensor, q: Tensor) -> Tensor:
-        """Cache `token` [n, rk + dr]; return the mean latents [n, H, rk] for absorbed queries `q` [n, H, rk + dr]."""
+        """Cache `token` [n, rk + dr]; return the attention-weighted sums of latents [n, H, rk] for absorbed queries `q`
+        [n, H, rk + dr]."""
         self._cache.append(layer, self._index, token)
         keys = self._cache.latents(layer)[: len(q)]
         if self._bias is None:

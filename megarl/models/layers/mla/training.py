@@ -78,7 +78,8 @@ class LatentAttention(PackedMixer[MLA]):
         return q.view(len(q), -1, self.mixer.key)
 
     def _keys_and_values(self, hidden: Tensor, cos: Tensor, sin: Tensor, cp: int) -> tuple[Tensor, Tensor]:
-        """Return the keys [T, H, dn + dr] and values [T, H, dv] of this rank's heads."""
+        """Return the keys [T, H, dn + dr] after RoPE and the values [T, H, dv] of this rank's heads, for the tokens of
+        all `cp` context-parallel ranks."""
         mixer = self.mixer
         latent, rope_key = self.linear_kv_down_proj(hidden)[0].split([mixer.kv_rank, mixer.rope], -1)
         latent = self.kv_layernorm(latent)

@@ -145,7 +145,8 @@ class CloningExamples:
         return Batch(fields, {"uid": uids, "sample_id": list(uids), "task": tasks}, size=len(places))
 
     def _seen(self, owner: NDArray[np.int64], places: NDArray[np.int64]) -> Tensor:
-        """Return the pictures uint8 [B, cameras, size, size, 3]."""
+        """Return the pictures uint8 [B, cameras, size, size, 3] at environment steps `places`, numbered over all
+        demonstrations; `owner` is the demonstration of each."""
         side = self._pictures.size
         pictures = torch.empty(len(places), len(self._cameras), side, side, 3, dtype=torch.uint8)
         for number, (demonstration, place) in enumerate(zip(owner.tolist(), places.tolist(), strict=True)):
