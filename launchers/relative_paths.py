@@ -15,7 +15,7 @@ from megarl.system.imports import is_file_reference, is_module_reference
 
 #: Keys whose values are not paths: they describe the job, or name libraries, and a folder may have the same name.
 _OTHERS = ("name", "launch", "cluster", "tracking", "model.hf_config")
-#: Keys of data sources, and keys that may name a folder by one word.
+#: Keys of data sources; and all keys at which a single word, without a slash, may be the name of a folder.
 _SOURCES = ("train_files", "val_files")
 _FOLDERS = (*_SOURCES, "path", "tokenizer", "resume", "measured")
 

@@ -19,7 +19,7 @@ from megarl.system.processes import oom_kills, signal_name
 
 POLL_S = 0.1
 SETTLE_S = 1.0  # time after the first failure for other ranks to show that they only lost a peer
-LOST_S = 5.0  # time used instead while all failed ranks only lost a peer: the report of the peer's death may be late
+LOST_S = 5.0  # the same while every failed rank has only lost a peer: the death of that peer may be reported later
 LINGER_S = 15.0  # time for a rank that has reported its error to end before it is killed
 STACKS_S = 0.5  # time for hung ranks to write their stacks into the log
 _LINE = 400  # maximum characters of a message in one line

@@ -25,7 +25,8 @@ def guard(run_dir: Path) -> int:
     while True:
         # opening makes a network file system refresh the file's time
         with contextlib.suppress(OSError), file.open() as opened:
-            modified = os.fstat(opened.fileno()).st_mtime_ns  # on a full disk only the file's time changes
+            # not the content: on a full disk the driver can only set the file's time
+            modified = os.fstat(opened.fileno()).st_mtime_ns
             if modified != seen:
                 seen, since = modified, time.monotonic()
         if time.monotonic() - since > GUARD_S:

@@ -133,8 +133,8 @@ def divergence(chosen: Chosen, teacher: Tensor, policy: Tensor) -> Tensor:
 
 
 def terms(chosen: Chosen, teacher: Tensor, policy: Tensor) -> Tensor:
-    """Return the divergence's terms from both models' log-probs [N, K] of the same tokens; smaller ones are first raised
-    to `log_prob_min_clamp`, if it is set."""
+    """Return the divergence's terms from both models' log-probs [N, K] of the same tokens; first raise them to
+    `log_prob_min_clamp` if it is set."""
     settings = chosen.settings.model_dump(exclude=set(DivergenceSettings.model_fields))
     floor = chosen.settings.log_prob_min_clamp
     if floor is not None:

@@ -58,7 +58,7 @@ class Rows:
         if not values.is_floating_point():
             values = values.to(torch.float32 if len(values) < 1 << 24 else torch.float64)
         if len(values) == 0:
-            return values.sum().expand(len(self))  # zeros that keep autograd's connection to the values
+            return values.sum().expand(len(self))  # zeros that autograd still connects to the values
         return torch.segment_reduce(values, "sum", offsets=self.offsets, initial=0)
 
     def masked_sum(self, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from megarl.models.layers.gated_delta.plain import gated_delta_of, gated_delta_r
 from megarl.models.layers.mlp.plain import DENSE
 from megarl.models.layers.wiring import Wiring
 
-#: Softmax attention, and the mixers of layers without it.
+#: The settings of softmax attention, and the mixers of the other layers by their name in `layer_types`.
 ATTENTION = AttentionTraits(qk_norm=True, gate=True)
 MIXERS = {LINEAR: gated_delta_of}
 #: Keys that this family adds, with the default sizes of its configuration classes.

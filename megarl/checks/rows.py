@@ -273,7 +273,7 @@ class _Rows:
         order = sorted(range(len(contents)), key=lambda i: len(contents[i]))
         sample = order if len(order) <= _SAMPLE else [*order[: _SAMPLE // 2], *order[-_SAMPLE // 2 :]]
         lengths = self._count(contents, sample, counter)
-        # a prompt outside the sample may be short enough
+        # With overlong prompts filtered, one prompt that fits is enough: if the sample has none, count all prompts.
         if data.overlong != "error" and min(lengths.values()) > limit:
             lengths = self._count(contents, order, counter)
         longest = max(lengths, key=lengths.__getitem__)

@@ -464,7 +464,7 @@ def _check_optim(key: str, optim: OptimConfig, steps: int, config: RunConfig, ch
     # itself has a limit. The limit is lower for trained weights, which large steps would destroy.
     if config.model.path is None:
         trained, limit, usual = "a fresh model is", _FRESH_LR, "1e-3"
-    elif config.model.lora is not None:  # the adapters' product starts at 0
+    elif config.model.lora is not None:  # new adapters have no trained weights to destroy: their product starts at 0
         trained, limit, usual = "adapters are", _FRESH_LR, "1e-5"
     else:
         trained, limit, usual = "a trained model is", _TRAINED_LR, "1e-5" if key == "sft.optim" else "1e-6"

@@ -218,7 +218,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         config, checked = _write_first_fit(file, arguments, settings, layouts, machine)
         problems = problems_of(checked.items)
-        # after another problem, the memory is that of a layout which was not chosen
+        # if anything else fails, the file may have a layout that was not chosen for its memory: leave that check out
         raise_problems(problems_of([check for check in checked.items if check.name != "memory"]))
     # on an error, such as an unknown reward, remove the recipe: the corrected command refuses to overwrite a file
     except BaseException:

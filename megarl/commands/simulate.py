@@ -131,7 +131,7 @@ def _settings(text: str) -> tuple[str, ...]:
         )
     if wrong := [part for part in split if "=" not in part]:
         allowed = "KEY=VALUE, several separated by spaces"
-        raise UserError(f"{wrong[0]!r} sets nothing", where="--what-if", found=text, allowed=allowed)
+        raise UserError(f"{wrong[0]!r} is not of the form KEY=VALUE", where="--what-if", found=text, allowed=allowed)
     return split
 
 

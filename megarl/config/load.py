@@ -61,8 +61,8 @@ _COMPONENTS = {
     if key.section is not None and issubclass(key.section, ComponentSection)
 }
 _RECORD = "run.json"  # the file that marks a run folder
-#: Components that only higher layers define: the key that names the component, the place of its own keys, and the keys
-#: there that all components share.
+#: Components that are registered in layers above this one: the recipe key that names the component, the section that
+#: holds the component's own keys, and the keys of this section that all components share.
 _OTHERS = (("env.name", "env", ("name", "on_error")), ("reward.name", "reward.kwargs", ()))
 _NAMED = [*((f"{path}.{key}", path) for path, key in _COMPONENTS.items()), *((name, path) for name, path, _ in _OTHERS)]
 

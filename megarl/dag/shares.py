@@ -138,7 +138,7 @@ def _work(config: RunConfig, graph: TaskGraph, team: Roles) -> float:
 def _passes(config: RunConfig, node: Node) -> float:
     """Return the number of passes that a node makes over its model; a backward pass counts as two."""
     if node.role is Role.ROLLOUT and not config.rollout.holds_model:
-        return 0.0  # servers compute, not workers
+        return 0.0  # generation by servers takes none of the workers' time
     if node.kind is Kind.MODEL_TRAIN:
         return 3.0 * (config.critic if node.role is Role.CRITIC else config.actor).ppo_epochs
     return 1.0 if node.kind is Kind.MODEL_INFERENCE else 0.0

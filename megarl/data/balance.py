@@ -110,7 +110,7 @@ def _exchange(table: np.ndarray, sizes: np.ndarray, *, fixed_counts: bool) -> No
     if k < 2 or width == 0:
         return
     padded = np.append(sizes, 0)
-    order = np.append(sizes, -1)  # unused places first, before items of length 0
+    order = np.append(sizes, -1)  # sort key: unused places of a part come before its items, even those of length 0
     pairs = np.arange(k // 2)
     # The lengths of a pair get an offset of the pair's own, so that one sorted list serves all pairs.
     gap = 4 * (int(sizes.sum()) + 1)

@@ -108,7 +108,7 @@ def prefix_tree(rows: Sequence[np.ndarray], shortest: int = SHORTEST) -> PrefixT
     common = [0, *common_tokens([rows[row] for row in order])]
     longest = lambda part: max(len(rows[row]) for row in order[part.start : part.stop])  # noqa: E731
     nodes, leaves = list[Node](), [-1] * len(rows)
-    # (neighbours in `order`, tokens before their nodes, last node before them); the last one of the list is next
+    # stack of subtrees to visit: (range in `order`, tokens before the subtree, node above it or -1)
     waiting = [(range(len(rows)), 0, -1)]
     while waiting:
         part, depth, parent = waiting.pop()

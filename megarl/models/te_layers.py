@@ -99,7 +99,7 @@ class TEExperts(GroupedExperts):
             return super().forward(rows, counts, probs)
         splits, unit = counts.tolist(), expert_unit(self.config)
         total, padded = sum(splits), [-(-count // unit) * unit for count in splits]
-        if total == 0:  # the kernels reject an empty stream, and every weight needs a gradient
+        if total == 0:  # the kernels reject zero rows; the base class gives every weight a zero gradient
             return super().forward(rows, counts, probs)
         if padded == splits and total == len(rows):
             return self._multiply(rows, probs, splits), None

@@ -177,7 +177,8 @@ class Space:
                 if each - tp * many > 0
             ]
             return together + apart
-        if nodes > 1:  # workers that only send requests lend their devices to servers
+        # on several machines servers run only on devices that workers lend; these workers only send requests
+        if nodes > 1:
             return [
                 Spread(hardware.devices, devices // tp, tp, teams=self._two_teams(hardware.devices - devices, devices))
                 for devices in self._rollout_devices()

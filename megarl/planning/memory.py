@@ -347,7 +347,7 @@ def _with_sync(moments: list[Moment], sync: WeightSyncMemory | None, publishing:
 
 def _generation(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str, *, gpu: bool) -> list[Term]:
     if not config.task.writes_text:
-        return []  # a policy call is a single pass without a cache
+        return []  # a robot policy generates in a single pass, without a key/value cache
     responses = response_terms(config, team.replicas, job)
     if not config.rollout.holds_model:
         return responses

@@ -138,7 +138,7 @@ class ModelPass:
         costs = [part.times(count) for part in parts]
         waits = (self.parallel.pp - 1) / (self.parallel.vpp or 1)
         if waits:
-            # If processes take turns on a core, a waiting process leaves the core to the others.
+            # If the stages' processes share CPU cores, a stage that waits in the pipeline leaves its cores to others.
             hardware = self.hardware.while_others_wait(self.parallel.pp)
             if hardware is not self.hardware:
                 parts = replace(self, hardware=hardware)._micro_batch(micro, train=train)

@@ -35,7 +35,7 @@ from megarl.planning.vision import image_flops
 from megarl.planning.workload import Share, Workload, token_bytes
 from megarl.system.errors import ConfigError
 
-#: Results that do not depend on how engines and servers use memory.
+#: Cached properties of `StepFormulas` that are the same for every choice of memory settings, and may be reused.
 _KEPT = (
     *("work", "policy", "schedule", "decoder", "server_weights", "handed", "keys", "weights"),
     *("_moved", "_home", "_links", "_spread"),

@@ -605,7 +605,7 @@ class GroupGenerator:
             when = f"turn {trajectory.turns - 1}" if trajectory.turns else "reset"
             problem = f"the environment of sample {sample.in_flight.group.uid}#{sample.place} failed at {when}: {error}"
             leave_out = "set env.on_error=mark to leave such episodes out"
-            if "\n  fix: " in error:  # only errors about the environment's answer have a fix of their own
+            if "\n  fix: " in error:  # an error about an invalid reply already contains a fix
                 problem += f"; or {leave_out}"
             else:
                 problem += f"\n  fix:     correct the environment, or {leave_out}"

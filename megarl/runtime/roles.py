@@ -366,7 +366,7 @@ class RolloutRole:
     eos_ids: list[int]  # tokens that end a response (`megarl.data.end_tokens`), the tokenizer's own first
     episodes: Episodes | None = None  # the recipe's environment; None: a sample is one prompt and one response
     player: TaskPlayer | None = None  # plays the episodes of a task other than text; None: the engine generates text
-    stale: StaleWeights | None = None  # generates training samples with older weights (`rollout.stale_steps`)
+    stale: StaleWeights | None = None  # makes training samples with older weights on purpose (`rollout.stale_steps`)
     routes: RouteForm | None = None  # form of the routes that samples have (`rollout.replay_routes`)
     keeps_tokens: bool = False  # whether samples have the tokens that the filters kept (`rollout.replay_kept_tokens`)
     experts: Experts | None = None  # expert responses that join the groups of a training step (`data.experts`)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megarl.system.metrics import Metrics
     from megarl.system.tracing import PhaseEvent
 
-_AWAIT = "await_"  # prefix of phases that wait for something other than samples
+_AWAIT = "await_"  # prefix of the names of phases that wait for another team for something other than samples
 SAMPLES, WEIGHTS = "samples", "weights"
 FORMER_WAIT = "wait/drawn"  # former name of the metric `wait/generation`; both names are recorded
 

@@ -94,7 +94,7 @@ class Ordered:
         longest = 0.0
         for server in s.servers:
             seconds, failure = server.finish(), s.next_failure(s.system.server_devices)
-            if failure < seconds:  # the work of this step so far is lost
+            if failure < seconds:  # the server fails before it is done: it repeats all its work of this step
                 s.server_died()
                 seconds += failure + s.faults.server_s
             longest = max(longest, seconds)

@@ -121,7 +121,7 @@ class Layout:
 
         Engines with this layout can no longer be used. The team's world remains.
         """
-        self.world.barrier()  # all ranks have left the collectives of these groups
+        self.world.barrier()  # wait until no rank is in a collective of these groups any more
         for group in self._made:
             dist.destroy_process_group(group)
         self._made.clear()

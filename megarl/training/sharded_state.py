@@ -232,7 +232,7 @@ def _create_state(part: Any) -> None:
         for parameter in group["params"]:
             if part.optimizer.state[parameter]:
                 continue
-            if holds_masters(part):  # Megatron's init function does not pass an argument that Transformer Engine needs
+            if holds_masters(part):  # `init_state_fn` calls it without `store_param_remainders`
                 part.optimizer.initialize_state(parameter, store_param_remainders=False)
             else:
                 part.optimizer.state[parameter].update(

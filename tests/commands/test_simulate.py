@@ -93,8 +93,8 @@ def test_another_model_than_the_runs_is_said(capsys):
     [
         ("", "sets nothing"),
         ("async={max_staleness:", "not closed"),
-        ("async.max_staleness:1", "'async.max_staleness:1' sets nothing"),
-        ("link_times=2 fast", "'fast' sets nothing"),
+        ("async.max_staleness:1", "'async.max_staleness:1' is not of the form KEY=VALUE"),
+        ("link_times=2 fast", "'fast' is not of the form KEY=VALUE"),
         ("link_times='2", "not closed"),
     ],
 )

@@ -156,7 +156,7 @@ class TeamChannel:
             received = Batch.from_blocks(payloads)
         except ValueError as error:
             raise self._wrong(context, handover, str(error)) from error
-        if not groups:  # a group of another replica, needed only for its fields
+        if not groups:  # `fetch` returned a group of another replica, which shows names and dtypes of the fields
             received = received.select([])
         ids = list(chain.from_iterable(group.sample_ids for group in groups))
         if received["sample_id"] != ids:

@@ -239,7 +239,7 @@ class _Connection:
         self._client = None
         self._over.set()
         if self._task is not None:
-            # the task still waits for a server that has not replied, and does not look at `_over`
+            # still connecting: the task reacts to `_over` only once the server has replied
             if not self._ready.done():
                 self._task.cancel()
             await asyncio.wait({self._task}, timeout=_END_S)

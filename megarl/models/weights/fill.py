@@ -147,7 +147,7 @@ def init_random(chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, seed
 
     def read(name: str, region: TensorRegion) -> Tensor:
         if name not in tensors:
-            if len(tensors) > 2:  # the cache holds q, k and v, between which the readers alternate
+            if len(tensors) > 2:  # three tensors are kept, because q, k and v are read alternately for each head group
                 tensors.clear()
             tensors[name] = draw_tensor(hf_config, name, shapes[name], seed)
         return tensors[name][as_index(region)]

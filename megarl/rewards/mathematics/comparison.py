@@ -188,7 +188,8 @@ def _may_be_marked(a: Compound, b: Compound) -> bool:
     `2 and 5` and `2 or 5` both list the two solutions, so they may be equal.
     """
     items = (*a.items, *b.items)
-    bounded = any(isinstance(item, Relation) and item.ops != ("=",) for item in items)  # `region` compares inequalities
+    # inequalities are compared only as sets, by `region`
+    bounded = any(isinstance(item, Relation) and item.ops != ("=",) for item in items)
     if "or" in (a.marks, b.marks) and (bounded or _names_many(a) or _names_many(b)):
         return False
     if {a.marks, b.marks} != {"and", "or"}:

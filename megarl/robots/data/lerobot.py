@@ -146,7 +146,8 @@ class LeRobotFolder:
                 found=form,
                 allowed="a pattern as in LeRobot's own data sets",
             ) from None
-        if place.is_absolute() or ".." in place.parts:  # links are allowed: a hub's cache consists of them
+        # symbolic links are allowed: the hub's cache consists of them
+        if place.is_absolute() or ".." in place.parts:
             raise DataError(
                 "the pattern of file paths leads outside of the data set",
                 where=f"{self.folder / INFO}: {key}",

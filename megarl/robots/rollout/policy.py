@@ -88,7 +88,8 @@ class SamplingPolicy:
         rows = Batch(fields)
         seeds = torch.tensor([call.seed for call in calls], dtype=torch.int64)
         tokens, logp = self._sample(rows, seeds, self.temperature)
-        # Without `parallel` a token is correct once all earlier ones are: each pass makes at least one more correct.
+        # Without `parallel` a token depends on the tokens before it. Each pass predicts all tokens from the last result
+        # and makes at least one more of them final, so at most `slots` passes are needed.
         for _ in range(0 if self._parallel else self._slots):
             if torch.equal(tokens.values, rows["response_ids"].values):
                 break

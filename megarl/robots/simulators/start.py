@@ -26,7 +26,7 @@ if __name__ == "__main__":
     from megarl.system.reaper import guarded
 
     descriptors = list(map(int, sys.argv[1:]))
-    guarded(*descriptors)  # before NumPy starts its threads
+    guarded(*descriptors)  # forks, which must happen before the import of NumPy starts threads
     from megarl.robots.simulators.worker import serve
 
     serve(*descriptors)

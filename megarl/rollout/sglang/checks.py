@@ -147,7 +147,7 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
         )
         if here and nvidia_devices() and not hidden:
             _check_cuda(config, python, checks)
-            if broadcast:  # without GPUs broadcasts use gloo
+            if broadcast:  # broadcasts to GPU servers use NCCL, whose versions must be equal
                 check_same_nccl(python)
     except ConfigError as error:
         # the run is for another machine

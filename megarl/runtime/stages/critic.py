@@ -51,7 +51,7 @@ def critic_train(c: StepContext, samples: Batch, *, critic: CriticRole) -> Batch
         for mini in mini_batches(c, samples, "critic", epoch):
             metrics = critic_step(c, mini, critic)
             c.count_pass(mini, train=True, head=False)
-            if c.layout.rank == 0:  # already merged over all ranks
+            if c.layout.rank == 0:  # `metrics` already covers all ranks, so only one rank adds them
                 c.metrics.merge(metrics)
     return samples
 

@@ -76,7 +76,8 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
             break
     informative = len(pool)
     if informative < wanted and settings.short == "fill":
-        # a round generates as many groups as a step trains on, so the last round dropped enough of them
+        # One round generates as many groups as a step trains on, so the groups that the last round kept and dropped
+        # together fill the batch.
         pool.add(samples, [not is_kept for is_kept in keep])
     elif informative < wanted:
         every = [scores for share in c.layout.dp_group.all_gather_json(seen) for scores in share]

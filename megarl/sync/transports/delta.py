@@ -84,7 +84,8 @@ class DeltaTransport(Transport):
         self._bases: dict[int, tuple[int, Tensor]] = {}
         self._put: dict[int, _Put] = {}  # the delta that `put` computed for each bucket of this update, by its number
         self._relayed: dict[str, tuple[int, bool]] = {}  # host -> last bucket sent to it, and whether as a delta
-        self._current: set[int] = set()  # receivers that hold the result of the last deltas
+        # receivers that still hold the version that they got last, to which a delta applies
+        self._current: set[int] = set()
         self._lost: dict[str, str] = {}  # host -> why its relay gets no more messages in this update
         self._clients: dict[str, MessageClient] = {}
         self._connecting = threading.Lock()
@@ -160,7 +161,7 @@ class DeltaTransport(Transport):
             client.close()
         self._clients = {}
         if self._process is not None:
-            self._process.kill()  # only its shared memory survives, which its manager process removes
+            self._process.kill()  # safe: torch's manager process removes the relay's shared memory
             self._process.wait()
 
     def _call(self, receiver: Receiver, number: int, header: dict[str, Any], *bodies: memoryview) -> dict[str, Any]:

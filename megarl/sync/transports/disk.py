@@ -26,7 +26,7 @@ from megarl.system.errors import WorkerError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_KEPT = 1  # number of older complete versions that are kept
+_KEPT = 1  # number of complete weight versions that are kept in addition to the newest one
 
 
 class DiskTransport(Transport):

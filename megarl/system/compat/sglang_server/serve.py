@@ -146,7 +146,7 @@ def reply_to_failed_updates() -> None:
 
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     hook(f"{updater}.update_weights_from_tensor", update)
-    # These updates take more than one step each, so all ranks wait for each other after the last step.
+    # Each of these calls consists of several steps on every rank, so the ranks compare their success after the last.
     manager = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     for way in ("disk", "distributed"):
         hook(f"{manager}.update_weights_from_{way}", handle)
