@@ -24,6 +24,7 @@ from megarl.runtime.stages import (
     curriculum,
     experts,
     logprob,
+    replay,
     resampling,
     reward,
     rollout,
@@ -63,6 +64,8 @@ def add_advantage(p: Pipeline, config: RunConfig) -> None:
     p.add(advantage.advantage)
     if config.algorithm.resampling.active:
         p.add(resampling.resample)
+    if config.data.replay is not None:
+        p.add(replay.replay)
 
 
 def add_scoring(p: Pipeline, config: RunConfig) -> None:

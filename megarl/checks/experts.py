@@ -93,7 +93,7 @@ def _check_others(config: RunConfig, graph: TaskGraph | None, checks: Checklist)
     rollout = config.rollout
     lacks = {
         "env.name": (config.has_turns, "episodes are tokens of policy and environment, which a file does not have"),
-        "robot": (not config.task.writes_text, "expert responses are texts"),
+        KEY: (not config.task.writes_text, "expert responses are texts"),
         "data.image_key": (config.data.image_key is not None, "prompts with images are not matched with responses"),
         "rollout.replay_routes": (rollout.replay_routes, "expert responses have no routes"),
         "rollout.replay_kept_tokens": (rollout.replay_kept_tokens, "expert responses have no kept tokens"),

@@ -37,6 +37,7 @@ from megarl.checks.lora import check_lora
 from megarl.checks.machine import check_machine
 from megarl.checks.mtp import check_mtp
 from megarl.checks.placement import check_placement, extra_models
+from megarl.checks.replay import check_replay
 from megarl.checks.reward_model import check_reward_model
 from megarl.checks.routes import check_routes
 from megarl.checks.settings import (
@@ -125,6 +126,7 @@ def check_config(
         check_graph(config, built, checks)
         check_curriculum(config, graph, placement, checks.of("curriculum"))
         check_experts(config, graph, checks.of("experts"))
+        check_replay(config, graph, checks.of("replay"))
         if not learns_pairs:
             _check_learning(config, roles, placement, facts, checks)
     if not learns_pairs:

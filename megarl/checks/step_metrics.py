@@ -50,6 +50,7 @@ _FORMS = (
         "actor/distillation_*",
         "curriculum/*",
         "experts/*",
+        "replay/*",
         "env/*",
         "filter/*/kept",
         "perf/bottleneck/*",

@@ -72,6 +72,20 @@ class ExpertsConfig(Section):
     )
 
 
+class ReplayConfig(Section):
+    """Groups that were trained on are trained on again in later steps."""
+
+    capacity: PositiveInt = Field(1024, le=1_000_000, description="groups that are stored, over all replicas")
+    share: float = Field(0.25, gt=0, le=0.9, description="share of the replayed groups in the groups of a step")
+    max_age: PositiveInt = Field(
+        4, description="largest number of steps between the weights that generated a group and those that replay it"
+    )
+    priority: Literal["uniform", "recent", "signal"] = Field(
+        "uniform",
+        description="weight of a group in the draw: 1; 1 / steps since it was trained on; its mean absolute advantage",
+    )
+
+
 class DataConfig(Section):
     """The source of prompts."""
 
@@ -152,6 +166,9 @@ class DataConfig(Section):
     )
     experts: ExpertsConfig | None = Field(
         None, description="expert responses to training prompts beside the policy's own; null: none"
+    )
+    replay: ReplayConfig | None = Field(
+        None, description="train on groups of earlier steps again, beside the fresh ones; null: off"
     )
     shuffle: bool = Field(True, description="shuffle each epoch by seed and epoch number")
     loader_kwargs: dict[str, Any] = Field(

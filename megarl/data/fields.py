@@ -292,7 +292,7 @@ FIELDS: dict[str, Field] = {
     "ordinal": Field(
         "int",
         "[B]",
-        "exchange between replicas, dynamic_sampling, the buffer",
+        "exchange between replicas, dynamic_sampling, replay, the buffer",
         "number of the sample's group among those of the step; missing: group k of replica r of d is number k * d + r",
         "12",
     ),

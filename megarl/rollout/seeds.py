@@ -43,6 +43,10 @@ class Seeds:
         """Return the seed of the order in which a role trains on the prompts of a step."""
         return self._seed("order", role, step, epoch)
 
+    def replay(self, step: int) -> int:
+        """Return the seed with which a step draws the groups that it trains on again."""
+        return self._seed("replay", step)
+
     def resampling(self, step: int) -> int:
         """Return the seed with which the batch of a step is resampled from its samples."""
         return self._seed("resampling", step)

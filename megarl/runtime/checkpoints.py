@@ -19,6 +19,7 @@ from megarl.runtime.checkpoint_part import FOLDER, CheckpointPart, newest_intact
 from megarl.runtime.early_stop import EarlyStop
 from megarl.runtime.files_read import FilesRead, changed_lines, files_read
 from megarl.runtime.frozen_models import install_reference, set_aside_reference
+from megarl.runtime.replay import load_replay, replay_entry, replay_file
 from megarl.runtime.resume_compatibility import (
     Command,
     buffered_entry,
@@ -222,6 +223,7 @@ class Checkpoints(CheckpointPart):
         # without a node that uses the surplus, every later checkpoint would contain it again
         if parts and self._why_no_surplus() is None:
             c.context.surplus = read_surplus(c.context, source, parts)
+        load_replay(c.context, source, state.get("replay"))
         if c.context.scores is not None:
             c.context.scores.load(source)
         c.config.task.check_checkpoint(c.hf_config, source)
@@ -371,6 +373,7 @@ class Checkpoints(CheckpointPart):
             "loader": c.loading.state_dict(),
             "kl": c.context.kl_controller.state_dict(),
             "surplus_parts": 0 if c.context.surplus is None else c.layout.dp_size,
+            "replay": replay_entry(c.context),
             "best": None if math.isinf(self.best) else self.best,
             "best_step": self.best_step,
             "best_metric": settings.best_metric,
@@ -389,7 +392,10 @@ class Checkpoints(CheckpointPart):
                 step,
                 c.trained,
                 extra,
-                files=surplus_file(c.context) | scores | c.config.task.checkpoint_files(c.hf_config, c.layout),
+                files=surplus_file(c.context)
+                | replay_file(c.context)
+                | scores
+                | c.config.task.checkpoint_files(c.hf_config, c.layout),
                 config=c.config.model_dump(mode="json"),
                 keep_last=settings.keep_last,
                 best=is_best,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megarl.config.task import TaskScores
     from megarl.data.batch import Batch
     from megarl.data.curriculum import CurriculumLoader
+    from megarl.runtime.replay import ReplayStore
     from megarl.training.parallel import Layout
 
 
@@ -53,6 +54,7 @@ class StepContext:
     progress: Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[float], None]]] = no_progress
     # this rank's share of the scored groups that dynamic sampling left over for the next step
     surplus: Batch | None = None
+    replay: ReplayStore | None = None  # groups to train on again; only in the team that trains
     curriculum: CurriculumLoader | None = None  # draws prompts by past success; only in the team that generates
     sequences: SequenceLayout = TEXT  # how samples are laid out as input sequences of the model
     # the task's own scoring of episodes, in the team that plays them; None: a reward function scores

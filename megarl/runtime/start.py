@@ -20,6 +20,7 @@ from megarl.runtime.cold_start import ColdStartCheckpoints
 from megarl.runtime.exchange import TokenExchange
 from megarl.runtime.frozen_models import keep_run_start, record_base, record_frozen
 from megarl.runtime.rank_state import RankState, TeamContext
+from megarl.runtime.replay import ReplayStore
 from megarl.runtime.role_models import (
     make_critic,
     make_reference,
@@ -49,6 +50,8 @@ def build_team(config: RunConfig, run_dir: Path, graph: TaskGraph, team: TeamCon
     c.context.resting = config.critic.warmup_steps if Role.CRITIC in graph.roles else 0
     if team.leads and not graph.has_responses and c.layout.rank == 0:
         print("rollout correction:", *describe_correction(config), sep="\n  ", flush=True)
+    if team.leads and config.data.replay is not None:
+        c.context.replay = ReplayStore(config.data.replay)
     if team.holds(Role.ROLLOUT):
         c.context.scores = config.task.open_scores(config, c.layout)
         c.context.curriculum = c.loader if isinstance(c.loader, CurriculumLoader) else None

@@ -83,6 +83,10 @@ RECIPES = {
         "data.experts={files: [FOLDER/experts.jsonl], in_group: true, logp_key: logp}",
         *("rollout_correction.preset=ppo_is_bypass", "algorithm.kl={use: loss, coef: 0.1}"),
     ],
+    "replay": [
+        "data.replay={share: 0.5, max_age: 3, priority: signal}",
+        *("rollout_correction.preset=ppo_is_bypass", "algorithm.kl={use: loss, coef: 0.1}"),
+    ],
     "loss of a user, prepared": ["algorithm.loss.name=tests.runtime.test_algorithms:on_the_likely"],
     "loss, estimator and reward of the documentation": [
         "algorithm.loss={name: 'FOLDER/my_losses.py:leash', pull: 0.05, aggregation: seq-mean-token-mean}",
@@ -329,6 +333,11 @@ def test_a_few_steps(name: str, folder: Path, teacher: Path, tmp_path: Path) -> 
         assert all(line["critic/score/max"] < 1 for line in lines), "the policy's own samples only"
     if name == "loss luffy":
         assert lines[0]["actor/expert_prob"] == pytest.approx(1 / 20, rel=0.3)  # of a fresh model with 20 tokens
+    if name == "replay":
+        assert [line["replay/groups"] for line in lines] == [0, 4]
+        assert lines[1]["replay/age"] == 1
+        assert 0 < lines[1]["replay/score/mean"] < 1
+        assert lines[0]["actor/ratio_max"] == pytest.approx(1, abs=1e-5) != lines[1]["actor/ratio_max"]
     if name == "HPT":
         assert all(line["experts/sft_groups"] > 0 for line in lines)
         assert lines[0]["actor/expert_loss"] == pytest.approx(math.log(20), rel=0.1)

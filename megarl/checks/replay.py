@@ -1,0 +1,81 @@
+"""Checks of `data.replay`: the correction that stale samples need, and what does not go with them."""
+
+from __future__ import annotations
+
+from megarl.algorithms.needs import whole_vocabulary
+from megarl.checks.checklist import Checklist
+from megarl.config.run import RunConfig
+from megarl.dag.graph import TaskGraph
+from megarl.dag.stage import Role
+from megarl.runtime.stages.replay import replay
+
+KEY = "data.replay"
+
+
+def check_replay(config: RunConfig, graph: TaskGraph | None, checks: Checklist) -> None:
+    """Check correction, ages and updates of a run that trains on groups again."""
+    settings, lag = config.data.replay, config.async_.max_staleness
+    if settings is None:
+        return
+    if not config.rollout_correction.resolved().bypass:
+        checks.fail(
+            "rollout_correction.mode",
+            "replayed samples are off-policy: the loss has to take its ratio to the policy that generated them",
+            found=config.rollout_correction.resolved().mode,
+            allowed="bypass",
+            fix="set rollout_correction.preset=ppo_is_bypass, or another preset of mode bypass",
+        )
+    if settings.max_age <= lag:
+        checks.fail(
+            f"{KEY}.max_age",
+            "no group is ever young enough: a fresh group may be as old as async.max_staleness allows",
+            found=settings.max_age,
+            allowed=f"integer > {lag}",
+            fix=f"set {KEY}.max_age={lag + 4}",
+        )
+    if graph is not None and not any(node.func is replay for node in graph):
+        checks.fail(
+            KEY,
+            f"the {config.algorithm.pipeline} pipeline has no node for replay",
+            found=f"nodes {', '.join(graph.order())}",
+            allowed="grpo, dapo, or a pipeline of yours with megarl.runtime.stages.replay:replay after the advantage",
+            fix="add the nodes with megarl.recipes.grpo.add_advantage, or set data.replay=null",
+        )
+    mini, sampling = config.actor.mini_batch_size, config.algorithm.dynamic_sampling
+    others = {
+        "actor.mini_batch_size": (
+            mini if mini is not None and mini < config.data.batch_size else None,
+            "all replayed groups would be in the last mini-batch",
+        ),
+        "data.experts": (None if config.data.experts is None else "a section", "the age of an expert is unknown"),
+        "algorithm.resampling.name": (
+            config.algorithm.resampling.name if config.algorithm.resampling.active else None,
+            "copies are those of the step that drew them",
+        ),
+        "algorithm.dynamic_sampling.surplus": (
+            "keep" if sampling.enabled and config.async_.in_order and sampling.surplus == "keep" else None,
+            "surplus groups have fields that stored groups lack",
+        ),
+        "placement.share": (
+            "tokens" if config.placement.share == "tokens" else None,
+            "groups are shared out by number, and a step has more of them than data.batch_size",
+        ),
+        "algorithm.distillation": (
+            whole_vocabulary(config.algorithm),
+            "states of every token would be stored with the samples",
+        ),
+        "algorithm.pipeline": (
+            "with a critic" if graph is not None and Role.CRITIC in graph.roles else None,
+            "the critic's values of replayed samples are those of an earlier critic",
+        ),
+        KEY: (None if config.task.writes_text else "a section", "only samples of text are stored"),
+    }
+    for key, (value, why) in others.items():
+        if value is not None:
+            checks.fail(
+                key,
+                f"{why}, so this does not go with {KEY}",
+                found=value,
+                allowed="the default, or no replay",
+                fix=f"remove it, or set {KEY}=null",
+            )

@@ -1,0 +1,154 @@
+"""Trained groups that later steps train on again: `data.replay`.
+
+    groups of a step --advantages--> [drawn from the store, by all replicas alike] --> update
+          '--------------------------> stored: samples, log-probs, versions, advantages of the original group
+
+Each replica stores the groups that it trained on. Which groups a step draws follows from the list of all of them, so it
+does not depend on how many replicas there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from megarl.config.data import ReplayConfig
+from megarl.data.batch import Batch
+from megarl.data.groups import ORDINAL, group_numbers, group_places
+from megarl.data.versions import VERSION_FIELDS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from megarl.runtime.context import StepContext
+
+
+class Entry(NamedTuple):
+    """A stored group in the list that all replicas share; entries sort by age."""
+
+    step: int  # step that trained on the fresh group
+    number: int  # number of the group in that step
+    version: int  # weights that generated its first token
+    signal: float  # mean absolute advantage of its tokens
+
+
+@dataclass
+class ReplayStore:
+    """This replica's stored groups, oldest first. All methods but `to_bytes` are collective over the replicas."""
+
+    settings: ReplayConfig
+    groups: list[tuple[Entry, Batch]] = field(default_factory=list)
+
+    def joined(self, c: StepContext, fresh: Batch) -> Batch:
+        """Return the step's samples with this replica's replayed ones after them, and store the fresh groups."""
+        settings, layout = self.settings, c.layout
+        places = group_places(fresh["uid"])
+        numbers = group_numbers(fresh, places, layout.dp_rank, layout.dp_size)
+        named = dict(zip((fresh["uid"][group[0]] for group in places), numbers, strict=True))
+        fresh = fresh.with_values({ORDINAL: [named[uid] for uid in fresh["uid"]]})
+        oldest = c.step - 1 - settings.max_age
+        self.groups = [group for group in self.groups if group[0].version >= oldest]
+        drawn = self._drawn(c, self._everywhere(c))
+        order = {entry: c.config.data.batch_size + place for place, entry in enumerate(drawn)}
+        replayed = [
+            batch.with_values(
+                {ORDINAL: [order[entry]] * len(batch), "uid": [f"{uid}@{c.step}" for uid in batch["uid"]]}
+            )
+            for entry, batch in self.groups
+            if entry in order
+        ]
+        self._record(c, drawn, replayed)
+        self._store(c, fresh, places, numbers)
+        return Batch.concat([fresh, *replayed])
+
+    def to_bytes(self) -> bytes:
+        """Return the stored groups for a checkpoint; there is at least one."""
+        rows = [batch.with_values({"replay": [list(entry)] * len(batch)}) for entry, batch in self.groups]
+        return Batch.concat(rows).to_bytes()
+
+    def load(self, parts: Sequence[bytes], part: int, count: int) -> None:
+        """Take share `part` of `count` of the groups that all replicas stored in `parts`."""
+        groups = []
+        for batch in map(Batch.from_bytes, parts):
+            entries = [Entry(*values) for values in batch["replay"]]
+            rest = batch.drop(["replay"])
+            for entry in sorted(set(entries)):
+                groups.append((entry, rest.select([place for place, other in enumerate(entries) if other == entry])))
+        self.groups = sorted(groups, key=lambda group: group[0])[part::count]
+
+    def _everywhere(self, c: StepContext) -> list[Entry]:
+        """Return the entries of all replicas' groups, oldest first."""
+        shares = c.layout.dp_group.all_gather_json([list(entry) for entry, _ in self.groups])
+        return sorted(Entry(*values) for share in shares for values in share)
+
+    def _drawn(self, c: StepContext, entries: Sequence[Entry]) -> list[Entry]:
+        """Return the entries that the step trains on again, drawn without replacement by priority."""
+        settings = self.settings
+        wanted = round(settings.share / (1 - settings.share) * c.config.data.batch_size)
+        weights = {
+            "uniform": [1.0] * len(entries),
+            "recent": [1.0 / (c.step - entry.step) for entry in entries],
+            "signal": [entry.signal for entry in entries],
+        }[settings.priority]
+        # The largest values of log(weight) + Gumbel noise are a draw without replacement by weight.
+        noise = np.random.Generator(np.random.PCG64(c.seeds.replay(c.step))).gumbel(size=len(entries))
+        best = np.argsort(-(np.log(weights) + noise), kind="stable")[:wanted]
+        return sorted(entries[place] for place in best.tolist())
+
+    def _store(self, c: StepContext, fresh: Batch, places: Sequence[Sequence[int]], numbers: Sequence[int]) -> None:
+        """Store the fresh groups with a signal, and drop the oldest groups beyond the capacity."""
+        stored = fresh.drop([ORDINAL]).to("cpu")
+        versions = stored[VERSION_FIELDS[0]].unbind()
+        for number, group in zip(numbers, places, strict=True):
+            rows = stored.select(list(group))
+            values = rows["advantages"].values[rows["response_mask"].values].double().abs()
+            signal = float(values.mean()) if len(values) else 0.0
+            if signal > 0:  # the others would give no gradient
+                version = min(int(versions[place].min()) for place in group)
+                self.groups.append((Entry(c.step, number, version, signal), rows))
+        surplus = {*self._everywhere(c)[: -self.settings.capacity]}
+        self.groups = [group for group in self.groups if group[0] not in surplus]
+
+    def _record(self, c: StepContext, drawn: Sequence[Entry], replayed: Sequence[Batch]) -> None:
+        c.metrics.sum("replay/stored", len(self.groups) if c.layout.is_lead else 0)
+        if c.layout.rank == 0:
+            c.metrics.max("replay/groups", len(drawn))
+            if drawn:
+                c.metrics.mean("replay/age", sum(c.step - 1 - entry.version for entry in drawn), len(drawn))
+        for batch in replayed:
+            c.metrics.mean("replay/score/mean", float(batch["score"].double().sum()), len(batch))
+
+
+def replay_file(c: StepContext) -> dict[str, bytes]:
+    """Return this replica's stored groups as {file name: content}; empty except on its first rank."""
+    if c.replay is None or not c.replay.groups or not c.layout.is_lead:
+        return {}
+    return {_name(c.layout.dp_rank): c.replay.to_bytes()}
+
+
+def load_replay(c: StepContext, folder: Path, saved: Mapping[str, Any] | None) -> None:
+    """Take this replica's share of the groups in the checkpoint `folder`.
+
+    Args:
+        saved: result of `replay_entry` in the checkpoint; None: a run without replay wrote it.
+    """
+    if c.replay is None or saved is None:
+        return
+    if saved["temperature"] != c.temperature:
+        if c.layout.rank == 0:
+            print(f"replay begins empty: the stored groups have temperature {saved['temperature']:g}", flush=True)
+        return
+    files = [folder / _name(part) for part in range(saved["parts"])]
+    c.replay.load([file.read_bytes() for file in files if file.exists()], c.layout.dp_rank, c.layout.dp_size)
+
+
+def replay_entry(c: StepContext) -> dict[str, Any] | None:
+    """Describe the stored groups for `state.json` of a checkpoint; None without replay."""
+    return None if c.replay is None else {"parts": c.layout.dp_size, "temperature": c.temperature}
+
+
+def _name(part: int) -> str:
+    return f"replay_{part}.safetensors"
