@@ -202,6 +202,7 @@ def _prepare(  # type: ignore[no-untyped-def]
             tl.store(queries + ((row * groups + group) * per + head) * size + at, turned, mask=inside)
 
 
+# Stores a chunk's sum of weighted values (`parts`), largest score (`peaks`) and sum of exponentials (`sums`).
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     queries,
@@ -224,10 +225,7 @@ def _attend(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend with the query heads of one key/value head to one chunk of a row's cached positions.
-
-    Stores the chunk's sum of weighted values (`parts`), largest score (`peaks`) and sum of exponentials (`sums`).
-    """
+    """Attend with the query heads of one key/value head to one chunk of a row's cached positions."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     chunk = tl.program_id(2)
