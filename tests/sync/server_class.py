@@ -8,6 +8,7 @@ same parameters. Each rank of each case is a process forked from this one, and w
 parameters after the buckets and after the patches. `requests` is a file with a list of requests with images; what
 SGLang's processor makes of them, and the features of its encoder, are written to a file beside `out`.
 `draft` is a folder with the config.json of a draft model, which gets the same buckets and patches.
+Of a case without `buckets` each rank writes what the class has from the config.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import types
 from pathlib import Path
 
 import torch
+
+ROTATED = 48  # positions whose rotation is compared
 
 
 def built(case: dict, rank: int):
@@ -105,10 +108,30 @@ def seen(model, config, arguments, requests: list[dict]) -> list[dict]:
     return found
 
 
+def readings(model) -> list[dict]:
+    """What each layer's softmax attention has from the config, and heads full of ones [tokens, width] after RoPE."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    found = []
+    for block in model.modules():
+        for part in (part for part in block.children() if isinstance(part, RadixAttention)):
+            ones, rope = torch.ones(ROTATED, 1, part.head_dim), getattr(block, "rotary_emb", None)
+            if rope is not None:
+                ones = rope.forward_native(torch.arange(ROTATED), ones.clone(), ones.clone())[0]
+            window = part.sliding_window_size
+            sizes = {"factor": part.scaling, "cap": part.logit_cap or None, "width": part.head_dim}
+            sizes["window"] = None if window is None or window < 0 else window + 1
+            found.append({**sizes, "rotated": ones.view(ROTATED, -1)})
+    return found
+
+
 def run(case: dict, rank: int) -> None:
     import megarl_loader
 
     (model, *drafts), *settings = built(case, rank)
+    if "buckets" not in case:
+        torch.save(readings(model), f"{case['out']}.{rank}")
+        return
     for parameter in (parameter for each in (model, *drafts) for parameter in each.parameters()):
         if parameter.is_floating_point():
             parameter.data.fill_(float("nan"))
