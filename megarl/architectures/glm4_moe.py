@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from megarl.architectures.base import COMMON, COMMON_NULL, Architecture, RopeTraits
 from megarl.architectures.draft import AFTER_LAYERS
+from megarl.architectures.served import ServedClass
 from megarl.architectures.sigmoid_routing import ROUTING, check_routing, shared_mixture
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
@@ -47,4 +48,5 @@ ARCHITECTURE = Architecture(
     fields=("num_mtp_layers", "num_nextn_predict_layers", "output_router_logits"),
     draft=AFTER_LAYERS,
     refusals=(check_routing,),
+    served=ServedClass(tied=False),
 )

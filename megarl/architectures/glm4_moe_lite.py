@@ -4,7 +4,8 @@ and RoPE on a part of the rope dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megarl.architectures.base import COMMON_NULL, FULL, Architecture, Refuse, RopeTraits
@@ -14,11 +15,13 @@ from megarl.architectures.deepseek_v3 import (
     SERVED,
     check_latent,
     latent_attention,
+    other_yarn,
     serving_keys,
 )
 from megarl.architectures.draft import AFTER_LAYERS
 from megarl.architectures.sigmoid_routing import check_routing, shared_mixture
 from megarl.models.layers.experts.plain import MixtureTraits
+from megarl.models.layers.mixer import Mixer
 
 
 def _check_lite(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
@@ -38,6 +41,13 @@ def _dense_layers(values: Mapping[str, Any]) -> int:
     """Return the number of dense layers before the first mixture; 1 if config.json has no `mlp_layer_types`."""
     types = list(values["mlp_layer_types"] or ["dense"])
     return types.index("sparse") if "sparse" in types else len(types)
+
+
+def other_in_sglang(values: Mapping[str, Any], mixers: Sequence[Mixer]) -> str | None:
+    """Return why SGLang would compute other layers; None if it computes the same."""
+    if values["q_lora_rank"] is None:
+        return "SGLang's class computes other queries without a q_lora_rank"
+    return other_yarn(values, mixers)
 
 
 ARCHITECTURE = Architecture(
@@ -70,5 +80,5 @@ ARCHITECTURE = Architecture(
     draft=AFTER_LAYERS,
     written=lambda values: serving_keys(values) | {"first_k_dense_replace": _dense_layers(values)},
     refusals=(check_latent, check_routing, _check_lite),
-    served=SERVED,
+    served=replace(SERVED, wrong=other_in_sglang, tied=False),
 )

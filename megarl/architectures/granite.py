@@ -3,12 +3,14 @@ logits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.architectures.base import COMMON, COMMON_NULL, Architecture
+from megarl.architectures.served import ServedClass
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
+from megarl.models.layers.mixer import Mixer
 from megarl.models.layers.mlp.plain import DENSE
 from megarl.models.layers.wiring import Wiring
 
@@ -26,6 +28,12 @@ def wiring(values: Mapping[str, Any]) -> Wiring:
 def scale(values: Mapping[str, Any]) -> float:
     """Return the factor of the attention scores."""
     return float(values["attention_multiplier"])
+
+
+def biases_in_sglang(values: Mapping[str, Any], mixers: Sequence[Mixer]) -> str | None:
+    """Return why SGLang would compute other layers; None if it computes the same."""
+    found = [key for key in ("attention_bias", "mlp_bias") if values[key]]
+    return f"SGLang's class leaves out the biases of {' and '.join(found)}" if found else None
 
 
 ARCHITECTURE = Architecture(
@@ -47,4 +55,5 @@ ARCHITECTURE = Architecture(
     tensors=OUTER + attention_rules() + DENSE,
     attention=AttentionTraits(qkv_bias="attention_bias", out_bias="attention_bias", scale=scale),
     wiring=wiring,
+    served=ServedClass(wrong=biases_in_sglang),
 )

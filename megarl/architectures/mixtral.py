@@ -44,5 +44,5 @@ ARCHITECTURE = Architecture(
     attention=AttentionTraits(windows="all"),
     experts=MixtureTraits(mixture, names=("num_local_experts", "num_experts")),
     refusals=(_head_dim_for_yarn,),
-    served=ServedClass(head_dim=False, rope_types=("default",)),
+    served=ServedClass(tied=False, head_dim=False, rope_types=("default",)),
 )

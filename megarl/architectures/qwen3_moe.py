@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.architectures.base import COMMON_NULL, QWEN, ROUTER, Architecture
+from megarl.architectures.served import ServedClass
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.experts.plain import Mixture, MixtureTraits, RouterRules, Score, expert_rules
@@ -43,4 +44,5 @@ ARCHITECTURE = Architecture(
     tensors=OUTER + attention_rules() + DENSE + expert_rules("mlp", "gate_proj", "up_proj", "down_proj"),
     attention=AttentionTraits(windows="all_if_used", qk_norm=True),
     experts=MixtureTraits(mixture, names=("num_experts", "num_local_experts"), optional=True),
+    served=ServedClass(tied=False),
 )

@@ -115,6 +115,8 @@ ARCHITECTURE = hybrid(
     null=(*COMMON_NULL, "layer_types", "mlp_only_layers"),
     tensors=OUTER + attention_rules(gate=True) + gated_delta_rules(by_key_head=True) + DENSE + MIXTURE,
     experts=MixtureTraits(mixture, optional=True),
-    served=ServedClass(rope_types=("default", "linear"), needs_gpu=True),  # its config class fails for others
+    served=ServedClass(
+        tied=False, rope_types=("default", "linear"), needs_gpu=True
+    ),  # its config class fails for others
     fields=("num_experts",),
 )

@@ -16,6 +16,7 @@ class ServedClass:
     # why the class computes another model, whatever the config, or a function that returns the reason (None: there is
     # none) for the values of `Architecture.keys` and the layers' mixers
     wrong: str | Callable[[Mapping[str, Any], Sequence[Mixer]], str | None] | None = None
+    tied: bool = True  # it uses tied embeddings as head; otherwise it expects a head in the checkpoint
     windows: bool = False  # it applies sliding windows
     head_dim: bool = True  # it reads `head_dim`; otherwise a head has hidden_size / num_attention_heads numbers
     rope_types: tuple[str, ...] | None = None  # the kinds of RoPE that it computes; None: all of the architecture's
@@ -26,4 +27,5 @@ class ServedClass:
     @property
     def partial(self) -> bool:
         """Whether the class computes some configs of the architecture otherwise, in more than windows."""
-        return callable(self.wrong) or not self.head_dim or self.rope_types is not None or self.rope_theta is not None
+        other = self.rope_types is not None or self.rope_theta is not None
+        return other or callable(self.wrong) or not (self.head_dim and self.tied)

@@ -148,6 +148,8 @@ def wrong_in_sglang(values: Mapping[str, Any]) -> str | None:
     wrong = served.wrong(values, mixers(values)) if callable(served.wrong) else served.wrong
     if wrong is not None:
         return wrong
+    if values["tie_word_embeddings"] and not served.tied:
+        return "SGLang's class has a head of its own, which stays random with tied embeddings (tie_word_embeddings)"
     if served.windows and 1 in layer_windows(values):
         return "SGLang expects sliding windows of at least 2 tokens"
     width = values["hidden_size"] // values["num_attention_heads"]

@@ -347,12 +347,16 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
         ("gemma3_text", {}, [], "no head of its own"),
         ("gemma3_text", {"tie_word_embeddings": True, "sliding_window": 1}, [], "at least 2 tokens"),
         ("glm4_moe", {}, [], None),
+        ("glm4_moe", {"tie_word_embeddings": True}, [], "stays random with tied embeddings"),
+        ("glm4_moe_lite", {}, [], "without a q_lora_rank"),
         (
             "glm4_moe_lite",
-            {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
+            {"q_lora_rank": 24, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
             [],
             "before those with experts",
         ),
+        ("granite", {}, [], "biases of attention_bias and mlp_bias"),
+        ("granite", {"attention_bias": False, "mlp_bias": False}, [], None),
         ("llama", {"rope_scaling": {**_YARN, "attention_factor": 0.5}}, [], "attention_factor"),
         ("llama", {"rope_scaling": {**_YARN, "attention_factor": 1.1386294361119891}}, [], None),  # what it would be
         ("minimax_m2", {}, [], "kernels for this model on GPUs only"),
