@@ -83,7 +83,7 @@ class Simulation:
     # -- what rules and teams ask for --------------------------------------------------------------------------------
 
     def event(self, *name: Any) -> simpy.Event:
-        """Return the simulated event `name` (a kind and a step or version); the first call creates it."""
+        """Return the simulated event `name`, such as ("node", id, step) for a node's end; the first call creates it."""
         if name not in self._events:
             self._events[name] = self.env.event()
         return self._events[name]
