@@ -145,8 +145,6 @@ WAYS = [("read", ""), ("unread", "1"), ("read", "1"), ("unread", "")]
         *((("--help",), *way) for way in WAYS),
         (PLAN, *WAYS[3]),
         ((*PLAN, "--json"), *WAYS[0]),
-        (("doctor",), *WAYS[1]),
-        (("launch", "grpo_quickstart", "--slurm", "--dry-run"), *WAYS[0]),
     ],
 )
 def test_a_command_ends_quietly_when_nobody_reads_its_output(

@@ -16,6 +16,7 @@ from tests.dist import single_process
 from tests.models.test_replay import logprobs
 from tests.models.tiny import build_tiny, save_tiny
 from tests.rollout.cases import sampled
+from tests.rollout.forked import forked_servers
 from tests.rollout.servers import engine, start
 
 
@@ -68,7 +69,7 @@ def test_routes_and_kept_tokens_of_a_real_server_replay(tmp_path):
     single_process()
     (chunk,) = build_tiny(model)
     requests = [Request([5, 6, 7, 8], [1, 2]), Request(list(range(20, 50)), [3])]
-    with start(tmp_path, model, extra_args=[SWITCH]) as fleet:
+    with forked_servers(), start(tmp_path, model, extra_args=[SWITCH]) as fleet:
         served = engine(fleet)
         served.routes = route_form(chunk.hf_config)
         groups = served.generate(requests, sampled(max_new_tokens=12), [2])
