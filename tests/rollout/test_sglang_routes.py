@@ -10,6 +10,7 @@ import torch
 from megarl.config.sglang import SGLangConfig
 from megarl.data.routes import RouteForm
 from megarl.models.hf import route_form
+from megarl.models.packing import pack_stream
 from megarl.rollout.engine import Completion, Request
 from megarl.rollout.sglang.routes import SWITCH, read_routes, returning_routes
 from tests.dist import single_process
@@ -90,13 +91,11 @@ def test_routes_and_kept_tokens_of_a_real_server_replay(tmp_path):
 
 def kept_logprobs(chunk, request: Request, done: Completion, temperature: float) -> torch.Tensor:
     """Log-probs of a response among the tokens that the filters kept."""
-    rows = [
-        [
-            logprobs(chunk, request.prompt_ids, [*done.token_ids[:place], int(token)], None)[-1]
-            for token in row
-            if token >= 0
-        ]
-        for place, row in enumerate(done.kept_tokens.padded())
-    ]
-    taken = logprobs(chunk, request.prompt_ids, done.token_ids, None) / temperature
-    return taken - torch.stack([torch.stack(row).div(temperature).logsumexp(0) for row in rows])
+    ids = torch.tensor([*request.prompt_ids, *done.token_ids])
+    stream = pack_stream([len(ids)])
+    with torch.no_grad():
+        hidden = chunk(stream.input_ids(ids), stream.position_ids, None, packed_seq_params=stream.params)
+        logits = chunk.logits(hidden[len(request.prompt_ids) - 1 : -1, 0]).double() / temperature
+    rows = done.kept_tokens.padded().long()
+    kept = logits.gather(1, rows.clamp(min=0)).masked_fill(rows < 0, -torch.inf).logsumexp(1)
+    return (logits.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0] - kept).float()
