@@ -121,7 +121,7 @@ def _outside(elements: int) -> ValueError:
 
 
 def positions(distances: Tensor) -> Tensor:
-    """Return the indices of the listed elements, int64, from the distances between them."""
+    """Return the indices of a delta's elements, int64, from the distances between them."""
     return distances.to(torch.int64).cumsum(0) - 1
 
 

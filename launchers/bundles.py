@@ -48,7 +48,7 @@ MEETING = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WOR
 
 
 def lends(config: RunConfig, team: TeamPlan) -> bool:
-    """Return whether the workers of this team leave their GPUs to servers, since they only send requests."""
+    """Return whether the team's workers leave their GPUs to servers: teams with only the rollout role send requests."""
     return config.rollout.servers is not None and team.roles == (Role.ROLLOUT,)
 
 

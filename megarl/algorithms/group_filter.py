@@ -25,7 +25,7 @@ FILTERS = Registry("sample filter", "algorithm.filter.name", Spec, by_name=True)
 
 
 class BoundsSettings(Settings):
-    """Bounds on the mean score of a group, and what to do with cut responses."""
+    """Bounds on the mean score of a kept group, and whether responses that a limit cut are left out."""
 
     low: float | None = Field(None, description="smallest mean score of a group that is kept; null: no bound")
     high: float | None = Field(None, description="largest mean score of a group that is kept; null: no bound")

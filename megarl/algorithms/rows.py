@@ -31,7 +31,7 @@ class Rows:
 
     @classmethod
     def of(cls, mask: Tensor, offsets: Tensor | None) -> Rows:
-        """Return the rows of `mask`: [B, T] without offsets, or [N] with offsets."""
+        """Return the rows of a mask: of a padded one [B, T], or with offsets of a packed one [N]."""
         if mask.dtype != torch.bool:
             raise ValueError(f"the mask must be bool, got {mask.dtype}")
         if offsets is None:

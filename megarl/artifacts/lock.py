@@ -179,7 +179,7 @@ class FolderLock:
             if gone:
                 return True
             waited = time.monotonic() - start
-            if joins and not holder:  # another process is writing the record of the holder
+            if joins and not holder:  # its holder is still writing the record: begin to wait from now
                 first = touched
             if gone is not None or (first is not None and touched - first > _SETTLE_S):
                 raise self._refusal(holder)

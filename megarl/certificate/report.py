@@ -20,7 +20,7 @@ from megarl.system.processes import write_atomically
 if TYPE_CHECKING:
     from rich.table import Table
 
-_LAST = 40  # last lines of a log in a bug report
+_LAST = 40  # number of last log lines that a bug report contains
 _VARIABLES = re.compile(
     r"CUDA|NVIDIA|NCCL|TORCH|PYTORCH|TRITON|SGLANG|MEGARL|OMP_|MASTER_|LD_LIBRARY_PATH$|LD_PRELOAD$|PATH$|PYTHON|UCX|GLOO"
 )

@@ -308,7 +308,7 @@ def _check_mode(config: RunConfig, spec: LossSpec, checks: Checklist) -> None:
 
 
 def _check_ratio_free(config: RunConfig, checks: Checklist) -> None:
-    """Warn of corrections that a loss without a ratio cannot apply."""
+    """Warn of settings that train on samples of older weights with a loss that has no ratio to correct for that."""
     name, actor = config.algorithm.loss.name, config.actor
     minis = config.data.batch_size // (actor.mini_batch_size or config.data.batch_size) * actor.ppo_epochs
     if minis > 1:

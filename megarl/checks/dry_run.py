@@ -97,7 +97,7 @@ def _steps_text(config: RunConfig) -> str:
 def memory_and_checks(
     config: RunConfig, checked: Checked, checks: Sequence[Check], job: str, machine: Machine | None = None
 ) -> str:
-    """Return the sections of a plan about memory and checks, and the number of checks."""
+    """Return the text of a dry run about memory and checks, and how many checks have each status."""
     sections = {}
     if job == "train":
         sections["Memory per rank (estimate)"] = _memory_text(config, checked, machine or this_machine())

@@ -154,7 +154,8 @@ def _check_shared_memory(
         return
     free = machine.shared_memory
     problem = refuse_too_large(config, placement, free)
-    if problem is None and free is not None and free < LEAST:  # in containers, /dev/shm is this small by default
+    # the default size of /dev/shm in containers is below this minimum
+    if problem is None and free is not None and free < LEAST:
         checks.warn(
             "placement",
             f"Ray's object store needs at least {LEAST / 1e6:.0f} MB, but /dev/shm has less: the samples between "

@@ -62,7 +62,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Parity:
-    """The differences between two models, in the order of computation.
+    """The differences between the implementations of one model, in the order of computation.
 
     Attributes:
         places: hidden states of the Megatron engine against transformers.

@@ -106,7 +106,8 @@ NO_LIMIT = ("unlimited", "infinite", "-1")
 
 
 def _texts(values: object) -> object:
-    """Return the values, with numbers as text. Refuse booleans without quotes: programs read them differently."""
+    """Return a mapping of names to texts, with numbers as text. Refuse booleans and null without quotes, because
+    programs expect different spellings of them."""
     if not isinstance(values, dict):
         return values
     if wrong := [name for name, value in values.items() if isinstance(value, bool) or value is None]:

@@ -188,7 +188,7 @@ def _with_absolute_path(text: str) -> str:
     try:
         value = _parse_for(key, raw)
     except yaml.YAMLError:
-        return text  # the error is raised when the recipe is read
+        return text  # reading the recipe with this override raises the error
     if isinstance(value, list):
         return f"{dotted}={json.dumps([_absolute(item, path) for item in value], ensure_ascii=False)}"
     return f"{dotted}={_absolute(value, path)}" if isinstance(value, str) else text

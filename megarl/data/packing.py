@@ -94,7 +94,8 @@ def split_to_count(lengths: Lengths, count: int, budget: int | None = None) -> l
 
 
 def _ordered(parts: list[list[int]], count: int) -> list[list[int]]:
-    """Sort the micro-batches by their first sequence, empty ones last; check that there are `count`."""
+    """Return the micro-batches in the order of their first sequence, empty ones last. Raise ValueError if there are not
+    `count`."""
     if len(parts) != count:
         raise ValueError(f"count is {count}, but the sequences need {len(parts)} micro-batches")
     return sorted(parts, key=lambda part: part[0] if part else float("inf"))

@@ -140,7 +140,8 @@ def _with_prompt(row: Row, config: DataConfig, settings: PreferenceConfig, chose
         rejected = read_messages(rejected, row, settings.rejected_key)
     alike = (a == b for a, b in zip(chosen, rejected, strict=False))
     shared = sum(1 for _ in takewhile(bool, alike))
-    if not talks and shared and chosen[shared - 1] == " ":  # a space belongs to the word after it, as in TRL
+    # as in TRL, a space at the end of the common beginning belongs to the responses
+    if not talks and shared and chosen[shared - 1] == " ":
         shared -= 1
     if not shared or shared in (len(chosen), len(rejected)):
         raise DataError(

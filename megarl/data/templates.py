@@ -258,7 +258,7 @@ class ChatTemplate:
         for place in range(first, len(messages)):
             message = messages[place]
             if message["role"] not in self._roles or extra_keys(message):
-                # the template writes the reasoning of a message only if it is the last one
+                # templates may write a message's reasoning only if no message follows, so render up to this message
                 ended = messages[: place + 1]
                 so_far = text if len(ended) == len(messages) else self.write(ended, row, prompt=False)
                 self._refuse_dropped(ended, [place], row, so_far, prompt=False)

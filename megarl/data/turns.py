@@ -136,7 +136,7 @@ class Turns:
         return self._rendered(talk).rpartition(MARK)[2]
 
     def _after(self, tail: str) -> list[int]:
-        """Tokenise the template's text after a turn, without spaces before the end token."""
+        """Tokenise the template's text after a turn, without white space that it may write before the end token."""
         ids = self._ids(tail)
         # Llama 2's template writes a space before the end token, and a line break may be the end token itself.
         return ids if ids and ids[0] in self._stops else self._ids(tail.lstrip())

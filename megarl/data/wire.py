@@ -111,7 +111,7 @@ class _Field(NamedTuple):
     cut: int | None
 
     def piece(self, rows: np.ndarray) -> _Piece:
-        """Return the field's rows in the ranges (start, stop) of `rows`, int64 [runs, 2], as one tensor of a block."""
+        """Return one tensor with the field's rows of several ranges (start, stop), `rows` int64 [ranges, 2]."""
         parts = [self.bytes[low:high] for low, high in (rows * self.width).tolist()]
         return _Piece(_FIELD + self.name, self.code, [int((rows[:, 1] - rows[:, 0]).sum()), *self.inner], parts)
 

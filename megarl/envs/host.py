@@ -205,7 +205,7 @@ class HostSession:
         self._answers[number] = self._host.start(self._step(number, action))
 
     def any_answer(self) -> bool:
-        """Return whether the reply to a started turn is ready. Raise HostError if no replies are possible any more."""
+        """Return whether any environment's reply is ready. Raise HostError if no replies are possible any more."""
         if self._answers:
             self._host.check_loop()
         return any(answer.done() for answer in self._answers.values())

@@ -76,7 +76,8 @@ class PolicyModel(GPTModel):
         )
         self.hf_config = hf
         tables = {mixer.rope for mixer in config.mixers if isinstance(mixer, Attention)}
-        sections = "full_attention" in (hf.rope_parameters or {})  # RoPE's settings differ by the kind of layers
+        # `rope_parameters` has one section per kind of layers
+        sections = "full_attention" in (hf.rope_parameters or {})
         self.local_rope = Rope(hf, layers="sliding_attention") if LOCAL_ROPE in tables else None
         # A model without full-attention layers has complete RoPE settings only for its sliding-window layers.
         self.rope = (
@@ -89,7 +90,8 @@ class PolicyModel(GPTModel):
             self.embedding_factor = float(torch.tensor(self.embedding_factor, dtype=config.params_dtype))
         self.has_value_head = value_head
         self.weight_table = WeightTable.of(hf, value_head=value_head, draft=config.draft)
-        self.marks_padding = False  # whether routers get the mask of padding tokens
+        # whether forward passes give routers the mask of padding tokens, which they must not count
+        self.marks_padding = False
         # the first stage's rows of the embedding, if a draft head of another stage needs them for the current step
         self.lent_embedding: Tensor | None = None
         if value_head and post_process:

@@ -104,7 +104,7 @@ class WeightTable:
 
     @property
     def has_draft(self) -> bool:
-        """Whether the table has a draft head."""
+        """Whether the table lists tensors of a draft head."""
         return bool(self.draft)
 
     def without_draft(self) -> WeightTable:

@@ -264,8 +264,8 @@ class Activations:
         layer, n = self._draft_layer, self.passes.rows
         rows = self.element * n * self.facts.hidden
         of_layer = self.stream if self.engine.recompute == "full" else layer.layer
-        # The embeddings of the next tokens, they and the hidden states side by side, and the final norm's input; and
-        # the rows and, if there is one chunk only, the logits of the policy's head.
+        # 4 streams: the embeddings of the next tokens, these concatenated with the hidden states (2), and the final
+        # norm's input. The policy's head adds its rows and, if it computes all logits in one chunk, these logits.
         size = bytes_before + of_layer + 4 * self.stream + rows
         size += FULL * self._logits if n <= self.engine.logits_chunk_tokens else 0.0
         if self.parallel.pp > 1 and not self.facts.tied:  # the first stage's embedding

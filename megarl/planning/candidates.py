@@ -188,7 +188,8 @@ class Space:
         spreads = []
         for tp in sizes:
             for many in range(1, -(-each // tp)):
-                lending = min(self.config.placement.request_workers or 1, tp * many)  # workers that have GPUs to lend
+                # workers of the rollout team, which lend their GPUs to the servers
+                lending = min(self.config.placement.request_workers or 1, tp * many)
                 teams = self._two_teams(each - tp * many, lending)
                 spreads.append(Spread(each - tp * many + lending, many, tp, teams=teams))
         return spreads

@@ -52,7 +52,7 @@ class Decoder:
 
     @property
     def _holders(self) -> int:
-        """Number of ranks that share one set of experts."""
+        """Number of ranks over which one set of all experts is divided."""
         return self.ep * self.etp if self.etp else self.tp
 
     @property

@@ -96,7 +96,7 @@ class FlopCounter:
         total = self.forward(prompt_lengths, head_tokens=len(prompt_lengths))
         for prompt, responses in zip(prompt_lengths, response_lengths, strict=True):
             for response in responses:
-                decoded = max(0, response - 1)  # the prefill gives the first token
+                decoded = max(0, response - 1)  # the first token comes from the prefill, not from a decoding step
                 total += decoded * (self.per_token + self.per_head_token)
                 total += _scores(self.per_decoded_pair, prompt, prompt + decoded)
         return total

@@ -90,7 +90,7 @@ class ModelPass:
 
     @property
     def _split_residual(self) -> int:
-        """Number of ranks that share the residual stream of a sequence."""
+        """Number of ranks between which the tokens of the residual stream are divided."""
         return self.parallel.tp if self.parallel.sp or self.facts.is_moe else 1
 
     @property
@@ -121,7 +121,7 @@ class ModelPass:
         return count
 
     def forward(self, share: Share) -> list[Cost]:
-        """Return the costs of one forward pass over samples, with log-probs or values."""
+        """Return the costs of one forward pass over samples that computes log-probs or values."""
         return self._passes(share, train=False)
 
     def update(self, share: Share, epochs: int, updates: int) -> list[Cost]:

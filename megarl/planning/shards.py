@@ -77,7 +77,7 @@ def stage_parameters(
 
 
 def _stages(facts: ModelFacts, parallel: ParallelConfig) -> list[Counter[str]]:
-    """Return, for each pipeline stage, how many of its layers have the tensors of each part."""
+    """Return, for each pipeline stage, the number of its layers with each kind of part (mixer, MLP, experts, ...)."""
     stages = [Counter[str]() for _ in parallel.stage_layers(facts.layers)]
     layer = 0
     for chunk, count in enumerate(parallel.chunk_layers(facts.layers)):

@@ -204,7 +204,8 @@ class StepFormulas:
         return server_bytes(self.config, self.served)
 
     def _embedded_room(self, token: float) -> ServerRoom:
-        """Return the room of embedded engines, with rows of the maximum length; `token`: a token's bytes on a rank."""
+        """Return the key/value memory of embedded engines, whose cache rows have the maximum length; `token`: bytes of
+        a token's keys and values on a rank."""
         config, decoder, team = self.config, self.decoder, self.placement.home(Role.ROLLOUT)
         engines = team.replicas * team.parallel.cp
         row = self._longest * token

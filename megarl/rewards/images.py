@@ -40,7 +40,7 @@ def unpacked(message: dict[str, Any]) -> list[Any]:
 
 
 def _with(samples: Sequence[Any], image: Callable[[Any], Any]) -> list[Any]:
-    """Return the samples with `image` applied to each of their images."""
+    """Return the samples with each of their images replaced by the result of the function `image`."""
     return [{**sample, IMAGES: list(map(image, sample[IMAGES]))} if IMAGES in sample else sample for sample in samples]
 
 

@@ -27,7 +27,7 @@ def find_numbers(text: str) -> list[str]:
     """Return all numbers in `text` from left to right, as written (a trailing full stop is not part of one). Linear in
     the length of `text`: digits are found first, then sign and dollar in the gap before them."""
     numbers, plain = [], _plain(text)
-    end, last = 0, ""  # end and last character of the previous number
+    end, last = 0, ""  # where the previous number ends, and its last character
     for match in _WITHOUT_SIGN.finditer(plain):
         gap = plain[end : match.start()].rstrip()
         if gap.endswith("$"):

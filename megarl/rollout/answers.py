@@ -147,7 +147,7 @@ class Answers:
                 self._session.step(number, action)
 
     def any_answer(self) -> bool:
-        """Return whether an environment of this rank has answered."""
+        """Return whether any environment of this rank has replied."""
         return self._session is not None and self._session.any_answer()
 
     def take(self, wait_s: float | None, to: Iterable[int]) -> dict[int, Answer]:

@@ -133,7 +133,7 @@ class Checkpoints(CheckpointPart):
         c.loading.check_state(state["loader"])
         refuse_other_batches(step, state["loader"], meta["config"], now, command)
         ahead = None
-        if step < steps:  # a finished run uses no buffered samples
+        if step < steps:  # if no step is left to train, buffered samples are not used
             buffered = buffered_entry(state)
             if state.get("surplus_parts") and (why := self._why_no_surplus()):
                 lines.append(f"the checkpoint's surplus samples of dynamic sampling are not used: {why}")

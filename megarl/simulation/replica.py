@@ -12,7 +12,7 @@ from megarl.simulation.seconds import Seconds
 _EPSILON = 1e-9  # seconds within which two moments count as the same
 
 
-_Sample: TypeAlias = tuple[float, int, int]  # (end on the clock of tokens, group, tokens)
+_Sample: TypeAlias = tuple[float, int, int]  # (value of `ReplicaClock._clock` at which it ends, group, tokens)
 
 
 class ReplicaClock:

@@ -182,7 +182,7 @@ def make_plan(
 
 
 def _in_replica(who: tuple[int, ...], replica: int, count: int) -> tuple[int, ...]:
-    """Return the ranks in `who` that belong to a replica; each replica is an equal share of consecutive ranks."""
+    """Return the ranks in `who` that belong to one of `count` replicas, which are equal runs of consecutive ranks."""
     return who[len(who) * replica // count : len(who) * (replica + 1) // count]
 
 

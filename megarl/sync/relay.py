@@ -80,7 +80,8 @@ class Relay:
             except Refused:
                 raise
             except Exception:
-                # the sender's buckets may be half updated: its next message must have whole buckets
+                # The sender's buckets here may be half updated: forget them, so that its next message must bring whole
+                # buckets.
                 del self._senders[name]
                 raise
 

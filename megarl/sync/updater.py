@@ -263,7 +263,7 @@ class WeightSync:
                 raise error
 
     def _agree(self, numbers: list[int], report: SyncReport) -> list[int]:
-        """Exchange failures between all ranks; return the receivers in `numbers` that have not failed."""
+        """Share all failures between the ranks' reports; return the receivers in `numbers` that no rank saw fail."""
         for part in self.world.all_gather_json([[number, why] for number, why in report.failed.items()]):
             for number, why in part:
                 report.failed.setdefault(number, why)

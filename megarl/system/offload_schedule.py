@@ -122,7 +122,8 @@ class OffloadSchedule:
         self._meet = meet
         self._models: dict[str, Model] = {}
         self._servers: Holder | None = None
-        self._granted: frozenset[str] | None = None  # parts last requested from servers; None: none yet
+        # parts that servers were last asked to hold on the device; None: not asked yet
+        self._granted: frozenset[str] | None = None
         self._published = False
         self._open: list[tuple[str, dict[str, Parts]]] = []
 

@@ -46,7 +46,7 @@ def waits(values: Values) -> list[dict[str, Any]]:
 
 
 def after_start(series: Mapping[str, tuple[Sequence[int], Sequence[float | None]]]) -> Values:
-    """Return the values of the training steps; step 0, which is only validated, is omitted."""
+    """Return each metric's values without step 0, which only validates."""
     return {
         name: [value for step, value in zip(steps, values, strict=True) if step > 0]
         for name, (steps, values) in series.items()

@@ -130,7 +130,7 @@ class SampledTokens:
     outputs: ClassVar[int] = 2
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """Return (tokens [n], log-probs [n]) as float32, which is exact for token ids up to 2**24."""
+        """Return the chosen action tokens [n] and their log-probs [n], as float32: exact for ids up to 2**24."""
         rows = gather_from_sequence_parallel_region(hidden) if model.config.sequence_parallel else hidden
         start, stop = model.vocab_range
         first, last = (min(max(column, start), stop) for column in self.columns)

@@ -41,7 +41,7 @@ class HostArena:
         return [block[start : start + size] for start, size in zip([0, *ends], sizes, strict=False)]
 
     def close(self) -> None:
-        """Unlock and free the block."""
+        """Unlock and free the memory that is kept for reuse."""
         if self._unlock is not None:
             self._unlock()
         self._block = torch.empty(0, dtype=torch.uint8)

@@ -245,7 +245,8 @@ def reduce_logits(logits: Tensor, targets: Tensor, shard: VocabularyShard, out: 
 
 
 def combine_shards(stats: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine the statistics [4, N] of all ranks' shards to logp, logZ and entropy [N]."""
+    """Return log-probs, log Z and entropies, [N] each, from the statistics [4, N] (`reduce_logits`) of all ranks'
+    shards."""
     parts = stats[None]
     if shard.group is not None and stats.shape[1]:
         parts = torch.stack(shard.group.all_gather(stats))

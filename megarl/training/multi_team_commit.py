@@ -105,7 +105,7 @@ def rng_name(number: int) -> str:
 
 
 def size_of(shard: Snapshot, contents: Mapping[str, bytes]) -> int:
-    """Return the number of bytes that a rank writes."""
+    """Return the bytes that a rank writes for a checkpoint: its snapshot and its small files."""
     return shard.nbytes + sum(map(len, contents.values()))
 
 

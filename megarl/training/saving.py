@@ -220,7 +220,7 @@ class PendingSave:
         self._began, self.longest_s = 0.0, 0.0
 
     def began(self, saving: Saving, at: float) -> None:
-        """Set the current saving, which began at monotonic time `at`; the previous one must be complete."""
+        """Record that a checkpoint began to be written at monotonic time `at`; the previous one must be complete."""
         self._saving, self._began = saving, at
 
     def _complete(self, saving: Saving) -> None:

@@ -169,7 +169,7 @@ def read_index(folder: Path, names: Iterable[str]) -> Index:
 
 
 def foreign(slices: Iterable[TensorSlice], index: Index) -> list[str]:
-    """List how the model of `slices` differs from the saved one; empty if it does not."""
+    """List the tensors of `slices` that the checkpoint lacks or has in another shape."""
     lines = []
     for part in slices:
         entry = index.get(part.key)

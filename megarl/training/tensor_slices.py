@@ -56,7 +56,8 @@ class SlicePlace(NamedTuple):
 
 
 def places_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[SlicePlace]:
-    """Return the contiguous parts of a local tensor: two for a fused gate and up projection, else one."""
+    """Return the places of a local tensor's contiguous parts in the saved tensors: two for a fused gate and up
+    projection, else one."""
     # On the meta device: a factory returns views, whose offsets show which elements they cover.
     blank = torch.empty(sharded.data.shape, dtype=sharded.data.dtype, device="meta")
     moved = dataclasses.replace(sharded, data=blank)

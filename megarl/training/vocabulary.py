@@ -35,7 +35,7 @@ class HiddenStates:
     outputs: int
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """Return (hidden states [n, outputs],), float32."""
+        """Return the final hidden states [n, outputs] of response tokens in float32, as the only output."""
         return (head_rows(hidden, model, micro, None)[0].float(),)
 
 

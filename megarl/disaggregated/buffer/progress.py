@@ -52,7 +52,7 @@ class ProgressTable:
 
     def __init__(self, teams: Iterable[str], now: float) -> None:
         self._pings: dict[tuple[str, int], Ping] = {}
-        # the rank of each team that made progress last, and when
+        # for each team the rank that was the last to make progress, and the time of this progress
         self._last: dict[str, tuple[int, float]] = dict.fromkeys(teams, (0, now))
 
     def ping(self, team: str, rank: int, ping: Ping, now: float) -> None:

@@ -189,7 +189,7 @@ class _Connection:
         self._failed: tuple[float, ConfigError] | None = None  # time and reason of the last failed attempt to connect
 
     async def open(self) -> None:
-        """Connect, and request the list of tools. Raise ConfigError, which names the server and the error."""
+        """Connect to the MCP server and request its tools. Raise ConfigError, which names the server and the error."""
         await self.close()
         self._failed, self._over = None, asyncio.Event()
         self._ready = ready = asyncio.get_running_loop().create_future()

@@ -84,7 +84,7 @@ class Mesh:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this process samples tokens."""
+        """Whether this process holds the last pipeline stage, which samples tokens."""
         return self.pp.rank == self.pp.size - 1
 
     def from_last_stage(self, x: Tensor) -> Tensor:

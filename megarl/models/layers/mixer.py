@@ -60,7 +60,7 @@ class Mixer(ABC):
         return 0.0
 
     def state_bytes(self, tp: int, element: int) -> float:
-        """Return the bytes of decoding's state of one sequence on a rank, whatever its length.
+        """Return the bytes that decoding keeps per sequence on a rank, whatever the sequence's length.
 
         Args:
             element: bytes of an element in the decoding dtype.

@@ -155,7 +155,7 @@ class CheckpointReader:
 
     @property
     def quantized(self) -> bool:
-        """Whether the weights are stored in fp8."""
+        """Whether the checkpoint stores weights in fp8 blocks with scales."""
         return self._block is not None
 
     def __contains__(self, name: str) -> bool:

@@ -32,7 +32,7 @@ def equal_expressions(reference: Node, answer: Node) -> bool:
     if reference == answer:
         return True
     if _has_base(reference) or _has_base(answer):
-        return False  # another number, or the same number in another base
+        return False  # with a base only the same expression is equal: a number in another base is not the answer
     signs = {_sign(reference), _sign(answer)}
     if len(signs) == 2 and "" in signs:
         marked, bare = (reference, answer) if _sign(reference) else (answer, reference)

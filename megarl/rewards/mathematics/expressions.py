@@ -76,7 +76,7 @@ class ExpressionReader(TokenReader):
         return with_signs(signs, self._term())
 
     def _term(self) -> Node:
-        last = self._factor()  # the newest factor, without its sign or division
+        last = self._factor()  # the last factor that was read, without its sign and not inverted
         factors = [last]
         quantities: list[Node] = []
         while True:
@@ -180,7 +180,7 @@ class ExpressionReader(TokenReader):
         return with_signs(signs, node)
 
     def _named(self, node: Node) -> Node:
-        """Return a symbol with its primes or subscript, which make it another symbol."""
+        """Read the primes or subscript after a symbol, and return the symbol that they name: x_1 is not x."""
         if not isinstance(node, Symbol) or node.kind not in ("variable", "constant", "word", "set"):
             raise UnreadError("only a symbol may have a subscript or a prime")
         if self.take("_"):

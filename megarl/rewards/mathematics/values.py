@@ -111,7 +111,8 @@ class Evaluation:
     def __init__(self, values: Mapping[str, Any], real: bool, log_base: float | None, digits: int = DIGITS) -> None:
         self.values, self.real, self.log_base = values, real, log_base
         self.ctx = context(digits)
-        self.kept = int((digits - 12) * _BITS_PER_DIGIT)  # bits that rounding leaves untouched
+        # bits of a value that rounding errors do not reach: all but 12 digits
+        self.kept = int((digits - 12) * _BITS_PER_DIGIT)
         self.spread = 0
 
     def value(self, node: Node) -> Any:

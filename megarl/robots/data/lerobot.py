@@ -165,7 +165,7 @@ class LeRobotFolder:
         return self.info[key]
 
     def _of(self, episode: _Episode, key: str) -> Any:
-        """Return an episode's value in a column of meta/episodes."""
+        """Return the value of column `key` of meta/episodes for an episode. Raise DataError if it is missing."""
         if key not in episode.row:
             where = f"{self.folder / 'meta/episodes'}: episode {episode.number}"
             raise DataError(f"the episode lacks the column {key!r}", where=where, found=sorted(episode.row), fix=_AGAIN)

@@ -41,7 +41,7 @@ class ClipRecorder:
             self._held = {place: frames for place, frames in self._held.items() if place % self._stride == 0}
 
     def places(self) -> list[int]:
-        """Return the environment steps that `clip` shows; 0 is the reset."""
+        """Return the environment steps whose frames `clip` returns; 0 is the frame after the reset."""
         if self._count <= self._frames:
             return list(range(self._count))
         wanted = np.linspace(0, self._count - 1, self._frames, dtype=np.int64).tolist()

@@ -132,8 +132,8 @@ class EmbeddedEngine:
         return SessionLimits(*limits, kept_tokens=config.replay_kept_tokens and sampling.is_bounded)
 
     def _lanes(self, requests: Sequence[Request], running: int) -> int:
-        """Return how many sessions run side by side on this process's CPU threads; 1 on GPUs and if ranks use
-        collectives, which need one order of steps."""
+        """Return how many sessions run at the same time on this process's CPU threads; 1 on GPUs, and with several
+        ranks, whose collectives need one order."""
         if not self._mesh.is_trivial or next(self.chunks[0].parameters()).is_cuda:
             return 1
         rows = min(running, sum(len(r.seeds) for r in requests))

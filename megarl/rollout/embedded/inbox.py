@@ -68,7 +68,7 @@ class WeightInbox:
         self._writing = threading.Lock()
         self._running, self._paused, self._open = 0, True, False
         self.update, self.rank = 0, group.rank
-        self._whole = False  # whether all parameters are of `version`
+        self._whole = False  # whether all parameters are of `version`; False: some may be of the next one
         self.version = ""
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])

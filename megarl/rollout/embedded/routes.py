@@ -32,9 +32,12 @@ class RouteRecord(TokenRows):
         self._places = stages.gather(places)
 
     def fill(self, lengths: Sequence[int], rows: Sequence[Sequence[int]], routes: Sequence[Tensor]) -> None:
-        """Record the routes of packed prompts of `lengths` tokens in all `rows` of each prompt.
+        """Store the routes of prompts in the cache rows of all their samples.
 
-        `routes`: int64 [t, k] per layer.
+        Args:
+            lengths: tokens of each prompt.
+            rows: cache rows of each prompt.
+            routes: int64 [t, k] per layer, the experts of the packed prompts' tokens.
         """
         prompts = torch.cat(list(routes), 1).to(self._form.dtype).split(list(lengths))
         for prompt, own_rows in zip(prompts, rows, strict=True):

@@ -92,7 +92,7 @@ class CacheRows:
         self._origin[a], self._origin[b] = self._origin[b], self._origin[a]
 
     def _moves(self) -> list[tuple[int, int]]:
-        """Return (old, new) position of each row that moved and still holds a sequence."""
+        """Return the (old, new) row of each sequence that has to be copied to another cache row."""
         return [
             (origin, row)
             for row, origin in enumerate(self._origin)

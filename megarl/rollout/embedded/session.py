@@ -67,7 +67,8 @@ class SessionLimits:
 
 
 class _State:
-    """The state of each row [slots]: its sample, the next input token and position, sampled tokens, finished or not."""
+    """The state of each cache row, [slots]: the number of its sample, the next input token and its position, the count
+    of sampled tokens, and whether the sample is finished."""
 
     def __init__(self, slots: int, idle: int, device: torch.device) -> None:
         self.numbers = torch.zeros(4, slots, dtype=torch.int64, device=device)

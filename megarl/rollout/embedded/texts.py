@@ -48,7 +48,7 @@ class RunningTexts:
         return rows
 
     def cut(self, sample: int, sampled: Sampled) -> Sampled:
-        """Return a finished sample, cut after its stop string, and forget its text."""
+        """Return a finished sample without the tokens after its stop string, if it has one, and forget its text."""
         del self._texts[sample]
         tokens, logprobs, reason = sampled
         end = self._ends.pop(sample, len(tokens) + 1)

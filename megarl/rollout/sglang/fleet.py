@@ -291,7 +291,7 @@ class Fleet:
             self._record(process)
 
     def _record(self, process: ServerProcess) -> None:
-        """Copy address and GPUs of a server's first process (node 0) to the `Server`."""
+        """If this is a server's process on its first machine, copy the address and GPUs to the `Server`."""
         if process.spec.node == 0:
             server = self.servers[process.spec.number]
             server.api, server.gpus = process.api, process.spec.own_gpus

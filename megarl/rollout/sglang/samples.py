@@ -75,7 +75,7 @@ class ServedSample:
     kept_tokens: list[list[int]] | None = None
 
     def _most(self, sampling: SamplingConfig) -> int:
-        """Return the token limit of this sample."""
+        """Return the largest number of tokens that this sample may have."""
         return sampling.max_new_tokens if self.room is None else min(self.room, sampling.max_new_tokens)
 
     def payload(self, sampling: SamplingConfig, stop_ids: Sequence[int]) -> dict[str, Any]:

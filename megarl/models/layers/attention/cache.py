@@ -112,9 +112,9 @@ class KVCache(PositionCache):
         return (2 * layers + 1) * max_length * (mixer.groups // tp) * mixer.width * dtype.itemsize
 
     def keys(self, layer: int) -> Tensor:
-        """Return a view [rows, G, L, D]; the contents of rows that are not running are undefined."""
+        """Return a layer's keys as a view [rows, G, L, D]; rows without a running sample are undefined."""
         return self.views(layer)[0]
 
     def values(self, layer: int) -> Tensor:
-        """Return a view [rows, G, L, D]; the contents of rows that are not running are undefined."""
+        """Return a layer's values as a view [rows, G, L, D]; rows without a running sample are undefined."""
         return self.views(layer)[1]

@@ -80,7 +80,7 @@ class MoE:
         return routed if self._shared is None or not len(x) else routed + self._shared(x)
 
     def _routed(self, x: Tensor, lockstep: int, routes: list[Tensor] | None) -> Tensor:
-        """Return the weighted sum over the chosen experts, [n, h]."""
+        """Route tokens x [n, h], and return the weighted sum of their chosen experts' outputs, [n, h]."""
         if self._mesh.ep.size == 1:
             weights, experts = self._route(x)
             if routes is not None:

@@ -112,7 +112,7 @@ class GroupedLinear(MegatronModule):
         return self.stack(self.weight)
 
     def stack(self, weight: Tensor) -> Tensor:
-        """Return a tensor in the form of this layer's weight as [experts, out, in]."""
+        """Return a tensor that has the shape of this layer's weight as a view [experts, out, in]."""
         return weight.view(self.experts, -1, weight.shape[1])
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ class TokenDispatcher(MoETokenDispatcher):
         # In the group's order of ranks, the expert-tensor-parallel rank changes fastest.
         every = gather_from_sequence_parallel_region(counts, group=self.tp_ep_group)
         arriving = every.view(self.ep_size, self.tp_size, -1)[:, :, self._first : self._first + self._experts]
-        self._held = arriving.transpose(0, 1)  # [etp, ep, experts], in the order of arriving rows
+        self._held = arriving.transpose(0, 1)  # [etp, ep, experts]: received rows come in this order
         sizes = [counts.view(self.ep_size, -1).sum(1), self._held[self.tp_rank].sum(1), self._held.sum((1, 2))]
         numbers = torch.cat(sizes).tolist()
         self._sent, self._received = numbers[: self.ep_size], numbers[self.ep_size : 2 * self.ep_size]

@@ -360,7 +360,7 @@ class _CausalConv(torch.autograd.Function):
 
 
 def _convolve(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
-    """Return the sum over the taps in float32 or wider; the last tap belongs to the token itself."""
+    """Return the causal convolution of each channel in float32 or wider; the last tap belongs to the token itself."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     taps = weight.to(dtype)
     total = x * taps[:, -1]

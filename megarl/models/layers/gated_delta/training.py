@@ -134,7 +134,8 @@ def split_projection(
 
 
 def delta_inputs(mixed: Tensor, b: Tensor, a: Tensor, a_log: Tensor, dt_bias: Tensor, mixer: GatedDelta) -> DeltaInputs:
-    """Return the inputs of the rule from the convolution's result [t, channels] and the projections b and a."""
+    """Return the inputs of the gated delta rule from the convolution's result [t, channels] (queries, keys and values)
+    and the projections `b` (beta) and `a` (decay)."""
     values = b.shape[-1] * mixer.value
     keys = (mixed.shape[-1] - values) // 2
     q, k, v = mixed.split([keys, keys, values], -1)

@@ -141,7 +141,7 @@ class GripperRule:
         return actions
 
     def mask(self, dim: int) -> list[bool]:
-        """Return for each of `dim` numbers whether it is normalised; with `unit` all but the grippers are."""
+        """Return for each of an action's `dim` numbers whether it is normalised; with `unit` grippers are not."""
         grippers = {place % dim for place in self.dims} if self.unit else set()
         return [place not in grippers for place in range(dim)]
 

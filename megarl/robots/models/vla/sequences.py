@@ -104,7 +104,7 @@ class VLALayout:
         return ()
 
     def prompts(self, batch: Batch) -> Sequence[Mapping[int, int]]:
-        """Implement `SequenceLayout.prompts`: nothing is shared."""
+        """Implement `SequenceLayout.prompts`: policy calls never share a prompt's computation."""
         return ()
 
     def pack(self, rows: Batch) -> PackedRows:
