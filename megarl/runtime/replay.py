@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megarl.runtime.context import StepContext
 
 
-class Entry(NamedTuple):
+class StoredGroup(NamedTuple):
     """A stored group in the list that all replicas share; entries sort by age."""
 
     step: int  # step that trained on the fresh group
@@ -40,7 +40,7 @@ class ReplayStore:
     """This replica's stored groups, oldest first. All methods but `to_bytes` are collective over the replicas."""
 
     settings: ReplayConfig
-    groups: list[tuple[Entry, Batch]] = field(default_factory=list)
+    groups: list[tuple[StoredGroup, Batch]] = field(default_factory=list)
 
     def joined(self, c: StepContext, fresh: Batch) -> Batch:
         """Return the step's samples with this replica's replayed ones after them, and store the fresh groups."""
@@ -73,18 +73,18 @@ class ReplayStore:
         """Take share `part` of `count` of the groups that all replicas stored in `parts`."""
         groups = []
         for batch in map(Batch.from_bytes, parts):
-            entries = [Entry(*values) for values in batch["replay"]]
+            entries = [StoredGroup(*values) for values in batch["replay"]]
             rest = batch.drop(["replay"])
             for entry in sorted(set(entries)):
                 groups.append((entry, rest.select([place for place, other in enumerate(entries) if other == entry])))
         self.groups = sorted(groups, key=lambda group: group[0])[part::count]
 
-    def _everywhere(self, c: StepContext) -> list[Entry]:
+    def _everywhere(self, c: StepContext) -> list[StoredGroup]:
         """Return the entries of all replicas' groups, oldest first."""
         shares = c.layout.dp_group.all_gather_json([list(entry) for entry, _ in self.groups])
-        return sorted(Entry(*values) for share in shares for values in share)
+        return sorted(StoredGroup(*values) for share in shares for values in share)
 
-    def _drawn(self, c: StepContext, entries: Sequence[Entry]) -> list[Entry]:
+    def _drawn(self, c: StepContext, entries: Sequence[StoredGroup]) -> list[StoredGroup]:
         """Return the entries that the step trains on again, drawn without replacement by priority."""
         settings = self.settings
         wanted = round(settings.share / (1 - settings.share) * c.config.data.batch_size)
@@ -108,11 +108,11 @@ class ReplayStore:
             signal = float(values.mean()) if len(values) else 0.0
             if signal > 0:  # the others would give no gradient
                 version = min(int(versions[place].min()) for place in group)
-                self.groups.append((Entry(c.step, number, version, signal), rows))
+                self.groups.append((StoredGroup(c.step, number, version, signal), rows))
         surplus = {*self._everywhere(c)[: -self.settings.capacity]}
         self.groups = [group for group in self.groups if group[0] not in surplus]
 
-    def _record(self, c: StepContext, drawn: Sequence[Entry], replayed: Sequence[Batch]) -> None:
+    def _record(self, c: StepContext, drawn: Sequence[StoredGroup], replayed: Sequence[Batch]) -> None:
         c.metrics.sum("replay/stored", len(self.groups) if c.layout.is_lead else 0)
         if c.layout.rank == 0:
             c.metrics.max("replay/groups", len(drawn))
