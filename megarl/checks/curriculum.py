@@ -7,12 +7,11 @@ import re
 from collections.abc import Mapping
 
 from megarl.checks.checklist import Checklist
-from megarl.config.data import PoolConfig
+from megarl.config.data import UNSEEN, PoolConfig
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
-from megarl.data.curriculum import UNSEEN
 from megarl.runtime.stages.curriculum import curriculum
 
 KEY = "data.curriculum"

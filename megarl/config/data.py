@@ -32,6 +32,10 @@ class PoolConfig(Section):
     weight: NonNegativeFloat = Field(1.0, le=1e6, description="weight of a row in the draw; 0: not drawn")
 
 
+#: Pool of the rows without a score.
+UNSEEN = "unseen"
+
+
 class CurriculumConfig(Section):
     """Prompts are drawn by past success: the moving average of the mean scores of a row's groups."""
 

@@ -13,12 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megarl.config.data import CurriculumConfig
+from megarl.config.data import UNSEEN, CurriculumConfig
 from megarl.data.loader import Indexed, PromptLoader
 from megarl.system.errors import DataError
-
-#: Pool of the rows without a score.
-UNSEEN = "unseen"
 
 
 class GroupScore(NamedTuple):
@@ -57,7 +54,10 @@ class CurriculumLoader(PromptLoader):
         The scores must be those of all ranks. A row with several groups gets them in the order of its draws.
         """
         recorded, names = [], [*self.settings.pools, UNSEEN]
-        draws = [(*map(int, uid.rsplit("-", 2)[1:]), score) for uid, score in scores.items()]
+        draws = []
+        for uid, score in scores.items():
+            _, draw, row = uid.rsplit("-", 2)
+            draws.append((int(draw), int(row), score))
         for _, row, score in sorted(draws):
             average = self._averages[row]
             recorded.append(GroupScore(names[int(self._places(average))], score))
