@@ -243,6 +243,8 @@ def read_alike(raw: dict[str, Any]) -> bool:
     width = raw.get("head_dim", 0) * raw["num_attention_heads"]
     if raw["model_type"] == "qwen2_moe" and width not in (0, raw["hidden_size"]):
         return False  # version 4 refuses it
+    if raw.get("topk_group", 1) < raw.get("n_group", 1):
+        return False  # version 4 gives experts of left-out groups a score of 0, which is above negative ones of others
     only = OLDER_VALUES.get(raw["model_type"], {})
     return all(raw.get(key, value) == value for key, value in only.items())
 
