@@ -126,7 +126,7 @@ def _takes(stream: TextIO) -> bool:
 
 
 def pump(pipe: IO[bytes], rank: int, log: OutputLog) -> threading.Thread:
-    """Start a thread that copies `pipe` to the log until it closes."""
+    """Start and return a thread that copies a rank's output from `pipe` to the log until the pipe closes."""
 
     def copy() -> None:
         with pipe:

@@ -67,5 +67,6 @@ def _refuse_shared_folder(parent: Path) -> None:
 
 
 def _room() -> int:
-    """Return the longest path of a folder, in bytes, in which Ray's sockets have paths that Linux allows."""
+    """Return the maximum bytes of the path of a folder for Ray: with a longer one its sockets' paths exceed Linux's
+    limit."""
     return _LONGEST - len(f"/{PREFIX}XXXXXXXX/{INNER}/{_SOCKET}")

@@ -53,7 +53,7 @@ def kto_loss(
     counts: Counts,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Metrics]:
-    """Return the share of this rank's examples in the mini-batch's loss, and their metrics.
+    """Return the part of the mini-batch's loss that comes from this rank's examples, and their metrics.
 
     Args:
         logp: float [N], log-probs of the policy, differentiable.

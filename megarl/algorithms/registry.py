@@ -87,11 +87,11 @@ class Registry(Generic[S]):
         self._named: dict[Callable[..., Any], type[Settings]] = {}
 
     def register(self, *names: str, **declared: Any) -> Callable[[F], F]:
-        """Decorate a function as a component with this declaration, under these names.
+        """Return a decorator that registers a function as a component under these names.
 
         Args:
             names: names in recipes; none for a function in a user's file.
-            declared: attributes of the registry's `Spec`.
+            declared: attributes of the function's declaration, the registry's `spec` type.
         """
         spec = self._spec(**declared)
 

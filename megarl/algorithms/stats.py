@@ -72,7 +72,7 @@ class GroupStats:
 
     @property
     def standardised(self) -> Tensor:
-        """(score - group mean) / (group std + 1e-6), float64 [B]; zero where `centred` is."""
+        """(score - group mean) / (group std + 1e-6), float64 [B]; 0 for the same samples as `centred`."""
         return self.centred / (self.std + EPS)
 
     def sum(self, values: Tensor) -> Tensor:

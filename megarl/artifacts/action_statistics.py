@@ -127,7 +127,8 @@ class ActionStatistics:
         return np.where(self.mask, scaled, table).astype(np.float32)
 
     def denormalise(self, values: ArrayLike) -> NDArray[np.float32]:
-        """Scale values [..., D] from -1 to 1 back to their range, float32; a masked-out number passes through."""
+        """Scale values [..., D] from -1..1 back to the range of the statistics, float32; numbers that the mask leaves
+        out are not changed."""
         table = self._table(values)
         low, high = self.range
         return np.where(self.mask, 0.5 * (table + 1) * (high - low + _TINY) + low, table).astype(np.float32)

@@ -58,7 +58,7 @@ class Findings:
         self._write("fact", name, detail=str(value))
 
     def figure(self, name: str, value: float, unit: str, expected: float | None = None, source: str = "") -> None:
-        """Record a measured number, and its expected value with its source."""
+        """Record a measured number; `expected` is the value to compare it with, `source` where this value is from."""
         self._write("figure", name, value=value, unit=unit, expected=expected, source=source)
 
     def _write(self, kind: str, name: str, **values: Any) -> None:

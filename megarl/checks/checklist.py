@@ -95,7 +95,7 @@ class Checklist:
         return any(check.status == "fail" and check.key == key for check in self.items)
 
     def from_error(self, error: UserError | None) -> None:
-        """Record a problem given as an error, or each of several; nothing for None."""
+        """Record an error as a failed check, or each error of a `ConfigErrors`; None: record nothing."""
         for problem in error.problems if isinstance(error, ConfigErrors) else [error] if error else []:
             self._add("fail", problem.what, problem.where, problem.found, problem.allowed, problem.fix)
 

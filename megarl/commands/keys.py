@@ -52,7 +52,7 @@ class KeyEntry:
 
     @property
     def shown_default(self) -> str:
-        """The default, as YAML."""
+        """The default in YAML, or text in its place for a key without one."""
         if self.default is PydanticUndefined:
             return "the file's name" if self.path == "name" else "required"
         return as_yaml(self.default) or '""'

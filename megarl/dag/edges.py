@@ -63,7 +63,7 @@ class _Value:
 
 
 class _History:
-    """The effects of the nodes so far on fields, samples and models.
+    """The effects of a graph's nodes up to the current one on fields, samples and models.
 
     Attributes:
         resampler: the last node that resamples, which made the current samples.

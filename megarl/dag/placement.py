@@ -67,7 +67,7 @@ def begins_again(config: RunConfig, team: TeamPlan) -> bool:
 
 @dataclass(frozen=True)
 class Handover:
-    """The fields of one node that are read by the same other teams; a node may have several handovers."""
+    """Those fields of one node that exactly the same other teams read; a node may have several handovers."""
 
     node: str  # node that wrote the fields; `giver` is its team
     giver: str

@@ -20,8 +20,8 @@ class CallBatcher:
     """Decides when one replica calls the buffer, and how many prompts it requests.
 
     Args:
-        places: how many groups the replica generates at a time.
-        most: how many groups it may have, prompts in reserve included, so that other replicas get their share.
+        places: how many groups the replica can generate at the same time.
+        most: how many groups it may hold, waiting prompts included; a limit leaves prompts to other replicas.
 
     Attributes:
         in_hand: how many prompts it keeps in reserve.

@@ -107,7 +107,8 @@ def fold_systems(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def _no_twice(pairs: list[tuple[str, Any]] | str) -> dict[str, Any]:
-    """Return an object's pairs as a dict. Raise ValueError for a repeated key, and for NaN, a text here."""
+    """Return the pairs of a JSON object as a dict. Raise ValueError for a repeated key, and for the text of a constant
+    such as NaN: `json.loads` calls this function for both."""
     value = {} if isinstance(pairs, str) else dict(pairs)
     if len(value) < len(pairs):
         raise ValueError(f"not valid JSON (a repeated key, NaN or an infinity): {pairs}")

@@ -50,7 +50,7 @@ class CallNode:
 
     @property
     def is_open(self) -> bool:
-        """Whether a call may continue from here: the reply was received, and no limit cut it."""
+        """Whether a later call may continue this one: the client received the whole reply, and no limit cut it."""
         return self.reply is not None and self.delivered and self.finish == "stop"
 
 

@@ -205,7 +205,7 @@ class PolicyModel(GPTModel):
 
     @property
     def logit_cap(self) -> float | None:
-        """The soft cap of the logits; None: they have none."""
+        """The cap c of logits x, which become c * tanh(x / c); None: logits are not capped."""
         return self.config.wiring.logit_cap
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def capped(x: Tensor, cap: float | None) -> Tensor:
-    """Return cap * tanh(x / cap) in at least float32; None: x as it is.
+    """Return cap * tanh(x / cap) in at least float32; with cap None return x itself.
 
     Without autograd it may overwrite x.
     """

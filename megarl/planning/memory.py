@@ -132,7 +132,8 @@ def update_passes(
 def update_needs(
     config: RunConfig, facts: ModelFacts, role: str, parallel: ParallelConfig, dp: int, *, gpu: bool, job: str = "train"
 ) -> Needed:
-    """Return the bytes of an update's passes beyond the model's state, on the stage that needs the most."""
+    """Return the bytes that an update's forward and backward passes take in addition to the model's state, on the
+    pipeline stage that needs the most."""
     formulas = Activations(
         facts,
         parallel,
@@ -232,7 +233,8 @@ def _samples(config: RunConfig, dp: int, job: str) -> list[tuple[str, int, int, 
 
 
 def response_terms(config: RunConfig, dp: int, job: str) -> list[Term]:
-    """Return memory terms for the samples of one generation call: full-length buffers, then tokens and log-probs."""
+    """Return the memory terms of the samples of one generation call: buffers of the maximum length while it generates,
+    and the tokens and log-probs that it returns."""
     if not config.task.writes_text:
         return []
     certain = _TOKEN_CERTAIN if config.rollout.holds_model else 0.0

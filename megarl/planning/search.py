@@ -193,7 +193,7 @@ class Search:
                 yield self._retimed(replace(choice, memory_fraction=fractions[offload]), first)
 
     def _formulas(self, config: RunConfig, placement: Placement) -> StepFormulas:
-        """Return the formulas for a variant of the recipe; they reuse results of earlier variants where possible."""
+        """Return the planner's formulas for a variant of the recipe; the search's variants share cached results."""
         results = (self._memo, self._caches)
         return StepFormulas(config, self._graph, placement, self._sizes, self._hardware, self._given, *results)
 

@@ -310,8 +310,8 @@ class StepFormulas:
 
     @cached_property
     def _moved(self) -> dict[Role, float]:
-        """Bytes per step to and from host memory, by role: optimizer state in both directions, frozen parameters only
-        to the device."""
+        """Bytes that offloading copies between device and host memory per step, by role: optimizer state in both
+        directions, frozen parameters only to the device."""
         moved: dict[Role, float] = {}
         dtype = self.config.model.dtype
         for team in self.placement.teams:

@@ -419,7 +419,8 @@ def _outlook(step: int, steps: int, key: str, source: str, early: str | None) ->
 
 
 def check_best_metric(name: str | None, numbers: dict[str, float]) -> None:
-    """Reject a `trainer.best_metric` that a validation step does not have: no checkpoint would ever be the best.
+    """Refuse a `trainer.best_metric` that is not among the metrics `numbers` of a validation step, because then no
+    checkpoint would ever be the best.
 
     Raises:
         ConfigError: names the metrics that exist.

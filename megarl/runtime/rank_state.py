@@ -198,7 +198,8 @@ class RankState:
 
     @property
     def rollout(self) -> RolloutRole:
-        """The role that generates samples; only in the team that holds it. `open_rollout` may replace its engine."""
+        """The role that generates samples; it exists only in the team that holds it. `open_rollout` may replace its
+        engine."""
         return self._role("rollout", RolloutRole)
 
     @property

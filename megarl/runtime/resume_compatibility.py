@@ -268,7 +268,7 @@ MISSING = object()
 
 
 def value_at(config: Plain, path: str) -> Any:
-    """Return the value at a dotted path; MISSING if the path does not exist."""
+    """Return the value at a dotted path of a configuration as plain data; MISSING if the path does not exist."""
     value: Any = config
     for name in path.split("."):
         if not isinstance(value, Mapping) or name not in value:

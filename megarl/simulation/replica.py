@@ -69,7 +69,8 @@ class ReplicaClock:
         self._debt += restart_s
 
     def until_event(self, wanted: int) -> float | None:
-        """Return the seconds until a group ends, or until `wanted` slots are free; None when nothing runs."""
+        """Return the seconds until the next group ends or `wanted` slots are free, whatever is first; None when nothing
+        runs."""
         if not self._running:
             return None
         total, clock, running = self._debt, self._clock, len(self._running)

@@ -41,7 +41,7 @@ class TrainerRank:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A Hugging Face tensor as a list of regions, each with the trainer ranks that hold it, in rank order."""
+    """The regions of a Hugging Face tensor, each with the trainer ranks that hold it, in rank order."""
 
     shape: tuple[int, ...]
     regions: tuple[tuple[TensorRegion, tuple[int, ...]], ...]

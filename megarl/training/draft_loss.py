@@ -36,7 +36,7 @@ class DraftLogProbs:
     group: WorkerGroup  # tensor-parallel ranks
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """Return (log-probs [n],)."""
+        """Return the draft head's log-probs of the target tokens, [n], as the only output."""
         states = model.draft_states(micro.input_ids, hidden[:, None].detach(), micro.packed)
         states, weight, start = head_rows(states[:, 0], model, micro, None)
         place: dict[str, Any] = {"vocab_start": start, "chunk_tokens": self.chunk_tokens, "group": self.group}

@@ -49,7 +49,7 @@ class Ratios:
 
     @cached_property
     def rho(self) -> Tensor:
-        """rho [N]; 1 where the mask is False."""
+        """The probability ratio rho of each token, [N]; 1 where the mask is False."""
         return self.excess + 1
 
     @cached_property

@@ -35,8 +35,8 @@ def handover_bytes(config: RunConfig, handover: Handover) -> int:
 def steps_held(config: RunConfig) -> int:
     """Return the number of steps whose samples may exist at the same time, for any `async.order`.
 
-    These are groups that have begun and are not trained on yet, and one step that one team has finished and another
-    team may still read.
+    Counted are all groups that have begun and are not trained on yet, and one more step, which some teams have finished
+    and others may still read.
     """
     return 1 + policy_of(config).capacity // config.data.batch_size
 

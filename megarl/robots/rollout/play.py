@@ -98,7 +98,7 @@ class EpisodeStart:
 
 @dataclass
 class PlayCounts:
-    """Times, policy calls, environment steps and failures during one call of `play`."""
+    """Counts of policy calls, environment steps and failures in one call of `play`, and its times."""
 
     wait_s: float = 0.0  # seconds in which the policy waited for simulators
     act_s: float = 0.0  # seconds in which the policy computed actions

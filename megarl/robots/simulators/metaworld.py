@@ -161,7 +161,7 @@ class MetaWorld(Simulator):
         return bool(self._info["success"])
 
     def expert(self) -> Numbers:
-        """Return the action [4] of Meta-World's scripted policy, which knows where everything is."""
+        """Return the action [4] of Meta-World's scripted policy, which reads the simulator's true state."""
         return np.clip(np.asarray(self._policy.get_action(self._seen), np.float32), -1, 1)
 
     def close(self) -> None:

@@ -94,7 +94,7 @@ def _problem(examine: Callable[[Server], list[Problem]], server: Server) -> str 
 
 
 def _image_cache_problem(server: Server, info: dict[str, Any]) -> Iterator[Problem]:
-    """Yield a problem if the server would keep its cached image features across weight updates."""
+    """Yield a problem if the server would use cached image features of old weights after a weight update."""
     if LOADER not in (info.get("custom_weight_loader") or ()):
         yield {
             "what": f"{server.api.name} at {server.api.url} would keep cached image features of old weights after an "

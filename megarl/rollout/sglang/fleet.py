@@ -154,7 +154,7 @@ class Fleet:
         return 0 if self.external else sum(server.restarts for server in self.servers)
 
     def need_one(self) -> None:
-        """Check that at least one server has not failed.
+        """Raise an error unless at least one server has not failed.
 
         Raises:
             ServerError: every server has failed.

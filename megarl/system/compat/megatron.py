@@ -396,7 +396,7 @@ def _own_bytecode(path: str) -> str:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a module from rewritten source; its bytecode is cached next to the original module's bytecode."""
+    """Loads a module from rewritten source, and caches the bytecode in a file beside that of the original source."""
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> types.CodeType:  # type: ignore[override]
         source = importlib.util.decode_source(data)

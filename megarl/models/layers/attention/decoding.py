@@ -259,7 +259,7 @@ class Padding:
         return x.reshape(math.prod(self.shape), *x.shape[2:])[self._packed]
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
-        """Return the context [t, G*q*D] of packed q [t, G, q, D]: pad the queries, attend, and pack the result."""
+        """Return the attention [t, G*q*D] of packed queries q [t, G, q, D], which are padded to the keys' form."""
         out = attend_prompts(self.pad(q).permute(0, 2, 3, 1, 4), keys, values, mask, scores)
         return self.unpad(out.permute(0, 3, 1, 2, 4)).flatten(1)
 

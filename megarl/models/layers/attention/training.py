@@ -201,7 +201,7 @@ def equal_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def plan_varlen(packed: PackedSequences, where: torch.device) -> VarlenPlan:
-    """Return the kernel calls for a packed stream; computed once per stream and used by all layers."""
+    """Return the kernel calls for the attention of a packed stream. All layers use the same plan of a stream."""
     cp, rank = packed.cp_size, packed.cp_rank
     if cp == 1:
         cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q

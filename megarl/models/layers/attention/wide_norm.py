@@ -44,7 +44,7 @@ def wide_norm(x: Tensor, squares: Tensor, weight: Tensor, width: int, eps: float
 
 
 class WideNorm(MegatronModule):
-    """The norm of this rank's heads, with the interface of Megatron's norms of queries and keys.
+    """RMS norm over all heads of all ranks together, of which this rank has some; replaces Megatron's norm per head.
 
     Args:
         hidden_size: width of a head.

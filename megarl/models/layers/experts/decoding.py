@@ -140,7 +140,8 @@ def _gated(gate_up: Tensor, weights: Tensor) -> Tensor:
 
 
 class SharedExperts:
-    """The MLP that every token passes, read from Megatron's SharedExpertMLP."""
+    """The MLP that every token passes in addition to its chosen experts, with the weights of Megatron's
+    SharedExpertMLP."""
 
     def __init__(
         self, module: Any, mesh: Mesh, prepared: ExpertPreparation, silu_mul: Callable[[Tensor], Tensor]

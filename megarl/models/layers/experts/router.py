@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def route(
     logits: Tensor, correction: Tensor | None, rules: RouterRules, routes: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights, float32 or wider, and the numbers, int64, of each token's experts, both [n, k].
+    """Return the k chosen experts of each token: their weights, float32 or wider, and their numbers, int64; [n, k] both.
 
     Args:
         logits: [n, E].

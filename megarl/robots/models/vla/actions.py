@@ -188,7 +188,7 @@ class ActionCodec:
 
 
 def _refuse(values: NDArray[Any], wrong: NDArray[np.bool_], what: str, name: str, allowed: str) -> None:
-    """Raise DataError for the first value that is `wrong`; the error names its place."""
+    """Raise DataError for the first of `values` that the mask `wrong` marks; the error names the value's place."""
     if not wrong.any():
         return
     place = tuple(int(number) for number in np.argwhere(wrong)[0])

@@ -89,8 +89,8 @@ class VLALayout:
         return [[prompt + more] * count for prompt, count in zip(prompts, calls, strict=True)]
 
     def lengths(self, batch: Batch) -> Tensor:
-        """Return the number of columns of each policy call, int64 [B]. Raise ValueError if a call does not have K * D
-        tokens."""
+        """Return the sequence length (columns) of each policy call, int64 [B]. Raise ValueError if a call does not have
+        K * D action tokens, for K actions of D numbers."""
         wrong = (batch["response_ids"].lengths.cpu() != self.dim * self.chunk).nonzero()
         if len(wrong):
             count = int(batch["response_ids"].lengths[int(wrong[0])])
