@@ -22,7 +22,7 @@ _POLL_S = 0.1
 #: written.
 _LOOPS = {"train": ("step", "sft"), "sft": ("sft",)}
 _BETWEEN_STEPS = ("checkpoint", "idle", "await_metrics", "reduce_metrics")
-#: Signals whose sender waits for the process to end, and sends SIGKILL after a while.
+#: Signals after which the sender, such as Slurm or systemd, waits only for a while and then sends SIGKILL.
 _LIMITED = (signal.SIGTERM, signal.SIGHUP)
 
 

@@ -14,7 +14,7 @@ from megarl.system.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
 
-#: The role of each node of the task graph; None when there is no graph.
+#: The roles of the nodes of the task graph; None when there is no graph.
 Roles = Set[Role] | None
 Status = Literal["ok", "warn", "fail", "skip"]
 

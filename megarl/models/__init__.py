@@ -2,4 +2,4 @@
 
 from megarl.system.compat import megatron as _megatron
 
-_megatron.install()  # before any module of this package imports megatron.core
+_megatron.install()  # it rewrites modules of megatron.core when they are imported, so it must come first

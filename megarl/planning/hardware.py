@@ -178,7 +178,10 @@ def _read_file(file: Path) -> Hardware:
     missing = [name for name, field in known.items() if field.default is MISSING and name not in values]
     if missing:
         raise ConfigError(
-            "the file of the hardware lacks keys", where=str(file), found=list(values), allowed=missing, fix="add them"
+            f"the hardware file lacks the keys {', '.join(missing)}",
+            where=str(file),
+            found=list(values),
+            fix="add them",
         )
     return Hardware(**values)
 

@@ -11,7 +11,7 @@ from megarl.algorithms.registry import Settings
 from megarl.rewards.registry import REWARDS
 
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped character, or a brace that counts
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped character such as \{, or a brace that opens or closes a group
 
 
 class FormatSettings(Settings):

@@ -165,7 +165,7 @@ def _finite(value: Any, part: str) -> float:
 
 
 _REASON, _WHERE = 2000, 1000  # maximum characters of a failure's reason, and of its place
-#: Validates the results of one kind of process; raises Malformed.
+#: A function that checks what a scoring process has sent, and returns it as a result; raises Malformed.
 Reading = Callable[[Any], Result]
 
 

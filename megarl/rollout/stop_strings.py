@@ -131,7 +131,8 @@ class TurnText:
         text without it.
         """
         text, half = self._strings.decode(self._tokens), len(self._tokens) // 2
-        for start in range(half, half + 4) if not text.endswith(_BROKEN) else ():  # a character has up to four tokens
+        # up to four tokens may make one character, so one of four places is between characters
+        for start in range(half, half + 4) if not text.endswith(_BROKEN) else ():
             rest = self._strings.decode(self._tokens[start:])
             if len(rest) >= self._strings.kept and text.endswith(rest):
                 self._tokens, self._start = self._tokens[start:], _EDGE

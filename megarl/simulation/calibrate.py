@@ -29,7 +29,8 @@ from megarl.simulation.system import SimTeam, System, read_system
 from megarl.system.errors import DataError
 
 _TRIALS = 20  # steps whose samples are simulated to derive the seconds of a decoding step
-_FOLLOWS = 0.25  # share of the variance that tokens must explain for a node's time to grow with them
+# a node's time is taken to grow with its tokens only if they explain at least this share of its variance
+_FOLLOWS = 0.25
 _PUSH = "timing_s/weight_sync"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-FIRST, LAST = 4, 2  # first and last steps that are not counted, because queues fill and drain in them
+FIRST, LAST = 4, 2  # number of first and of last steps that are not counted: in these steps queues fill and drain
 
 
 class Shares(NamedTuple):

@@ -156,7 +156,7 @@ def join(backend: str, timeout_s: float, run_dir: Path) -> None:
     timeout = datetime.timedelta(seconds=timeout_s)
     listener: dict[str, Any] = {"master_listen_fd": handle} if is_master else {}
     store = dist.TCPStore(host, port, world, is_master, timeout, wait_for_workers=False, **listener)
-    # the agent's store still has the keys of earlier attempts
+    # torchrun's store keeps the keys of earlier attempts, so each attempt has a prefix of its own
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     token = read_token(run_dir)
     prefix = f"ranks/{attempt}" if token is None else f"{run_key(run_dir, 'store')}/{attempt}"

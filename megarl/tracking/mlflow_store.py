@@ -146,7 +146,7 @@ def _unwritable(path: Path) -> str | None:
         return why
     try:
         if os.access(path.parent, os.W_OK):
-            if not path.exists():  # /proc and the like, where root may write, can store no file
+            if not path.exists():  # try it: in file systems such as /proc root may write, but not create files
                 tempfile.NamedTemporaryFile(dir=path.parent).close()
             return None
     except OSError:

@@ -136,7 +136,7 @@ def _subtract_baseline(
     sums = torch.zeros(2, size, dtype=torch.float64, device=mask.device)
     sums[0].index_add_(0, slot, w * g)
     sums[1].index_add_(0, slot, w)
-    # If all weights are zero, no gradient flows, whatever the baseline.
+    # With all weights zero the clamp makes the baseline 0; these tokens have no gradient, so any value is right.
     baseline = sums[0] / sums[1].clamp(min=torch.finfo(torch.float64).tiny)
     advantages = torch.zeros_like(returns)
     advantages.view(-1)[valid] = (g - baseline[slot]).to(returns.dtype)

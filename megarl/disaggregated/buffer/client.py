@@ -135,7 +135,7 @@ class BufferClient:
         """Put the blocks of payloads into this machine's object store; return the pieces and the number of bytes."""
         import ray
 
-        # a block is dropped together with its last payload
+        # weak keys: nothing here keeps a block in memory after its last payload
         objects: WeakKeyDictionary[Block, Any] = WeakKeyDictionary()
         pieces, size = [], 0
         for block, start, stop in payloads:

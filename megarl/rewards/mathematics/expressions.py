@@ -266,7 +266,7 @@ class ExpressionReader(TokenReader):
             node = Symbol(f"{node.name}^-1")
         called = (node.name[0] in _CALLED and not self.multiplies(node.name)) or (
             self.next_is(")", ahead=2) and self.next_is("=", ahead=3)
-        )  # for example y(x) = ...
+        )  # the left side of a definition such as y(x) = 2x
         if called and node.kind == "variable" and self.next_is("("):
             start = self.at
             self._enclosed(self.step().text)

@@ -108,7 +108,8 @@ class Sampler:
         top, places = torch.topk(z, min(most, z.shape[-1]), dim=-1)
         ids = self._ids[places]
         if self._tp.size > 1:
-            shards = self._tp.gather(torch.stack([top.double(), ids.double()], dim=-1))  # exact for token ids
+            # float64 holds token ids exactly
+            shards = self._tp.gather(torch.stack([top.double(), ids.double()], dim=-1))
             both = shards.transpose(0, 1).flatten(1, 2)
             _, places = torch.topk(both[..., 0], min(most, both.shape[1]), dim=-1)
             top, ids = both[..., 0].gather(1, places).float(), both[..., 1].gather(1, places).long()

@@ -166,7 +166,8 @@ class SglangReceiver:
         except ServerError as error:
             if error.status != 200:
                 raise
-            self._loaders[self.url].discard(PATCH_LOADER)  # the server stores some tensor in another form
+            # the server stores a tensor in a form that cannot be changed in part: send whole tensors from now on
+            self._loaders[self.url].discard(PATCH_LOADER)
             return False
         return True
 

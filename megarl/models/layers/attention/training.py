@@ -210,7 +210,7 @@ def plan_varlen(packed: PackedSequences, where: torch.device) -> VarlenPlan:
     chunks, starts, key_place = lengths // (2 * cp), lengths.cumsum(0) - lengths, places_on_ranks(packed.lengths, cp)
     ends = lambda sizes: F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32).to(where)  # noqa: E731
     calls, order = [], []
-    # number of chunks of each sequence up to and including this rank's chunk in this half
+    # `seen`: how many of a sequence's 2 cp chunks this rank's queries of the half see, their own chunk included
     for half, seen in enumerate((rank + 1, 2 * cp - rank)):
         local = starts // cp + half * chunks
         order += [torch.arange(begin, begin + n) for begin, n in zip(local.tolist(), chunks.tolist(), strict=True)]

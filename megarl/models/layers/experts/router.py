@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 def route(
     logits: Tensor, correction: Tensor | None, rules: RouterRules, routes: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the k chosen experts of each token: their weights, float32 or wider, and their numbers, int64; [n, k] both.
+    """Return the k chosen experts of each token: their weights, float32 or wider, and their numbers, int64; both are
+    [n, k].
 
     Args:
         logits: [n, E].
