@@ -56,8 +56,8 @@ class CurriculumLoader(PromptLoader):
         recorded, names = [], [*self.settings.pools, UNSEEN]
         draws = []
         for uid, score in scores.items():
-            _, draw, row = uid.rsplit("-", 2)
-            draws.append((int(draw), int(row), score))
+            _, draw, number = uid.rsplit("-", 2)
+            draws.append((int(draw), int(number), score))
         for _, row, score in sorted(draws):
             average = self._averages[row]
             recorded.append(GroupScore(names[int(self._places(average))], score))
