@@ -106,7 +106,7 @@ class ClusterRay:
         self._asked = self._heard = time.monotonic()
 
     def lost(self) -> str | None:
-        """Describe that the control store has not replied for a while, and the fix; None while it replies."""
+        """Return a message that Ray's control store has not replied for too long, with the fix; None while it does."""
         now = time.monotonic()
         if now - self._asked > _ASK_S:
             self._asked = now

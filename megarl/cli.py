@@ -299,7 +299,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unread_outputs() -> list[int]:
-    """Return the file descriptors of outputs whose reader has gone; none where a test captures them."""
+    """Return the file descriptors of stdout and stderr whose reader has closed its end; a stream without a descriptor,
+    as in a test, has none."""
     poll = select.poll()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):

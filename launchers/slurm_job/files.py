@@ -70,7 +70,7 @@ class Folder:
         return [line for line in map(_parsed, text.splitlines()) if line]
 
     def excluded(self) -> dict[str, str]:
-        """Return the excluded nodes, with reasons."""
+        """Return the nodes that the job no longer uses, each with the reason."""
         lines = [line for line in self.lines("excluded.jsonl") if "node" in line]
         return {str(line["node"]): str(line.get("reason", "")) for line in lines}
 

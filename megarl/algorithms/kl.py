@@ -107,7 +107,7 @@ def chosen_estimator(section: ComponentSection) -> Estimator:
 
 
 def _checked(function: Callable[..., Tensor], estimator: Estimator, d: Tensor) -> Tensor:
-    """Call a user's estimator with d and check that it returns one finite number per token."""
+    """Call a user's KL estimator with the log-ratios `d`, and check that it returns one finite number per token."""
     with located(KL.kind, function):
         terms = estimator(d)
     check_tokens(KL.kind, function, "term", terms, d, inputs=(d,))

@@ -67,8 +67,8 @@ def reference_fields(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def whole_vocabulary(algorithm: AlgorithmConfig) -> str | None:
-    """Return the field with the hidden states of the model, teacher or reference, with whose distributions over the
-    whole vocabulary the policy is compared; None if it is compared with none.
+    """Return `teacher_hidden` or `ref_hidden` if the policy is compared with that model over the whole vocabulary, for
+    which the field holds the model's hidden states; otherwise None.
     """
     fields = {"teacher_hidden", "ref_hidden"} & {*distillation_fields(algorithm), *reference_fields(algorithm)}
     return max(fields, default=None)

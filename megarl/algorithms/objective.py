@@ -55,7 +55,7 @@ class TokenInputs:
     weights: Tensor | None = None  # float32, share of each token in the loss, from `Objective.weigh`
     # log-probs in the denominator of the ratio. None: the log-probs of this update, which is the only one.
     old_logp: Tensor | None = None
-    surplus_logp: Tensor | None = None  # old log-probs of samples that waited since an earlier step, NaN for others
+    surplus_logp: Tensor | None = None  # old log-probs of surplus samples from an earlier step; NaN for others
     rollout_logp: Tensor | None = None
     ref_logp: Tensor | None = None
     teacher_logp: Tensor | None = None

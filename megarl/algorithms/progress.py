@@ -63,7 +63,7 @@ class ProgressSettings(Settings):
 
 @dataclass(frozen=True)
 class ProgressReport:
-    """Scores of a global batch of episodes, and the intermediate results."""
+    """Scores of a global batch of episodes, and the values from which they were computed."""
 
     scores: Tensor  # float64 [B], 1 for a success, below that for a failure
     distances: Tensor  # float64 [B], distance of each failure to the nearest reference; NaN if there is none

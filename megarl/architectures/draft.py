@@ -34,7 +34,8 @@ class DraftForm:
     names: Mapping[str, str]
 
     def layers_in(self, raw: Mapping[str, Any]) -> int:
-        """Return the number of the head's layers by a config.json; Qwen3-Next's has no key, and counts as 0."""
+        """Return the number of layers of the draft head that a config.json states; 0 if it has no key for it, as in
+        Qwen3-Next."""
         return next((int(raw[key] or 0) for key in self.keys if key in raw), 0)
 
     def layer_of(self, name: str, layers: int) -> int | None:

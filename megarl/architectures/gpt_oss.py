@@ -15,7 +15,7 @@ from megarl.models.layers.experts.plain import ClampedGate, Mixture, MixtureTrai
 
 
 def layer_types(values: Mapping[str, Any]) -> list[str]:
-    """Return the default kind of each layer."""
+    """Return the type of each layer for configs without `layer_types`: sliding and full attention in turn."""
     return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(values["num_hidden_layers"])]
 
 

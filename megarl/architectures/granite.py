@@ -16,7 +16,7 @@ from megarl.models.layers.wiring import Wiring
 
 
 def wiring(values: Mapping[str, Any]) -> Wiring:
-    """Return the model's factors, and whether MLPs have biases."""
+    """Return Granite's factors of residuals, embeddings and logits, and whether its MLPs have biases."""
     return Wiring(
         residual=values["residual_multiplier"],
         embedding=values["embedding_multiplier"],

@@ -51,7 +51,7 @@ def component(rule: WeightRule) -> str:
 
 @dataclass(frozen=True)
 class Elements:
-    """The number of parameters of one component."""
+    """The number of parameters of one component of a model, such as its attention."""
 
     matrices: int = 0  # elements of weight matrices
     vectors: int = 0  # elements of biases and scales

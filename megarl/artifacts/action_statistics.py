@@ -64,7 +64,7 @@ class ActionStatistics:
 
     @classmethod
     def plain(cls, dim: int) -> ActionStatistics:
-        """Return the statistics of numbers that are already between -1 and 1: they pass unchanged."""
+        """Return statistics that change no number, for numbers that are already between -1 and 1."""
         zeros, ones = np.zeros(dim), np.ones(dim)
         return cls(mean=zeros, std=ones, max=ones, min=-ones, q01=-ones, q99=ones, mask=np.zeros(dim, np.bool_))
 

@@ -191,7 +191,8 @@ class ModelFacts:
 
     @cached_property
     def multiplied_of(self) -> dict[str, int]:
-        """Matrix elements by which one token is multiplied, by component: active experts only, no embedding."""
+        """Number of weight elements that multiply one token in matrix products, by component. Of the experts only those
+        chosen for a token count; the embedding counts 0."""
         times = {**self.copies, "embedding": 0, "head": 1}
         if self.is_moe:
             times["experts"] = times["experts"] // self.experts * self.experts_per_token

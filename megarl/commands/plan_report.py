@@ -56,7 +56,7 @@ def rest_of(config: RunConfig, plan: StepPlan, sizes: Sizes) -> list[Figure]:
 
 
 def figures(plan: StepPlan) -> list[Figure]:
-    """Return the figures of a step that do not belong to a phase."""
+    """Return the figures of a whole step, such as duration, throughput and memory, which belong to no phase."""
     room, (size, seconds, still) = plan.room, plan.checkpoint
     return [
         Figure("step", plan.step_s, "s", "S1"),

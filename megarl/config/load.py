@@ -175,7 +175,7 @@ def _expand_home(data: dict[str, Any]) -> None:
 
 
 def with_absolute_paths(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with relative paths made absolute where they name files or folders in the current folder."""
+    """Return the overrides, in which relative paths to existing files and folders are replaced by absolute ones."""
     return [_with_absolute_path(text) for text in overrides]
 
 
@@ -541,7 +541,7 @@ def _validate(
     if config.data.chat_template == "auto" and config.model.named_base:
         config = config.model_copy(update={"data": config.data.model_copy(update={"chat_template": False})})
     if config.model.vision is None and config.data.image_key is not None:
-        # set now, because what reads the model's config has only this section
+        # set here, because the code that reads the model's config later has only the section `model`
         config = config.model_copy(update={"model": config.model.model_copy(update={"vision": True})})
     return config, problems
 

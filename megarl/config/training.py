@@ -99,7 +99,7 @@ class EngineConfig(Section):
 
     @property
     def recomputed(self) -> frozenset[str]:
-        """The parts of a layer that are recomputed separately; empty with `full`, which recomputes whole layers."""
+        """The parts of a layer that the backward pass recomputes; empty with `full`, which recomputes whole layers."""
         if isinstance(self.recompute, str):
             return frozenset({"attention"} if self.recompute == "selective" else ())
         return frozenset(self.recompute)

@@ -107,7 +107,8 @@ def _rows(layers: list[list[str | _Lane]], links: list[tuple]) -> dict:
 
 
 def _settle(layer: list, wish: dict, height: dict, centre: dict) -> None:
-    """Place items at their wished positions, pushed apart if they overlap, with the layer centred on the mean wish."""
+    """Set the vertical centres of a layer's items: as wished, moved down where they would overlap, then shifted
+    together so that their mean is the mean of the wishes."""
     bottom = None
     for item in layer:
         y = wish[item]

@@ -160,12 +160,12 @@ class StalenessPolicy(ABC):
 
     @property
     def copies(self) -> int:
-        """Largest number of weight versions that may be waiting to be sent."""
+        """Maximum number of copies of the weights, one for each version that waits to be sent."""
         return 0
 
     @property
     def name(self) -> str:
-        """Name of the policy in messages."""
+        """Name of this staleness policy in messages."""
         return next((name for name, kind in ORDERS.items() if kind is type(self)), type(self).__qualname__)
 
     def describe(self) -> str:

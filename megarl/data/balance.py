@@ -127,7 +127,8 @@ def _exchange(table: np.ndarray, sizes: np.ndarray, *, fixed_counts: bool) -> No
         keys = (2 * take + pairs[:, None] * gap).ravel()
         wanted = 2 * give - surplus[:, None] + pairs[:, None] * gap
         right = np.searchsorted(keys, wanted.ravel()).reshape(wanted.shape) - pairs[:, None] * width
-        # If both parts have unused places, neither may exchange one: their numbers of items would drift apart.
+        # Exchanging an unused place moves one item to the other part. If both parts have unused places, forbid this:
+        # their numbers of items would drift apart.
         first = np.zeros((len(pairs), 1), dtype=np.int64)
         if fixed_counts:
             first[:, 0] = (table[light[:, None], 0] < 0).any(1) & (table[heavy] < 0).any(1)
@@ -177,8 +178,10 @@ def share_groups(tokens: Sequence[int], parts: int, cuts: Sequence[int] = ()) ->
 
 
 def max_over_mean(tokens: Sequence[int], owners: Sequence[int], parts: int, cuts: Sequence[int] = ()) -> float:
-    """Return the imbalance of replicas: the tokens of a mini-batch on the fullest replica, summed over mini-batches,
-    over the mean. Updates whose time is proportional to tokens take this factor longer than with equal shares.
+    """Return the factor by which unequal shares lengthen a step's updates, if time is proportional to tokens.
+
+    In each mini-batch the replica with the most tokens sets the time. The result is the sum of these largest shares
+    over the mini-batches, divided by the same sum for equal shares.
 
     Args:
         tokens: tokens of each group of a step, in the order of the data.

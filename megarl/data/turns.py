@@ -108,8 +108,8 @@ class Turns:
         return []
 
     def _places(self, observation: Messages, tail: str) -> list[tuple[int, int]]:
-        """Return where the contents of the messages are in `tail`, their text in the chat template: (first character,
-        end). The places end at a message whose content the template changes.
+        """Return (first character, end) of the content of each message of `observation` in `tail`, the text that the
+        template writes for them. The list ends before a message whose content the template changes.
         """
         marks = [f"{MARK[::-1]}-{number}" for number in range(len(observation))]
         rest = self._tail([{**message, "content": mark} for message, mark in zip(observation, marks, strict=True)])
@@ -131,7 +131,8 @@ class Turns:
         return turn[-1] in self._stops
 
     def _tail(self, observation: Messages) -> str:
-        """Return the template's text after a turn, up to where the next one begins."""
+        """Return the text that the template writes from the end of a policy turn to the start of the next one, with the
+        messages of `observation`."""
         talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}, *observation]
         return self._rendered(talk).rpartition(MARK)[2]
 
@@ -162,7 +163,7 @@ class Turns:
         unknown = self._tokenizer.unk_token_id
         if unknown is None or unknown not in ids:
             return ids
-        rest = text.replace(self._tokenizer.unk_token, "")  # an environment may quote the unknown token
+        rest = text.replace(self._tokenizer.unk_token, "")  # the text itself may contain the name of the unknown token
         strange = next((c for c in rest if unknown in self._tokenizer(c, add_special_tokens=False)["input_ids"]), None)
         if strange is None:
             return ids

@@ -209,7 +209,8 @@ class AsReadyLoop:
             self._begin(generator, self._waiting.pop(0))
 
     def _is_due(self, most: int, *, empty: bool = False) -> bool:
-        """Return whether to call the buffer now, to request `most` prompts. Collective over the replica."""
+        """Return whether to call the buffer now, to hand over finished groups and request up to `most` prompts.
+        Collective over the replica."""
         if not (most or self._unreported):
             return False
         lead, finished = self.c.layout.is_lead, self._unreported > 0
@@ -313,7 +314,7 @@ class AsReadyLoop:
         self._unreported += len(numbers)
         self._refused += sorted(rejected)  # other groups may begin in their place
         if not wanted:
-            return  # `_carried` keeps the metrics for the next accepted group
+            return  # all groups are rejected: `_carried` keeps their metrics for the next accepted group
         self._carried = Metrics()
         if ready is not None:
             self._unsent.append(replace(ready.select(wanted), metrics=ready.metrics) if rejected else ready)

@@ -69,7 +69,7 @@ def route_by_expert(tokens: Tensor, routing_map: Tensor, each: int, like: Tensor
 
 
 def route_of_slots(order: Tensor, count: int, each: int, like: Tensor) -> RowRoute:
-    """Return the route of rows by slots: a token has `each` slots, and row i belongs to slot order[i].
+    """Return the route between `count` tokens and rows, where a token has `each` slots, and row i fills slot order[i].
 
     Args:
         order: int64 [m], token * each + number of the slot; without repeats.

@@ -63,7 +63,8 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Shard:
-    """One local parameter: number of its chunk, name in the chunk, shape, and the pieces it consists of."""
+    """A parameter of this process: the number of its chunk, its name in the chunk, its shape, and the regions of
+    checkpoint tensors from which it is built."""
 
     chunk: int
     param: str

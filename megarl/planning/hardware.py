@@ -60,7 +60,8 @@ class Hardware:
         return (self.fp32_tflops if dtype == "fp32" else self.bf16_tflops) * 1e12
 
     def while_others_wait(self, stages: int) -> Hardware:
-        """Return the hardware as a stage sees it while the other `stages` wait: it then has more shared cores."""
+        """Return the hardware as one of `stages` pipeline stages sees it while the others wait for it: processes that
+        share CPU cores then leave it more of them."""
         more = min(1.0, self.cores * stages) / self.pace
         if more == 1.0:
             return self
@@ -93,7 +94,7 @@ _SOURCES = {
 
 
 def _kinds() -> Iterator[Hardware]:
-    """Yield the kinds of devices in the table `_NUMBERS`."""
+    """Yield the hardware of each row of the table `_NUMBERS`."""
     (_, *names), *rows = (line.split() for line in _NUMBERS.strip().splitlines())
     for name, *texts in rows:
         numbers: dict[str, Any] = dict(zip(names, map(float, texts), strict=True))
@@ -231,8 +232,8 @@ def typical_cpu(processes: int, threads: int | None = None, cores: int | None = 
     return replace(hardware, source="typical rates of a core with the instructions of this processor")
 
 
-# Rates of one core by its instructions, the best first; docs/performance.md measures GEMM at 103 and 218 GFLOP/s in
-# fp32.
+# Typical fp32 FLOP/s of one core by its instruction set, the fastest first; docs/performance.md measures GEMM at 103
+# and 218 GFLOP/s.
 _TYPICAL_FP32 = {"avx512f": 90e9, "avx2": 50e9, "asimd": 40e9}
 _LEAST_FP32 = 15e9
 _BF16_GAIN, _BF16_WITHOUT = 2.3, 0.1

@@ -108,7 +108,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Filled:
-    """The memory in use on a device at a moment of the step."""
+    """The memory in use on a team's fullest device at one moment of the step."""
 
     team: str  # team that the device belongs to
     moment: Moment  # the memory in use, by term

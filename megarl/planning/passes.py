@@ -95,7 +95,8 @@ class ModelPass:
 
     @property
     def _pairs(self) -> int:
-        """Ratio of computed (query, key) pairs to pairs that the mask allows; GPU kernels skip the others."""
+        """How many (query, key) pairs attention computes per pair that the causal mask allows: 2 with kernels that also
+        compute masked pairs."""
         return 2 if self.parallel.cp > 1 and not (self.hardware.gpu and self.dtype == "bf16") else 1
 
     @property
@@ -125,7 +126,8 @@ class ModelPass:
         return self._passes(share, train=False)
 
     def update(self, share: Share, epochs: int, updates: int) -> list[Cost]:
-        """Return the costs of a step's updates: `epochs` passes of `updates` optimizer steps on `share` samples."""
+        """Return the costs of a step's updates: `epochs` passes over the samples of `updates` optimizer steps each.
+        `share`: a replica's samples of one update."""
         times = epochs * updates
         every = [*self._passes(share, train=True), *self._reduce(share), self._optimizer()]
         return [part.times(times) for part in every]

@@ -45,7 +45,8 @@ def layout_key(config: RunConfig, role: Role, team: TeamPlan) -> str:
 def stage_parameters(
     facts: ModelFacts, parallel: ParallelConfig, *, value_head: bool = False, trained: bool = False
 ) -> tuple[float, float]:
-    """Return the (dense, expert) parameters that the fullest rank holds, cached: a search tries a layout many times.
+    """Return the numbers of dense and of expert parameters on the rank that has the most of both. They are cached,
+    because a search tries a layout many times.
 
     Tensor parallelism divides every matrix except the router, and biases; norms, routers and a robot policy's vision
     parts are on all of its ranks. The vocabulary is padded to equal rows. The first pipeline stage has the embedding
@@ -162,7 +163,7 @@ def trained_parameters(
 
 
 def parameter_bytes(facts: ModelFacts, parallel: ParallelConfig, dtype: str, *, value_head: bool = False) -> float:
-    """Return the bytes of a model's parameters on the fullest rank."""
+    """Return the bytes of a model's parameters on the rank that has the most."""
     return sum(stage_parameters(facts, parallel, value_head=value_head)) * BYTES[dtype]
 
 

@@ -42,7 +42,7 @@ class Moment:
 
     @property
     def least(self) -> float:
-        """The bytes that the moment certainly takes."""
+        """The sum of the terms' minimum bytes (`Term.least`), which are in use at this moment in any case."""
         return sum(term.least for term in self.terms)
 
     def largest(self, count: int = 3) -> list[Term]:

@@ -185,7 +185,7 @@ def ask_all(
 
 
 def _reply_text(error: urllib.error.HTTPError, limit: int = 300) -> str:
-    """Return where a redirect points, or the beginning of the text that came with an error status."""
+    """Return the target of a redirect, or the beginning of the text of an error response, for an error message."""
     if 300 <= error.code < 400:
         return f"it redirects to {mask(str(error.headers.get('Location')))}, and redirects are not followed"
     try:

@@ -87,13 +87,12 @@ class WeightLink:
     """One team's end of the connection through which the actor's weights reach the engine. This class does nothing."""
 
     def publish(self, version: int) -> None:
-        """Send or receive the weights after step `version`; the engine then generates with them.
-
+        """Send or receive the weights of training step `version`, with which the engine then generates.
         Every team calls this; collective over its ranks.
         """
 
     def held(self) -> AbstractContextManager[None]:
-        """Return a context in which this process's engine receives no new weights."""
+        """Return a context manager; inside its block this process's engine receives no new weights."""
         return nullcontext()
 
     def close(self) -> None:

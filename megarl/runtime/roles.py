@@ -64,7 +64,7 @@ class ModelRole:
 
     @property
     def chunks(self) -> list[PolicyModel]:
-        """This rank's parts of the model."""
+        """This rank's pipeline chunks of the model."""
         return self.engine.chunks
 
     def score(self, samples: Batch, temperature: float | None = None) -> Jagged:
@@ -391,6 +391,6 @@ class ScorerRole:
     """The role that scores samples."""
 
     runner: Rewards | None  # runs the reward functions; only on the first rank of a replica, None elsewhere
-    by_environment: bool = False  # whether the environment gives the rewards instead
+    by_environment: bool = False  # whether the environment gives the rewards, so that no functions run
     # the data's column of prompts, whose messages reward functions get
     prompts: PromptColumn = field(default_factory=PromptColumn)

@@ -56,7 +56,7 @@ class Table:
     prefill_s: Line = field(default_factory=lambda: Line(0.0))  # seconds by number of tokens
     nodes: Mapping[str, Line] = field(default_factory=dict)  # seconds by node id; other nodes take no time
     push_s: float = 0.0  # seconds of a weight update
-    handover_s: Line = field(default_factory=lambda: Line(0.0))  # seconds by number of tokens
+    handover_s: Line = field(default_factory=lambda: Line(0.0))  # seconds of a handover, by number of tokens
     other_s: Mapping[str, float] = field(default_factory=dict)  # seconds of a step outside all phases, by team
     call_s: float = 0.001  # seconds that the coordinator takes per call
 

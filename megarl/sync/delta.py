@@ -33,7 +33,7 @@ class Delta:
 
     @property
     def touched(self) -> list[int]:
-        """Numbers of the tensors that changed."""
+        """Indices of the bucket's tensors that have changed elements."""
         numbers: list[int] = self.counts.nonzero().view(-1).tolist()
         return numbers
 

@@ -87,7 +87,8 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The transfers from one replica to its receivers: buckets by sender, and the rank that provides each region."""
+    """The transfers of a weight update from one replica to its receivers: the buckets of each sender, and the rank that
+    provides each region of a tensor."""
 
     replica: int
     receivers: tuple[int, ...]

@@ -178,7 +178,8 @@ def _plain_name(name: str) -> str:
 
 
 def take_out(uri: str, environment: MutableMapping[str, str]) -> str:
-    """Return `uri` masked; put its user name and password into the variables of MLflow's client."""
+    """Move the user name and password of `uri` to the variables in `environment` that MLflow's client reads; return
+    `uri` with a mask in their place."""
     userinfo = _WHOLE.match(uri)
     if userinfo is None or userinfo["userinfo"] == MASK:
         return uri

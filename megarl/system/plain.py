@@ -136,7 +136,7 @@ def text(value: Any, limit: int, what: str) -> str:
 
 
 def short(value: Any) -> str:
-    """Return the beginning of a value from a message, for error texts."""
+    """Return the beginning of a value as JSON, or the type of a list or mapping, for an error text."""
     shown = json.dumps(value) if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
     return shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 3]}..."
 

@@ -238,7 +238,7 @@ def _line_chart(runs: list[Run], stage: str, row: Chart, used: set[str]) -> dict
 
 
 def shown(name: str, points: Points) -> Points:
-    """Return the points of a metric as they are drawn; some shares are converted to percent."""
+    """Return the points of a metric as the report draws them: for the shares in `_PERCENT` in percent."""
     x, y = points
     return (x, [value and 100 * value for value in y]) if name in _PERCENT else points
 

@@ -129,7 +129,7 @@ class MegatronEngine:
         self._where = "critic.engine" if name == "critic" else "actor.engine"
         configured = functools.partial(transformer_config, hf_config, parallel, dtype=dtype, engine=engine, lora=lora)
         self.model_config = configured(freeze=freeze, where=self._where, world=layout.world)
-        self.model_config.variable_seq_lengths = parallel.vpp is None  # with vpp all micro-batches are equally long
+        self.model_config.variable_seq_lengths = parallel.vpp is None  # interleaved micro-batches are equally long
         self.model_config.draft = mtp is not None
         self.chunks = build_policy(hf_config, self.model_config, value_head=value_head)
         if lora is not None:  # attach adapters before the weights are read: a critic begins with the actor's adapters
@@ -278,7 +278,8 @@ class MegatronEngine:
         return self._in_batch_order(torch.cat(parts), batch, groups)
 
     def _collect(self, head: Head, where: torch.device, dtype: torch.dtype, micro: MicroBatch, chunk: Any) -> Any:
-        """Return a function from final hidden states to the head's outputs, moved to the device `where`.
+        """Return a function that computes the head's outputs for a micro-batch's final hidden states, and moves them to
+        the device `where`.
 
         Moving the outputs after each micro-batch saves device memory, which may be too small for all outputs."""
 

@@ -49,7 +49,7 @@ class VocabularyShard(NamedTuple):
 
     @property
     def scaled_cap(self) -> float | None:
-        """The cap of logits that are divided by the temperature."""
+        """The cap of the logits after their division by the temperature; None: no cap."""
         return None if self.cap is None else self.cap * self.inverse_temperature
 
 

@@ -42,7 +42,7 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """Level and stat, for metrics."""
+        """Name of the rule in metrics: its level and stat, such as `token_k1`."""
         return f"{self.level}_{self.stat}"
 
     @property

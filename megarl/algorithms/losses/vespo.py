@@ -12,7 +12,8 @@ from megarl.system.metrics import Metrics
 
 
 class VespoSettings(Settings):
-    """The shape k and rate lambda of the kernel for each sign of A; the largest weight is at a ratio of k / lambda."""
+    """Shape k and rate lambda of the kernel that turns ratios into weights, for each sign of the advantage A. The
+    weight is largest at a ratio of k / lambda."""
 
     k_pos: PositiveFloat = Field(2.0, description="shape of the kernel where A >= 0")
     lambda_pos: PositiveFloat = Field(3.0, description="rate of the kernel where A >= 0")

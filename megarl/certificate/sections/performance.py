@@ -59,7 +59,8 @@ def _best_seconds(call: Callable[[], object]) -> float:
 
 
 def _attention(tokens: int, heads: int = 32, groups: int = 8, dim: int = 128) -> tuple[float, float]:
-    """Return the FLOP/s of causal attention (half of all pairs): forward, and with gradients (3.5 times the work)."""
+    """Measure the FLOP/s of causal attention: forward, and with the backward pass (3.5 times the FLOPs). Only the pairs
+    that the mask allows count, half of all."""
     from megarl.models.layers.attention.training import attend
     from megarl.models.packing import pack_stream
 

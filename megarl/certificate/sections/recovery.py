@@ -44,7 +44,7 @@ def numbers_of(line: dict[str, Any]) -> dict[str, float]:
 
 
 def _victim(run_dir: Path, rank: int) -> int | None:
-    """Return the process of a rank once enough steps are done, else None."""
+    """Return the process id of the rank that the test kills, once the run has made enough steps; otherwise None."""
     from megarl.runtime.health import read_beat
 
     if not any(line["step"] >= _KILLED_AFTER for line in steps_in(run_dir)):

@@ -127,7 +127,8 @@ class TeamChannel:
                 self._client.done(context.step)
 
     def done(self, step: int) -> None:
-        """Mark `step` done if the channel `stays`; call this when other teams have received everything of the step."""
+        """Let the buffer drop the samples of `step`, if the channel `stays` (otherwise it has dropped them already).
+        Call this when other teams have received everything of the step."""
         if self._stays:
             self._client.done(step)
 

@@ -336,7 +336,8 @@ class BufferClient:
 
     @contextmanager
     def _waiting(self, awaited: str) -> Iterator[None]:
-        """Keep the heartbeat going, since this wait has its own deadline; other teams do not see it as progress."""
+        """Send heartbeats to the launcher inside the block, which waits for `awaited` with a deadline of its own. Other
+        teams do not count them as progress."""
         before, self._waits_for = self._waits_for, awaited
         try:
             with tracing.keep_beating(limit_s=math.inf, every_s=self._slice_s):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def coordinate(chunks: Sequence[PolicyModel]) -> Coordinate:
-    """Return the place of this process in the layout of Megatron's parallel state."""
+    """Return this process's coordinate (its rank on each parallel axis) from Megatron's parallel state."""
     return Coordinate(
         tp=mpu.get_tensor_model_parallel_world_size(),
         tp_rank=mpu.get_tensor_model_parallel_rank(),

@@ -21,10 +21,10 @@ DIGITS = 50
 _MAX_BITS = 20_000  # maximum number of bits of an exact number
 _MAX_MAGNITUDE = 10_000_000  # largest magnitude of an approximate number: 2 to this power
 _BITS_PER_DIGIT = 3.3219
-_MAX_SPREAD = 40  # bits that a sum may lose before more digits are used
+_MAX_SPREAD = 40  # bits that cancellation in a sum may cost; beyond, more digits are used
 _MOST_DIGITS = 3_000
 _POINTS = 6
-_SCALES = (0.4, 1.0, 3.0, 9.0, 0.6, 2.0, 1.5, 0.8, 2.5)  # sizes of the variables at each point
+_SCALES = (0.4, 1.0, 3.0, 9.0, 0.6, 2.0, 1.5, 0.8, 2.5)  # magnitudes of the variables at the test points
 _FIRST_MIXED = 4  # at this point and later ones, variables differ in their signs
 _WIDE = (57.0, 1234.0, 311.0, 98765.0)  # further points where values are whole numbers nearly everywhere
 #: Functions that are slow for large arguments.
@@ -333,7 +333,8 @@ def _is_negative(name: str, index: int) -> bool:
 
 
 def has_steps(*nodes: Node) -> bool:
-    """Return whether a value jumps: one of the trees has a floor, a ceiling, a sign or an absolute value."""
+    """Return whether one of the expressions has a floor, a ceiling, a sign or an absolute value, at which its value
+    may jump or change direction."""
     return any(isinstance(part, Apply) and part.name in ("floor", "ceil", "sgn", "abs") for part in walk(*nodes))
 
 

@@ -46,7 +46,7 @@ class _Episode:
     task: str
     trial: int
     chunks: list[Numbers] = field(default_factory=list)  # the actions of all policy calls so far
-    sums: list[int] = field(default_factory=list)  # checksums of the answers so far: to the reset, and to policy calls
+    sums: list[int] = field(default_factory=list)  # checksums of the answers to the reset and to policy calls so far
     record: Recording | None = None  # the recording of a clip; None: no clip
     advice: bool = False  # whether the expert's action is requested
     failures: int = 0  # number of processes that failed in this episode

@@ -75,7 +75,7 @@ class Episode:
     def fail(self, kind: str, why: str, blank: Chunk) -> None:
         """Mark the episode as failed by its simulator, so that it is neither trained on nor scored.
 
-        `blank` replaces the calls of an episode without any.
+        If no policy call was executed, `blank` is recorded as the episode's only one.
         """
         self.failure, self.failure_kind, self.success, self.progress = why, kind, False, math.nan
         # drop a call that the simulator did not answer

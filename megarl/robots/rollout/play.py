@@ -143,7 +143,7 @@ class Player:
         advance: Callable[[int], None] = lambda count: None,
         record: Recording | None = None,
     ) -> tuple[list[Episode], PlayCounts]:
-        """Play one episode per start, and return them in the same order, with counts.
+        """Play one episode per start; return the episodes in this order, and times and counts of the call.
 
         Args:
             advance: `advance(k)` is called when k more episodes are over.
@@ -155,7 +155,8 @@ class Player:
 
 
 class _Game:
-    """The state of one call of `play`, the same on all ranks of the replica except for `_come`."""
+    """The state of one call of `play`. It is the same on all ranks of the replica, except that only the first rank has
+    received answers (`_come`)."""
 
     def __init__(
         self, player: Player, starts: Sequence[EpisodeStart], advance: Callable[[int], None], record: Recording | None
@@ -167,7 +168,7 @@ class _Game:
         self.counts = PlayCounts()
         self._waiting = deque(range(len(starts)))
         self._playing: dict[int, int] = {}  # slot -> number of its episode
-        self._kept: dict[int, set[str]] = {}  # slot -> tasks that it has played
+        self._kept: dict[int, set[str]] = {}  # slot -> tasks of the episodes that it has begun
         self._come: dict[int, Answer] = {}  # received answers that are not used yet; only on the first rank
 
     def play(self) -> None:

@@ -100,7 +100,8 @@ class Simulator:
         self._steps, self._over = 0, False
 
     def refuse_trial(self, trial: int) -> None:
-        """Raise ValueError if the task has no start state `trial`; for simulators that count their steps themselves."""
+        """Raise ValueError if the task has no start state `trial`. Simulators that count their steps themselves call
+        this instead of `begin`."""
         if not 0 <= trial < self.spec.trials:
             raise ValueError(f"{self.spec.name} has no trial {trial}; allowed: 0 to {self.spec.trials - 1}")
 

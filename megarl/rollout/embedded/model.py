@@ -161,6 +161,9 @@ class Layer:
         """Add `delta` and the mixer's output to `hidden` [n, h] in place; return the MLP's output [n, h].
 
         The next layer adds the MLP's output, which it receives as `delta`.
+
+        Args:
+            lockstep: largest n of the ranks that share experts with this one.
         """
         if not len(hidden):
             return hidden if self._moe is None else self._moe(hidden, lockstep)

@@ -151,7 +151,7 @@ class EngineReceiver:
         return True
 
     def join_group(self, group: UpdateGroup, step: UpdateStep) -> None:
-        """Make all ranks join the process group."""
+        """Make all ranks of the engine join the process group through which updates are broadcast."""
         meeting = {"name": group.name, "address": group.address, "port": group.port, "size": group.size}
         limit = {"backend": group.backend, "deadline_s": step.deadline_s}
         self._ranks.ask({"op": "join"} | meeting | limit, step)
@@ -237,7 +237,7 @@ class EngineReceivers:
 
 
 class _Ranks:
-    """The connections to the inboxes of one engine."""
+    """The connections to all ranks of one engine, each at the address of the rank's inbox."""
 
     def __init__(self, name: str, url: str, addresses: Sequence[Address], key: str) -> None:
         self._name, self._url, self._addresses, self._key = name, url, list(addresses), key
@@ -282,5 +282,5 @@ class _Ranks:
 
 
 def _placed(entries: Sequence[Entry]) -> list[list[Any]]:
-    """Return (name, shape, dtype, first byte, bytes) of each tensor in a flat buffer."""
+    """Return (name, shape, dtype, offset in bytes, number of bytes) of each tensor in a flat buffer."""
     return [[entry.name, list(entry.shape), entry.dtype, entry.offset, entry.nbytes] for entry in entries]

@@ -23,7 +23,7 @@ class TokenRows:
         """Do nothing, because memory for all tokens is allocated from the start."""
 
     def clear(self, rows: Tensor) -> None:
-        """Set all numbers of `rows` to `none`."""
+        """Set all recorded numbers of `rows` to `none`, the mark for an empty record."""
         self._rows[rows] = self._none
 
     def copy_rows(self, sources: Tensor, targets: Tensor) -> None:

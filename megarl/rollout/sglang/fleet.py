@@ -226,7 +226,7 @@ class Fleet:
         self.close()
 
     def _tracked(self) -> list[Server]:
-        """Return the servers whose state this rank tracks."""
+        """Return the servers whose state this rank tracks: those that it started, and its external ones."""
         heads = [number for number, process in self._owned.items() if process.spec.node == 0]
         return [self.servers[number] for number in (*heads, *self._watched)]
 

@@ -90,7 +90,8 @@ class PositionCache:
                 cache[targets] = cache[sources]
 
     def flat_index(self, positions: Tensor) -> Tensor:
-        """Return the indices [n*G] of position `positions[i]` of row i in a layer viewed as [rows*G*L, D]."""
+        """Return the indices [n * G] of position `positions[i]` of row i in a layer viewed as [rows * G * L, D], for G
+        key/value heads and L positions."""
         rows = torch.arange(len(positions), device=positions.device)
         return ((rows[:, None] * self.heads + self._head_index) * self.length + positions[:, None]).flatten()
 

@@ -94,7 +94,7 @@ class Products:
         each = scores.view(len(scores), -1, per, scores.shape[2])
         queries, keys = each.shape[1], each.shape[3]
         if self.causal:
-            corner = each[..., first:]  # the keys before it are seen by all queries of the block
+            corner = each[..., first:]  # all queries of the block see the keys before `first`
             future = torch.ones(queries, keys - first, dtype=torch.bool, device=scores.device).triu_(1)
             corner.masked_fill_(future[:, None], _HIDDEN)
         if self.seen is not None:
@@ -129,7 +129,7 @@ class _Rows:
 
 
 def _joined_keys(x: Tensor, count: int) -> Tensor:
-    """Return [count * n, groups, d] from [count * groups, n, d]."""
+    """Join the keys or values of `count` sequences, [count * groups, n, d], to one stream [count * n, groups, d]."""
     return x.view(count, -1, *x.shape[1:]).transpose(1, 2).reshape(-1, len(x) // count, x.shape[2])
 
 

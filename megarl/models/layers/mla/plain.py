@@ -60,7 +60,7 @@ class MLA(Mixer):
         }
 
     def widths(self) -> dict[str, int]:
-        """Return the number of heads, which tensor parallelism divides."""
+        """Return the numbers that tensor parallelism must divide, by name: here that of attention heads."""
         return {"attention heads": self.heads}
 
     def kept_elements(self, tp: int) -> float:

@@ -118,7 +118,8 @@ def rotate_end(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor
 
 
 def _pairs(x: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Return views of the first and second numbers of the pairs that RoPE rotates, at the end of `x`."""
+    """Return views of the first and of the second number of each pair that RoPE rotates; the pairs are the last
+    2 * `rotated` numbers of `x`."""
     end = x[..., -2 * rotated :]
     return (end[..., ::2], end[..., 1::2]) if interleaved else (end[..., :rotated], end[..., rotated:])
 

@@ -218,7 +218,7 @@ def neighbours_loss(vectors: Tensor, exists: Tensor) -> tuple[Tensor, int, int]:
     apart = (number[:, None] - number).abs()
     both = exists[:, :, None] & exists[:, None, :]
     negative = both & (apart > 1)
-    others = alike.masked_fill(~negative, -1e4)  # a finite number, whose gradient is zero and not NaN
+    others = alike.masked_fill(~negative, -1e4)  # not -inf, whose gradient would be NaN
     pairs = both & (apart == 1) & negative.any(2, keepdim=True)
     loss = F.softplus(others.logsumexp(2, keepdim=True) - alike)[pairs].sum()
     hits = (alike > others.amax(2, keepdim=True))[pairs].sum()
@@ -226,7 +226,7 @@ def neighbours_loss(vectors: Tensor, exists: Tensor) -> tuple[Tensor, int, int]:
 
 
 def _sample(count: int, most: int, *seeds: int) -> list[int]:
-    """Return up to `most` random numbers from 0 to `count` - 1, sorted; they depend only on the arguments."""
+    """Return up to `most` different random numbers from 0 to `count` - 1, sorted, drawn with the seeds `seeds`."""
     return np.sort(np.random.Generator(np.random.PCG64(seeds)).permutation(count)[:most]).tolist()
 
 
@@ -243,7 +243,8 @@ def _average_gradients(encoder: nn.Module, count: int, group: WorkerGroup) -> No
 
 
 def _seen(calls: Jagged, ends: Tensor, episode: Tensor, place: Tensor) -> Tensor:
-    """Return the observations [N, ...] of episodes [N] at places [N]; the place after the last call is in `ends`."""
+    """Return one observation per entry of `episode` [N], [N, ...]: the one before policy call number `place` [N], or
+    for the number after the last call the episode's final one, from `ends`."""
     after = place >= calls.lengths[episode]
     observations = ends.new_empty(len(place), *ends.shape[1:])
     observations[after] = ends[episode[after]]

@@ -71,7 +71,8 @@ class ProbeTensor(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor, device: torch.device, places: list[CopyTarget]) -> ProbeTensor:
-        """Create a probe for `meta`, a meta tensor whose strides and offset define its part of the whole tensor."""
+        """Create a probe for `meta`, a meta tensor: its shape, strides and offset define which elements of a whole
+        checkpoint tensor the probe stands for. `places` collects where these elements are copied to."""
         offset, dtype = meta.storage_offset(), meta.dtype
         made = Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), storage_offset=offset, dtype=dtype, device=device
@@ -92,7 +93,7 @@ class ProbeTensor(Tensor):
             source.places.append(CopyTarget(source.meta.storage_offset(), source.meta.stride(), target))
             return target
         probe = next(arg for arg in args if isinstance(arg, cls))
-        if func is torch.ops.aten.zero_.default:  # this rank's part is zero whatever is sent
+        if func is torch.ops.aten.zero_.default:  # zero on this rank, whatever weights are sent
             probe.places = []
             return probe
         if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") in (None, probe.dtype):
