@@ -135,7 +135,8 @@ def _clocks(store: Store, node: int, members: list[int], limit_s: float) -> dict
 def _edges(
     store: Store, members: list[int], node: int, local: int, each: int, gpus: int, limit: datetime.timedelta
 ) -> list[tuple[tuple[int, int], dict[str, Any]]]:
-    """Return this process's results with each neighbour; a pair holds two indices into `members`."""
+    """Measure an all-reduce with each neighbour of this node in a ring of the nodes `members`. Return (pair of indices
+    into `members`, measurement) of this process."""
     position, gpu, edges = members.index(node), local if gpus else None, []
     for a, b in ring(len(members)):
         if position in (a, b):

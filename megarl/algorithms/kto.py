@@ -40,7 +40,8 @@ class Counts:
 
 
 def baseline(total: float, examples: float) -> float:
-    """Return the baseline z from the sum `total` and the number `examples` of all ranks' mismatched log-ratios."""
+    """Return KTO's baseline z: the mean log-ratio of policy and reference over prompts with other prompts' responses,
+    at least 0. `total` and `examples` are the sum and number of these log-ratios over all ranks."""
     return max(0.0, total / examples)
 
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from megarl.config.algorithm import AlgorithmConfig, DistillationConfig, KLConfig, PolicyLossConfig
     from megarl.config.correction import ResolvedCorrection
 
-#: Raw metrics by which the gradient is divided after the last micro-batch: the number of its tokens or sequences, and
-#: the sum and number of its importance weights.
+#: Metrics that only add up, over micro-batches, what the gradient is divided by after the last one: the number of
+#: tokens or sequences, and the sum and number of importance weights.
 DIVISOR, WEIGHT_SUM, WEIGHT_COUNT = "_update/divisor", "_update/weight_sum", "_update/weight_count"
 
 
@@ -158,8 +158,8 @@ class Objective:
         return float(tokens), self._weights(mask, torch.cat(counts), inputs)
 
     def echo_weights(self, inputs: TokenInputs, all_sum: AllSum) -> Tensor:
-        """Return the share of each token in the cross-entropy on observations: 1 / the number of the environment's own
-        tokens in the mini-batch over all ranks. Samples without a trained token do not count.
+        """Return the weight of each token in the cross-entropy on observations, whose sum over the mini-batch and all
+        ranks is 1. It is 0 for tokens that are not an observation's, and in samples without a trained token.
         """
         rows, mask = Rows.of(inputs.loss_mask, inputs.offsets), inputs.observation_mask
         if mask is None:
@@ -351,7 +351,7 @@ def actor_loss(
 
     Args:
         logp: float [N] or [B, T], differentiable; old_logp, advantages, ref_logp, entropy and bool mask have its shape.
-        weights: same shape, from `aggregation_weights`.
+        weights: w, same shape, from `aggregation_weights`.
         cfg: `algorithm.loss`: the policy loss, its settings, and entropy_coef.
         tokens: valid tokens of the whole mini-batch over all ranks, for the metrics.
         offsets: int64 [B + 1] for the packed form.
@@ -360,7 +360,7 @@ def actor_loss(
         kl, distillation: settings of these terms; None: no such term.
         teacher: log-probs of the teacher, same shape; or its most likely tokens and the policy's log-probs of them.
         fields: this micro-batch's part of the loss's other inputs and of the results of its `prepare`.
-        is_weights: same shape, the factors c of the policy loss (rollout correction); None: 1.
+        is_weights: c, same shape, the importance weights of rollout correction; None: 1.
 
     Returns:
         The micro-batch's share of the mini-batch's loss, zero (with zero gradients) without valid tokens, and metrics.

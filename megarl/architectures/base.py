@@ -70,8 +70,8 @@ class Architecture:
 
     @property
     def experts_keys(self) -> tuple[str, str] | None:
-        """The names of the number of experts: of the configuration's field, and in older config.json files; None: the
-        name is `num_experts`, or there are no experts."""
+        """Two names for the number of experts: the field of the configuration class, and the key of older config.json
+        files. None: both are `num_experts`, or there are no experts."""
         return None if self.experts is None else self.experts.names
 
     @property

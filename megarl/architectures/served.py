@@ -26,6 +26,7 @@ class ServedClass:
 
     @property
     def partial(self) -> bool:
-        """Whether the class computes some configs of the architecture otherwise, in more than windows."""
+        """Whether SGLang's class computes some configs of the architecture differently from the model, apart from
+        windows."""
         other = self.rope_types is not None or self.rope_theta is not None
         return other or callable(self.wrong) or not (self.head_dim and self.tied)

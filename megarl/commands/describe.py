@@ -141,7 +141,8 @@ def _values(info: FieldInfo, *, nullable: bool) -> str:
 
 
 def _section_row(key: Key, first: str, defaults: dict[str, Any]) -> str:
-    """Return the table row of a section, with a link to the table at `first` and the defaults that differ from it."""
+    """Return the documentation row of a section with the same keys as the section `first`: a link to that section's
+    table, and the defaults that differ."""
     inside = [path for path in defaults if path.startswith(f"{key.path}.")]
     others = [path for path in inside if defaults[path] != defaults[first + path[len(key.path) :]]]
     differing = ", ".join(f"`{path.rpartition('.')[2]}` {as_yaml(defaults[path])}" for path in others)

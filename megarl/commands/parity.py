@@ -149,7 +149,8 @@ def _places(
 
 @contextmanager
 def _recorded(places: dict[str, torch.nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
-    """Record the output of each module inside the block, as float32 rows [tokens, hidden] on the CPU."""
+    """Record the outputs of the modules `places` while they run inside the block: by name, a list of float32 [tokens,
+    hidden] on the CPU."""
     seen: dict[str, list[Tensor]] = {name: [] for name in places}
 
     def note(name: str) -> Callable[..., None]:

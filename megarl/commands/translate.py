@@ -109,7 +109,8 @@ def read_settings(file: Path) -> OtherSettings:
 
 
 def _of_words(words: list[str]) -> OtherSettings:
-    """Return the settings in the words of a script, after replacing its variables by their values or defaults."""
+    """Return the settings among the words of a shell script. Shell variables in them are replaced by the values that
+    the script sets, or by their defaults."""
     settings, variables = OtherSettings({}), {"HOME": os.path.expanduser("~")}
     name = ""
     for raw in words:
@@ -357,7 +358,7 @@ def _trl_optimizer(source: OtherSettings, made: Translation, section: str) -> No
 
 
 def _trl_grpo(source: OtherSettings, made: Translation, batch: int, accumulated: int) -> None:
-    """Translate the keys of GRPOConfig. Batch sizes count responses there, and prompts here."""
+    """Translate the keys of TRL's GRPOConfig, whose batch sizes count responses; those of a recipe count prompts."""
     samples = int(source.take("num_generations") or 8)
     made.set("rollout.sampling.n", samples)
     generated = source.take("generation_batch_size") or batch * int(source.take("steps_per_generation") or accumulated)

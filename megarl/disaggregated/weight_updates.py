@@ -160,7 +160,8 @@ class AsReadyUpdates(WeightUpdates):
         self._update_number, self._version = self._update_number + 1, version
 
     def metrics(self, step: int) -> list[MetricsJson]:
-        """Return the metrics of the rollout team's segments that ended in `step`, and of the samples of `step`."""
+        """Return the metrics that the rollout team sent: one entry for each of its segments that ended during `step`,
+        and one for the samples of `step`."""
         mail, ended, self._ended = self._c.mail, self._ended, []
         segments = [StepMetrics.read(mail, self._team, number).metrics for number in ended]
         return [*segments, StepFormed.read(mail, step).metrics]

@@ -92,8 +92,8 @@ class TEExperts(GroupedExperts):
     linear = TEExpertLinear
 
     def forward(self, rows: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Return the output [n, h] of the experts for rows [n, h] grouped by expert, times each row's probability, and
-        None for the bias."""
+        """Return the output [n, h] of the experts for rows [n, h] grouped by expert, times each row's probability; and
+        None, because the experts have no bias that is added later."""
         linears = (self.linear_fc1, self.linear_fc2)
         if not self.config.fp8 and all(is_one_kernel(linear.stacked, rows.dtype) for linear in linears):
             return super().forward(rows, counts, probs)
@@ -141,8 +141,8 @@ class TEPackedAttention(TEDotProductAttention):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: object, packed_seq_params: PackedSequences, **__: object
     ) -> Tensor:
-        """Apply RoPE and attention: `query` [t, 1, heads, d], `key` and `value` [t, 1, groups, d] -> [t, 1, heads *
-        d]."""
+        """Return the attention's output [t, 1, heads * d] after RoPE, d: width of a head. `query`: [t, 1, heads, d];
+        `key` and `value`: [t, 1, groups, d]."""
         packed = packed_seq_params
         angles, at = packed.cache["angles"], (packed.cp_size, packed.cp_rank)
         q, k = (fused_apply_rotary_pos_emb_thd(x.squeeze(1), packed.cu_seqlens_q, angles, *at) for x in (query, key))

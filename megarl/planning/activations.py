@@ -30,8 +30,8 @@ class Passes:
     """The passes through the model in one optimizer step, as one rank sees them."""
 
     tokens: float  # this rank's tokens of the largest micro-batch
-    rows: float  # how many of these tokens predict a response token; the head computes only them
-    longest: int  # tokens of the longest sequence, over all its ranks
+    rows: float  # how many of `tokens` predict a response token; the output layer computes only these
+    longest: int  # tokens of the longest sequence, those on other context-parallel ranks included
     count: int = 1  # number of micro-batches
 
 
@@ -172,8 +172,8 @@ class Activations:
         return self.parallel.most_layers(self.facts.layers) * each + self.stream
 
     def in_flight(self, *, last: bool) -> float:
-        """Return the maximum number of micro-batches whose activations the first stage holds at once; with `last`, the
-        last stage."""
+        """Return the maximum number of micro-batches whose activations one pipeline stage holds at once: the last stage
+        if `last`, otherwise the first."""
         pp, vpp = self.parallel.pp, self.parallel.vpp or 1
         if pp == 1:
             return 1.0
@@ -202,7 +202,8 @@ class Activations:
 
     @property
     def _expert_rows(self) -> float:
-        """Maximum temporary bytes of a layer's expert rows, in the backward pass or the sum of divided experts."""
+        """Maximum temporary bytes for the rows that the experts of a layer process: in the backward pass, or while the
+        results of experts that are split over ranks are summed."""
         ways, element = self.parallel.expert_tp, self.element
         backward = 4 * element * ways
         # Results of experts in their own order and in token order; the latter in fp32; rows of two ranks that are being
@@ -268,7 +269,7 @@ class Activations:
         # norm's input. The policy's head adds its rows and, if it computes all logits in one chunk, these logits.
         size = bytes_before + of_layer + 4 * self.stream + rows
         size += FULL * self._logits if n <= self.engine.logits_chunk_tokens else 0.0
-        if self.parallel.pp > 1 and not self.facts.tied:  # the first stage's embedding
+        if self.parallel.pp > 1 and not self.facts.tied:  # the last stage gets a copy of the embedding
             size += self.element * self._columns * self.facts.hidden
         return [Needed(size, 0.0, self._logit * self._logits + 2 * rows), Needed(size, layer.passing)]
 

@@ -111,7 +111,8 @@ class Choice:
         return self.apply_engine(_with(config, **placed, cluster=_with(config.cluster, **cluster)), trains)
 
     def apply_engine(self, config: RunConfig, trains: Sequence[str]) -> RunConfig:
-        """Set the remaining choices in `config`, which already has this spread and layout, and return it."""
+        """Return `config`, which already has this choice's placement and layout, with the choice's settings of
+        micro-batches, recomputation and offload."""
         changed: dict[str, Any] = {}
         for role in trains:
             section = getattr(config, role)

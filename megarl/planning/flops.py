@@ -108,7 +108,8 @@ def _scores(per_pair: Mapping[int | None, float], start: float, end: float) -> f
 
 
 def pairs_between(start: float, end: float, window: int | None = None) -> float:
-    """Count the pairs of queries at positions start..end-1 with the keys they see: at most the last `window` keys."""
+    """Count the (query, key) pairs of causal attention for queries at positions start..end-1; each query sees the keys
+    up to its position, with `window` only the last `window` of them."""
     if window is None or end <= window:
         return (end * (end + 1) - start * (start + 1)) / 2
     full = max(0, end - max(start, window))

@@ -20,7 +20,7 @@ class Links:
     given: PlanAssumptions
 
     def inside(self, size: int, stride: int = 1) -> bool:
-        """Return whether fast links join all ranks of a group."""
+        """Return whether fast links join all ranks of a group of `size` ranks that are `stride` ranks apart."""
         return size * stride <= self.hardware.joined
 
     def rate(self, *, inside: bool) -> float:

@@ -213,7 +213,8 @@ class ModelPass:
         return (3 - frozen + chunks if train else 1) * tokens * each
 
     def _frozen(self, train: bool) -> int:
-        """Return how many matrix products of an update are not needed for weights without a gradient."""
+        """Return how many of the products per weight matrix (forward, gradients of input and of weight) are left out:
+        1 when training adapters, or with a frozen language model; otherwise 0."""
         return 1 if train and (self.lora is not None or "language_model" in self.facts.frozen) else 0
 
     def _products(self, share: Share, passes: float, *, train: bool) -> list[Cost]:
@@ -246,7 +247,7 @@ class ModelPass:
 
     @cached_property
     def _stages(self) -> float:
-        """The model's layers divided by those of the largest pipeline stage: pp if all stages have equally many."""
+        """The model's number of layers divided by that of the largest pipeline stage; pp if all stages are equal."""
         return self.facts.layers / self.parallel.most_layers(self.facts.layers)
 
     def _adapters(self, tokens: float) -> float:
@@ -270,7 +271,7 @@ class ModelPass:
         )
         split = sum(attended) + 3 * width
         elements = share.tokens / parallel.cp * (4 * facts.hidden / self._split_residual + split / parallel.tp)
-        if not self.hardware.gpu:  # CPU attention takes time to store its probabilities in memory
+        if not self.hardware.gpu:  # on a CPU attention also writes its probabilities to memory
             square = share.length**2 + share.variance
             elements += self._pairs * share.samples * facts.heads / parallel.tp * square / parallel.cp
         elements *= facts.layers / self._stages

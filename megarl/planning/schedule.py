@@ -13,7 +13,7 @@ from megarl.dag.stage import Role
 
 @dataclass(frozen=True)
 class Schedule:
-    """The assignment of nodes to workers, and their dependencies."""
+    """Which team runs each node of the task graph, and for which other nodes the node waits."""
 
     nodes: tuple[tuple[str, str, tuple[str, ...]], ...]  # (id, team, dependencies) of each node, in the graph's order
     actor: str  # the actor's team
@@ -32,8 +32,12 @@ class Schedule:
         """Return the start time of each node, and the seconds of a step (formula S1 of docs/planning.md).
 
         A team works on one node at a time, in the graph's order; a node begins when the nodes that it depends on have
-        ended. Then comes the work between steps. If generation runs ahead, the team that is busy longest sets the pace.
-        The rollout team waits for `pause` of the `between` seconds after the last node.
+        ended. If generation runs ahead, the team that is busy longest sets the pace.
+
+        Args:
+            seconds: duration of each node.
+            between: seconds of work after the last node, before the next step.
+            pause: part of `between` in which the rollout team waits.
         """
         free: dict[str, float] = {}
         busy: dict[str, float] = {}

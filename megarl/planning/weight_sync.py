@@ -45,7 +45,7 @@ class WeightSyncMemory:
 
     @property
     def _largest(self) -> float:
-        """Bytes of the embedding in the dtype that is sent."""
+        """Bytes of the embedding, the largest tensor, in the dtype in which weights are sent."""
         return self.facts.vocab * self.facts.hidden * BYTES[self._dtype]
 
     @property
@@ -81,7 +81,7 @@ class WeightSyncMemory:
         return terms
 
     def passing(self) -> list[Term]:
-        """Return the terms of temporary memory that exist only while weights are updated."""
+        """Return the terms of device memory that are in use only during a weight update."""
         terms: list[Term] = []
         if self.config.rollout.colocated and max(self._here, self.config.rollout.sglang.ranks) > 1:
             terms.append(Term("a bucket on its way into a server", max(self.buffers()), "sync.bucket_mb", 0.0))

@@ -124,7 +124,8 @@ class Workload:
 
     @property
     def seen(self) -> int:
-        """How often the images of a prompt or an episode pass through the encoder in one pass over all samples."""
+        """How many sets of images the encoder processes in one pass over all samples: one per group, or one per sample
+        if the samples of a group have different images (`apart`)."""
         return self.number if self.apart else self.groups
 
     @property
@@ -138,7 +139,8 @@ class Workload:
         return self.number * (self.prompt + self.lengths.expected)
 
     def share(self, replicas: int, groups: int | None = None) -> Share:
-        """Return the work of the busiest of `replicas` replicas when they share `groups` prompts (None: all of a step).
+        """Return the work of the busiest of `replicas` replicas that share the samples of `groups` prompts (None: all
+        prompts of a step).
 
         The mean of n lengths has a standard deviation of `Lengths.variation` / sqrt(n) times the mean, and the largest
         of R such means is approximately sqrt(2 ln R) standard deviations above it.

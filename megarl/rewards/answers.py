@@ -42,8 +42,8 @@ def answer_texts(value: Any, answers: Answers) -> list[str]:
 
 
 def meeting_any(function: F) -> F:
-    """Decorate the reward `function(sample, *, ...)` with the setting `answers`: the best result over the answers
-    counts."""
+    """Add the setting `answers` to the reward `function(sample, *, ...)`. With it a sample may have several reference
+    answers, and the result with the largest `overall` counts."""
     signature = inspect.signature(function)
     setting = inspect.Parameter("answers", inspect.Parameter.KEYWORD_ONLY, default="one")
 

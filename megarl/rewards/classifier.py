@@ -118,8 +118,12 @@ def _load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
 
 
 def shown_text(sample: Sample, tokenizer: Any, *, form: str, end: bool) -> str:
-    """Return the text of a sample as a reward model reads it, in the form text or chat; `end` appends a missing end
-    token."""
+    """Return a sample as the text that the reward model scores.
+
+    Args:
+        form: `text` (prompt and response), or `chat` (written by the tokenizer's chat template).
+        end: whether to append the tokenizer's end token (EOS) if the text does not end with it.
+    """
     if form == "text":
         text = f"{sample['prompt']}{sample['response']}"
     else:

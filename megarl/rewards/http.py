@@ -34,7 +34,7 @@ class HttpSettings(EndpointSettings):
         return self.protocol == "json"
 
     def sample_names(self) -> list[str]:
-        """Return the names of the fields that every sample must have."""
+        """Return the sample fields that requests contain, and that every sample must have."""
         return self.fields if self.protocol == "json" else []
 
 

@@ -39,11 +39,11 @@ _CHUNKS_PER_WORKER = 4  # chunks small enough to balance the load, and large eno
 
 @dataclass
 class _Batch:
-    """The work of one call.
+    """A batch of samples that is being scored: the state of one call of the pool.
 
     Attributes:
-        outcomes: outcomes by position in the batch.
-        pending: positions that wait, chunk by chunk.
+        outcomes: outcome of each scored sample, by its position in the batch.
+        pending: chunks that wait for a process, each a list of positions.
         again: chunks whose process was killed; they are scored again when no process scores other chunks.
         killed: positions whose process was killed while it scored their chunk.
     """

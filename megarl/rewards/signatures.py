@@ -53,7 +53,7 @@ OTHER_FORMS = "fn(completions, **kwargs), fn(prompts, completions, answer, ...),
 
 
 def form_of(signature: inspect.Signature) -> Convention:
-    """Return the convention that a function with the parameters of `signature` follows."""
+    """Return the calling convention (TRL's, verl's or megarl's own) of a reward function with this signature."""
     return next((form for form in (TRL, VERL) if form.mark in signature.parameters), OWN)
 
 

@@ -75,7 +75,7 @@ class EpisodeScores:
 
     @property
     def recording(self) -> Recording | None:
-        """The clips that simulators must record for scores; None: no clips."""
+        """The clips that simulators must record so that episodes can be scored by them; None: no clips."""
         return None if self._embedder is None else self._embedder.recording
 
     def score(self, samples: Batch, step: int, metrics: Metrics) -> Tensor:
@@ -109,7 +109,8 @@ class EpisodeScores:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def files(self) -> dict[str, bytes]:
-        """Return the file for a checkpoint by name; only on the first rank, since all ranks have the same state."""
+        """Return the state of scorer and embedder for a checkpoint, as {file name: content}; empty on all ranks except
+        the first, because all have the same state."""
         state: dict[str, Any] = {"scorer": self._scorer.state()}
         if self._embedder is not None:
             state["embedder"] = self._embedder.state()

@@ -135,7 +135,8 @@ def _statistics(config: RunConfig, layout: Layout, tasks: Mapping[str, TaskSpec]
 
 
 def model_statistics(config: RunConfig, robot: RobotConfig) -> tuple[str, DatasetStatistics]:
-    """Return the name and the statistics in the model's folder; a new model's statistics scale nothing."""
+    """Return the name of a data set and its action statistics from the model's folder. A randomly initialised model
+    gets statistics that change no number, under the simulator's name."""
     path = config.model.path
     if path is not None and (stored := policy_statistics(resolve_folder(path), robot.bounds)) is not None:
         known, where = stored
@@ -154,7 +155,8 @@ def statistics_file(hf: PretrainedConfig, layout: Layout) -> dict[str, bytes]:
 def _statistics_texts(hf: PretrainedConfig) -> dict[str, str]:
     """Return the content of the files with the policy's action statistics, by name; empty if it has none.
 
-    `BOUNDS` names the statistics that are mapped to -1 and 1, which dataset_statistics.json does not contain.
+    The file `BOUNDS` records which statistics of each data set are mapped to -1 and 1 (such as q01 and q99), because
+    dataset_statistics.json has no field for this.
     """
     known = getattr(hf, "action_statistics", None)
     if not known:

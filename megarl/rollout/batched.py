@@ -36,7 +36,7 @@ class BatchedGeneration:
     def submit(
         self, sequence: int, tokens: list[int], seed: int, room: int, images: ImageSet | None = None, begun: int = 0
     ) -> None:
-        """Keep the next turn of `sequence` for the next round; see `Generation.submit` for the arguments."""
+        """Store the next turn of `sequence` until `wait` runs a round; see `Generation.submit` for the arguments."""
         self._turns[sequence] = (tokens, seed, room, images, begun)
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:

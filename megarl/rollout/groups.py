@@ -372,7 +372,7 @@ class GroupGenerator:
     # -- turns -------------------------------------------------------------------------------------------------------
 
     def _decode(self, generation: Generation, enough: Callable[[], bool]) -> None:
-        """Generate until a group is complete, nothing is in flight, or `enough()` returns True."""
+        """Generate turns until some group of samples is complete, nothing is in flight, or `enough()` returns True."""
         stopped = False
 
         def should_return() -> bool:

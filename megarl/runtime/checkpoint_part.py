@@ -44,7 +44,7 @@ def newest_intact(root: Path, world: WorkerGroup) -> tuple[tuple[Path, dict[str,
     faults.
 
     Raises:
-        FormatError: another version of megarl wrote a checkpoint.
+        FormatError: that checkpoint or a newer one has the format of another version of megarl.
     """
     faults: list[str] = []
     # Only rank 0 lists the folders: on a shared file system two ranks may see different ones.

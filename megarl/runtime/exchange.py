@@ -119,7 +119,7 @@ class GroupPool:
         self._tokens: list[int] = []
 
     def __len__(self) -> int:
-        """Return the number of groups on all replicas."""
+        """Return the number of groups added so far, over all replicas."""
         return len(self._owners)
 
     def add(self, samples: Batch, keep: list[bool]) -> None:

@@ -98,7 +98,7 @@ class Simulation:
         return tokens
 
     def call(self, calls: int = 1) -> Steps:
-        """Simulate a call of the coordinator process and the wait for its reply."""
+        """Simulate `calls` calls of the coordinator process, and the wait for its last reply."""
         if self.system.rollout is None and not self.system.others:
             return
         seconds = calls * self.seconds.call()
@@ -115,7 +115,7 @@ class Simulation:
         yield self.env.timeout(seconds)
 
     def next_failure(self, devices: int) -> float:
-        """Return the seconds until the next failure among `devices` devices."""
+        """Return a random number of seconds until the next failure of any of `devices` devices."""
         hours = self.faults.device_hours
         return float("inf") if hours is None else self._rng.expovariate(devices / (hours * 3600))
 

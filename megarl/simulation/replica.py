@@ -51,8 +51,8 @@ class ReplicaClock:
         return max(0, self._slots - len(self._running) - len(self._queue))
 
     def add(self, group: int, tokens: Sequence[int]) -> None:
-        """Begin a group whose samples will have these numbers of tokens. The replica prefills the group's prompt
-        once."""
+        """Begin a group with one sample per entry of `tokens`, the length of its response. The replica prefills the
+        group's prompt once."""
         self._left[group] = len(tokens)
         self._debt += self._prompt_s
         self._queue.extend((group, length) for length in tokens)

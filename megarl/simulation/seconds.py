@@ -53,15 +53,15 @@ class Table:
     """Durations from a table, measured or computed."""
 
     token_s: Line  # seconds per decoding step, by number of running samples
-    prefill_s: Line = field(default_factory=lambda: Line(0.0))  # seconds by number of tokens
+    prefill_s: Line = field(default_factory=lambda: Line(0.0))  # seconds of a prefill, by number of tokens
     nodes: Mapping[str, Line] = field(default_factory=dict)  # seconds by node id; other nodes take no time
     push_s: float = 0.0  # seconds of a weight update
     handover_s: Line = field(default_factory=lambda: Line(0.0))  # seconds of a handover, by number of tokens
-    other_s: Mapping[str, float] = field(default_factory=dict)  # seconds of a step outside all phases, by team
+    other_s: Mapping[str, float] = field(default_factory=dict)  # by team, seconds of a step in which no phase is open
     call_s: float = 0.001  # seconds that the coordinator takes per call
 
     def slower_links(self, times: float) -> Table:
-        """Return the same table for network links that are `times` times slower."""
+        """Return a copy of this table in which weight updates and handovers take `times` times as long."""
         line = self.handover_s
         slower = Line(line.fixed * times, line.per_token * times)
         return replace(self, push_s=self.push_s * times, handover_s=slower)

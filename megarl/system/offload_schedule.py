@@ -169,7 +169,8 @@ class OffloadSchedule:
         return {name: model.held for name, model in self._models.items()}
 
     def _settle(self) -> None:
-        """Move parts for the innermost phase; all ranks offload parts before they load others."""
+        """Move models and servers on and off the device as the innermost open phase requires; all ranks offload before
+        any rank loads."""
         name, wanted = self._open[-1]
         parts = {role: model.parts.intersection(wanted.get(role, ())) for role, model in self._models.items()}
         servers = frozenset(wanted.get(SERVERS, ()))

@@ -233,7 +233,8 @@ def _teams_in(meta: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _wrote(team: dict[str, Any], engines: Collection[str]) -> bool:
-    """Return whether the team wrote one of `engines`; if `engines` is empty, whether the team has no engines."""
+    """Return whether the team wrote any of `engines` into the checkpoint. With empty `engines`, return whether it wrote
+    none at all."""
     return bool({*engines} & {*team["engines"]}) if engines else not team["engines"]
 
 

@@ -229,7 +229,7 @@ class PendingSave:
             self.longest_s = max(self.longest_s, saving.ended - self._began)
 
     def poll(self) -> None:
-        """Check whether the current checkpoint is complete; if so, clear the current `Saving`."""
+        """Check whether the checkpoint that is being saved is complete; if so, end its `Saving`."""
         if self._saving is not None:
             with phase("checkpoint"):
                 if self._saving.poll():

@@ -33,7 +33,7 @@ class TopTokens:
 
     @property
     def outputs(self) -> int:
-        """Number of values per token: k + 1 ids and k + 1 log-probs."""
+        """Number of values per token: ids and log-probs of the k likeliest tokens, and of all others as one entry."""
         return 2 * self.k + 2
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:

@@ -57,7 +57,7 @@ class WholeVocabulary:
 
     @property
     def outputs(self) -> int:
-        """Number of values per token: those of `base`, and the divergence."""
+        """Number of values per token: log-prob, entropy (if `base` computes it) and divergence."""
         return self.base.outputs + 1
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
@@ -119,7 +119,8 @@ def vocabulary_divergence(
 
 
 class _Divergence(torch.autograd.Function):
-    """The sum of f(log p, log q) over the vocabulary for each row; the teacher's p has no gradient.
+    """For each row the sum of f(log p, log q) over the vocabulary, with p of the teacher and q of the policy, where f
+    defines the divergence. Only the policy gets a gradient.
 
     With s = df / d log q, the gradient of the policy's logit of token v is s_v - q_v sum_u s_u.
     """

@@ -81,8 +81,8 @@ def score_groups(
 
 
 def for_all_tokens(per_sample: Tensor, rows: Rows, mask: Tensor, token_rewards: Tensor) -> Estimate:
-    """Spread each sample's advantage [B] over its valid tokens, in the dtype of the rewards or float32, if that is
-    wider."""
+    """Give each valid token the advantage of its sample, `per_sample` [B]. The result has the dtype of the token
+    rewards, but at least float32."""
     dtype = torch.promote_types(token_rewards.dtype, torch.float32)
     advantages = rows.spread(per_sample.to(dtype), mask)
     return Estimate(advantages, advantages)

@@ -121,7 +121,7 @@ def bounded(ratio: Tensor, threshold: Threshold) -> Tensor:
 
 
 def is_truncated(ratio: Tensor, threshold: Threshold) -> Tensor:
-    """Return, as a bool tensor, which ratios `bounded` changes."""
+    """Return which ratios lie outside of `threshold`, where `bounded` changes them; bool, same shape."""
     if isinstance(threshold, Sequence):
         low, high = threshold
         return (ratio < low) | (ratio > high)

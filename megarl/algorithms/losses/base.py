@@ -54,7 +54,7 @@ class LossSpec(Spec):
 
     @property
     def prepare_reads(self) -> list[str]:
-        """Batch fields that `prepare` receives as keyword arguments."""
+        """Names of the batch fields that the loss's function `prepare` takes as keyword arguments."""
         if self.prepare is None:
             return []
         parameters = inspect.signature(self.prepare).parameters.values()
@@ -145,7 +145,7 @@ class SequenceClipSettings(ClipSettings):
 
 
 class DualClipSettings(RatioClipSettings):
-    """The clip range, and the bound of -A r for A < 0 (r: the token's ratio)."""
+    """The clip range of the ratio r, and dual_clip: a bound of the loss -A r of tokens whose advantage A is below 0."""
 
     dual_clip: PositiveFloat | None = Field(3.0, gt=1, description="bound of -A*r for A < 0; null: no bound")
 

@@ -79,7 +79,8 @@ def dppo_kl(
 
 
 def _inside(p: LossInputs, far: Tensor, cap: float | None) -> tuple[Tensor, Metrics]:
-    """Compute -A r with r truncated at `cap`, and 0 for tokens that are `far` and that A would push further away."""
+    """Compute the loss -A r, with the ratio r truncated at `cap`. It is 0 for tokens on which the policy is already
+    `far` from the old policy, if the advantage A would push it further away."""
     outward = torch.where(p.advantages > 0, p.log_ratio > 0, p.log_ratio < 0) & (p.advantages != 0)
     stopped = far & outward
     ratio, truncated = capped_ratio(p, cap)

@@ -135,8 +135,8 @@ def _head(tokens: int, vocabulary: int, dtype: torch.dtype, temperature: float =
 def _with_gradients(
     ours: Callable[..., Tensor], exact: Callable[..., Tensor], inputs: Sequence[Tensor], floor_share: float = 0.0
 ) -> float:
-    """Return the largest relative difference between `ours` and `exact`, of result and gradients. `floor_share` times
-    the norm of the upstream gradient is added to the denominator.
+    """Return the largest relative difference between the functions `ours` and `exact` (in float64), over the result and
+    the inputs' gradients. `floor_share` times the norm of the result's gradient is added to the denominator.
     """
     tested = [value.clone().requires_grad_() for value in inputs]
     references = [value.double().requires_grad_() for value in inputs]

@@ -250,7 +250,8 @@ class FinishedGroups:
     metrics: Metrics
 
     def select(self, numbers: Sequence[int]) -> FinishedGroups:
-        """Return the groups with these numbers, and the metrics if the first group is among them."""
+        """Return only the groups with these prompt numbers. The metrics count with the first group of `self`, so they
+        are empty without it."""
         places = [self.numbers.index(number) for number in numbers]
 
         samples = {}
@@ -328,7 +329,8 @@ class GroupChannel:
 def unused_groups(
     client: BufferClient, step: int, part: int, parts: int
 ) -> tuple[list[FinishedGroups], dict[int, int]]:
-    """Return share `part` of `parts` of the finished groups that no step up to `step` uses, and their versions."""
+    """Return the finished groups that no step up to `step` uses, and their weight versions by prompt number; of
+    `parts` shares of these groups only number `part`."""
     finished, versions = [], {}
     for group in sorted(client.unused(step, part, parts), key=lambda group: group.number):
         assert group.info is not None, "the group is finished"

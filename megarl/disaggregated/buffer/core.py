@@ -36,7 +36,8 @@ Topic: TypeAlias = tuple[Any, ...]
 
 
 class Change(NamedTuple):
-    """The result of a call that changes the state: the reply to its caller, and the topics that are now complete."""
+    """The result of a call that changes the buffer's state: the reply to the caller, and the topics that are complete
+    now, so that calls which wait for them return."""
 
     answer: Any = None
     topics: Sequence[Topic] = ()

@@ -33,7 +33,7 @@ class TokenReader:
         return token
 
     def next_is(self, *texts: str, ahead: int = 0) -> bool:
-        """Return whether the next token is one of `texts`."""
+        """Return whether a mark or command in `texts` follows, `ahead` tokens after the next token."""
         token = self.peek(ahead)
         return token is not None and token.kind in ("mark", "command") and token.text in texts
 

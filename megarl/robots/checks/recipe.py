@@ -26,10 +26,10 @@ TOKEN_LOSSES = ("ppo", "cispo", "dro", "gpg", "pg_is", "sapo")
 
 
 def check_robot(config: RunConfig, placement: Placement | None, checks: Checklist, *, starts: bool = False) -> None:
-    """Check a recipe with the section `robot`, or that other recipes use no simulator data.
+    """Check the section `robot` of a recipe; without it, check that no data source is a simulator.
 
     Args:
-        starts: the run starts on this machine now.
+        starts: whether the run starts on this machine now.
     """
     checks = checks.of("robot")
     data = config.data

@@ -246,7 +246,8 @@ class SimulatorPool:
         return answer
 
     def _take(self, slot: _Slot, header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Answer | None:
-        """Return the caller's answer from a message of the slot's process; None: only the pool needs the message."""
+        """Process a message of the slot's process. Return the answer for the pool's caller; None: the message concerns
+        only the pool."""
         episode, call = slot.episode, header["call"]
         if episode is None or call == "open":
             return None

@@ -162,7 +162,7 @@ class RoboTwin(Simulator):
         return Observation(frames, state)
 
     def close(self) -> None:
-        """Remove the scene."""
+        """Close RoboTwin's scene if an episode has opened one."""
         if self._open:
             self._env.close_env()
         self._open = False

@@ -93,7 +93,8 @@ class Scheduler:
         return passes
 
     def finish(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Drop finished rows and return the (source, target) rows to copy, all at once."""
+        """Remove the samples in the finished `rows`. Return the (source, target) copies, to be made all at once, that
+        move samples which still run into the freed rows."""
         gone = set(rows)
         running = len(self.running) - len(gone)
         holes = sorted(row for row in gone if row < running)

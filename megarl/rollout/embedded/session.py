@@ -342,7 +342,8 @@ class Session:
             done |= (sampled[:, None] == self._stops).any(1)  # torch.isin may sort, and wait for the device
 
     def _retire(self, rows: int) -> None:
-        """Free the rows of finished samples and move running rows into the gaps."""
+        """Free the cache rows of finished samples, and move samples that still run into them, so that the running
+        samples have the first rows."""
         self._read_texts(rows)
         finished = [row for row, done in enumerate(self._state.done[:rows].tolist()) if done]
         if not finished:

@@ -124,7 +124,7 @@ class ServerLayout:
 
     @cached_property
     def _mixers(self) -> dict[str, Mixer]:
-        """A mixer of each kind."""
+        """One of the model's mixers of each kind, by the kind's name."""
         return {mixer.kind: mixer for mixer in self.facts.mixers}
 
     @cached_property
@@ -149,7 +149,8 @@ class ServerLayout:
 
     @cached_property
     def _fused_rows(self) -> dict[str, int]:
-        """The rows on a rank of modules whose parts have different numbers of rows."""
+        """The number of rows on a rank of each fused module whose parts have different numbers of rows, by the
+        module's name."""
         facts, tp, rows = self.facts, self.tp, {}
         for mixer in self._mixers.values():
             if isinstance(mixer, Attention):

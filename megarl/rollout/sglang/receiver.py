@@ -213,7 +213,8 @@ class SglangReceiver:
             raise ServerError(self.name, self.url, step.phase, reason) from error
 
     def forget(self) -> None:
-        """Forget what this server can load, because another server may have its address at the next update."""
+        """Forget which weight loaders the server at this address has, because at the next update another server may
+        have the address."""
         self._loaders.pop(self.url, None)
 
     def _has(self, loader: str, step: UpdateStep) -> bool:
@@ -255,7 +256,8 @@ class SglangReceivers:
 
     @property
     def spread(self) -> str:
-        """Why servers cannot receive weights through one machine's memory; empty if they can."""
+        """The reason why servers cannot receive weights through the shared memory of one machine, for errors: a server
+        spans several machines. Empty if they can."""
         return SPREAD if self.fleet.config.nnodes > 1 else ""
 
     def lead(self, folder: Path, deadline_s: float) -> None:

@@ -15,7 +15,8 @@ from megarl.sync.transports.base import Transport, entries_by_rank
 
 
 class TensorTransport(Transport):
-    """Sends memory handles of the buffer to each rank of a receiver, with only those tensors that the rank needs."""
+    """Sends each rank of a receiver on the same host memory handles of those tensors in the sender's buffer that it
+    needs; the rank copies from there."""
 
     same_host = True
 

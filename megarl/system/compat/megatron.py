@@ -57,7 +57,8 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Patch:
-    """A change of a loaded module, where replacing source text is not enough. `needed` checks the original source."""
+    """A change of a loaded module, where replacing source text is not enough. `needed` returns whether the module's
+    original source requires it."""
 
     name: str
     module: str
@@ -370,7 +371,7 @@ def rewrites_for(module: str, *, cuda: bool) -> list[Rewrite]:
 
 
 def rewrite(module: str, source: str, *, cuda: bool) -> str:
-    """Return the source of `module` with every entry applied in order."""
+    """Return the source of `module` after all text replacements (`Rewrite`) that apply to it, in order."""
     for entry in rewrites_for(module, cuda=cuda):
         changed, count = entry.sub(source)
         while count and changed != source:  # an entry consumes one match per line, so repeat until none is left

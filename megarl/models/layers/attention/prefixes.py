@@ -151,7 +151,8 @@ def rectangles_by_level(spans: tuple[Span, ...]) -> list[list[Span]]:
 
 
 def place_of(pieces: list[tuple[int, int]], where: torch.device) -> Place:
-    """Return the tokens of `pieces`, [first, end) each: a slice if they follow each other."""
+    """Return an index of the tokens in the ranges `pieces`, [first, end) each: a slice if each range begins where the
+    one before it ends, otherwise a tensor on the device `where`."""
     if all(a[1] == b[0] for a, b in itertools.pairwise(pieces)):
         return slice(pieces[0][0], pieces[-1][1])
     return torch.cat([torch.arange(*piece) for piece in pieces]).to(where)

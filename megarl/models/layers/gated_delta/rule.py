@@ -156,7 +156,7 @@ class ChunkPlan:
         return take_rows(x, self.tokens, self.places).unflatten(0, (-1, self.size))
 
     def join(self, chunks: Tensor) -> Tensor:
-        """Return chunks [chunks, size, ...] as the stream [t, ...]."""
+        """Put the tokens of chunks [chunks, size, ...] back into the order of the stream, [t, ...]."""
         return take_rows(chunks.flatten(0, 1), self.places, self.tokens)
 
 

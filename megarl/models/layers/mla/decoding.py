@@ -41,7 +41,8 @@ class LatentCache(PositionCache):
         return (layers + 1) * max_length * mixer.cached * dtype.itemsize
 
     def latents(self, layer: int) -> Tensor:
-        """Return a view [rows, 1, L, rk + dr]; the contents of rows that are not running are undefined."""
+        """Return a view of the cached latents and rope keys of a layer, [rows, 1, positions, width of both]; the
+        contents of rows that are not running are undefined."""
         return self.views(layer)[0]
 
 

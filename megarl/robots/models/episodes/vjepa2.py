@@ -45,7 +45,7 @@ class VideoEmbedder(EpisodeEmbedder):
 
     @property
     def recording(self) -> Recording | None:
-        """The clips that simulators must record: frames of environment steps, if the encoder needs them."""
+        """The clips that simulators must record for the encoder; None if it embeds the pictures of policy calls."""
         return Recording(self._cameras, self._clip.frames) if self._by_steps else None
 
     @torch.no_grad()
