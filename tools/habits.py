@@ -93,16 +93,20 @@ def body_lines(function: Function) -> int:
 
 
 def small_helpers(files: Files) -> Iterator[str]:
-    """Yield the private functions of a few lines whose name stands in one other place of their file."""
+    """Yield the private functions of a few lines whose file names them in one other place, where they are called."""
     for place, nodes in files.items():
         uses = Counter(
             node.id if isinstance(node, ast.Name) else node.attr
             for node in nodes
             if isinstance(node, ast.Name | ast.Attribute)
         )
+        called = {
+            getattr(node.func, "id", getattr(node.func, "attr", "")) for node in nodes if isinstance(node, ast.Call)
+        }
         for function in functions(nodes):
             private = function.name.startswith("_") and not function.name.startswith("__")
-            if private and not function.decorator_list and uses[function.name] == 1 and body_lines(function) < LINES:
+            once = uses[function.name] == 1 and function.name in called
+            if private and once and not function.decorator_list and body_lines(function) < LINES:
                 yield f"{place}:{function.lineno} {function.name}"
 
 

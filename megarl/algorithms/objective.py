@@ -248,11 +248,7 @@ class Objective:
             fields=inputs.own,
             is_weights=is_weights,
         )
-        if inputs.echo_weights is not None:
-            loss = loss + echo_loss(logp, inputs.echo_weights, self.settings.echo_coef, metrics)
-        if inputs.expert_weights is not None:
-            name = "actor/expert_loss"
-            loss = loss + echo_loss(logp, inputs.expert_weights, self.settings.expert_coef, metrics, name)
+        loss = self._with_cross_entropy(loss, logp, inputs, metrics)
         if correction is not None:
             metrics.merge(correction.moments)
         if late:  # the weights must be divided by the tokens for token-mean, otherwise by the sequences
@@ -264,6 +260,15 @@ class Objective:
             for name, value in zip((WEIGHT_SUM, WEIGHT_COUNT), correction.normaliser.tolist(), strict=True):
                 metrics.sum(name, value)
         return loss, metrics
+
+    def _with_cross_entropy(self, loss: Tensor, logp: Tensor, inputs: TokenInputs, metrics: Metrics) -> Tensor:
+        """Return the loss with the cross-entropy of environment tokens and of experts' tokens, where there are any."""
+        if inputs.echo_weights is not None:
+            loss = loss + echo_loss(logp, inputs.echo_weights, self.settings.echo_coef, metrics)
+        if inputs.expert_weights is not None:
+            name = "actor/expert_loss"
+            loss = loss + echo_loss(logp, inputs.expert_weights, self.settings.expert_coef, metrics, name)
+        return loss
 
     def settle(self, metrics: Metrics, inputs: TokenInputs) -> None:
         """Divide the sums in the merged metrics of all micro-batches by their divisor, and drop the raw metrics."""

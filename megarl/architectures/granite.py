@@ -32,8 +32,8 @@ def scale(values: Mapping[str, Any]) -> float:
 
 def biases_in_sglang(values: Mapping[str, Any], mixers: Sequence[Mixer]) -> str | None:
     """Return why SGLang would compute other layers; None if it computes the same."""
-    found = [key for key in ("attention_bias", "mlp_bias") if values[key]]
-    return f"SGLang's class leaves out the biases of {' and '.join(found)}" if found else None
+    biases = [key for key in ("attention_bias", "mlp_bias") if values[key]]
+    return f"SGLang's class leaves out the biases of {' and '.join(biases)}" if biases else None
 
 
 ARCHITECTURE = Architecture(

@@ -58,6 +58,7 @@ from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 from megarl.planning.shards import Sizes
 from megarl.rollout.families import family_of
+from megarl.system.errors import UserError
 from megarl.system.machine import Machine, this_machine
 
 
@@ -123,10 +124,7 @@ def check_config(
         _check_steps(config, placement, roles, job, checks)
     learns_pairs = job == "train" and config.preference is not None
     if job == "train":
-        check_graph(config, built, checks)
-        check_curriculum(config, graph, placement, checks.of("curriculum"))
-        check_experts(config, graph, checks.of("experts"))
-        check_replay(config, graph, checks.of("replay"))
+        _check_training(config, built, placement, checks)
         if not learns_pairs:
             _check_learning(config, roles, placement, facts, checks)
     if not learns_pairs:
@@ -147,6 +145,17 @@ def check_config(
     check_unused(config, graph, placement, checks)  # last, so that a key with a problem of its own is reported once
     step_s = check_time(config, graph, placement, sizes, machine, checks, job)
     return Checked(checks.items, sizes, graph, placement, step_s)
+
+
+def _check_training(
+    config: RunConfig, built: TaskGraph | UserError | None, placement: Placement | None, checks: Checklist
+) -> None:
+    """Check the task graph, how prompts are drawn, and samples that are not generated in the step."""
+    graph = built if isinstance(built, TaskGraph) else None
+    check_graph(config, built, checks)
+    check_curriculum(config, graph, placement, checks.of("curriculum"))
+    check_experts(config, graph, checks.of("experts"))
+    check_replay(config, graph, checks.of("replay"))
 
 
 def _check_learning(

@@ -41,8 +41,21 @@ def check_replay(config: RunConfig, graph: TaskGraph | None, checks: Checklist) 
             allowed="grpo, dapo, or a pipeline of yours with megarl.runtime.stages.replay:replay after the advantage",
             fix="add the nodes with megarl.recipes.grpo.add_advantage, or set data.replay=null",
         )
+    for key, (value, why) in _conflicts(config, graph).items():
+        if value is not None:
+            checks.fail(
+                key,
+                f"{why}, so this does not go with {KEY}",
+                found=value,
+                allowed="the default, or no replay",
+                fix=f"remove it, or set {KEY}=null",
+            )
+
+
+def _conflicts(config: RunConfig, graph: TaskGraph | None) -> dict[str, tuple[object, str]]:
+    """Return key -> the value that does not go with replay, None if there is none, and why it does not."""
     mini, sampling = config.actor.mini_batch_size, config.algorithm.dynamic_sampling
-    others = {
+    return {
         "actor.mini_batch_size": (
             mini if mini is not None and mini < config.data.batch_size else None,
             "all replayed groups would be in the last mini-batch",
@@ -70,12 +83,3 @@ def check_replay(config: RunConfig, graph: TaskGraph | None, checks: Checklist) 
         ),
         KEY: (None if config.task.writes_text else "a section", "only samples of text are stored"),
     }
-    for key, (value, why) in others.items():
-        if value is not None:
-            checks.fail(
-                key,
-                f"{why}, so this does not go with {KEY}",
-                found=value,
-                allowed="the default, or no replay",
-                fix=f"remove it, or set {KEY}=null",
-            )

@@ -40,11 +40,11 @@ def rows_of(episode: Trajectory) -> list[Trajectory]:
         rewards |= zip(lane.turn_numbers, lane.turn_rewards, strict=True)
     total = sum(rewards.values())
     for lane in sorted(episode.all_lanes, key=lambda lane: -len(_trained(lane))):
-        own = [number for number in _trained(lane) if number not in owned]
-        if own:
-            owned |= set(own)
+        new = [number for number in _trained(lane) if number not in owned]
+        if new:
+            owned |= set(new)
             row = replace(lane.copy(), lanes=[], info=episode.info, ended_by=episode.ended_by)
-            row.leave_out([number for number in row.turn_numbers if number not in own])
+            row.leave_out([number for number in row.turn_numbers if number not in new])
             row.turn_rewards = [0.0] * row.turns
             rows.append(row)
     rows = rows or [replace(episode, lanes=[])]

@@ -20,7 +20,7 @@ SHORTEST = 16
 """Tokens of the shortest shared prefix: a shorter one costs more in small products than it saves."""
 
 
-class Node(NamedTuple):
+class PrefixNode(NamedTuple):
     """Tokens [depth, depth + length) of the sequence `row`; `parent` is the node before them, -1 for none."""
 
     row: int
@@ -29,7 +29,7 @@ class Node(NamedTuple):
     parent: int
 
 
-class Span(NamedTuple):
+class SharedSpan(NamedTuple):
     """The columns of an inner node of a prefix tree, [start, end), and of its descendants, [end, last)."""
 
     start: int
@@ -41,7 +41,7 @@ class Span(NamedTuple):
 class PrefixTree:
     """Nodes in depth-first order, none empty, and the last node of each sequence."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[PrefixNode, ...]
     leaves: tuple[int, ...]
 
     @property
@@ -53,7 +53,7 @@ class PrefixTree:
         """Return the first column of each node, and at the end the number of all columns."""
         return [0, *itertools.accumulate(self.lengths)]
 
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[SharedSpan, ...]:
         """Return the columns of every inner node and of its descendants, in depth-first order."""
         starts = self.starts()
         last = starts[1:]
@@ -61,7 +61,7 @@ class PrefixTree:
             parent = self.nodes[number].parent
             if parent >= 0:
                 last[parent] = max(last[parent], last[number])
-        spans = (Span(starts[number], starts[number + 1], last[number]) for number in range(len(self.nodes)))
+        spans = (SharedSpan(starts[number], starts[number + 1], last[number]) for number in range(len(self.nodes)))
         return tuple(span for span in spans if span.last > span.end)
 
     def positions(self) -> np.ndarray:
@@ -99,15 +99,15 @@ def prefix_tree(rows: Sequence[np.ndarray], shortest: int = SHORTEST) -> PrefixT
 
     >>> for node in prefix_tree([np.array([1, 2, 3]), np.array([1, 2, 4, 5])], 2).nodes:
     ...     print(node)
-    Node(row=1, depth=0, length=2, parent=-1)
-    Node(row=1, depth=2, length=2, parent=0)
-    Node(row=0, depth=2, length=1, parent=0)
+    PrefixNode(row=1, depth=0, length=2, parent=-1)
+    PrefixNode(row=1, depth=2, length=2, parent=0)
+    PrefixNode(row=0, depth=2, length=1, parent=0)
     """
     # big-endian numbers sort like their bytes
     order = sorted(range(len(rows)), key=lambda row: np.asarray(rows[row], dtype=">i8").tobytes())
     common = [0, *common_tokens([rows[row] for row in order])]
     longest = lambda part: max(len(rows[row]) for row in order[part.start : part.stop])  # noqa: E731
-    nodes, leaves = list[Node](), [-1] * len(rows)
+    nodes, leaves = list[PrefixNode](), [-1] * len(rows)
     # stack of subtrees to visit: (range in `order`, tokens before the subtree, node above it or -1)
     waiting = [(range(len(rows)), 0, -1)]
     while waiting:
@@ -116,7 +116,7 @@ def prefix_tree(rows: Sequence[np.ndarray], shortest: int = SHORTEST) -> PrefixT
         inner = len(part) > 1
         end = min(common[part.start + 1 : part.stop]) if inner else len(rows[row])
         if end > depth and (not inner or end - depth >= shortest):
-            nodes.append(Node(row, depth, end - depth, parent))
+            nodes.append(PrefixNode(row, depth, end - depth, parent))
             depth, parent = end, len(nodes) - 1
         if not inner:
             leaves[row] = parent

@@ -54,12 +54,12 @@ def first_runs(runs: VersionRuns, tokens: int) -> VersionRuns:
     >>> first_runs([[3, 2], [4, 5]], 3)
     [[3, 2], [4, 1]]
     """
-    kept: VersionRuns = []
+    first: VersionRuns = []
     for version, length in runs:
         if tokens > 0:
-            kept.append([version, min(length, tokens)])
+            first.append([version, min(length, tokens)])
         tokens -= length
-    return kept
+    return first
 
 
 def version_values(rows: Sequence[VersionRuns]) -> dict[str, Jagged]:

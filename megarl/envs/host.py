@@ -225,15 +225,17 @@ class HostSession:
 
         Environments that wait until other episodes end are left out (`Environment.is_waiting`).
         """
-        while awaited := self._awaited():
+        while True:
+            waiting = {number for number, environment in list(self._episodes.items()) if environment.is_waiting}
+            awaited = [
+                answer for number, answer in self._answers.items() if not answer.done() and number not in waiting
+            ]
+            if not awaited:
+                break
             wait_for(awaited, _BEAT_EVERY_S)
             self._host.check_loop()
             beat()
         return self._take({number for number, answer in self._answers.items() if answer.done()})
-
-    def _awaited(self) -> list[Future[Reply]]:
-        waiting = {number for number, environment in list(self._episodes.items()) if environment.is_waiting}
-        return [answer for number, answer in self._answers.items() if not answer.done() and number not in waiting]
 
     def forget(self, number: int) -> None:
         """Drop an episode that has ended."""

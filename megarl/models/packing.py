@@ -18,7 +18,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megarl.data.prefix_tree import Span
+from megarl.data.prefix_tree import SharedSpan
 
 HOST = torch.device("cpu")
 
@@ -28,7 +28,7 @@ class SharedPrefixes:
     """How the nodes of a packed stream depend on each other (`megarl.data.prefix_tree`)."""
 
     lengths: tuple[int, ...]  # tokens of each node, padding included
-    spans: tuple[Span, ...]  # every node whose tokens are seen by other nodes, and these nodes
+    spans: tuple[SharedSpan, ...]  # every node whose tokens are seen by other nodes, and these nodes
     positions: Tensor  # int64 [t], on the CPU, positions of the tokens in their sequences
     multiplicity: Tensor  # int64 [t], on the CPU, number of sequences that have each token; 0 for padding
 

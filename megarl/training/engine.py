@@ -148,12 +148,16 @@ class MegatronEngine:
                 chunk.requires_grad_(False).eval()
             self.optimizer: Any = None
             return
+        self._wrap(engine, optim)
+
+    def _wrap(self, engine: EngineConfig, optim: OptimConfig) -> None:
+        """Wrap the chunks for data parallelism and build their optimizer."""
         self.wrapped = optimizer.wrap_chunks(self.chunks, self.model_config, engine)
         if self.model_config.layers == "te":
             from megarl.models.te_layers import add_into_main_grad
 
             add_into_main_grad(self.chunks)
-        self.optimizer = optimizer.build_optimizer(self.wrapped, optim, engine, dtype, self._where)
+        self.optimizer = optimizer.build_optimizer(self.wrapped, optim, engine, self.dtype, self._where)
         self.model_config.finalize_model_grads_func = _sum_gradients
         self._count_tokens(optim)
         if engine.overlap_grad_reduce:

@@ -64,14 +64,12 @@ def correct(
         rules: a token is trained on if all of them accept it.
         veto: reject sequences with a ratio (not clamped) below this value; 0: no veto.
         copies: int64 [B], how often each sequence counts in the mean weight; None: once.
-        outside: bool, same shape, tokens without a rollout log-prob (experts'): they are trained on if the mask holds,
-            with weight 1, and neither measured nor rejected; None: there are none.
+        outside: bool, same shape, experts' tokens, without a rollout log-prob: neither measured nor rejected, weight 1.
         all_sum: adds over ranks; every rank must call it, once, if weights are normalised.
     """
     rows = Rows.of(mask, offsets)
     flat = [x.detach().reshape(-1) for x in (logp, rollout_logp)]
-    every_token = mask.reshape(-1)
-    flat_mask = every_token if outside is None else every_token & ~outside.reshape(-1)
+    flat_mask = (mask if outside is None else mask & ~outside).reshape(-1)
     weights = torch.ones_like(flat[0], dtype=torch.promote_types(logp.dtype, torch.float32))
     accepted, keep = torch.empty_like(flat_mask), flat_mask.new_ones(len(rows))
     moments, normaliser = Moments(), torch.zeros(2, dtype=torch.float64, device=mask.device)
@@ -80,13 +78,11 @@ def correct(
         new, old = (x[tokens].to(weights.dtype) for x in flat)
         ratios = Ratios(block, flat_mask[tokens], (new - old).masked_fill_(~flat_mask[tokens], 0))
         add_gap(moments, ratios, new, old)
-        trained, keep[first:last] = _rejection(moments, ratios, rules, veto)
-        accepted[tokens] = trained
+        accepted[tokens], keep[first:last] = _rejection(moments, ratios, rules, veto)
         if is_level != "none":
-            items, where, truncated = _weighing(ratios, trained, is_level, is_threshold)
+            items, where, truncated = _weighing(ratios, accepted[tokens], is_level, is_threshold)
             add_weights(moments, items, where, truncated)
-            every = ratios.mask if is_level == "token" else ratios.live
-            chosen = where if is_normalize_over == "trained" else every
+            chosen = where if is_normalize_over == "trained" else ratios.mask if is_level == "token" else ratios.live
             times = None if copies is None else copies[first:last].to(items)
             normaliser += _total(items, chosen, times if times is None or is_level != "token" else block.expand(times))
             weights[tokens] = items if is_level == "token" else block.expand(items)
@@ -95,12 +91,15 @@ def correct(
         factor = mean_weight(*all_sum(normaliser.cpu()).tolist())
         bag.mean("rollout_corr/is_batch_norm", factor, 1)
         weights.div_(factor)
-    if outside is not None:
-        free = every_token & outside.reshape(-1)
-        accepted |= free
-        weights.masked_fill_(free, 1)
     weights.masked_fill_(~accepted, 0)  # multiplication by the mask would keep the NaN of rejected tokens
-    return Correction(weights.view(mask.shape), accepted.view(mask.shape), keep, bag, normaliser)
+    correction = Correction(weights.view(mask.shape), accepted.view(mask.shape), keep, bag, normaliser)
+    return correction if outside is None else _accept(correction, mask & outside)
+
+
+def _accept(correction: Correction, tokens: Tensor) -> Correction:
+    """Return the correction with these tokens, bool of the mask's shape, accepted with weight 1."""
+    weights = correction.weights.masked_fill(tokens, 1)
+    return correction._replace(weights=weights, mask=correction.mask | tokens)
 
 
 def _total(items: Tensor, chosen: Tensor, copies: Tensor | None) -> Tensor:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.data.prefix_tree import Span
+from megarl.data.prefix_tree import SharedSpan
 from megarl.kernels import cpu
 from megarl.models.layers.attention.cpu import COMPILED, CompiledLoop, runs
 from megarl.models.layers.attention.products import Products, TorchCpu
@@ -137,9 +137,9 @@ def plain_parts(q: Tensor, v: Tensor, prefixes: SharedPrefixes, scores: Scores, 
     return MergedParts(tuple(parts))
 
 
-def rectangles_by_level(spans: tuple[Span, ...]) -> list[list[Span]]:
+def rectangles_by_level(spans: tuple[SharedSpan, ...]) -> list[list[SharedSpan]]:
     """Return the spans by the number of spans around them; the queries of a level's spans are disjoint."""
-    levels, around = list[list[Span]](), list[Span]()
+    levels, around = list[list[SharedSpan]](), list[SharedSpan]()
     for span in spans:
         while around and around[-1].last <= span.start:
             around.pop()
