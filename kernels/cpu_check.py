@@ -36,7 +36,7 @@ def check(library: ctypes.CDLL, sizes: Sequence[int] = HEAD_SIZES) -> str | None
 
 
 def _cases(kernels: CpuKernels, draw: _Draw, sizes: Sequence[int]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, the library's result, the correct result in float64) for each output."""
+    """Yield (name, the kernel library's result, the correct result in float64) for each output of each kernel."""
     yield from _norm(kernels, draw)
     yield from _gate(kernels, draw)
     for size in sizes:

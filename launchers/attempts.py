@@ -56,7 +56,7 @@ class Attempts:
         self._attempt = 1
         self._used = 0  # restarts since the last new checkpoint
         self._newest = -1  # step of the newest checkpoint at the last failure
-        self._place: tuple[str, str, int] | None = None  # place of the last failure
+        self._place: tuple[str, str, int] | None = None  # type, phase and step of the last failure
         #: Whether workers were ever started.
         self.started = False
 

@@ -20,7 +20,7 @@ from megarl.system.errors import UnavailableError
 from megarl.system.processes import has_nvidia_device
 
 Bundle = dict[str, float]
-#: Each bundle takes a thousandth of the resource that marks a node as a team's own.
+#: A bundle of a team with nodes of its own requests this share of the Ray resource that marks these nodes.
 _SHARE = 0.001
 
 
@@ -86,7 +86,7 @@ def reserve(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mappin
     if on_gpus and (gpus < cluster.nproc or (extra and len(fitting) < cluster.nnodes)):
         raise _too_few(config, teams, nodes, extra)
     share = cpus / cluster.nproc
-    if on_gpus and cluster.nnodes > 1:  # nodes without GPUs, such as the head, have CPUs that no worker should get
+    if on_gpus and cluster.nnodes > 1:  # no worker runs on nodes without GPUs, such as Ray's head node
         full = [(node, workers if extra else node["GPU"]) for node in (fitting if extra else used) if node.get("GPU")]
         share = min(node.get("CPU", 0.0) / number for node, number in full)
     worker = {"CPU": min(1.0, int(100 * share) / 100)} | ({"GPU": 1.0} if on_gpus else {})

@@ -363,7 +363,7 @@ def with_date(config: RunConfig, run_dir: Path) -> RunConfig:
 
 def process_of(run_dir: Path) -> object:
     """Return the process that wrote the run's record; None without a record. When it changes, the run has begun."""
-    return read_run(run_dir, tell=False).get("process")  # a damaged record is moved away and logged by the next start
+    return read_run(run_dir, tell=False).get("process")  # the run's next start reports a damaged record
 
 
 def machine_number(launcher: str, machines: int) -> int:
@@ -431,7 +431,7 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
         # host names of laptops and containers often resolve to unreachable addresses
         chosen["GLOO_SOCKET_IFNAME"] = "lo"
         servers = config.rollout.servers
-        if servers is None or not servers.urls:  # servers on other machines may join an nccl group with the trainer
+        if servers is None or not servers.urls:  # external servers on other machines may join the trainer's nccl group
             chosen["NCCL_SOCKET_IFNAME"] = "lo"
     chosen |= config.rollout.nccl_environment
     if sys.stdout.isatty():  # rank 0 writes to a pipe that leads to this terminal: let it show progress bars

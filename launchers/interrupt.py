@@ -49,7 +49,7 @@ def save_first(workers: Workers, job: Job, number: int) -> None:
         why = _why_unsaved(workers, job, grace_s if limited else math.inf)
     finally:
         request.unlink(missing_ok=True)
-    # the run may have written these steps in another checkpoint, such as its last one
+    # No warning if the run has meanwhile written the steps in another checkpoint, such as its last one.
     if why is not None and _newest(job) < newest + unsaved:
         job.log.say(f"megarl: {lost}, and the run continues from {saved}: {why}")
 

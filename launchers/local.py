@@ -108,4 +108,4 @@ class LocalWorkers:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
         for thread in self._pumps:
-            thread.join(timeout=1.0)  # a child that outlived its worker may still hold the pipe open
+            thread.join(timeout=1.0)  # wait no longer: a child that outlived its worker may hold the pipe open

@@ -56,7 +56,8 @@ def _is_here(key: str, text: str) -> bool:
     if leaf in _SOURCES:
         paths += [text.rpartition("@")[0], text.rpartition("=")[2]]
     for path in paths:
-        # the single word `math` is a folder only at a key of folders: elsewhere it may be a reward
+        # A single word such as `math` is taken for the folder `math` only at keys that name folders: elsewhere it may
+        # be a reward's name.
         names_folder = os.path.isdir(path) and ("/" in path or leaf in _FOLDERS)
         if path and not os.path.isabs(path) and (os.path.isfile(path) or names_folder):
             return True

@@ -92,7 +92,7 @@ def _read(file: Path) -> dict[str, SlurmConfig]:
         data: Any = read_yaml(file).data
     except ConfigError as error:
         no_mapping = "recipe" in error.what
-        if no_mapping and error.found is None:  # the file contains only comments
+        if no_mapping and error.found is None:  # a file with only comments lists no clusters
             return {}
         problem = "invalid file of clusters" if no_mapping else error.what
         raise ConfigError(problem, where=error.where, found=error.found, allowed=_FORM) from error

@@ -152,7 +152,7 @@ class TorchrunWorkers:
             return {rank: code_of(self._job.run_dir, rank, 0) for rank in self._ranks}
         if self._report.exists():
             reported = {int(rank): status for rank, status in json.loads(self._report.read_text()).items()}
-            # The agent names ranks that had failed when it looked; it may miss a rank that had exited with 0 before.
+            # The agent's report may lack a rank that ended early with exit code 0: add the ranks that ended first.
             return {rank: ENDED_EARLY for rank in self._first or [] if rank not in reported} | reported
         return {self._ranks[0]: code}
 

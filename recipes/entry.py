@@ -17,7 +17,7 @@ def _imports() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()  # later collections skip these objects
+        gc.freeze()  # imported objects live until the end: later collections skip them
         gc.enable()
 
 

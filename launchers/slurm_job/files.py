@@ -144,7 +144,7 @@ class Folder:
             self._told_alive = time.monotonic()
             try:
                 (self.path / "alive").write_text(repr(time.time()))
-            except OSError:  # the disk is full; the guard accepts a new modification time, too
+            except OSError:  # the disk is full: the guard also takes the file's time as a heartbeat
                 with contextlib.suppress(OSError):
                     os.utime(self.path / "alive")
 

@@ -69,7 +69,7 @@ class Nodes:
         environment = {"MEGARL_NODES": str(len(nodes)), "MEGARL_ATTEMPT": f"{self._job}.{self._steps}"}
         if len(nodes) > 1:
             environment.update(MASTER_ADDR=self._address(nodes[0]), MASTER_PORT=str(port))
-        if self._plan["ray"]:  # clients of the job's Ray need the token, which is in no file
+        if self._plan["ray"]:  # clients of the job's Ray get its token only here, from no file
             environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0")
         command = ["srun"]
         for number, group in enumerate(self._plan["groups"]):

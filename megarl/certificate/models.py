@@ -141,7 +141,7 @@ def token_loss(weights: Tensor, logp: Tensor, entropy: Tensor) -> Tensor:
 
 
 def value_loss(weights: Tensor, values: Tensor) -> Tensor:
-    """Return a loss that decreases when values rise."""
+    """Return a loss for testing the critic's gradients, which decreases when values rise."""
     return (weights.abs() * torch.nn.functional.softplus(-values)).sum()
 
 

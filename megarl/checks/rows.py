@@ -206,7 +206,7 @@ class _Rows:
 
     def raise_all(self) -> None:
         """Raise the recorded problems, if there are any."""
-        each = {str(problem): problem for problem in self.problems}  # a file may be named twice
+        each = {str(problem): problem for problem in self.problems}  # each problem once: a file may be named twice
         if len(each) == 1:
             raise next(iter(each.values()))
         raise_problems([as_config_error(problem) for problem in each.values()])

@@ -277,7 +277,7 @@ def _logs(arguments: argparse.Namespace) -> int:
     _submitted(run_dir)
     files: dict[Path, IO[str]] = {}
     while True:
-        # checked before reading, so that the last lines are shown too
+        # check before reading whether the job has ended: lines that it writes after the reading would be lost
         over = not arguments.follow or _active_job(run_dir) is None
         for file in [run_dir / "log.txt", *sorted((run_dir / "launch").glob("job-*.txt"))]:
             if file not in files and file.is_file():

@@ -139,7 +139,7 @@ class Inputs:
     waits: list[str]  # nodes that must run before this node, in the graph's order
     # the writer of each field that the node uses, except fields of the entry and fields that no node wrote
     sources: dict[str, str]
-    samples: str | None  # the last node before it that resamples; None: it gets the samples of the graph's input batch
+    samples: str | None  # the last earlier node that resamples, whose samples it gets; None: those of the graph's input
 
 
 def derive(nodes: Sequence[Node], entry: Iterable[str], where: str) -> dict[str, Inputs]:

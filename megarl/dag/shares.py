@@ -124,7 +124,7 @@ def _measured(config: RunConfig, graph: TaskGraph, teams: Sequence[Roles]) -> li
     owner = {role: team[0].value for team in teams for role in team}
     homes = {node.id: team_of(node, owner) for node in graph}
     seconds = [run.device_seconds(id for id in homes if homes[id] == team[0].value) for team in teams]
-    return [max(each, 1e-9) for each in seconds]  # a team whose model no node uses also gets a share
+    return [max(each, 1e-9) for each in seconds]  # a team without measured work also gets workers
 
 
 def _work(config: RunConfig, graph: TaskGraph, team: Roles) -> float:

@@ -81,7 +81,7 @@ def _reading(value: Any, folder: Path | None, where: str) -> Iterator[tuple[Imag
 
     if isinstance(value, Image.Image):
         _check_size(value, where)
-        with readable(where):  # the image's file may not have been read yet
+        with readable(where):  # PIL may read the image's file only now
             yield value, where
         return
     if isinstance(value, Mapping):

@@ -251,7 +251,7 @@ class PromptColumn:
     """The column of rows that contains the prompts."""
 
     name: str = "prompt"  # name of the column, `data.prompt_key`
-    whole: bool = False  # whether it holds conversations with the responses to learn
+    whole: bool = False  # whether the column holds conversations with the responses to learn
     images: bool = False  # whether prompts may contain images
 
     def messages(self, row: Mapping[str, Any]) -> list[Message] | None:

@@ -122,7 +122,7 @@ class PromptDataset:
             "data_source": row.get("data_source") == _data_source(row),
         }
         if self._images is not None:
-            repeated[self._images.key.partition(".")[0]] = True  # images cannot be sent as plain values
+            repeated[self._images.key.partition(".")[0]] = True  # the column of images holds no plain values
         repeated["prompt"] = self.config.prompt_key == "prompt" and row["prompt"] == self.texts[index]
         columns = {name: value for name, value in row.items() if not repeated.get(name, False)}
         prompt = self.config.prompt_key.partition(".")[0]

@@ -128,7 +128,7 @@ class Packer:
         self._cuts: list[np.ndarray] = []
         self._lengths: list[np.ndarray] = []
         self._fields: list[_Field] = []
-        known: dict[int, int] = {}  # offsets tensor -> its index; fields over the same tokens share one
+        known: dict[int, int] = {}  # id of an offsets tensor -> its index; fields over the same tokens share one
         for name, value in fields.items():
             cut = None
             if isinstance(value, Jagged):
@@ -202,7 +202,7 @@ def _owners(sizes: Sequence[int], together: Sequence[int]) -> list[int]:
     if not together:
         return list(range(len(sizes)))
     owners: list[int] = []
-    open_: dict[int, int] = {}  # label -> the label's block that still has room
+    open_: dict[int, int] = {}  # label -> number of the first part in the label's block that has room
     filled = [0] * len(sizes)  # bytes of the block that begins with each part
     for number, (size, label) in enumerate(zip(sizes, together, strict=True)):
         owner = open_.setdefault(label, number)

@@ -131,7 +131,7 @@ class AsReadyLoop:
     def _make_groups(self) -> GroupGenerator:
         c, config = self.c, self.c.config
         sampling = config.rollout.sampling
-        fair = -(-policy_of(config).capacity // c.layout.dp_size)  # an equal share leaves room for other replicas
+        fair = -(-policy_of(config).capacity // c.layout.dp_size)  # an equal share: more would leave others too few
         most = family_of(config).most_in_flight(config, c.layout.dp_size)
         groups = fair if most is None else min(max(1, most // sampling.n), fair)
         self._batcher = CallBatcher(groups, fair)

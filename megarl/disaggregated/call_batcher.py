@@ -59,7 +59,7 @@ class CallBatcher:
             return False
         if self._since is None:
             self._since = now
-        soon = finished and 0 < self.in_hand <= missing  # the reserve is empty when the next slot is free
+        soon = finished and 0 < self.in_hand <= missing  # too few prompts in hand for the slots that become free
         return empty or soon or now - self._since >= self._delay_s
 
     def left_s(self, now: float) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 from megarl.system.errors import ConfigError
 from megarl.system.metrics import Metrics
 
-CORRECT_ABOVE = 0.5  # pass@k counts a sample as correct if its value is above this
+CORRECT_ABOVE = 0.5  # pass@k counts a sample as correct if its accuracy or score is above this
 # parts of a reward that measure accuracy; without any, the score counts
 _ACCURACY_PARTS = ("acc", "accuracy", "overall")
 

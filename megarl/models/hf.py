@@ -211,7 +211,7 @@ def check_trainable(hf: PretrainedConfig, key: str) -> None:
 
 
 def _attributes(hf: PretrainedConfig) -> dict[str, Any]:
-    """Return the values of the config keys that the architecture of `hf` reads, if `hf` has them."""
+    """Return the attributes of `hf` that its architecture reads (`Architecture.keys`), without those that it lacks."""
     known = ARCHITECTURES.get(hf.model_type)
     keys = (*known.keys, *(known.experts_keys or ())) if known is not None else ()
     return {key: getattr(hf, key) for key in keys if hasattr(hf, key)}

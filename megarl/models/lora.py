@@ -205,7 +205,7 @@ class ExpertAdapters(Adapter):
         """
         a, b = self.a, self.b
         if self._group is not None and self._by_columns:
-            b = copy_to_tensor_model_parallel_region(b, group=self._group)  # sums gradients over the group
+            b = copy_to_tensor_model_parallel_region(b, group=self._group)  # its backward pass sums over ranks
         elif self._group is not None:
             a = copy_to_tensor_model_parallel_region(a, group=self._group)
         h = grouped_linear(x, a.view(self._experts, -1, a.shape[1]), ends) * self.scale

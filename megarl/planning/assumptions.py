@@ -77,7 +77,7 @@ class PlanAssumptions:
 
     gemm_share: float = 0.6  # share of the peak that large matrix products reach
     expert_share: float = 0.4  # share of the peak that the products of experts reach
-    gemm_half_rows: float = 256.0  # number of rows at which a matrix product reaches half of gemm_share or expert_share
+    gemm_half_rows: float = 256.0  # rows with which a matrix product reaches half of gemm_share or expert_share
     # fixed milliseconds of a layer's forward pass over a micro-batch; the backward pass takes twice that
     layer_ms: float = 0.1
     # further fixed milliseconds of a layer's router and experts in a forward pass, however many they are

@@ -315,7 +315,7 @@ class Space:
     # -- engines -------------------------------------------------------------------------------------------------
 
     def budgets(self, spread: Spread) -> list[tuple[int, bool]]:
-        """Return the pairs (tokens per micro-batch, whether engines offload) to try."""
+        """Return the pairs (tokens per micro-batch, whether engines offload) to try with the placement `spread`."""
         given = self.config.actor.engine
         tokens = sorted({max(1, int(given.micro_batch_tokens * times)) for times in _MICRO_BATCHES})
         # Offloading helps only models that take turns on a GPU, so not an actor in a team of its own, and nothing on

@@ -47,7 +47,7 @@ class Lengths:
         """
         z = _largest_of(samples)
         spread = math.log(max(1.0, longest_seen / mean))
-        # log(max / mean) = sigma z - sigma^2 / 2: the smaller root, or the vertex if there is no root
+        # Solve log(max / mean) = sigma z - sigma^2 / 2 for sigma: the smaller root, or sigma = z if there is none.
         sigma = z - math.sqrt(max(0.0, z * z - 2 * spread))
         return cls(mean, sigma, longest)
 

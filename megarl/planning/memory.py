@@ -389,12 +389,12 @@ class _Models:
                     size = BYTES[dtype] * facts.vocab * compared_width(config, sizes) / team.parallel.tp
                     self._always.append(term(f"the {other.value}'s output embedding (last stage)", size, layout))
             elif role is Role.REFERENCE and config.reference_is_base and Role.ACTOR in team.roles:
-                continue  # the reference uses the actor's parameters
+                continue  # this reference is the actor without its adapters
             elif role in (Role.REFERENCE, Role.TEACHER, Role.REWARD_MODEL):
                 what = f"{name} parameters" + (" (if as large as the policy)" if sizes.get(role) is None else "")
                 size = parameter_bytes(facts, team.parallel, dtype, value_head=role is Role.REWARD_MODEL)
                 if role is Role.TEACHER and (several := len(config.teacher.models)) > 1:
-                    in_turn = config.actor.engine.offload and gpu  # one model at a time is on the device
+                    in_turn = config.actor.engine.offload and gpu  # only one teacher at a time is on the device
                     what += f" (the largest of {several})" if in_turn else f" ({several}, all as large as the largest)"
                     size *= 1 if in_turn else several
                 self.state[name] = {PARAMETERS: term(what, size, layout)}
@@ -465,7 +465,7 @@ def _learning_terms(
         counted = sequence + most * patch_tokens(facts, parallel, engine, learns=True)
         sequences = min(passes.tokens * parallel.cp / sequence, max(1.0, engine.micro_batch_tokens // counted))
         recompute = engine.recompute == "full"
-        flying = min(parallel.pp, passes.count)  # micro-batches that the first stage holds, which has the encoder
+        flying = min(parallel.pp, passes.count)  # micro-batches that the encoder's stage, the first, holds at once
         size = flying * sequences * most * patch_bytes(facts.encoder, BYTES[config.model.dtype], recompute=recompute)
         keys = f"{role}.engine.micro_batch_tokens, {role}.engine.recompute, data.max_pixels, data.limit_images"
         # Prompts have fewer patches than the limit, and samples of a group share theirs.

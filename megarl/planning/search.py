@@ -49,7 +49,7 @@ class SearchResult:
     """The result of a search for the fastest plan of a recipe."""
 
     best: tuple[FoundPlan, ...]  # the best plans, the fastest first
-    compared: int  # number of layouts in placements that were considered
+    compared: int  # number of combinations of a placement and a layout that were compared
     without_room: int  # how many of these layouts do not fit into memory; the memory of slower layouts was not checked
 
 

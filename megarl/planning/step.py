@@ -329,7 +329,8 @@ class StepFormulas:
 
     @cached_property
     def handed(self) -> dict[str, list[Cost]]:
-        """The costs of fetching samples from other teams, by the node that needs them (formula H1)."""
+        """The costs of fetching samples that other teams wrote, by the node that reads them (formula H1 of
+        docs/planning.md)."""
         rate = self._links.rate(inside=self.hardware.nodes == 1)
         costs: dict[str, list[Cost]] = {id: [] for id in self.graph.order()}
         for id in costs if self.placement.separate else ():

@@ -45,7 +45,7 @@ class _Batch:
         outcomes: outcome of each scored sample, by its position in the batch.
         pending: chunks that wait for a process, each a list of positions.
         again: chunks whose process was killed; they are scored again when no process scores other chunks.
-        killed: positions whose process was killed while it scored their chunk.
+        killed: positions of samples whose process was killed while it scored their chunk.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -193,7 +193,7 @@ class ScorerPool:
             index = whole(message.get("index"), range(len(worker.chunk)), "the sample's index in an answer")
             position = worker.chunk[index]
             if position in worker.done and self._mode == "sequential":
-                for taken_over in worker.chunk[index:]:  # this sample's code sent replies in the name of its process
+                for taken_over in worker.chunk[index:]:  # the scored code sent replies: drop those from this sample on
                     outcomes.pop(taken_over, None)
                     worker.done.discard(taken_over)
                 raise Malformed(f"the process answered twice for sample {index} of {len(worker.chunk)}")

@@ -120,7 +120,7 @@ class PoolProcess:
     def kill(self) -> None:
         """Kill the process and its children, whatever their state."""
         self._socket.close()
-        self.process.terminate()  # ends the guardian, which finds children outside the group (megarl.system.reaper)
+        self.process.terminate()  # ends the guardian, which also kills children in other process groups
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_EXIT_S)
         with contextlib.suppress(OSError):  # raised when the group is empty

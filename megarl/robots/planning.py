@@ -14,7 +14,8 @@ from megarl.robots.config import EmbeddingSettings, RobotConfig, robot_of
 from megarl.robots.simulators.registry import SIMULATORS, simulator_class
 from megarl.system.errors import ConfigError
 
-#: Defaults for tokens of an instruction, environment steps and pixels, from LIBERO, if the recipe does not set them.
+#: Values for what the recipe does not set, as in LIBERO: tokens of an instruction, environment steps, and pixels of a
+#: picture's side.
 PROMPT, _STEPS, _SIDE = 32, 512, 256
 _HELD_CLIPS = 4  # a simulator's process keeps frames in as many bytes as this many clips of an episode have
 
@@ -94,7 +95,7 @@ def _embedding(config: RunConfig) -> EmbeddingSettings | None:
     try:
         return settings_at("robot.reward.embedding", robot.reward.embedding, EmbeddingSettings)
     except ConfigError:
-        return None  # another check reports the error
+        return None  # the check of robot.reward.embedding reports the error
 
 
 def _encoder(path: str | None) -> _Encoder:

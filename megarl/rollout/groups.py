@@ -161,7 +161,7 @@ class GroupGenerator:
         self._answers = None if rules is None else Answers(rules)
         self._generation: Generation | None = None
         self._submitted: set[int] = set()  # slots whose turns were submitted to the generation
-        self._in_turn: set[int] = set()  # submitted slots whose turn is in flight
+        self._in_turn: set[int] = set()  # slots whose turn is in flight
         self._cut: set[int] = set()  # slots whose turn in flight was aborted at the time limit
         self._late: set[int] = set()  # numbers of groups over their time limit
 
@@ -394,7 +394,7 @@ class GroupGenerator:
         """
         before = len(self._samples)
         ended = self._collect(generation.wait(enough))
-        for slot in self._overdue() if self._late else ():  # the next wait returns the partial tokens
+        for slot in self._overdue() if self._late else ():  # the next `generation.wait` returns its tokens
             generation.abort(slot)
             self._cut.add(slot)
         sent = self._send_turns_to_environments(ended)

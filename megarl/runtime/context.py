@@ -102,7 +102,7 @@ class StepContext:
         seen = times * self.vision_flops(samples)
         tokens = int(responses.sum()) if head else 0
         flops = count(lengths, head_tokens=tokens) + seen
-        if train and head:  # the draft head, which only the policy has
+        if train and head:  # an update of the policy, which may have a draft head
             flops += self.flops.train_draft(lengths, tokens)
         self.metrics.sum("perf/flops", flops)
 

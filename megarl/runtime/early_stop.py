@@ -26,7 +26,7 @@ class EarlyStop:
         self._settings = settings
         self._best: float | None = None
         self._best_step = 0
-        self._without = 0  # measurements in a row without an improvement
+        self._without = 0  # number of measurements since the last improvement
 
     def measures(self, *, validated: bool) -> bool:
         """Return whether a step measures the metric; `validated`: held-out prompts are evaluated after the step."""

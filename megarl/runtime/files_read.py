@@ -103,7 +103,7 @@ def changes_in_place(
                 fix="put the files back; trainer.resume=never starts from the beginning with the new ones",
             )
         if key == _CRITIC:
-            continue  # the critic is read from the checkpoint
+            continue  # a continued run reads the critic from its checkpoint, not from these files
         over = key.startswith("sft.") and command == "train" and begun
         lines.append(f"{key}: {few([_change(name, old, new) for name in names])}" + f" ({COLD_START})" * over)
     return lines

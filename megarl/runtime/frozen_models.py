@@ -128,7 +128,7 @@ def _kept(c: RankState, checkpoint: Path) -> ReferencePlace:
     Raises the errors of `keep_reference`.
     """
     recorded = frozen_in(checkpoint).get("reference")
-    if recorded is not None and recorded.key == _INITIAL:  # the reference is model.path, which the checkpoint records
+    if recorded is not None and recorded.key == _INITIAL:  # model.path is the reference: nothing to copy
         _note_origin(c, recorded.path)
         return ReferencePlace(recorded.path, _INITIAL)
     folder = find_kept(checkpoint)

@@ -43,7 +43,7 @@ from megarl.system.rendezvous import ranks_text
 # fields: sequence number (odd: being written), number of heartbeats, step, pid, unix time, text length, work finished
 _HEADER = struct.Struct("<QQqQdH?")
 _SIZE = 512
-_LOOK_S = 2.0  # seconds between two checks that the file still exists
+_LOOK_S = 2.0  # seconds between two checks that the heartbeat file still exists
 _TEXT_MAX = _SIZE - _HEADER.size
 
 # Messages of errors that a rank gets when *another* rank is gone. Never the root cause if there is any other error.

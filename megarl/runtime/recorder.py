@@ -170,7 +170,7 @@ class Recorder:
         if leads:
             local.max("timing_s/step", seconds)
         for name, spent in _stage_seconds(events).items():
-            if leads or name != VALIDATE:  # the rollout's team sends the time of a validation with the results
+            if leads or name != VALIDATE:  # the rollout team sends it with the validation's results
                 local.max(f"timing_s/{name}", spent)
         local.sum("perf/cpu_s", cpu_seconds)
         peak = peak_memory_gb()

@@ -66,7 +66,7 @@ def _mtp(before: Plain, now: Plain) -> Effect:
     trains = [value_at(config, "actor.mtp") not in (None, MISSING) for config in (before, now)]
     if trains[0] == trains[1]:
         return None
-    # a checkpoint has the draft head and its optimizer state only if the head was trained
+    # actor.mtp must stay as it is: checkpoints hold a draft head with its optimizer state only if the head was trained
     return FIXED
 
 

@@ -121,7 +121,7 @@ def _line(lines: Sequence[dict[str, Any]], id: str, team: SimTeam) -> Line:
     slope, fixed = statistics.linear_regression(tokens, seconds)
     if slope <= 0 or statistics.correlation(tokens, seconds) ** 2 < _FOLLOWS:
         return Line(mean)
-    # If the line would begin below 0, fit a line through the origin: no phase takes negative time.
+    # No phase takes negative time: a line that is negative for few tokens is replaced by one through the origin.
     return Line(fixed, slope) if fixed >= 0 else Line(0.0, mean / statistics.fmean(tokens))
 
 

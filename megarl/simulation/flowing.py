@@ -29,7 +29,7 @@ class Flowing:
         self._flow = Flow(simulation.settings)
         self._flow.open(0, 0, {}, [])
         self._version = self._asked_for = self._finished = 0
-        self._opened = 0  # number of replicas that are ready for the weights that the trainer waits to send
+        self._opened = 0  # number of replicas that are ready to receive the weights which the trainer waits to send
         self._updated, self._open = simulation.env.event(), simulation.env.event()
         self._wanted = False  # whether the trainer waits to send weights
         self._replicas: list[_Replica] = []

@@ -67,7 +67,7 @@ class Planned:
     given: Assumptions
     model_parallel: int  # ranks per replica of the actor
     trains: Mapping[str, tuple[int, int]]  # for nodes that train: passes over the samples of a step, and updates
-    scores: frozenset[str]  # nodes that make one forward pass
+    scores: frozenset[str]  # nodes that only make one forward pass over the samples
 
     @property
     def _link(self) -> float:

@@ -179,4 +179,4 @@ def _converse(opened: Opened, sock: socket.socket, key: str, name: str) -> None:
                     return
                 send_message(sock, reply)
         except OSError:
-            return  # this trainer is gone; the next one starts with whole tensors
+            return  # the trainer on this connection is gone; a new one sends whole tensors first, not deltas

@@ -49,7 +49,7 @@ class _Base:
 
 @dataclass
 class _Sender:
-    """The buckets of one sender by number, and the sender's last delta, in shared memory."""
+    """The last version of one sender's buckets, by number, and the delta that it sent last, in shared memory."""
 
     bases: dict[int, _Base] = field(default_factory=dict)
     patch: Tensor = field(default_factory=lambda: shared_buffer(0, _HOST))

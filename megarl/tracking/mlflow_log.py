@@ -151,7 +151,7 @@ class MlflowLog:
             log.warning("tracking.mlflow_uri: MLflow at %s: %s; its run is incomplete", self._uri, gone)
         if self.failures:
             log.warning("MLflow at %s: %d calls failed; metrics.jsonl is complete", self._uri, self.failures)
-        if status == "FINISHED":  # otherwise another error is on its way to the user, and is more important
+        if status == "FINISHED":  # otherwise the run's own error, which is more important, is raised
             self._check()
 
     def _await_end(self) -> str | None:
@@ -195,7 +195,7 @@ class MlflowLog:
         self._is_ready()  # check now, so that errors are raised early
         while self._start_error is None and (call := self._calls.get()) is not None:
             if not self._make_call(call):
-                # the end mark in the queue is not a call; it stands for the current one
+                # This call failed, and so do those in the queue; the end mark in the queue makes up for this call.
                 self.failures += self._calls.qsize()
                 return
 

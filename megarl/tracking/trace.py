@@ -25,7 +25,7 @@ from megarl.tracking.close import read_restarts
 #: Largest total size of the ranks' files that trace.json uses: about 300,000 phases, some seconds and 200 MB of memory.
 MOST_BYTES = 64 << 20
 _NEEDS: Needs = {"rank": int, "path": str, "start_ns": int, "end_ns": int, "step": int}
-_TO_ITS_END = {"ph": "f", "bp": "e"}  # binds an arrow's end to the enclosing slice
+_TO_ITS_END = {"ph": "f", "bp": "e"}  # ends an arrow in the phase that contains its end (Chrome's trace format)
 _INSIDE_NS = 1000  # nanoseconds by which an arrow ends earlier, because a slice does not contain the moment of its end
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class TraceWriter:
 
 
 class _Slice(NamedTuple):
-    """One phase of one rank. Times are in nanoseconds."""
+    """One phase of one rank, which a trace viewer draws as a slice."""
 
     rank: int
     path: str
@@ -178,7 +178,7 @@ def _arrows(slices: list[_Slice], origin: int) -> Iterator[dict[str, Any]]:
     This work is the likely cause of the wait: samples come from the phase `give`, weights and messages from later work.
     Arrows may be wrong if the clocks of machines differ.
     """
-    # slices by (team, whether only work that hands over samples is listed)
+    # phases by (team, whether the list has only phases that hand over samples)
     works: dict[tuple[str, bool], list[_Slice]] = {}
     for phase in sorted(slices, key=lambda phase: phase.start_ns):
         if phase.team and not phase.waits_for:

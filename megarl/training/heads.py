@@ -95,7 +95,7 @@ def head_rows(
         rows = copy_to_tensor_model_parallel_region(hidden[micro.rows])
     start, stop = model.vocab_range
     weight = model.lm_head_weight
-    if columns is not None:  # some ranks may hold none of these columns
+    if columns is not None:  # they may lie outside of this rank's shard of the vocabulary
         first, last = (min(max(column, start), stop) for column in columns)
         start, weight = first, weight[first - start : last - start]
     return rows, weight, start
@@ -110,7 +110,7 @@ class Values:
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
         """Return (values [n],)."""
         if not model.config.sequence_parallel:
-            # Every rank holds the whole head and gets its whole gradient: no sum is needed.
+            # Every rank has all tokens and the whole head, so it computes the head's whole gradient: no sum is needed.
             return (model.values(hidden[micro.rows])[:, 0],)
         # Each rank has some of the tokens, so its weight gradient is a part (the weight is marked for the sum). The
         # loss after the gather is the same on all ranks, so each takes back the gradient of its own tokens only.

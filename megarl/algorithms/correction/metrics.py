@@ -79,7 +79,8 @@ def add_gap(moments: Moments, ratios: Ratios, logp: Tensor, rollout_logp: Tensor
 
 
 def _add_rows(moments: Moments, ratios: Ratios, rollout_mean: Tensor) -> None:
-    """Add perplexities and ratios of whole rows; `rollout_mean` [B] is the mean rollout log-prob."""
+    """Add the statistics of whole samples: perplexities and ratios. `rollout_mean`: [B], mean rollout log-prob of each
+    sample's tokens."""
     live, difference = ratios.live, ratios.total / ratios.count.clamp(min=1)
     excess = ratios.total.clamp(-LIMIT, LIMIT).expm1()
     moments.sum("rows", live.sum())

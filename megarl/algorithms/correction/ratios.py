@@ -19,7 +19,7 @@ class Ratios:
     """log rho of N tokens in B rows, rho = pi / pi_rollout, without gradient."""
 
     rows: Rows
-    mask: Tensor  # bool [N]
+    mask: Tensor  # bool [N], tokens that count
     raw: Tensor  # float [N], log pi - log pi_rollout, not clamped; zero where the mask is False
 
     @classmethod

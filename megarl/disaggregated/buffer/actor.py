@@ -32,7 +32,8 @@ class BufferActor:
         self._core = Core(placement, groups_per_step, share, flow)
         self._progress = ProgressTable([team.name for team in placement.teams], time.monotonic())
         self._waiting: dict[Topic, set[asyncio.Future[None]]] = {}
-        #: (start, serial number, result) of each worker's last call of `change`
+        #: (start of the process, serial number, result) of each worker's last call of `change`; a repeated call returns
+        #: this result instead of changing the state again
         self._last_changes: dict[tuple[str, int], tuple[int, int, Any]] = {}
 
     async def ping(self, team: str, rank: int, ping: Ping) -> None:

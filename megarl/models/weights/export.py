@@ -203,7 +203,7 @@ def export_weights(
         shapes, dtypes = chunks[0].weight_table.shapes(), tensor_dtypes(chunks, dtype)
         trained = chunks[0].weight_table.has_draft
         repeats = repeated_tensors(hf_config, source) if trained else {}
-        written = {name: (name, *repeats.get(name, ())) for name in shapes}  # repeated tensors follow their original
+        written = {name: (name, *repeats.get(name, ())) for name in shapes}  # a repetition follows its original
         dtypes = {copy: dtypes[name] for name, copies in written.items() for copy in copies}
         shapes = {copy: shapes[name] for name, copies in written.items() for copy in copies}
         draft = find_draft(hf_config, source) if keep_draft and not value_head and not trained else None

@@ -36,7 +36,7 @@ from megarl.system.errors import ConfigError
 _PREFIX = "base_model.model."
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_up_proj|down_proj)\.(lora_[AB])\.weight")
 _STACKS = {"gate_up_proj": ".base_layer", "down_proj": ""}
-_EMBEDDINGS = ("embed_tokens", "pos_embed")  # modules with 2-dimensional weights that are not linear layers
+_EMBEDDINGS = ("embed_tokens", "pos_embed")  # modules whose weights are matrices, but not of linear layers
 
 
 def export_adapter(

@@ -23,7 +23,7 @@ from megarl.rewards.mathematics.values import (
 )
 
 _RELATIVE = Fraction(1, 10**6)  # relative distance that a decimal may have from the value that it stands for
-_ENOUGH = 2  # number of points at which both expressions must be defined
+_ENOUGH = 2  # number of test points at which both expressions must be defined
 
 
 def equal_expressions(reference: Node, answer: Node) -> bool:
@@ -234,7 +234,7 @@ def proportional(first: Node, second: Node, positive: bool) -> bool:
 def _is_multiple(first: Node, second: Node, names: list[str], base: float | None, positive: bool) -> bool:
     ratios, least = [], 0
     for left, right, digits in _values(first, second, names, base):
-        if not left or not right:  # an equation that holds at an arbitrary point is an identity
+        if not left or not right:  # 0 at an arbitrary point: an identity, which equals no other equation
             return False
         ratios.append(left / right)
         least = min(least or digits, digits)

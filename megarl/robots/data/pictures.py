@@ -41,7 +41,7 @@ class PicturePipeline:
     # compressed. The demonstrations of published checkpoints were stored as JPEG, and their evaluation compresses
     # frames too.
     jpeg: int | None = None
-    # filter by which the frame becomes `size` x `size`, whatever its shape; None: it is not resized here
+    # filter with which the frame is resized to `size` x `size`, without keeping its proportions; None: not resized here
     resize: str | None = None
     # share of the area that is kept, around the centre, and enlarged to `size`; None: all. A checkpoint that was
     # trained with random crops is evaluated with the central one.
@@ -191,7 +191,7 @@ class VideoPipeline:
 
     frames: int = 64  # length of the clip
     size: int = 384  # height and width; frames are resized until their shorter side is 256/224 of it, and cropped
-    # filter of resizing. The transforms of V-JEPA 2, of its class in transformers and of SRPO are bilinear.
+    # filter with which frames are resized. V-JEPA 2's own code, its class in transformers and SRPO use bilinear.
     filter: str = "bilinear"
     normalisation: Normalisation = IMAGENET
 

@@ -63,7 +63,8 @@ class _Slot:
 
     process: SimulatorProcess
     episode: _Episode | None = None
-    played: int = 0  # answers that this process gave in this episode; fewer than the slot gave while it replays
+    # answers of this process in this episode; while it replays the calls of a failed process, fewer than the slot gave
+    played: int = 0
     kept: list[str] = field(default_factory=list)  # tasks with a constructed simulator
     failures: int = 0  # failures of this slot's processes since the last finished or dropped episode
     used: bool = False  # whether an episode has been started in this slot

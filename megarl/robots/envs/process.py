@@ -193,7 +193,7 @@ class _Tail:
     def close(self) -> str:
         """Read to the end of the ended process's output, and return its last lines for an error message."""
         self._thread.join(_TOLD_S)
-        if not self._thread.is_alive():  # otherwise a process that left the group still writes
+        if not self._thread.is_alive():  # otherwise a process that left the process group still has the pipe open
             self._file.close()
         lines = self._kept.decode(errors="replace").replace("\r", "\n").splitlines()
         return "\n".join([line for line in lines if line.strip()][-_LINES:])

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Frames = NDArray[np.uint8]
-_HELD = 4  # maximum number of frames that are held, as a multiple of the requested number
+_HELD = 4  # maximum number of frames in memory, as a multiple of the clip's frames
 
 
 class ClipRecorder:

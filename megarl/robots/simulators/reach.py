@@ -84,7 +84,7 @@ class Reach(Simulator):
         self._squares: dict[str, Point] = {}
         self._discs: list[list[float]] = []  # centres of the discs, the orange one first
         self._x, self._y, self._lowered = 0.0, 0.0, False
-        self._start = self._left = 0.0  # length of the path at the start, and now
+        self._start = self._left = 0.0  # length of the path to the goal at the start, and now
 
     def reset(self, trial: int) -> Observation:
         """Begin an episode in the scene of `trial`."""
@@ -95,7 +95,7 @@ class Reach(Simulator):
             self._squares = dict(zip(COLORS, squares, strict=True))
         else:
             orange = [next(numbers) * 0.7 - 0.35, next(numbers) * 0.7 - 0.35]
-            # The grey disc is in none of the four paths of the orange one.
+            # Place the grey disc outside of the four paths along which the orange disc may have to move.
             grey = [at + (0.36 + 0.14 * next(numbers)) * (1 if next(numbers) < 0.5 else -1) for at in orange]
             self._discs = [orange, grey]
             self._x, self._y = next(numbers) * 1.6 - 0.8, next(numbers) * 1.6 - 0.8

@@ -60,12 +60,12 @@ class TurnSession(Session):
         self._room = self._rooms
         self._contexts: dict[int, list[int]] = {}
         self._images: dict[int, ImageSet | None] = {}
-        self._cached: dict[int, int] = {}  # sequence -> number of positions in its kept row
+        self._cached: dict[int, int] = {}  # sequence -> number of positions in the cache row kept for its next turn
         self._queue: list[int] = []
         self._aborted: set[int] = set()
-        self._steps = 0  # counted over all calls of `wait`, because calls may be shorter than `_LOOK_EVERY`
-        # Kept rows follow the running rows, so the padded rows of a GPU's bucket must not overwrite them: they write
-        # nothing (kernels), or a position that no sequence reaches.
+        self._steps = 0  # decode steps in all calls of `wait`, of which one may have fewer than `_LOOK_EVERY`
+        # Rows that pad the batch of a captured graph are, in the cache, rows kept for later turns. So that they do not
+        # overwrite these, they write nothing (kernels), or write at a position that no sequence reaches.
         nowhere = self._caches.max_length - 1 if stage.kernels is None else -1
         self._idle = torch.tensor([[sequences], [0], [nowhere], [0]], device=device)
 

@@ -129,7 +129,7 @@ class ServerLayout:
 
     @cached_property
     def _wide_norms(self) -> bool:
-        """Whether norms of queries and keys have a factor for each head."""
+        """Whether the norms of queries and keys have weights of their own for each head."""
         mixer = self._mixers.get(Attention.kind)
         return isinstance(mixer, Attention) and mixer.wide_norm
 

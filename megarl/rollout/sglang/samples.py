@@ -180,7 +180,7 @@ class ServedSample:
         """Check that the server counted the expected number of tokens in a prompt with images."""
         meta = answer.get("meta_info", {})
         unread = meta.get("finish_reason", {}).get("type") == "abort" and not answer.get("output_ids")
-        if self.images is None or unread:  # a request that was aborted in its queue was never read
+        if self.images is None or unread:  # the server never read the prompt of a request aborted in its queue
             return
         count, expected = meta.get("prompt_tokens"), len(self.prompt_ids) + len(self.token_ids)
         if count != expected:

@@ -118,7 +118,7 @@ class ServerSpec:
             values |= {
                 "--speculative-algorithm": draft.algorithm,
                 "--speculative-draft-model-path": draft.draft_path,
-                # the draft model is always read, never `dummy`
+                # read the draft model's weights even if the main model starts with random ones (`dummy`)
                 "--speculative-draft-load-format": None if draft.draft_path is None else "auto",
                 "--speculative-num-steps": draft.steps,
                 "--speculative-eagle-topk": draft.topk,

@@ -207,7 +207,7 @@ class ServerTurns:
         self._numbers = itertools.count()
         self._prompts: dict[Hashable, int] = {}  # first tokens and images -> the router's number of the prompt
         self._begins: dict[int, Hashable] = {}  # sequence -> its first tokens and images
-        self._users: Counter[Hashable] = Counter()  # number of sequences with the same first tokens and images
+        self._users: Counter[Hashable] = Counter()  # first tokens and images -> number of sequences that have them
         # images, alive while turns use them
         self._images: WeakValueDictionary[Hashable, ServedImages] = WeakValueDictionary()
         self._busy = True
@@ -320,8 +320,8 @@ class ServerTurns:
             return
         groups: dict[tuple[int, ...], list[ServedSample]] = {}
         for sample in self._to_send.values():
-            # Later turns of an episode have the prompt number of the first turn, but more tokens, so turns are grouped
-            # by tokens.
+            # The turns of an episode have the same prompt number but different tokens, so compare the tokens too: a
+            # group has one prompt.
             tokens: Sequence[int] = () if self._whole else sample.prompt_ids
             groups.setdefault((sample.prompt, len(sample.token_ids), *tokens), []).append(sample)
         self._to_send = {}

@@ -64,7 +64,7 @@ class DeltaTransport(Transport):
     """
 
     live = True
-    one_replica = True  # a relay holds each tensor once, from one sender
+    one_replica = True  # a relay stores each tensor once, so only one replica sends it
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ class HeadNorm:
         if kernels is not None:
             return self._split_on_gpu(kernels, qkv, rope)
         qk, size, turned = qkv[:, :, :-1], qkv.shape[3], 2 * rope.cos.shape[-1]
-        if self.weights is not None:  # norm and weight in one pass, as in training, so that both round once
+        if self.weights is not None:  # norm and weight in one pass, rounded once, as in training
             parts = (qk[:, :, :-1], self.weights[0]), (qk[:, :, -1:], self.weights[1])
             qk = torch.cat([rms_norm(part, weight, self.eps) for part, weight in parts], dim=2)
         cos, sin = rope.wide

@@ -45,7 +45,7 @@ from megarl.models.packing import PackedSequences, SharedPrefixes, inverse_order
 from megarl.models.rope import apply_rope
 from megarl.system.device import device
 
-_BUCKET_RATIO = 0.85  # shortest / longest sequence of a bucket: at most 1 - 0.85**2 = 28% of the work is padding
+_BUCKET_RATIO = 0.85  # minimum shortest / longest sequence of a bucket: at most 1 - 0.85**2 = 28% is padding
 
 
 class PackedAttention(MegatronModule):

@@ -35,7 +35,7 @@ class MLA(Mixer):
     # training has to agree with what generates the samples; transformers uses 1e-6 whatever the config says. The two
     # differ for models with another number in their config (Moonlight, GLM-4.7-Flash: 1e-5).
     eps: float
-    interleaved: bool  # RoPE rotates neighbours (0, 1), (2, 3), ... instead of the halves of the part
+    interleaved: bool  # RoPE rotates pairs of neighbours, (0, 1), (2, 3), ..., not (i, i + half of the width)
 
     @property
     def key(self) -> int:

@@ -97,7 +97,7 @@ class CallLayout:
     parallel: bool = True  # whether all slots are predicted in one pass; otherwise one after another
 
     def __post_init__(self) -> None:
-        # A prompt has at least BOS, which is before the pictures, and the token that predicts the first slot.
+        # The shortest prompt is BOS, which the pictures follow, and a token that predicts the first action token.
         least = {"prompt": 2, "patches": 1, "dim": 1, "chunk": 1, "cameras": 1}
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
