@@ -295,7 +295,7 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
                 if lock.machine == 0 and lock.is_ours() and not folder.is_gone():
                     _leave_folder(job, ended, attempts.started)
                 with contextlib.suppress(OSError):
-                    remove_leftovers()  # removes the files of workers that had to be killed
+                    remove_leftovers()  # files of workers that had to be killed
 
 
 def _open_log(config: RunConfig, run_dir: Path, lock: FolderLock, placement: Placement | None) -> OutputLog:

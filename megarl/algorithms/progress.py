@@ -292,7 +292,8 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def _mapped(distances: np.ndarray, settings: ProgressSettings) -> np.ndarray:
-    """Map the distances of one task's failures to scores, float64 [n]."""
+    """Map the distances of one task's failed episodes from its references to scores, float64 [n]; the nearest episode
+    scores best."""
     import numpy as np
 
     weight = _WEIGHTS[settings.mapping] if settings.weight is None else settings.weight

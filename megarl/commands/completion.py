@@ -57,5 +57,5 @@ def _overrides(prefix: str, **_: Any) -> list[str]:
         dot = path.find(".", len(prefix))
         candidates[f"{path}=" if dot < 0 else path[: dot + 1]] = None
     only = next(iter(candidates), "")
-    # The shell puts a space after a single candidate that ends with a dot, so the keys below it are candidates, too.
+    # The shell completes a single candidate and adds a space, wrong after a section's dot: add the keys below it.
     return [only, *_overrides(only)] if len(candidates) == 1 and only.endswith(".") else [*candidates]

@@ -253,7 +253,8 @@ def _dual_clip(made: Translation, value: Any) -> None:
 
 
 def _steps(source: OtherSettings, made: Translation, steps: str, epochs: str, section: str = "trainer") -> None:
-    """Set the length of the run. Steps are only a bound in these trainers, where a million means no bound."""
+    """Set the run's length in steps or epochs. If the other trainer's settings have both, a very large number of steps
+    means that epochs decide."""
     number, passes = _positive(source.take(steps)), _positive(source.take(epochs))
     if number and (not passes or number < 100_000):
         made.set(f"{section}.steps", int(number))

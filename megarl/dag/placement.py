@@ -330,7 +330,7 @@ def _check_together(node: Node, samples: Node | None, graph: TaskGraph, nodes: d
         samples: node that made the samples that `node` reads; None: it reads prompts.
     """
     first = next(iter(graph))
-    if node.declared.refills:  # the node's team runs all earlier nodes repeatedly
+    if node.declared.refills:  # this node's team must also run all nodes before it, again and again
         again = [graph[id] for id in graph.order() if id in graph.upstream(node.id)]
         before = next((other for other in again if nodes[other.id] != nodes[node.id]), node)
         why = f"requests more samples from {before.id!r} until a step has enough"

@@ -136,7 +136,8 @@ def _work(config: RunConfig, graph: TaskGraph, team: Roles) -> float:
 
 
 def _passes(config: RunConfig, node: Node) -> float:
-    """Return the number of passes that a node makes over its model; a backward pass counts as two."""
+    """Return the number of passes through its model that a node makes for each sample; a backward pass counts as two
+    forward passes."""
     if node.role is Role.ROLLOUT and not config.rollout.holds_model:
         return 0.0  # generation by servers takes none of the workers' time
     if node.kind is Kind.MODEL_TRAIN:

@@ -76,7 +76,7 @@ class Batch:
         raise KeyError(f"the batch has no {name!r}; it has {', '.join(self.names()) or 'nothing'}{hint}")
 
     def _value(self, name: str) -> Tensor | Jagged | list | None:
-        """Return the tensor, Jagged or list of that name, or None."""
+        """Return the field or column called `name`; None: the batch has none."""
         for values in (self._columns, self._jagged, self._td):
             if (value := values.get(name, None)) is not None:
                 return value

@@ -99,7 +99,8 @@ class PromptLoader:
         self._epoch, self._position = divmod(number, len(self.dataset))
 
     def at(self, numbers: Sequence[int]) -> Batch:
-        """Return the samples with these numbers, without moving the loader. `numbers`: at least one."""
+        """Return the samples with these numbers (at least one), counted from the first sample of the first epoch. The
+        loader keeps its position."""
         parts = []
         for number in numbers:
             epoch, place = divmod(number, len(self.dataset))

@@ -174,7 +174,7 @@ class LinearAdapter(Adapter):
         """Return this rank's part of the adapter's output [t, out], before any sum over ranks.
 
         Args:
-            x: [t, in], the whole input for a layer split by rows, otherwise this rank's columns.
+            x: [t, in], the whole input if tensor parallelism splits the layer by rows, otherwise this rank's columns.
         """
         return self._up(F.linear(x, self.a) * self.scale)
 

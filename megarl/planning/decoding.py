@@ -28,7 +28,7 @@ class Decoder:
     tp: int  # ranks that share every layer
     pp: int  # pipeline stages, which work one after the other
     ep: int  # ranks that share the experts of a layer
-    hardware: Hardware  # hardware that a pipeline stage has while it computes
+    hardware: Hardware  # hardware as a pipeline stage sees it while the others wait
     given: PlanAssumptions
     etp: int = 0  # ranks that share an expert of an embedded engine; 0: a server, whose experts tp always divides
     vpp: int = 1  # parts of each stage, which take turns

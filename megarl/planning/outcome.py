@@ -121,7 +121,7 @@ class Filled:
 
     @property
     def parts(self) -> list[tuple[Term, float]]:
-        """The terms, the largest first, each with the bytes that a dry run shows."""
+        """The memory terms of this moment, the largest first, each with the bytes that a dry run shows for it."""
         parts = [(part, taken(part, gpu=self.gpu)) for part in self.moment.terms]
         return sorted(parts, key=lambda part: -part[1])
 

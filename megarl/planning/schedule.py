@@ -22,7 +22,7 @@ class Schedule:
 
     @classmethod
     def of(cls, config: RunConfig, graph: TaskGraph, placement: Placement) -> Schedule:
-        """Return the schedule of a recipe."""
+        """Return the schedule of a recipe whose teams are `placement`."""
         home = {id: team.name for team in placement.teams for id in team.nodes}
         actor, rollout = placement.home(Role.ACTOR), placement.home(Role.ROLLOUT)
         nodes = tuple((id, home[id], tuple(graph.parents(id))) for id in graph.order())

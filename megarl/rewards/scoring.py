@@ -139,7 +139,7 @@ def _checked(value: Any) -> Result:
         raise _Refused(f"the function returned {len(value)} parts; allowed: at most {MAX_PARTS}")
     result: Result = {}
     for name, part in value.items():
-        if name == EXTRACTED_KEY:  # a number counts as its text, otherwise 0 would be no vote
+        if name == EXTRACTED_KEY:  # a number votes as text: as a number, 0 would count as no vote
             is_text = part is None or isinstance(part, str)
             result[name] = cut(part or "", MAX_EXTRACTED) if is_text else str(_finite(part, f" for part {name!r}"))
         elif len(str(name)) > MAX_NAME:

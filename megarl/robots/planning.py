@@ -95,7 +95,7 @@ def _embedding(config: RunConfig) -> EmbeddingSettings | None:
     try:
         return settings_at("robot.reward.embedding", robot.reward.embedding, EmbeddingSettings)
     except ConfigError:
-        return None  # the check of robot.reward.embedding reports the error
+        return None  # the check of `robot.reward.embedding` reports the error
 
 
 def _encoder(path: str | None) -> _Encoder:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 FOLDER = "reference"
 _ORIGIN = "origin.json"  # file with the path of the reference's model, if the model is not in the reference's folder
-_NAMED, _INITIAL = "reference.path", "model.path"  # keys that name a reference outside the run folder
+_NAMED, _INITIAL = "reference.path", "model.path"  # recipe keys that may name a reference outside the run folder
 SHARED_BASE = "model.lora"  # the reference is the actor without its adapters
 
 

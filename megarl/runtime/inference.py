@@ -88,7 +88,7 @@ def _restore(c: RankState) -> None:
                 check_base(Path(resume), c.config.model.path, c.layout.world)
             c.context.step, _ = load(Path(resume), {ACTOR: c.actor.engine})
         set_step(c.context.step)
-        if c.layout.rank == 0:  # the checkpoint's name; that of model.path was printed when it was read
+        if c.layout.rank == 0:  # reading model.path printed its name: now print the checkpoint's
             print(f"weights: {resume} (step {c.context.step})", flush=True)
     open_rollout(c)
     publish(c, c.context.step)

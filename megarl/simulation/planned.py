@@ -40,11 +40,11 @@ class Assumptions:
     train_mfu: float = 0.35  # share of the peak that training and scoring reach
     prefill_mfu: float = 0.4  # share of the peak that prefill reaches
     memory_tb_s: float = _H100.memory_tb_s  # memory bandwidth of a device
-    read_share: float = 0.6  # share of the bandwidth that decoding reaches
+    read_share: float = 0.6  # share of the memory bandwidth that decoding reaches
     decode_ms: float = 3.0  # fixed time of a decoding step, which bytes and FLOPs do not explain
     link_gbit: float = _H100.net_gbit  # link of a device to other machines, one way
-    link_times: float = 1.0  # factor on all times that use links, also measured ones
-    link_share: float = 0.8  # share of the link's rate that is reached
+    link_times: float = 1.0  # factor by which everything sent over links takes longer, also where times were measured
+    link_share: float = 0.8  # share of `link_gbit` that is reached
     hop_us: float = 15.0  # latency of one step of a ring collective between machines
     server_push_ms: float = 5.0  # time of the calls to a server for new weights
     push_fixed_s: float = 0.5  # fixed time of a weight update, whatever its size

@@ -270,7 +270,7 @@ class WeightSync:
         return [number for number in numbers if number not in report.failed]
 
     def _close_report(self, report: SyncReport, agreed: list[int]) -> None:
-        """Make the report equal on every rank, and update the receivers' states."""
+        """Merge the ranks' reports of a weight update, so that all are equal, and set the receivers' states by it."""
         self._agree(agreed, report)
         numbers = [report.nbytes, report.seconds, report.gather_s, report.send_s, report.verified]
         everyone = self.world.all_gather_json(numbers)

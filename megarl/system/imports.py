@@ -143,7 +143,7 @@ def of_user(module: ModuleType) -> ModuleType:
     return module
 
 
-_of_user: set[str] = set()  # names of the user's modules
+_of_user: set[str] = set()  # names of the modules that users wrote
 
 
 def import_module(name: str) -> ModuleType:

@@ -98,7 +98,7 @@ def safe_name(name: str) -> str:
     parts = [part.strip() for part in _FORBIDDEN.sub("_", plain).split("/")]
     safe = "/".join(part if part.strip(".") else "_" * len(part) for part in parts if part) or "_"
     if safe.startswith(".."):
-        safe = f"__{safe[2:]}"  # MLflow would take the name for a path outside its folder
+        safe = f"__{safe[2:]}"  # MLflow uses the name as a path, which must stay in its folder
     if safe == plain and len(safe) <= _MAX_NAME:
         return safe
     return _distinct(safe[: _MAX_NAME - 1 - 2 * _HASH_BYTES], name)

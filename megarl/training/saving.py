@@ -121,7 +121,7 @@ class Saving:
     def _give_up(self, errors: list[str]) -> None:
         self._stop.set()
         self._thread.join()
-        # No thread writes any more. Uses JSON, like `poll`, because the device may be busy.
+        # This rank no longer writes. Exchange errors as JSON, like `poll`, because the device may be busy.
         late = self._world.all_gather_json(str(self._error) if isinstance(self._error, WorkerError) else None)[0]
         free = shutil.disk_usage(self._folder.parent).free / 1e9
         if self._world.rank == 0:

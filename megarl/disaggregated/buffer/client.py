@@ -363,7 +363,7 @@ class BufferClient:
 
 #: A payload in the object store: the object with its block, and the first and last position of its samples there.
 Piece: TypeAlias = tuple[Any, int, int]
-_FREED_S = 7.0  # seconds until Ray has freed the memory of blocks that no step needs any more
+_FREED_S = 7.0  # seconds that Ray may take to free the memory of blocks that no step needs any more
 
 
 def payloads_of(pieces: Sequence[Piece], limit_s: float) -> list[Span]:

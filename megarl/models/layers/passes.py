@@ -64,7 +64,7 @@ class Store(Protocol):
         """Resize to at least `needed` positions if fewer or far more are allocated; keep the first `rows` rows."""
 
     def clear(self, rows: Tensor) -> None:
-        """Empty `rows`, for samples whose first decode step is at position 0."""
+        """Reset the states of `rows` for new samples that are not prefilled: they decode from position 0."""
 
     def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
         """Copy rows `sources` to `targets` in all layers; all rows are read before any row is written."""
@@ -100,7 +100,7 @@ class Caches:
             store.reserve(rows, needed)
 
     def clear(self, rows: Tensor) -> None:
-        """Empty `rows` in the stores of all kinds of layers."""
+        """Reset the states of `rows` in the stores of all kinds of layers."""
         for store in self._stores.values():
             store.clear(rows)
 

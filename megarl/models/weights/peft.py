@@ -75,8 +75,8 @@ def export_adapter(
 
 
 def _stack_of(name: str) -> tuple[str, int]:
-    """Return the stored name of the adapters that an expert's adapter is a part of, and the expert's number; the name
-    itself and 0 for other tensors.
+    """Return the name of the stack of experts in which PEFT stores an expert's adapter, and the expert's number. For
+    other tensors return their own name and 0.
 
     >>> _stack_of("mlp.experts.3.gate_up_proj.lora_A.weight")
     ('mlp.experts.base_layer.lora_A.weight', 3)

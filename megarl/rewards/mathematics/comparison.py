@@ -9,7 +9,7 @@ from megarl.rewards.mathematics.tree import Apply, Compound, Node, Relation, Sym
 from megarl.rewards.mathematics.values import OutsideError, exact
 
 _MAX_UNORDERED = 40  # longer lists are only compared in order
-_OTHER = frozenset({"vmatrix", "Vmatrix", "cases"})  # environments with rows that are not matrices
+_OTHER = frozenset({"vmatrix", "Vmatrix", "cases"})  # LaTeX environments that have rows but are not matrices
 _TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "\\subset": "\\supset", "\\supset": "\\subset",
            "\\subseteq": "\\supseteq", "\\supseteq": "\\subseteq", "\\in": "\\ni", "\\ni": "\\in"}  # fmt: skip
 _SYMMETRIC = frozenset({"=", "!=", "\\approx", "\\sim", "\\simeq", "\\cong", "\\perp", "\\parallel", "\\equiv"})
@@ -68,7 +68,7 @@ def _without_decimal(node: Relation) -> Node:
 
 
 def _scaled(node: Node) -> Node:
-    """Return a number times a matrix or a vector as the matrix of the products."""
+    """Multiply the number into the entries of `2 * matrix` or `2 * vector`; return other expressions unchanged."""
     if not isinstance(node, Apply) or node.name not in ("*", "neg"):
         return node
     grouped = [arg for arg in node.args if isinstance(arg, Compound)]

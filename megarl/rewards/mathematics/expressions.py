@@ -43,7 +43,7 @@ class ExpressionReader(TokenReader):
     """A reader of expressions; the reader of whole answers extends it."""
 
     def listing(self) -> Node:
-        """Read the content of brackets. `AnswerReader` implements it."""
+        """Read what brackets contain: one value, or several separated by commas. `AnswerReader` implements it."""
         raise NotImplementedError
 
     def rows(self, environment: str) -> Node:

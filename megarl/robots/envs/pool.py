@@ -36,7 +36,7 @@ from megarl.system.processes import how_it_ended
 from megarl.system.tracing import beat
 
 _BEAT_S = 1.0
-_EXIT_S = 2.0  # processes have this time to end by themselves
+_EXIT_S = 2.0  # seconds in which processes may end by themselves before they are killed
 
 
 @dataclass

@@ -223,7 +223,7 @@ class TurnSession(Session):
         self.read_kept(finished)
         counts = self._state.count[finished].tolist() if self._stage.keeps_state else None
         for sequence, (tokens, _, _) in sampled.items():
-            # the last token was never an input
+            # not the last token: it was sampled, but never an input, so it is not in the cache
             self._cached[sequence] = len(self._contexts[sequence]) + len(tokens) - 1
         moves = self._rows.retire(finished)
         self._move(moves, self._rows.running)

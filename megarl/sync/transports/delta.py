@@ -170,7 +170,7 @@ class DeltaTransport(Transport):
         client = None
         try:
             if host in self._lost:
-                raise Refused(self._lost[host])  # other receivers need not wait for the deadline again
+                raise Refused(self._lost[host])  # its relay is lost: do not wait for it again
             with self._connecting:
                 client = self._clients.get(host) or MessageClient(self.relays[host], self.key, self.deadline_s)
                 self._clients[host] = client

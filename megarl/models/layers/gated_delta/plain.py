@@ -167,7 +167,8 @@ def gated_delta_rules(*, by_key_head: bool) -> tuple[WeightRule, ...]:
 
 
 def _cut_rows(sources: Sources, blocks: Iterator[tuple[int, int, int]]) -> Cut:
-    """Return the parameter whose rows are `blocks`: (number of the source, first row, rows)."""
+    """Return the cut of a parameter that consists of blocks of rows of its sources, each (number of the source, first
+    row, number of rows)."""
     tail = sources[0][1][1:]
     pieces, offset = [], 0
     for source, first, rows in blocks:

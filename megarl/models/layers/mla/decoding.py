@@ -133,7 +133,7 @@ class _PromptAttention:
 
 
 class _StepAttention:
-    """The attention of one new token per row at `positions` [n] to `length` cached positions."""
+    """The attention of one new token per row, at `positions` [n], to the first `length` positions of the cache."""
 
     def __init__(self, cache: LatentCache, positions: Tensor, length: int, mixer: MLA) -> None:
         self._cache, self._length, self._mixer = cache, length, mixer
