@@ -14,6 +14,7 @@ import argparse
 import ast
 import io
 import random
+import re
 import subprocess
 import sys
 import tokenize
@@ -24,8 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("megarl", "launchers", "recipes", "kernels")
 COUNTS = {"docstring": 150, "comment": 100, "error message": 100}
-#: Comments for tools are no sentences.
-DIRECTIVES = ("type:", "noqa", "pragma", "fmt:", "ruff:", "mypy:", "!")
+#: Comments for tools, and headings of sections, are no sentences.
+DIRECTIVES = ("type:", "noqa", "pragma", "fmt:", "ruff:", "mypy:", "isort:", "!", "--")
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def error_messages(tree: ast.Module, place: str) -> Iterator[Sentence]:
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             parts = {"": node.exc.args[0]} | {f"{word.arg}: ": word.value for word in node.exc.keywords if word.arg}
             text = "\n".join(name + (message(value) or "{" + ast.unparse(value) + "}") for name, value in parts.items())
-            if " " in message(node.exc.args[0]):
+            if len(re.findall(r"[A-Za-z]{2,}", re.sub(r"\{[^{}]*\}", "", text))) >= 3:  # else another error's text
                 yield Sentence("error message", f"{place}:{node.lineno}", ast.unparse(node.exc.func), text)
 
 
