@@ -97,7 +97,7 @@ class ClusterRay:
     """A cluster that this process did not start.
 
     Args:
-        address: address of its control store, host:port.
+        address: address of its control store (Ray's GCS), host:port.
     """
 
     def __init__(self, address: str) -> None:

@@ -201,7 +201,8 @@ def _own_lines(slurm: SlurmConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class Component:
-    """The nodes of one team, or of all teams that share nodes.
+    """One component of a Slurm job, which is heterogeneous if it has several: the nodes of one team, or of all teams
+    that share nodes.
 
     Attributes:
         team: the only team on them; empty: all other teams.

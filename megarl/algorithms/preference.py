@@ -167,7 +167,7 @@ def local_pair_counts(mask: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _measure_rewards(metrics: Metrics, rewards: Tensor, ties: Tensor) -> None:
-    """Record TRL's metrics of the rewards [2P] of pairs; margins up to `ties` [P] are ties."""
+    """Record TRL's metrics of the rewards [2P] of pairs; a margin of at most `ties` [P] counts as a tie."""
     chosen, rejected = rewards.view(-1, 2).unbind(1)
     for name, values in {
         "rewards/chosen": chosen,

@@ -40,8 +40,8 @@ def smallest(keys: Tensor, among: Tensor, count: int, all_sum: AllSum = one_rank
 
 
 def within_mean(values: Tensor, among: Tensor, limit: float, all_sum: AllSum = one_rank) -> Tensor:
-    """Select the candidates with the smallest values of all ranks, as many as have a mean of at most `limit`: bool in
-    the shape of `values`.
+    """Select the largest set of the smallest candidates, over all ranks, whose mean is at most `limit`: bool in the
+    shape of `values`.
 
     Equal values are selected together. The search takes at most eight sums over ranks for any number of tokens.
 

@@ -4,7 +4,7 @@
         result = function(...)
     check_tokens(POLICY_LOSSES.kind, function, "token loss", result, mask)
 
-Included components are called in the same way, but their errors are not converted.
+Built-in components are called in the same way, but their errors are not converted.
 """
 
 from __future__ import annotations

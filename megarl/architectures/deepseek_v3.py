@@ -68,7 +68,7 @@ def check_latent(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refu
 
 
 def serving_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that engines read and transformers does not write; SGLang stops without them."""
+    """Return the keys that engines read and transformers does not write; SGLang fails to start without them."""
     return {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 

@@ -16,7 +16,9 @@ def period_of(values: Mapping[str, Any]) -> int | None:
 
 
 def pattern_types(values: Mapping[str, Any]) -> list[str]:
-    """Return the default kind of each layer."""
+    """Return the kind of each layer by `sliding_window_pattern`: every n-th layer has full attention, the others have a
+    window. Without a pattern all layers have full attention.
+    """
     count, period = values["num_hidden_layers"], period_of(values)
     return [SLIDING if period and (layer + 1) % period else FULL for layer in range(count)]
 

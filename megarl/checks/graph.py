@@ -1,6 +1,6 @@
 """The task graph of a recipe, built once per command, and the roles of its nodes.
 
-The nodes show whether a critic, a reference or a teacher is used, what is filtered and what is resampled, for included
+The nodes show whether a critic, a reference or a teacher is used, what is filtered and what is resampled, for built-in
 pipelines and a user's own alike.
 """
 
@@ -160,7 +160,7 @@ def _check_resampling(config: RunConfig, graph: TaskGraph, checks: Checklist) ->
 
 
 def _check_filter(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
-    """Check that an included pipeline has the node `filter` that the filter setting needs."""
+    """Check that a built-in pipeline has the node `filter` that the filter setting needs."""
     chosen, pipeline = config.algorithm.filter, config.algorithm.pipeline
     if chosen.active and pipeline in PIPELINES and "filter" not in graph:
         checks.of("filter").fail(

@@ -80,7 +80,7 @@ def _vision_problem(config: RunConfig, facts: ModelFacts | None) -> ConfigError 
 
 
 def _check_numbers(config: RunConfig, encoder: VisionEncoder, vocab: int, checks: Checklist) -> None:
-    """Check the special tokens of images and the limits of their pixels."""
+    """Check that the special tokens of images are in the vocabulary, and the minimum and maximum pixels of an image."""
     beyond = [token for token in encoder.image_tokens if not 0 <= token < vocab]
     if beyond:
         checks.fail(

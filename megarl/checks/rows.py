@@ -369,7 +369,7 @@ class _Rows:
                         raise _no_parameter(row, column, reward.name, self.config.data.answer_key)
 
     def _check_names(self, rows: Sequence[Row]) -> None:
-        """Check that samples will have the names that an included reward is set to read."""
+        """Check that samples will have the names that a built-in reward is set to read."""
         for label, reward in self.config.reward.functions.items() if uses_reward(self.config) else ():
             spec = REWARDS.spec(reward.name) if reward.name in REWARDS.names() else None
             if spec is None or spec.names is None:

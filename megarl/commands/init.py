@@ -88,7 +88,7 @@ _COMMENTS = {
     "data.prompt_key": "column of the prompt: text, or chat messages",
     "data.answer_key": "column of the reference answer, for the reward",
     "data.max_prompt_tokens": "longer prompts are left out",
-    "reward.name": "an included reward, or file.py:function of yours",
+    "reward.name": "a built-in reward, or file.py:function of yours",
     "reward.kwargs.extract": "which number of the response counts: whole, first, last",
     "rollout.engine": "embedded: on the training weights; sglang: on servers",
     "rollout.replay_routes": "training uses the experts that generation chose",
@@ -170,7 +170,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("prompt", "answer"):
         text = f"column of the {name} (default: found by its usual names)"
         parser.add_argument(f"--{name}-key", metavar="COLUMN", help=text)
-    text = "an included reward or file.py:function (default: chosen by the answers in the data)"
+    text = "a built-in reward or file.py:function (default: chosen by the answers in the data)"
     parser.add_argument("--reward", help=text)
     parser.add_argument("--engine", choices=tuple(ENGINES), default=DEFAULT, help="of generation")
     text = "GPUs over all machines; 0: run on the CPU (default: one GPU if there is one)"
@@ -382,7 +382,7 @@ def answers_of(rows: Sequence[Row], settings: _Settings) -> list[Any]:
 
 
 def reward_for(answers: list[Any], columns: Sequence[str]) -> _Settings:
-    """Return the keys of the included reward that reads answers of this form."""
+    """Return the keys of the built-in reward that reads answers of this form."""
     from megarl.rewards import REWARDS
 
     texts = [str(answer) for answer in answers]

@@ -84,7 +84,9 @@ def _place(made: Translation, gpus: int, engine: str, machine: Machine) -> None:
 
 
 def _complete(made: Translation, prompts: Sequence[str], answers: Sequence[str], given: Mapping[str, object]) -> None:
-    """Set the task graph and, when the rows can be read here, the columns that are not `given`, and the reward."""
+    """Complete the recipe `made`: set its task graph, its reward and, if the rows can be read here, the names of the
+    columns that are not `given`.
+    """
     from megarl.checks.rows import is_readable_here
     from megarl.commands.init import ALGORITHMS, answers_of, reward_for
     from megarl.data.sources import load_rows

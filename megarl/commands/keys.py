@@ -35,7 +35,7 @@ class KeyEntry:
         default: the key's default.
         is_section: whether the key holds other keys.
         readers: components that read the key; empty for keys of the recipe itself.
-        components: included components that the key may name; empty for most keys.
+        components: built-in components that the key may name; empty for most keys.
     """
 
     path: str
@@ -86,7 +86,7 @@ class KeyEntry:
 
 
 def all_entries() -> list[KeyEntry]:
-    """Return every recipe key in the order of its sections, with the keys of included components."""
+    """Return every recipe key in the order of its sections, with the keys of built-in components."""
     listed: list[KeyEntry] = []
     flat, named = default_values(), _component_names()
     for key in iter_keys():

@@ -224,12 +224,12 @@ class RewardConfig(Section):
     workers: PositiveInt = Field(
         1,
         le=1024,
-        description="processes that score per data-parallel rank; with 1 a thread scores instead, for included "
+        description="processes that score per data-parallel rank; with 1 a thread scores instead, for built-in "
         "rewards except math",
     )
     timeout_s: Seconds = Field(300.0, description="deadline for one batch of rewards")
     sample_timeout_s: Seconds = Field(
-        60.0, description="deadline of one sample, for included functions and functions that get one sample at a time"
+        60.0, description="deadline of one sample, for built-in functions and functions that get one sample at a time"
     )
     on_error: Annotated[float, annotated_types.Ge(-1e15), annotated_types.Le(1e15)] | Literal["raise"] = Field(
         "raise", description="what a failing sample does: stop the run and name the sample, or get this score"

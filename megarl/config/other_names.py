@@ -541,7 +541,7 @@ def _kwargs_of(path: tuple[str, ...]) -> str | None:
 
 
 def _components_keys(path: tuple[str, ...], owned: Callable[[str], Sequence[str]]) -> list[str]:
-    """Return the keys of components that the unknown key `path` may mean. Inside `reward.kwargs` of included rewards
+    """Return the keys of components that the unknown key `path` may mean. Inside `reward.kwargs` of built-in rewards
     the answer is the key with this prefix."""
     beside = _kwargs_of(path[:-1])
     keys = [key for key in owned(path[-1]) if key.startswith(f"{path[0]}.")]

@@ -143,7 +143,7 @@ class RolloutConfig(Section):
 
 SINGLE_TURN = "single_turn"
 ON_ERROR = ("fail", "mark")
-#: Names of included environments whose episodes may have several sequences.
+#: Names of built-in environments whose episodes may have several sequences.
 BRANCHING = ("agent",)
 
 

@@ -68,7 +68,7 @@ class TaskGraph:
         return list(self._parents[id])
 
     def inputs(self, id: str) -> Inputs:
-        """Return the inputs of this node."""
+        """Return the inputs of node `id`."""
         self[id]
         return self._inputs[id]
 

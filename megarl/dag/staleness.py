@@ -333,7 +333,7 @@ def _numbers(groups: ByVersion) -> list[int]:
 
 
 def _left(chosen: Collection[int], under_way: ByVersion, finished: ByVersion) -> dict[int, int]:
-    """Return how many groups of each version are left without the `chosen` finished groups."""
+    """Return how many groups of each version are left when the `chosen` finished groups are taken out."""
     left = {version: len(numbers) for version, numbers in under_way.items()}
     for version, numbers in finished.items():
         left[version] = left.get(version, 0) + len(numbers) - len(set(chosen).intersection(numbers))

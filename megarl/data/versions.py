@@ -34,7 +34,9 @@ def runs_of(versions: Iterable[int]) -> VersionRuns:
 
 
 def append_runs(runs: VersionRuns, more: VersionRuns) -> None:
-    """Append to `runs`, the [weight version, number of tokens] of a sequence, in place the runs of the tokens after it.
+    """Append `more`, the runs of a sequence's next tokens, to `runs` in place, and merge runs of the same version.
+
+    A run is [weight version, number of tokens].
 
     >>> runs = [[3, 2]]
     >>> append_runs(runs, [[3, 1], [4, 5]])

@@ -265,7 +265,7 @@ def _write(pieces: Iterable[_Piece]) -> Block:
 
 
 class Opened(NamedTuple):
-    """A parsed block of samples."""
+    """A block of serialised samples with parsed header, columns and offsets; its tensors are bytes in `parts`."""
 
     entries: dict[str, Any]  # the safetensors header: dtype, shape and byte range of each tensor
     parts: list[np.ndarray]  # bytes of the tensors; part k has bytes `places[k]` to `places[k + 1]`

@@ -20,7 +20,7 @@ from megarl.system.imports import import_file, import_module, of_user
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
 
-#: Names of the included environments -> their classes.
+#: Names of the built-in environments -> their classes.
 ENVIRONMENTS = {
     "single_turn": "megarl.envs.protocol:SingleTurn",
     "tools": "megarl.envs.tools:Tools",

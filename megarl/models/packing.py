@@ -71,7 +71,9 @@ class PackedSequences(PackedSeqParams):
 
 @dataclass(frozen=True)
 class PackedStream:
-    """This rank's share of a packed stream: `t` tokens, padding included."""
+    """A context-parallel rank's share of a packed stream, equal on all its tensor-parallel ranks: `t` tokens, padding
+    included.
+    """
 
     params: PackedSequences  # the model's argument `packed_seq_params`
     index: Tensor  # int64 [t], index of each token in the unpadded concatenation of all sequences; -1: padding

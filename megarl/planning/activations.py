@@ -230,7 +230,7 @@ class Activations:
         weight, rows = h * columns, (element + FULL) * n * h
         each = max(self._logit, FULL * self.logit_copies)
         if self.facts.wiring.logit_cap is not None:
-            each += (2 if self.gpu else 1) * FULL  # the cap's slope, and on a GPU the gradient before it is rounded
+            each += (2 if self.gpu else 1) * FULL  # the soft-cap's derivative, and on a GPU the unrounded gradient
         # The weight's gradient: one product, and a float32 sum over chunks of tokens. With several chunks, a GPU
         # computes it in blocks of the vocabulary (`linear_logprob`): each writes its own rows, so there is no sum.
         summed = not self.gpu or n <= self.engine.logits_chunk_tokens or self.logit_copies > 0
@@ -273,7 +273,7 @@ class Activations:
             size += self.element * self._columns * self.facts.hidden
         return [Needed(size, 0.0, self._logit * self._logits + 2 * rows), Needed(size, layer.passing)]
 
-    # -- peak -----------------------------------------------------------------------------------------------------
+    # -- peak memory ----------------------------------------------------------------------------------------------
 
     def needed(self, *, last: bool) -> Needed:
         """Return the bytes when passes take most memory, on a rank of the first stage, or of the last with `last`."""

@@ -28,9 +28,9 @@ def refuse_longer(mean: float, longest: int, where: str, allowed: str) -> None:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The distribution of response lengths: log-normal, cut off at the longest length."""
+    """The distribution of response lengths: log-normal, capped at the longest length."""
 
-    mean: float  # mean tokens of a response, before the cut at `longest`
+    mean: float  # mean tokens of a response, before the cap at `longest`
     sigma: float  # standard deviation of the logarithm; 0: all responses have `mean` tokens
     longest: int  # maximum tokens per response
 
@@ -85,7 +85,7 @@ class Lengths:
         return min(self.longest, math.exp(self._mu + self.sigma * _largest_of(samples)))
 
     def _moment(self, power: int) -> float:
-        """Return E[min(X, L)^p] of a log-normal length X that is cut at the longest length L, with p = `power`:
+        """Return E[min(X, L)^p] of a log-normal length X that is capped at L, the longest length; p = `power`:
 
         e^(p mu + p^2 sigma^2 / 2) Phi(z - p sigma) + L^p (1 - Phi(z)), z = (log L - mu) / sigma.
         """

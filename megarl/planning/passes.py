@@ -90,7 +90,7 @@ class ModelPass:
 
     @property
     def _split_residual(self) -> int:
-        """Number of ranks between which the tokens of the residual stream are divided."""
+        """Number of tensor-parallel ranks that split the residual stream's tokens; 1 without sequence parallelism."""
         return self.parallel.tp if self.parallel.sp or self.facts.is_moe else 1
 
     @property

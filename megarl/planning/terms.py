@@ -14,7 +14,7 @@ ROUGH = 1.5
 
 @dataclass(frozen=True)
 class Term:
-    """One use of memory."""
+    """One item of a memory estimate."""
 
     what: str
     bytes: float

@@ -1,6 +1,6 @@
-"""Scores of responses: included rewards, users' functions, and a runner that scores while other work continues."""
+"""Scores of responses: built-in rewards, users' functions, and a runner that scores while other work continues."""
 
-# Importing a module of an included reward registers the reward.
+# Importing a module of a built-in reward registers the reward.
 from megarl.rewards import classifier, exact_match, format, gsm8k, http, judge, math, numeric  # noqa: F401
 from megarl.rewards.parts import Rewards
 from megarl.rewards.registry import REWARDS

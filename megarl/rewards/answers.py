@@ -1,4 +1,4 @@
-"""Reference answers of included rewards: text or a number, or a list of alternatives."""
+"""Reference answers of built-in rewards: text or a number, or a list of alternatives."""
 
 from __future__ import annotations
 

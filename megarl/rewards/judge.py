@@ -180,7 +180,7 @@ def _append(calls: Path, budget: int) -> bool:
 
 
 def _read(kept: Path, options: JudgeSettings) -> float | None:
-    """Return the score in a cache file; None if the file is missing or damaged, or the score is off the scale."""
+    """Return the score in a cache file; None if the file is missing or damaged, or the score out of range."""
     try:
         score = float(json.loads(kept.read_text())["score"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -111,7 +111,7 @@ class ScorerPool:
 
     def score(self, samples: list[Sample], timeout_s: float, stop_at_failure: bool) -> dict[int, Outcome]:
         """Return the outcomes by position. Every position has one, unless `stop_at_failure` stopped after a failure.
-        Raise ConfigError if an included reward cannot score with its configuration."""
+        Raise ConfigError if a built-in reward cannot score with its configuration."""
         deadline = time.monotonic() + timeout_s
         batch = _Batch(samples)
         batch.pending.extend(self._chunks(batch))
@@ -186,7 +186,7 @@ class ScorerPool:
         return [by_handle[handle] for handle, _ in poll.poll(max(0.0, wait_s) * 1000)]
 
     def _on_message(self, worker: PoolProcess, message: dict[str, Any], outcomes: dict[int, Outcome]) -> None:
-        """Handle a message of a process. Raise ConfigError if an included reward cannot score with its configuration,
+        """Handle a message of a process. Raise ConfigError if a built-in reward cannot score with its configuration,
         or the process could not load the function; raise Malformed if the message is invalid in this state."""
         kind = message.get("kind")
         if kind == "scored" and worker.chunk:

@@ -20,7 +20,7 @@ from megarl.system.plain import PlainInbox, pack
 
 _EXIT_S = 10.0  # seconds from SIGTERM until the guardian has ended, which kills children for up to 5 s
 _READ = 1 << 16  # bytes per read
-#: Largest header and body of a message from the process, which the scored code may control.
+#: Maximum bytes and maximum nesting of a message from the process, which the scored code may control.
 _HEADER, _DEPTH = 8 << 20, 8
 
 

@@ -4,7 +4,7 @@ It loads the reward function itself, so a user's file never runs in a training p
 
     parent    setup, then chunks: samples, stop_at_failure
     process   ready (whether it asks for images), or refused (text); then per sample: scored (index, result or failure),
-              and idle after a chunk; or refused, where an included reward cannot score as it is configured
+              and idle after a chunk; or refused, where a built-in reward cannot score as it is configured
 """
 
 from __future__ import annotations

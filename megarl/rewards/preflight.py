@@ -37,7 +37,7 @@ _PARTS = ("what", "where", "found", "allowed", "fix")
 
 def check_import(reward: RewardConfig, limit_s: float = _LIMIT_S, *, images: bool = True) -> None:
     """Import the functions of the reward, each within `limit_s`, and bind their arguments; raise ConfigError as a
-    worker would. Included rewards are not checked."""
+    worker would. Built-in rewards are not checked."""
     for label, function in reward.functions.items():
         if ":" in function.name:
             keys = {"name": function.name, "mode": function.mode, "kwargs": function.kwargs, "images": images}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 #: Names that the reference answer has in sources: in a sample, or as a parameter of other trainers' functions.
 _READS = re.compile(r"\b(answer|answers|ground_truth|ground_truths)\b")
 _SCORES = re.compile(r"\bscores\s*(:\s*\w+\s*)?=\s*False\b")
-#: Name of the included environment that leaves the score to the reward, and of the one that does so on request.
+#: Name of the built-in environment that leaves the score to the reward, and of the one that does so on request.
 _TOOLS, _AGENT = "tools", "agent"
 
 
@@ -74,7 +74,7 @@ def gives_images(config: RunConfig) -> bool:
 
 
 def check_answers(reward: RewardConfig, key: str | None, answers: Iterable[tuple[Row, Any]]) -> None:
-    """Raise DataError for a row whose reference answer an included reward cannot use; the error names the row, the
+    """Raise DataError for a row whose reference answer a built-in reward cannot use; the error names the row, the
     value and the accepted form. Users' functions are not checked."""
     pairs = list(answers)
     for function in reward.functions.values():

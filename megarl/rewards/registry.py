@@ -36,12 +36,12 @@ class RewardSpec(Spec):
         names: returns the keys that every sample must have for these settings; None: only the keys that all samples
             have.
         limit: name of the setting with the CPU seconds per sample, enforced by an alarm. An alarm needs the main thread
-            of a process, so such a reward gets its own process. Only included rewards may set it, because the process
+            of a process, so such a reward gets its own process. Only built-in rewards may set it, because the process
             that starts others does not load a user's file.
         reference: reads a reference answer from its text, or raises a ValueError with the reason; None: the reward
             reads no answer. `meeting_any` adds lists.
-        batch: an included reward that takes the list of samples, and may return a `ScoringFailure` for a sample.
-        process: an included reward that runs in its own process, as a user's function does.
+        batch: a built-in reward that takes the list of samples, and may return a `ScoringFailure` for a sample.
+        process: a built-in reward that runs in its own process, as a user's function does.
     """
 
     package: str | None = None
@@ -97,14 +97,14 @@ def reward_settings(name: str, kwargs: dict[str, Any], spec: RewardSpec) -> Sett
 
 
 def time_limit_s(name: str, kwargs: dict[str, Any]) -> float | None:
-    """Return the CPU seconds per sample of an included reward that needs its own process; None for others. Raise
+    """Return the CPU seconds per sample of a built-in reward that needs its own process; None for others. Raise
     ConfigError if `kwargs` are invalid."""
     spec = REWARDS.spec(name) if name in REWARDS.names() else RewardSpec()
     return None if spec.limit is None else float(getattr(reward_settings(name, kwargs, spec), spec.limit))
 
 
 def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any], *, images: bool = True) -> Scorer:
-    """Find the function (an included reward, `path/to/file.py:function` or `package.module:function`), and give it its
+    """Find the function (a built-in reward, `path/to/file.py:function` or `package.module:function`), and give it its
     settings. Raise UserError if it cannot be loaded or called with them, or requires images that the run lacks."""
     function = REWARDS.get(name)
     spec = REWARDS.declared(function)

@@ -4,7 +4,7 @@
     ...                                  # compute log-probs
     results = runner.result(handle)      # waits, raises RewardError that names the sample
 
-A failing sample stops the run, or scores `reward.on_error` if that is set; it never silently scores 0. An included
+A failing sample stops the run, or scores `reward.on_error` if that is set; it never silently scores 0. A built-in
 reward that cannot score with its configuration (a key is not set, for example) always stops the run.
 """
 
@@ -57,7 +57,7 @@ class RewardRunner:
 
     `megarl.rewards.parts.Rewards` has one runner for each function of a recipe.
 
-    A user's function runs in separate processes, which it may crash. An included function runs in a thread of this
+    A user's function runs in separate processes, which it may crash. A built-in function runs in a thread of this
     process, unless it uses alarms or the recipe sets several processes.
 
     Args:
@@ -186,7 +186,7 @@ class RewardRunner:
 
 
 def reward_processes(cfg: RewardConfig) -> int:
-    """Return the number of scoring processes per data-parallel rank; 0: a thread of the rank scores. An included reward
+    """Return the number of scoring processes per data-parallel rank; 0: a thread of the rank scores. A built-in reward
     that sets no alarm (SIGALRM) cannot harm its process, and costs less in a thread."""
     if cfg.parts:
         return sum(map(reward_processes, cfg.functions.values()))

@@ -188,7 +188,8 @@ def keep_start(c: RankState) -> str:
     folder = c.run_dir / NEXT_REFERENCE
     # Only rank 0 checks: on a shared file system two ranks may see different folders.
     exists = (folder / "config.json").is_file() if c.layout.rank == 0 else None
-    if not c.layout.world.broadcast_json(exists):  # the new reference, if it exists, is the same model
+    # If `keep_reference` has just exported a reference model, it has the same weights: the actor's at the start of RL.
+    if not c.layout.world.broadcast_json(exists):
         folder = c.run_dir / START_WEIGHTS
         _export_actor(c, folder)
     return str(folder)
@@ -201,7 +202,7 @@ def _export_actor(c: RankState, folder: Path) -> None:
 
 
 def now_at(run_dir: Path, source: str) -> str:
-    """Return the folder to which `install_reference` has moved weights that `keep_reference` wrote to `source`."""
+    """Return where the weights are that `keep_reference` wrote to `source`; `install_reference` may have moved them."""
     taken_up = Path(source) == run_dir / NEXT_REFERENCE and not _is_model(Path(source))
     return str(run_dir / FOLDER) if taken_up else source
 

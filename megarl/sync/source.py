@@ -122,7 +122,8 @@ class Source:
 
     @torch.no_grad()
     def fill(self, number: int, routes: Sequence[int], out: Tensor | None, *, whole: bool = True) -> None:
-        """Exchange the pieces for bucket `number` of each sender on `routes`. Collective over ranks that hold them.
+        """Gather bucket `number` of each sender on `routes` from the ranks that hold its pieces. Collective over all of
+        these ranks.
 
         Args:
             out: uint8 buffer for this rank's bucket in this round; None if it has no such bucket.

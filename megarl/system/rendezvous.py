@@ -66,7 +66,7 @@ def run_key(run_dir: Path, purpose: str) -> str:
 
 
 def forget_token(run_dir: Path) -> None:
-    """Remove the token of a run that has ended."""
+    """Delete the file with the secret token of a run that has ended."""
     (run_dir / _TOKEN_FILE).unlink(missing_ok=True)
 
 

@@ -152,7 +152,7 @@ class ConsoleView:
         return textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
 
     def recall(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Include a validation in the best values so far; also called for validations from before a run was resumed."""
+        """Update the best values so far by a validation; also called for validations from before a run was resumed."""
         value = metrics.get(_ACCURACY)
         if isinstance(value, (int, float)) and (self._best is None or value >= self._best[1]):
             self._best = (step, value)

@@ -126,7 +126,7 @@ class SampledTokens:
     group: WorkerGroup  # tensor-parallel ranks
     columns: tuple[int, int]  # first and one past the last token that may be sampled
     seeds: Tensor  # int64 [B], seed of each row of the batch
-    slots: int  # number of tokens per row of the batch
+    slots: int  # number of tokens to sample per row of the batch, equal for all rows
     outputs: ClassVar[int] = 2
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
@@ -138,7 +138,7 @@ class SampledTokens:
         local = capped(logits, model.logit_cap).float()
         logits = local.new_zeros(len(local), self.columns[1] - self.columns[0])
         logits[:, first - self.columns[0] : last - self.columns[0]] = local
-        if self.group.size > 1:  # sum the logits of the ranks, each of which holds only some of the columns
+        if self.group.size > 1:  # each rank has the logits of its part of the vocabulary, and zeros elsewhere
             self.group.all_reduce(logits)
         logits = logits / (self.temperature or 1.0)
         score = logits

@@ -1,4 +1,4 @@
-"""The built task graph is asked what a recipe works with, for included pipelines and a user's own alike."""
+"""The built task graph is asked what a recipe works with, for built-in pipelines and a user's own alike."""
 
 import pytest
 

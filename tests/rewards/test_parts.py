@@ -64,7 +64,7 @@ def test_the_score_is_the_weighted_sum_and_every_part_is_a_metric(file):
     assert (results[1]["overall"], results[1]["acc"], results[1]["short/length"]) == (0.0, 0.0, 10.0)
     means = reward_metrics(results).result()
     assert (means["reward/right"], means["reward/short"], means["reward/overall"]) == (0.5, 0.5, 0.625)
-    assert reward_processes(cfg) == 1, "the user's function; the included ones are threads"
+    assert reward_processes(cfg) == 1, "the user's function; the built-in ones are threads"
 
 
 def test_a_sample_of_which_a_part_fails_has_the_score_of_failures_and_others_keep_theirs(file):

@@ -97,7 +97,7 @@ def nccl(found: Findings, servers: Path | None = None, trainer: Path = Path(sys.
         if servers is None:
             found.fact("servers", f"sglang {sglang_version(python, cuda=has_cuda())} in {python}")
     except ConfigError as error:
-        raise Skipped(f"{error.what}: {error.fix}") from error
+        raise Skipped(f"NCCL cannot be compared: {error.what}; fix: {error.fix}") from error
     try:
         check_same_nccl(python, trainer)
         found.check("NCCL", True, f"trainer {nccl_of(trainer)}, servers {nccl_of(python)}")

@@ -40,7 +40,7 @@ def run(found: Findings, folder: Path) -> None:
     try:
         find_python(None, cuda=has_cuda())
     except ConfigError as error:
-        raise Skipped(f"{error.what}: {error.fix}") from error
+        raise Skipped(f"no server can be started: {error.what}; fix: {error.fix}") from error
     gpus = gpu_count()
     for colocated in (True, False):
         for transport in TRANSPORTS if gpus or not colocated else TRANSPORTS[:1]:

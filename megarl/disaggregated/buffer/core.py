@@ -351,7 +351,7 @@ class Core:
                 flow.reject(number)
             numbers = flow.admit(version, most) if most else []
         except ValueError as error:
-            raise HandoverError(f"{at}: {error}") from error
+            raise HandoverError(f"{at}: the call does not fit the state of the buffer: {error}") from error
         return Change(numbers, self._form())
 
     def drained(self, version: int) -> bool:

@@ -52,7 +52,7 @@ class Mixer(ABC):
 
     @property
     def token_flops(self) -> float:
-        """Forward FLOPs per token in addition to products with weight matrices and `pair_flops`."""
+        """Forward FLOPs per token that are neither matmuls with weights nor in `pair_flops`."""
         return 0.0
 
     def cache_elements(self, tp: int) -> float:

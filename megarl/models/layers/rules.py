@@ -149,7 +149,7 @@ def _columns(sources: Sources, ways: int, rank: int, size: dict[str, int]) -> Cu
 
 
 def of_experts(cut: Cut, experts: range) -> Cut:
-    """Extend the cut of a single expert's tensor to `experts` of a tensor that stacks all experts."""
+    """Return the slices for `experts` of a tensor that stacks all experts, from the slices `cut` of one expert's."""
     shape, pieces = cut
     count = len(experts)
     return (count, *shape), tuple(

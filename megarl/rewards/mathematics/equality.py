@@ -122,7 +122,7 @@ def _units_as_letters(node: Node) -> Node:
     return mapped(node, _units_as_letters)
 
 
-# -- values
+# -- equality of values
 
 
 def _values_equal(reference: Node, answer: Node) -> bool:

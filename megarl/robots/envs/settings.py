@@ -14,7 +14,7 @@ from megarl.system.errors import choose
 class SimulatorSettings(ComponentSection):
     """Settings of simulator processes. Further keys are the simulator's own settings."""
 
-    name: str = Field(description="an included simulator, file.py:Class, or pkg.mod:Class of its interpreter")
+    name: str = Field(description="a built-in simulator, file.py:Class, or pkg.mod:Class of its interpreter")
     python: str | None = Field(None, description="interpreter that has the simulator; null: megarl's own")
     tasks: list[str] | dict[str, dict[str, Any]] = Field(
         [],

@@ -48,7 +48,7 @@ class Episode:
     # completed part of the task at the episode's end, 0 to 1; NaN: the simulator does not measure it
     progress: float = math.nan
     failure: str = ""  # why the episode cannot be scored; empty: it can
-    failure_kind: str = ""  # kind of the failure in one word; empty: none
+    failure_kind: str = ""  # kind of that failure in one word; empty: the episode can be scored
     # the recorded clip: frames uint8 [n, H, W, 3] by camera; without frames if the simulator failed
     clip: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
     prompt_ids: list[int] = field(default_factory=list)  # tokens of the policy's prompt

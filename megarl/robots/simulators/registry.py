@@ -12,7 +12,7 @@ from typing import Any
 
 from .protocol import Simulator
 
-#: The included simulators by name, as MODULE:CLASS with a module of this folder.
+#: The built-in simulators by name, as MODULE:CLASS with a module of this folder.
 SIMULATORS: dict[str, str] = {
     "libero": "libero:Libero",
     "maniskill": "maniskill:ManiSkill",
@@ -25,7 +25,7 @@ FORMS = ("file.py:Class", "pkg.mod:Class")
 
 
 def is_known(name: str) -> bool:
-    """Return whether `name` is an included simulator or has one of the `FORMS`."""
+    """Return whether `name` is a built-in simulator or has one of the `FORMS`."""
     return name in SIMULATORS or all(name.rpartition(":")[::2])
 
 

@@ -142,8 +142,8 @@ class RoboTwin(Simulator):
         return str(texts[0]) if texts else ""
 
     def step(self, actions: Numbers) -> Outcome:
-        """Execute positions of the joints [K, 14]. The seconds of `physics` include rendering all pictures except the
-        last."""
+        """Move both arms through the joint positions `actions` [K, 14]. The seconds of `physics` include rendering all
+        pictures except the last."""
         return self.execute(np.asarray(actions, np.float64), self._act, self._observation)
 
     def _act(self, action: NDArray[np.float64]) -> bool:

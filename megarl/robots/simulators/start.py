@@ -1,7 +1,7 @@
 """The program of a simulator's process: `python -I start.py SOCKET MEMORY`.
 
 The interpreter is the simulator's, and megarl need not be installed in it. So the folder of this package becomes a
-package `megarl` whose own `__init__` does not run: included simulators and a user's file import the same names here and
+package `megarl` whose own `__init__` does not run: built-in simulators and a user's file import the same names here and
 in the trainer. They may use `megarl.robots.simulators` and those modules of `megarl.system` that import nothing but the
 standard library and numpy, which `make lint` checks. Neither the trainer's packages nor the files of this folder are on
 the path (a simulator in `metaworld.py` finds the real `metaworld`).

@@ -31,5 +31,5 @@ def replay(c: StepContext, samples: Batch) -> Batch:
 
     if c.replay is None:
         raise ValueError("the team that trains stores the groups, so this node belongs to it")
-    # A plain batch, because the store keeps all fields for later steps.
+    # The guarded batch `samples` refuses to read undeclared fields, but the store keeps all fields for later steps.
     return c.replay.joined(c, Batch(samples.fields, samples.columns, size=len(samples)))

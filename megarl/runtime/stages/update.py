@@ -111,7 +111,7 @@ def _in_order(c: StepContext, samples: Batch, size: int) -> Iterator[Batch]:
         samples = samples.select(order)
     share, count = size // c.layout.dp_size, c.config.data.batch_size // size
     sizes = [sum(map(len, groups[i * share : (i + 1) * share])) for i in range(count)]
-    sizes[-1] += len(samples) - sum(sizes)  # prompts that do not divide into mini-batches are in the last one
+    sizes[-1] += len(samples) - sum(sizes)  # the remainder joins the last mini-batch
     yield from samples.split(sizes)
 
 

@@ -294,7 +294,9 @@ def _flash_varlen(
 def _torch_varlen(
     q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float, window: int | None, **further: Any
 ) -> Any:
-    """Return the context, or a tuple with further outputs if `further`, arguments of torch's function, request them."""
+    """Compute attention by torch's `varlen_attn`. Return its output [t, heads, d], or a tuple with more outputs if its
+    arguments in `further` request them.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     lengths = call.cu_q, call.cu_k, call.longest_q, call.longest_k

@@ -42,6 +42,6 @@ class _ClampedGate(torch.autograd.Function):
 
 
 def _parts(x: Tensor, rule: ClampedGate) -> tuple[Tensor, Tensor]:
-    """Return the clamped gates and ups [n, f], float32 or wider."""
+    """Return the clamped gates (even columns of `x`) and up projections (odd columns), [n, f] in float32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return x[:, ::2].to(wide).clamp(max=rule.limit), x[:, 1::2].to(wide).clamp(-rule.limit, rule.limit)

@@ -20,7 +20,7 @@ from megarl.models.layers.rules import COLUMNS, COPY, HF, MCORE, ROWS, Split, We
 
 @dataclass(frozen=True, kw_only=True)
 class MLA(Mixer):
-    """The latent attention of one layer."""
+    """Multi-head latent attention (MLA) of one layer: its sizes and scale, not its weights."""
 
     kind: ClassVar[str] = "mla"
 
