@@ -25,6 +25,7 @@ from megarl.system.parents import as_parent
 from megarl.system.processes import ending
 
 _TAIL = 2000  # characters of a program's output in a message
+_READY_S = 120.0  # seconds that the import of a function's module may take
 #: Variables that every program gets from the trainer's environment.
 INHERITED = (
     "PATH",
@@ -51,11 +52,13 @@ class Program:
     Attributes:
         folder: the episode's folder, with its task, result and output.
         ended: its exit code, negative for a signal.
+        error: why it did not start, or why its end is not known; empty: it ended by itself.
     """
 
     number: int
     folder: Path
     ended: asyncio.Future[int] = field(repr=False)
+    error: str = ""
 
     @property
     def result(self) -> Path:
@@ -75,7 +78,8 @@ class Program:
     def how_it_ended(self) -> str:
         """Describe the end, with the last output."""
         output = self.output.strip()
-        return ending(self.ended.result()) + (f"; its last output:\n{output}" if output else "; it printed nothing")
+        how = ending(self.ended.result()) + (f" ({self.error})" if self.error else "")
+        return how + (f"; its last output:\n{output}" if output else "; it printed nothing")
 
 
 @dataclass
@@ -117,9 +121,8 @@ class Programs:
         self._folders.add(folder)
         program = Program(next(self._numbers), folder, asyncio.get_running_loop().create_future())
         (folder / "task.json").write_text(json.dumps(task, default=str), encoding="utf-8")
-        inherited = {name: os.environ[name] for name in (*INHERITED, *self.pass_env) if name in os.environ}
         paths = {"MEGARL_TASK": str(folder / "task.json"), "MEGARL_RESULT": str(program.result)}
-        variables = {**inherited, **paths, **environment}
+        variables = {**self._inherited(), **paths, **environment}
         argv = (
             None
             if self.argv is None
@@ -161,20 +164,37 @@ class Programs:
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
 
+    def _inherited(self) -> dict[str, str]:
+        return {name: os.environ[name] for name in (*INHERITED, *self.pass_env) if name in os.environ}
+
     async def _ready(self) -> asyncio.subprocess.Process:
         async with self._starting:
             if self._runner is not None and self._runner.returncode is None:
                 return self._runner
+            if self._reader is not None:
+                await self._reader  # it resolves the programs of the process before
             function = [] if self.function is None else [self.function]
             pipe = asyncio.subprocess.PIPE
             runner = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "megarl.gateway.runner", *function),
                 stdin=pipe,
                 stdout=pipe,
-                env=os.environ | as_parent(),
+                env=self._inherited() | as_parent(),
                 start_new_session=True,
             )
-            if not await _pipes(runner)[1].readline():
+            try:
+                ready = await asyncio.wait_for(_pipes(runner)[1].readline(), _READY_S)
+            except BaseException as error:
+                runner.kill()
+                await runner.wait()
+                if not isinstance(error, asyncio.TimeoutError):
+                    raise
+                raise MegarlError(
+                    "the process that starts the agents is not ready: the import of the function's module takes too "
+                    f"long\n  where:   env.function\n  found:   {self.function}\n  allowed: {_READY_S:g} seconds\n"
+                    "  fix:     let the module do less when it is imported"
+                ) from error
+            if not ready:
                 raise MegarlError(
                     f"the process that starts the agents ended: {ending(await runner.wait())}\n  where:   env\n"
                     "  fix:     its output above names the error"
@@ -183,17 +203,24 @@ class Programs:
             return runner
 
     async def _read(self, runner: asyncio.subprocess.Process) -> None:
-        output = _pipes(runner)[1]
-        while line := await output.readline():
-            news = json.loads(line)
-            program = self._running.pop(news["ended"])
-            if not program.ended.done():
-                program.ended.set_result(news["code"])
+        """Resolve programs as they end, and all of them when the process that starts them has ended."""
+        output, lost = _pipes(runner)[1], "the process that started it has ended"
+        try:
+            while line := await output.readline():
+                news = json.loads(line)
+                program = self._running.pop(news["ended"], None)
+                if program is not None and not program.ended.done():
+                    program.error = news.get("error", "")
+                    program.ended.set_result(news["code"])
+        except Exception as error:
+            lost = f"the process that started it sent what is no message: {error!r}"
+            runner.kill()
         await runner.wait()
         if self._runner is runner:
             self._runner = None  # the next program starts another one
         for program in self._running.values():
             if not program.ended.done():
+                program.error = lost
                 program.ended.set_result(-signal.SIGKILL)
         self._running.clear()
 

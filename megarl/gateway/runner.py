@@ -2,11 +2,12 @@
 
     stdin    {"start": 3, "argv": [...] or null, "task": ..., "result": ..., "environment": {...}, "cwd", "output",
               "memory_mb"}                                                            {"stop": 3}
-    stdout   {"ended": 3, "code": 0}
+    stdout   {"ready": true}
+             {"ended": 3, "code": 0}        {"ended": 4, "code": 71, "error": "why it did not start"}
 
 Every program is forked from here, with a guardian that ends it with everything that it has started, in any group or
-session (`megarl.system.reaper`). A function's module is imported once, before the first fork. The process ends with all
-programs when its stdin closes, which happens when the trainer ends.
+session (`megarl.system.reaper`). A function's module is imported once, before the first fork; what it prints goes to
+stderr. The process ends with all programs when its stdin closes, which happens when the trainer ends.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ from typing import Any
 from megarl.system.imports import import_file, import_module
 from megarl.system.reaper import guarded
 
+_NO_FORK = 71  # exit code of a program that could not be forked
+
 
 def main() -> None:
     """Start and stop programs until stdin closes."""
+    orders, news = _taken()
     function = None
     if len(sys.argv) > 1:
         source, _, attribute = sys.argv[1].rpartition(":")
@@ -39,25 +43,46 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the trainer decides
     waiting = b""
-    print(json.dumps({"ready": True}), flush=True)
+    _tell(news, {"ready": True})
     while True:
-        ready, _, _ = select.select([0, wake], [], [])
+        ready, _, _ = select.select([orders, wake], [], [])
         if wake in ready:
             os.read(wake, 4096)
-        if 0 in ready:
-            data = os.read(0, 1 << 16)
+        if orders in ready:
+            data = os.read(orders, 1 << 16)
             if not data:
                 break
             *lines, waiting = (waiting + data).split(b"\n")
             for line in lines:
                 order = json.loads(line)
                 if "start" in order:
-                    running[_start(order, function)] = order["start"]
+                    try:
+                        running[_start(order, function)] = order["start"]
+                    except OSError as error:
+                        _tell(news, {"ended": order["start"], "code": _NO_FORK, "error": f"it did not start: {error}"})
                 else:
                     _stop([pid for pid, number in running.items() if number == order["stop"]])
         for pid, code in _ended():
-            print(json.dumps({"ended": running.pop(pid), "code": code}), flush=True)
+            if pid in running:  # others are processes that the function's module started
+                _tell(news, {"ended": running.pop(pid), "code": code})
     _stop(list(running))
+
+
+def _taken() -> tuple[int, int]:
+    """Return descriptors of stdin and stdout, which are replaced by an empty input and by stderr.
+
+    The function's module may so read and print without a change to the messages.
+    """
+    orders, news, nothing = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    return orders, news
+
+
+def _tell(news: int, message: dict[str, Any]) -> None:
+    """Write a message, whose length is less than what a pipe takes at once."""
+    os.write(news, json.dumps(message).encode() + b"\n")
 
 
 def _start(order: dict[str, Any], function: Any) -> int:

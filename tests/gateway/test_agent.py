@@ -29,9 +29,9 @@ def scripted(*lines):
     return Scripted(TOKENIZER, EOS, *lines)
 
 
-def trajectories(engine, name, rows, **how):
+def trajectories(engine, name, rows, file=AGENTS, **how):
     template = chat_renderer(TOKENIZER, TEMPLATE)
-    return episodes_of(engine, template, TOKENIZER, [EOS], (AGENTS, name), rows, SAMPLING, **how)
+    return episodes_of(engine, template, TOKENIZER, [EOS], (file, name), rows, SAMPLING, **how)
 
 
 def test_a_program_s_calls_are_the_turns_of_an_episode():
@@ -110,3 +110,26 @@ def test_more_episodes_than_may_run_at_once_are_all_played():
     episodes = trajectories(scripted("1"), "guess", rows, env={"max_running": 2})
     assert [TOKENIZER.decode(episode.prompt_ids) for episode in episodes] == [f"{n}=" for n in range(5)]
     assert all(episode.turns == 2 for episode in episodes)
+
+
+def test_a_module_may_print_and_start_processes_and_does_not_see_the_trainer_s_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("A_SECRET", "1")
+    file = tmp_path / "loud.py"
+    file.write_text(
+        "import os, subprocess\nprint('{\"ended\": 0, \"code\": 1}')\nprint('hello', flush=True)\n"
+        "child = subprocess.Popen(['true'])\nseen = 'A_SECRET' in os.environ\n"
+        "def play(task):\n    return 0.5 - seen\n"
+    )
+    episodes = trajectories(scripted("1"), "play", [{"prompt": "0"}, {"prompt": "1"}], file=file)
+    assert [episode.turn_rewards for episode in episodes] == [[0.5], [0.5]]
+
+
+def test_a_module_whose_import_takes_too_long_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("megarl.gateway.programs._READY_S", 3.0)
+    file = tmp_path / "slow.py"
+    file.write_text(
+        "import sys, time\nif 'megarl.gateway.runner' in sys.orig_argv:\n    time.sleep(60)\n"
+        "def play(task):\n    pass\n"
+    )
+    with pytest.raises(EpisodeError, match=r"not ready[\s\S]*env.function[\s\S]*3 seconds"):
+        trajectories(scripted("1"), "play", [{"prompt": "0"}], file=file)
