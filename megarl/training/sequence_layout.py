@@ -5,6 +5,7 @@ the response tokens, and the model's other inputs."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
@@ -119,13 +120,21 @@ class TextLayout:
         return ()
 
     def prompts(self, batch: Batch) -> Sequence[Mapping[int, int]]:
-        """Implement `SequenceLayout.prompts`; prompts with fewer than `SHORTEST` tokens are not shared."""
+        """Implement `SequenceLayout.prompts`. Prompts are equal if their tokens are, and the routes to replay for them;
+        those with fewer than `SHORTEST` tokens are not shared."""
         if not self.share:
             return ()
         rows = [prompt.numpy() for prompt in batch["prompt_ids"].to("cpu").unbind()]
+        keys = [row.tobytes() for row in rows]
+        if self.routes is not None and ROUTES in batch:
+            routes = [each[: len(row)] for each, row in zip(batch[ROUTES].to("cpu").unbind(), rows, strict=True)]
+            keys = [
+                key + hashlib.sha256(each.numpy().tobytes()).digest() for key, each in zip(keys, routes, strict=True)
+            ]
         numbers = dict[bytes, int]()
         return [
-            {numbers.setdefault(row.tobytes(), len(numbers)): len(row)} if len(row) >= SHORTEST else {} for row in rows
+            {numbers.setdefault(key, len(numbers)): len(row)} if len(row) >= SHORTEST else {}
+            for key, row in zip(keys, rows, strict=True)
         ]
 
     def pack(self, rows: Batch) -> PackedRows:
@@ -175,12 +184,10 @@ def share_prefixes(packed: PackedRows) -> PackedRows:
 
     Rows share a prefix if its tokens are equal, and so are the experts to replay for them.
     """
-    inputs = packed.tokens.numpy()
-    if packed.routes is not None:
-        whole = np.concatenate([inputs[:, None], packed.routes[1].numpy()], 1)
-        inputs = np.unique(whole, axis=0, return_inverse=True)[1].reshape(-1)
+    assert packed.following is None, "a shared prefix has several next tokens"
+    inputs = packed.tokens.numpy() if packed.routes is None else _numbered(packed.tokens, packed.routes[1])
     tree = prefix_tree(np.split(inputs, np.cumsum(packed.lengths)[:-1]))
-    if len(tree.nodes) == len(packed.lengths):
+    if sum(tree.lengths) == len(inputs):
         return packed
     columns = tree.columns()
     moved = torch.from_numpy(np.concatenate(columns))  # for each column of `packed` its column in the tree's stream
@@ -196,6 +203,14 @@ def share_prefixes(packed: PackedRows) -> PackedRows:
         prefixes=tree,
         routes=None if packed.routes is None else (packed.routes[0], packed.routes[1][index]),
     )
+
+
+def _numbered(tokens: Tensor, routes: Tensor) -> np.ndarray:
+    """Return a number for each token, int64 [T]; numbers are equal where token and routes are."""
+    whole = np.concatenate([tokens.numpy()[:, None].view(np.uint8), routes.contiguous().numpy().view(np.uint8)], 1)
+    content, width, numbers = whole.tobytes(), whole.shape[1], dict[bytes, int]()
+    rows = (content[start : start + width] for start in range(0, len(content), width))
+    return np.fromiter((numbers.setdefault(row, len(numbers)) for row in rows), np.int64, len(tokens))
 
 
 TEXT = TextLayout()

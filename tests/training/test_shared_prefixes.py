@@ -8,6 +8,7 @@ import torch
 from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.data.batch import Batch, Jagged
+from megarl.data.routes import RouteForm
 from megarl.models.hf import route_form
 from megarl.training import microbatch, sequence_layout
 from tests.dist import fresh_layout, run_distributed
@@ -155,6 +156,42 @@ def test_samples_of_a_prompt_are_in_one_micro_batch_if_they_fit(alone, budget, u
     assert sorted(row for group in groups for row in group) == list(range(12))
     assert all(len({numbers[row] for row in group}) == 1 for group in groups)
     assert all(sum(layout.pack(batch.select(group)).lengths) == 40 + 9 * len(group) for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "starts", "columns"),
+    [([1, *[40] * 7], range(8), 512 + 7 * 39), ([20] * 4, [0, 0, 1, 2], 512 + 3 * 19)],
+    ids=["one_token", "equal_answers"],
+)
+def test_a_prompt_is_shared_if_the_tree_has_as_many_nodes_as_samples(lengths, starts, columns):
+    """An answer of one token has no column of its own; nor has an answer that equals another one."""
+    answers = [torch.arange(100 * start, 100 * start + length) for start, length in zip(starts, lengths, strict=True)]
+    prompts = [torch.arange(512)] * len(answers)
+    batch = Batch({"prompt_ids": Jagged.from_list(prompts), "response_ids": Jagged.from_list(answers)})
+    packed = sequence_layout.TextLayout(share=True).pack(batch)
+    assert len(packed.lengths) == len(answers)
+    assert sum(packed.lengths) == len(packed.tokens) == columns
+
+
+def test_prompts_with_other_routes_are_not_planned_as_one(alone):
+    """Six samples of a prompt of 40 tokens, two of which have routes of their own for one token of it."""
+    form = RouteForm((True, True), 2, 8)
+    rows = [form.empty(49).index_fill(0, torch.tensor([20]), number) for number in (0, 1, 0, 2, 0, 0)]
+    fields = {
+        "prompt_ids": [torch.arange(40)] * 6,
+        "response_ids": [torch.arange(50 + row, 60 + row) for row in range(6)],
+        "routes": rows,
+    }
+    batch = Batch({key: Jagged.from_list(values) for key, values in fields.items()})
+    layout = sequence_layout.TextLayout(share=True, routes=form)
+    assert [list(each) for each in layout.prompts(batch)] == [[0], [1], [0], [2], [0], [0]]
+    groups = microbatch.plan(batch, 100, alone, torch.device("cpu"), layout)
+    assert sorted(row for group in groups for row in group) == list(range(6))
+    assert max(sum(layout.pack(batch.select(group)).lengths) for group in groups) <= 100
+    assert [sorted(group) for group in groups if 0 in group] == [[0, 2, 4, 5]]
+    packed = layout.pack(batch.select([0, 1]))
+    assert sum(packed.lengths) == 20 + 2 * 29  # twenty tokens before the one with other routes
+    assert torch.equal(packed.routes[1][packed.prefixes.columns()[1]], rows[1])
 
 
 TWO = [
