@@ -11,7 +11,7 @@ from megarl.recipes import dapo, grpo, ppo, preference, srpo
 from megarl.system.errors import ConfigError, UserError
 from megarl.system.imports import import_callable
 
-#: The functions that build the graphs of the included pipelines.
+#: The functions that build the graphs of the built-in pipelines.
 PIPELINES: dict[str, Callable[[RunConfig], TaskGraph]] = {
     "grpo": grpo.build_graph,
     "ppo": ppo.build_graph,

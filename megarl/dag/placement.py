@@ -289,7 +289,7 @@ def _layout(config: RunConfig, name: str, roles: tuple[Role, ...]) -> ParallelCo
 
 def _cuts(config: RunConfig, roles: Iterable[Role]) -> tuple[int, ...]:
     """Return the sorted positions in a step's prompts, except 0, at which mini-batches begin: those of the actor and
-    the critic, as far as these are in `roles`.
+    of the critic, if these are in `roles`.
     """
     batch = config.data.batch_size
     trained = [config.actor if role is Role.ACTOR else config.critic for role in roles if role in _TRAINED]

@@ -71,8 +71,8 @@ class PackedSequences(PackedSeqParams):
 
 @dataclass(frozen=True)
 class PackedStream:
-    """A context-parallel rank's share of a packed stream, equal on all its tensor-parallel ranks: `t` tokens, padding
-    included.
+    """A context-parallel rank's share of a packed stream, the same on all tensor-parallel ranks: `t` tokens, with
+    padding.
     """
 
     params: PackedSequences  # the model's argument `packed_seq_params`

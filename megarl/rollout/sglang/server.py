@@ -195,7 +195,7 @@ class ServerProcess:
         port = self._free_port()
         self.api = ServerApi(f"http://{spec.host}:{port}", spec.api_key, spec.name)
         self.instance = f"megarl_{secrets.token_hex(8)}"
-        if not spec.cuda:  # on a GPU the system's folder is used, where compilers cache results
+        if not spec.cuda:  # on a GPU the system's temporary folder is used, where compilers cache results
             self._temporary = Path(tempfile.mkdtemp(prefix="megarl-"))  # paths of sockets must be short
         environment = server_environment(
             os.environ,
