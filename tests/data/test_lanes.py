@@ -12,7 +12,8 @@ from megarl.config.algorithm import AlgorithmConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.data.lanes import EPISODE, LANE, leads, rows_of, spread
 from megarl.data.trajectory import Trajectory
-from megarl.runtime.stages.advantage import advantage
+from megarl.runtime.stages.advantage import advantage, kl_in_reward
+from megarl.runtime.stages.shaping import overlong
 from megarl.system.errors import MegarlError
 from megarl.system.metrics import Metrics
 
@@ -105,3 +106,13 @@ def test_one_episode_in_one_row_or_many_gives_its_tokens_the_same_weights():
         result = advantage(context(**settings), samples)["advantages"]
         weights.append(result.values[samples["response_mask"].values].tolist())
     assert weights[0] == weights[1]
+
+
+def test_what_reads_the_rows_of_one_sample_is_refused_for_episodes_of_several_rows():
+    samples = batch([1.0, 0.0], [[0, 1], [0]], [[1, 0, 1], [0, 1], [1, 1]])
+    with pytest.raises(MegarlError, match=r"the estimator gae[\s\S]*algorithm.advantage.name"):
+        advantage(context(advantage={"name": "gae"}), samples)
+    with pytest.raises(MegarlError, match=r"algorithm.kl.use"):
+        kl_in_reward(context(), samples)
+    with pytest.raises(MegarlError, match=r"algorithm.overlong.buffer_tokens"):
+        overlong(context(overlong={"buffer_tokens": 4}), samples)

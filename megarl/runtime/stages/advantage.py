@@ -41,6 +41,8 @@ def advantage(c: StepContext, samples: Batch) -> Batch:
     algorithm = c.config.algorithm
     needed = estimator_fields(algorithm)
     every = samples
+    if "values" in needed:  # only an episode's first row has the reward
+        refuse_branches(samples, f"the estimator {algorithm.advantage.name}", "algorithm.advantage.name")
     if grouped := branches(samples) and "values" not in needed:  # estimators compare episodes, not their sequences
         if algorithm.loss.aggregation.startswith("seq"):
             refuse_branches(samples, f"the aggregation {algorithm.loss.aggregation}", "algorithm.loss.aggregation")
@@ -84,9 +86,15 @@ def _mask(samples: Batch, *, grouped: bool) -> Jagged:
     return mask.like(mask.values & torch.repeat_interleave(samples["keep"], mask.lengths))
 
 
-@stage(reads=["token_rewards", "old_logp", "ref_logp", "response_mask"], writes=["token_rewards"], role=Role.ADVANTAGE)
+@stage(
+    reads=["token_rewards", "old_logp", "ref_logp", "response_mask"],
+    optional=[EPISODE, LANE],
+    writes=["token_rewards"],
+    role=Role.ADVANTAGE,
+)
 def kl_in_reward(c: StepContext, samples: Batch) -> Batch:
     """Subtract coef * KL(policy || reference) from every token's reward, then let the KL controller adjust coef."""
+    refuse_branches(samples, "the KL penalty inside the reward", "algorithm.kl.use")
     rewards = samples["token_rewards"]
     values, sums = penalise(
         rewards.values,

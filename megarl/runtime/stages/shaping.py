@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megarl.runtime.context import StepContext
 
 
-@stage(reads=["token_rewards"], writes=["token_rewards"], role=Role.REWARD)
+@stage(reads=["token_rewards"], optional=[EPISODE, LANE], writes=["token_rewards"], role=Role.REWARD)
 def overlong(c: StepContext, samples: Batch) -> Batch:
     """Subtract the soft penalty of responses near the length limit from the reward of their last token.
 
@@ -25,6 +25,7 @@ def overlong(c: StepContext, samples: Batch) -> Batch:
     """
     from megarl.algorithms.overlong import overlong_penalty
 
+    refuse_branches(samples, "the length penalty", "algorithm.overlong.buffer_tokens")
     settings = c.config.algorithm.overlong
     assert settings.buffer_tokens is not None, "the node is in the graph only when a buffer is set"
     rewards = samples["token_rewards"]
