@@ -19,7 +19,7 @@ _OF_BAR = (b"\x1b[2K", "━".encode())  # a progress bar erases its line before 
 _SHOW_CURSOR = b"\x1b[?25h"
 _LONGEST_LINE = 1 << 16
 _POLL_S = 0.1  # seconds between two reads of the ranks' files
-_CHUNK = 512  # free space of a terminal or pipe that counts as ready
+_CHUNK = 512  # bytes per write, for which a terminal or pipe that is ready has space
 #: Seconds within which a console must become ready.
 CONSOLE_S = 5.0
 _silent: set[int] = set()  # descriptors of consoles that were not ready within CONSOLE_S

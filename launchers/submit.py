@@ -84,7 +84,7 @@ class JobState:
 
     @property
     def active(self) -> bool:
-        """Whether the job waits or runs."""
+        """Whether the job has not ended: it is queued, running or suspended."""
         return self.name in ACTIVE
 
 

@@ -176,7 +176,7 @@ def _check_windows(raw: Mapping[str, Any], values: dict[str, Any], known: Archit
     if any(size is not None and size < 1 for size in layer_windows(values)):
         refuse("sliding_window", window, "integer > 0, or null")
     if known.attention.windows == "every_other" and values["use_sliding_window"] and window is None:
-        # transformers makes the mask of such layers even if there are none
+        # transformers makes the mask for layers with a window even if no layer has one, and needs the number
         refuse("sliding_window", None, "integer > 0, or use_sliding_window: false")
     wanted = layer_types(values) if known.layer_types else values.get("layer_types") or ()
     if SLIDING in wanted and all(size is None for size in layer_windows(values)):

@@ -23,7 +23,7 @@ def layer_types(values: Mapping[str, Any]) -> list[str]:
 
 
 def rotating(values: Mapping[str, Any]) -> list[bool]:
-    """Return whether each layer rotates queries and keys: all do in a model without windows."""
+    """Return, for each layer, whether RoPE rotates its queries and keys; without windows it does so in every layer."""
     kinds = values["layer_types"] or layer_types(values)
     return [values["sliding_window"] is None or kind == SLIDING for kind in kinds]
 

@@ -91,7 +91,7 @@ class VisionShape:
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name and shape in a checkpoint of each tensor, by parameter name."""
+        """By parameter name: the name and shape of its tensor in a checkpoint."""
         shapes = {
             f"towers.{number}.{name}": (f"vision_backbone.{_TOWER_NAMES[number]}.{name}", shape)
             for number, tower in enumerate(self.towers)

@@ -148,7 +148,7 @@ def split_draft(raw: Mapping[str, Any], names: Iterable[str]) -> tuple[list[str]
 
 
 def refuse_own_embeddings(raw: Mapping[str, Any], where: str) -> None:
-    """Raise an error if a model to be trained with its draft head has a second embedding for this head.
+    """Raise an error if a draft head that is to be trained has an embedding of its own.
 
     Args:
         raw: the model's config.json, which `where` names.

@@ -96,7 +96,7 @@ def tensor_widths(facts: ModelFacts) -> dict[str, int]:
 
 
 def tensor_sizes(facts: ModelFacts) -> list[int]:
-    """Return the tensor-parallel sizes that divide the model's widths, ascending."""
+    """Return the tensor-parallel sizes that divide every width of `tensor_widths`, ascending."""
     widths = tensor_widths(facts).values()
     return [size for size in divisors(facts.heads) if all(width % size == 0 for width in widths)]
 

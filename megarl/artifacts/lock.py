@@ -287,11 +287,11 @@ def _place() -> str:
 
 
 def _is_gone(holder: Mapping[str, Any], run_dir: Path, *, kernel: bool) -> bool | None:
-    """Return whether the process that took a run folder has ended; None if this machine cannot find out.
+    """Return whether the process that holds a run folder has ended; None if this machine cannot find out.
 
     Args:
         holder: content of the folder's record, which names the process.
-        run_dir: the run folder. A record that was copied with its folder from another one names no holder of it.
+        run_dir: the run folder. If it is a copy of the folder for which the record was written, no process holds it.
         kernel: whether flock shows that no process of this machine holds the folder.
     """
     if not holder:

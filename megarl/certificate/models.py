@@ -81,7 +81,8 @@ def fill(chunks: list[PolicyModel], hf: PretrainedConfig) -> None:
             for parameter in chunk.parameters():
                 if parameter.dim() > 1:
                     parameter.mul_(_SCALE)
-            if chunk.has_value_head and chunk.post_process:  # the value head is whole on every rank, and still zero
+            # `init_random` sets the value head to zero; it is not sharded, so every rank draws the same numbers
+            if chunk.has_value_head and chunk.post_process:
                 value = torch.randn(chunk.value_weight.shape, generator=torch.Generator().manual_seed(SEED)) * 0.1
                 chunk.value_weight.copy_(value)
 

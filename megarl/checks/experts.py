@@ -89,7 +89,9 @@ def _check_use(config: RunConfig, experts: ExpertsConfig, checks: Checklist, *, 
 
 
 def _check_others(config: RunConfig, graph: TaskGraph | None, checks: Checklist) -> None:
-    """Check that no other part of the recipe needs what expert responses lack."""
+    """Check that the recipe has no setting that expert responses do not support, such as episodes, replay of routes or
+    kept tokens, resampling, or a critic.
+    """
     rollout = config.rollout
     lacks = {
         "env.name": (config.has_turns, "episodes are tokens of policy and environment, which a file does not have"),

@@ -268,7 +268,8 @@ class _Rows:
             self.lengths.skip(f"{_of(split)}: {why} when the run starts")
 
     def _check_contents(self, split: Split, known: list[Row], contents: list[str], counter: LightTokenizer) -> None:
-        """Refuse prompts that are too long even without a template, counting only the shortest and longest contents."""
+        """Refuse prompts that are too long even without a template. Only the longest contents are counted, and the
+        shortest, which show whether any prompt fits."""
         data, limit = self.config.data, self.config.data.max_prompt_tokens
         order = sorted(range(len(contents)), key=lambda i: len(contents[i]))
         sample = order if len(order) <= _SAMPLE else [*order[: _SAMPLE // 2], *order[-_SAMPLE // 2 :]]

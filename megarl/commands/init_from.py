@@ -119,7 +119,7 @@ def _complete(made: Translation, prompts: Sequence[str], answers: Sequence[str],
         settings["sft.response_key"] = prompt if prompt == "messages" else response
     if made.algorithm in ("dpo", "sft"):
         settings.pop("data.answer_key", None)
-        # the other trainer measures the loss on these rows; here validation needs a reward
+        # The other trainer measures the loss on these rows. Validation here needs a reward, so one is set.
         if made.algorithm == "sft" and "data.val_files" in settings:
             settings.setdefault("reward.name", "format")
         return

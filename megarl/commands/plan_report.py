@@ -188,7 +188,7 @@ def _phases(title: str, plan: StepPlan) -> Table:
 
 
 def _short(value: float) -> str:
-    """Format a number with three digits, or with all digits before the decimal point."""
+    """Format a number with three significant digits; a whole number or one from 1,000 on as an integer."""
     return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:.3g}"
 
 

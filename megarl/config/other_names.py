@@ -513,8 +513,8 @@ def _unknown_key(path: tuple[str, ...], where: str, owned: Callable[[str], Seque
     is_prefix = any(key.startswith(".".join(path)) for key in near)
     meant = None if is_prefix else meaning_of(path)
     parent = find_key(unknown[:-1]).section if len(unknown) > 1 else RunConfig  # type: ignore[union-attr]
-    # Another framework's key with a known equivalent needs no list of allowed keys, and the list of all sections is too
-    # long to read.
+    # Allowed keys are not listed for another framework's key with a known equivalent. The list of all sections is long;
+    # it is shown only if no key is similar.
     listed = not meant and (parent is not RunConfig or not near)
     allowed = list(fields_of(parent)) if parent and listed else None
     spelt = f"did you mean {' or '.join(near)}?" if near else "remove it, or use one of the keys above"

@@ -355,8 +355,8 @@ class RunConfig(Section):
         return max(self.trainer.steps - resting, 1) * self._updates_per_step(role)
 
     def updates_after(self, step: int, role: ActorConfig | CriticConfig, resting: int = 0) -> int:
-        """Return how many optimizer steps `role` takes after training step `step` if it skips the first `resting`
-        training steps.
+        """Return how many optimizer steps `role` still has to take when training step `step` is done. It takes none in
+        the first `resting` training steps.
         """
         return max(self.trainer.steps - max(step, resting), 0) * self._updates_per_step(role)
 

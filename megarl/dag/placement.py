@@ -299,7 +299,7 @@ def _cuts(config: RunConfig, roles: Iterable[Role]) -> tuple[int, ...]:
 
 def _handovers(graph: TaskGraph, nodes: dict[str, str], config: RunConfig) -> Iterable[Handover]:
     """Yield the transfers between teams, in the order of the graph."""
-    readers: dict[str, dict[str, set[str]]] = {id: {} for id in graph.order()}  # writer -> field -> teams
+    readers: dict[str, dict[str, set[str]]] = {id: {} for id in graph.order()}  # writer -> field -> its readers
     known: dict[str, str | None] = {}  # team -> node that made the samples that the team has
     for id in graph.order():
         node, inputs = graph[id], graph.inputs(id)

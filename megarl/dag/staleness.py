@@ -183,7 +183,7 @@ class InOrder(StalenessPolicy):
     """
 
     def forms_step(self, step: int, under_way: ByVersion, finished: ByVersion) -> list[int] | None:
-        """Return the numbers of the first `groups` prompts if all of them are finished."""
+        """Return the numbers of the first `groups` prompts when all of them are finished; None before that."""
         done = set(_numbers(finished))
         chosen = sorted([*done, *_numbers(under_way)])[: self.groups]
         return chosen if len(chosen) == self.groups and done.issuperset(chosen) else None
@@ -194,7 +194,7 @@ class InOrder(StalenessPolicy):
 
     @property
     def copies(self) -> int:
-        """Number of weight versions that may wait to be sent; with max_staleness 1 each is sent after its step."""
+        """Number of weight versions that may wait to be sent; 0 with max_staleness 1: each is sent after its step."""
         return self.max_staleness if self.max_staleness > 1 else 0
 
     def describe(self) -> str:

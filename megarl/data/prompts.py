@@ -139,7 +139,7 @@ def read_split(config: DataConfig, split: Split) -> list[Row]:
             "the recipe names no data", where=f"data.{split}_files", found=[], fix="name at least one source"
         )
     files = split if config.val_split is None else "train"
-    kwargs = {"split": files, **config.loader_kwargs}  # a pkg.mod:fn source may return different rows per split
+    kwargs = {"split": files, **config.loader_kwargs}  # for pkg.mod:fn sources, whose rows may depend on the split
     rows = [row for source in sources for row in load_rows(source, kwargs)]
     return rows if config.val_split is None else split_rows(rows, config, split)
 

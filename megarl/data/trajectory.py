@@ -164,7 +164,7 @@ class Trajectory:
         return lane
 
     def add_unsampled(self, token_ids: Sequence[int], version: int) -> None:
-        """Append tokens that the policy did not sample."""
+        """Append tokens that the policy did not sample; `version` is recorded as the weight version of these tokens."""
         if token_ids:
             self._append(
                 token_ids, sampled=False, logprobs=[0.0] * len(token_ids), versions=[[version, len(token_ids)]]

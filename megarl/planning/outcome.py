@@ -21,7 +21,8 @@ ROOM_KEYS = (
 class PlannedPhase:
     """A node of the graph, or work between steps."""
 
-    name: str  # the node's id, or for work that belongs to no node `weights`, `moves` or `other`
+    # the node's id, or for work that belongs to no node `weights` (their transfer), `moves` (offloading) or `other`
+    name: str
     team: str
     parts: tuple[Cost, ...]  # the phase's costs, one for each formula
     begins: float = 0.0  # seconds from the step's start to the phase's start

@@ -386,7 +386,7 @@ class StepFormulas:
         decoding = counter.generate([work.prompt], [[mean] * work.samples]) + work.samples * uneven
         decoding *= work.groups * self.rounds()
         passes = {True: 0.0, False: 0.0}  # passes of models with a vocabulary (True), and with a value head (False)
-        seen = self.rounds()  # passes of the vision encoder, once per image
+        seen = self.rounds()  # passes of the vision encoder over a step's images, first those of generation
         for node in self.graph:
             if node.role in (Role.ACTOR, Role.CRITIC, Role.REFERENCE):
                 times = {

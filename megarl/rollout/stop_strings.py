@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _BROKEN = "\ufffd"  # the decoded text of an incomplete or invalid sequence of bytes
 _FIRST_LOOK = 64  # tokens up to which a turn is decoded as a whole; then the first of them are dropped
-_MARGIN = 16  # characters that are kept in addition to the longest string
+_MARGIN = 16  # a turn's last characters that are kept in addition to the longest stop string's length
 # After earlier tokens are dropped, the first characters of the rest may decode differently, so a stop string that
 # begins in these many characters is ignored.
 _EDGE = 8

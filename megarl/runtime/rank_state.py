@@ -180,7 +180,7 @@ class RankState:
 
     @property
     def policy(self) -> Sequence[PolicyModel]:
-        """The trained policy's chunks; only in the actor's team."""
+        """The model chunks of the trained policy; only in the actor's team."""
         return self.actor.chunks
 
     def policy_logprobs(self, samples: Batch) -> Jagged:

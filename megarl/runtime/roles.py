@@ -368,7 +368,8 @@ class RolloutRole:
     player: TaskPlayer | None = None  # plays the episodes of a task other than text; None: the engine generates text
     stale: StaleWeights | None = None  # makes training samples with older weights on purpose (`rollout.stale_steps`)
     routes: RouteForm | None = None  # form of the routes that samples have (`rollout.replay_routes`)
-    keeps_tokens: bool = False  # whether samples have the tokens that the filters kept (`rollout.replay_kept_tokens`)
+    # whether samples have the tokens that the sampling filters kept (`rollout.replay_kept_tokens`)
+    keeps_tokens: bool = False
     experts: Experts | None = None  # expert responses that join the groups of a training step (`data.experts`)
     link: WeightLink = field(default_factory=WeightLink)  # transfers new weights to the engine
 

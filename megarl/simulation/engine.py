@@ -59,7 +59,8 @@ class Simulation:
         self._rng, self._seed = random.Random(seed), seed
         self._answered = 0.0  # time at which the coordinator will have replied to all calls made so far
         self._tokens: dict[int, int] = {}  # tokens of each group that has begun: all samples, prompts included
-        self._blocks: dict[int, list[list[int]]] = {}  # tokens of samples, by block of groups
+        # response lengths in tokens, drawn for blocks of _BLOCK groups: by block, the samples' lengths of each group
+        self._blocks: dict[int, list[list[int]]] = {}
         self._events: dict[tuple[Any, ...], simpy.Event] = {}
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._nodes: defaultdict[str, float] = defaultdict(float)

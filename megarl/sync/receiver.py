@@ -184,7 +184,7 @@ class Receivers(Protocol):
 
     @property
     def all(self) -> Sequence[Receiver]:
-        """The receivers by number."""
+        """The receivers, each at the index that is its `number`."""
 
     @property
     def cannot_map(self) -> str:

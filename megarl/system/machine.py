@@ -87,7 +87,9 @@ def host_memory(root: Path = _ROOT) -> float:
 
 
 def free_host_memory(root: Path = _ROOT) -> float:
-    """Return the free bytes of host memory: what the kernel reports as available, or what the memory cgroups leave."""
+    """Return the free bytes of host memory: the smaller of what the kernel reports as available and what the memory
+    cgroups leave.
+    """
     import psutil
 
     return min([psutil.virtual_memory().available, *(limit - used for limit, used in _cgroups(root))])

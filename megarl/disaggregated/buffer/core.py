@@ -168,7 +168,8 @@ class Core:
                 )
             other = ordinals.get(group.ordinal, group.uid)
             if other != group.uid:
-                raise HandoverError(f"{at}: groups {group.uid!r} and {other!r} both have the number {group.ordinal}")
+                both = f"groups {group.uid!r} and {other!r} both have the number {group.ordinal}"
+                raise HandoverError(f"{at}: {both}{_REPORT}")
         new = {group.uid: group for group in groups}
         numbers = {group.ordinal: group.uid for group in groups}
         if not len(groups) == len(new) == len(numbers) == len(refs):
@@ -351,7 +352,7 @@ class Core:
                 flow.reject(number)
             numbers = flow.admit(version, most) if most else []
         except ValueError as error:
-            raise HandoverError(f"{at}: the call does not fit the state of the buffer: {error}") from error
+            raise HandoverError(f"{at}: the call does not fit the state of the buffer: {error}{_REPORT}") from error
         return Change(numbers, self._form())
 
     def drained(self, version: int) -> bool:

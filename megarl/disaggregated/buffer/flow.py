@@ -133,7 +133,7 @@ class Flow:
         if group is None:
             raise ValueError(f"prompt {number} was not admitted, or a step has already used its samples")
         if group.info is not None:
-            raise ValueError(f"the samples of prompt {number} ({group.info.uid}) have already been given")
+            raise ValueError(f"the samples of prompt {number} ({group.info.uid}) have already been handed over")
         group.info, group.refs, group.metrics = info, dict(refs), metrics
         _discard(self._in_flight, group)
         self._finished.setdefault(group.version, set()).add(number)

@@ -143,7 +143,7 @@ class Tools(Environment):
 
     @classmethod
     def close(cls, shared: Callers) -> None:
-        """End the processes and connections."""
+        """End the processes and connections that the episodes share."""
         shared.close()
 
     def reset(self, row: dict[str, Any], seed: int) -> None:

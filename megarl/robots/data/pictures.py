@@ -233,7 +233,7 @@ class VideoPipeline:
 
 
 def _levels(values: Tensor) -> Tensor:
-    """Convert float32 levels to uint8, rounding half to even."""
+    """Convert float32 pixel values to uint8, limited to 0 to 255; halves are rounded to even."""
     return values.round().clamp_(0, 255).to(torch.uint8)
 
 

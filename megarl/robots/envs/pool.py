@@ -46,7 +46,8 @@ class _Episode:
     task: str
     trial: int
     chunks: list[Numbers] = field(default_factory=list)  # the actions of all policy calls so far
-    sums: list[int] = field(default_factory=list)  # checksums of the answers to the reset and to policy calls so far
+    # checksums of the simulator's answers to the reset and to all policy calls so far, which a replay must repeat
+    sums: list[int] = field(default_factory=list)
     record: Recording | None = None  # the recording of a clip; None: no clip
     advice: bool = False  # whether the expert's action is requested
     failures: int = 0  # number of processes that failed in this episode

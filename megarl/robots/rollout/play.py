@@ -48,7 +48,7 @@ class View:
     """Converts a simulator's observations for the policy once, as they arrive; batches hold the converted ones."""
 
     cameras: Sequence[str]  # names of the cameras, in the policy's order
-    pictures: PicturePipeline  # turns a frame into a picture
+    pictures: PicturePipeline  # converts a camera's frame to the policy's picture
     states: ActionStatistics | None = None  # scales the robot's state; None: it is not scaled
 
     def __call__(self, seen: Observation) -> Observation:

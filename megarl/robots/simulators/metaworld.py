@@ -85,7 +85,7 @@ LIBRARIES = {
     "osmesa": {"OSMesa": "libosmesa6"},
     "glfw": {"glfw": "libglfw3"},
 }
-LARGEST = 640  # largest height and width of MuJoCo's memory for pictures
+LARGEST = 640  # largest height and width of MuJoCo's offscreen buffer
 
 
 class MetaWorld(Simulator):

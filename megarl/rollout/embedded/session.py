@@ -193,7 +193,7 @@ class Session:
         return slots_below(fit) if fit < wanted and device.type == "cuda" else fit
 
     def completions(self, version: int) -> list[Completion]:
-        """Return the samples of `run` with the routes and kept tokens that are recorded; `version`: of the weights."""
+        """Call `run` and return its samples, with routes and kept tokens if recorded; `version`: of the weights."""
         prompts = [len(request.prompt_ids) for request in self._requests for _ in request.seeds]
         return [
             self.completion(number, sample, prompt, version)

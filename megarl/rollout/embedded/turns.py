@@ -210,7 +210,7 @@ class TurnSession(Session):
             self._stage.forward(tokens, positions.to(device), step, want_logits=False, images=images)
 
     def _retire_turns(self, rows: int) -> dict[int, Sampled]:
-        """Retire the finished turns of the running rows, keep their rows, and return the turns by sequence."""
+        """Retire the running rows whose turns are finished, without freeing them; return the turns by sequence."""
         self._read_texts(rows)
         finished = [row for row, done in enumerate(self._state.done[:rows].tolist()) if done]
         if not finished:

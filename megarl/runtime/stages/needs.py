@@ -29,7 +29,7 @@ def needed_fields(config: RunConfig) -> set[str]:
 
 
 def part_fields(config: RunConfig) -> list[str]:
-    """List the fields for named parts of rewards, which some estimators read in addition to the score."""
+    """List the batch field of the rewards' named parts, if the recipe's estimator reads it in addition to the score."""
     return ["reward_parts"] if config.algorithm.advantage.parts else []
 
 

@@ -32,9 +32,10 @@ SAMPLE_FIELDS = (
     "response_text",
     "finish_reason",
 )
-#: Additional fields of episodes, whose prompt includes the environment's first observation.
+#: Fields that only episodes have.
 TURN_FIELDS = ("turn_starts", "turn_ends", "turn_rewards", "ended_by", "env_info", "env_error", "transcript")
-#: The original prompt, kept because the first observation replaces it; its images are in DATA_IMAGES.
+#: The data row's prompt, kept because an episode's prompt includes the environment's first observation, which may
+#: replace it; its images are in DATA_IMAGES.
 DATA_PROMPT = ("data_prompt_ids", "data_prompt_text")
 _OF_ROWS = ("uid", "answer", "data_source", "row")
 _OF_PROMPTS = ("prompt_text", *_OF_ROWS)

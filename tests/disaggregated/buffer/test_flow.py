@@ -109,7 +109,7 @@ def test_what_is_put_twice_or_was_not_handed_out_is_refused():
     flow = opened()
     flow.admit(0, 1)
     finish(flow, 0)
-    with pytest.raises(ValueError, match="already been given"):
+    with pytest.raises(ValueError, match="already been handed over"):
         finish(flow, 0)
     with pytest.raises(ValueError, match="was not admitted"):
         finish(flow, 7)

@@ -168,7 +168,8 @@ class TorchCpu:
         return rows.join(dq.contiguous()), dk.transpose(0, 1), dv.transpose(0, 1)
 
     def _rows(self, q: Tensor, k: Tensor) -> _Rows:
-        # The rows of a causal kernel are the queries of one head.
+        # The causal kernel masks by row numbers, so a matrix has the queries of one head, and `_repeated` repeats keys
+        # and values. Otherwise its rows are the queries of all heads that share a key head.
         return _Rows(1, len(q), q.shape[1], q.shape[1] if self.causal else k.shape[1])
 
     def _repeated(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

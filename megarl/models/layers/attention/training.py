@@ -105,7 +105,7 @@ class PackedAttention(MegatronModule):
 
 
 def of_all_ranks(k: Tensor, v: Tensor, packed: PackedSequences, ranks: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of all context-parallel ranks from those of this rank's tokens."""
+    """Return the keys and values of all context-parallel ranks, one rank after the other, from those of this rank."""
     if packed.cp_size == 1:
         return k, v
     k = gather_from_sequence_parallel_region(k.contiguous(), group=ranks)
@@ -314,7 +314,7 @@ class TorchVarlen:
     window: int | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention [t, H, d] of q to k and v, and the log-sum of each query's exponentials, [t, H]."""
+        """Return the attention [t, H, d] of q to k and v, and the logsumexp of each query's scores, [t, H]."""
         from torch.nn.attention.varlen import AuxRequest
 
         out, lse = _torch_varlen(q, k, v, self.call, self.scale, self.window, return_aux=AuxRequest(lse=True))

@@ -72,7 +72,7 @@ def _is_aligned(weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def group_by_group(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor, ends: Tensor) -> Tensor:
-    """Compute `grouped_linear` with one function per group, also called without rows; the host waits for `ends`."""
+    """Compute `grouped_linear` by one function per group, called even without rows; the host waits for `ends`."""
     stops = ends.tolist()
     parts = [product(x[a:b]) for product, a, b in zip(products, [0, *stops], stops, strict=False)]
     return torch.cat([*parts, x.new_zeros(len(x) - stops[-1], parts[0].shape[1])])

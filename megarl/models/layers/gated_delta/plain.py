@@ -208,6 +208,6 @@ def _by_key_head(sources: Sources, ways: int, rank: int, size: dict[str, int]) -
 #: Tensor parallelism divides the rows of each section of the projection. In a checkpoint Q, K and V follow one another
 #: in the first tensor, and each further tensor is one section.
 SECTIONS = Split("sections", "rows", _sections)
-#: The same for checkpoints whose first tensor has, key head after key head, the rows of Q, K, V and z, and whose second
-#: tensor has those of b and a.
+#: Like SECTIONS, but for checkpoints whose first tensor has, key head after key head, the rows of Q, K, V and z, and
+#: whose second tensor has those of b and a.
 BY_KEY_HEAD = Split("by_key_head", "rows", _by_key_head)

@@ -35,7 +35,7 @@ class Seen:
     places: Tensor  # int64 [n * patches], columns of the packed stream that get the embeddings of pictures
     states: Tensor  # [m, state], the robot's own states
     state_places: Tensor  # int64 [m], columns of the packed stream that get the embeddings of states
-    blank: Tensor  # int64, columns whose embedding is zero: slots of actions that are predicted in one pass
+    blank: Tensor  # int64, columns of the stream with a zero embedding: slots of actions that are predicted in one pass
 
     def to(self, device: torch.device) -> Seen:
         """Move all tensors to `device`."""
@@ -173,7 +173,7 @@ class VlaModel(PolicyModel):
             self.vision = Vision(shape, config.params_dtype, sequence_parallel=config.sequence_parallel)
 
     def _insert(self, hidden: Tensor, packed: PackedSequences, first: int) -> Tensor:
-        """Put the visual embeddings into their columns."""
+        """Put the visual embeddings into their columns of the stream, of which `hidden` has those from `first` on."""
         if packed.seen is None:
             return hidden
         return self.vision.insert(hidden, packed.seen, slice(first, first + len(hidden)))

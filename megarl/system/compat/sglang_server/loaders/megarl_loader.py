@@ -131,7 +131,7 @@ class _Map:
         return self.places
 
 
-#: A server with a draft model patches both models by turns.
+#: A map for each model: a server with a draft model patches both models alternately.
 _MAPS: WeakKeyDictionary[Any, _Map] = WeakKeyDictionary()
 _MAPPED: dict[tuple[str, str], dict[int, Tensor]] = {}  # mapped buffers by address, for each (update, sender)
 
