@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from megarl.algorithms.divergences import chosen_divergence
 from megarl.algorithms.needs import distillation_fields, whole_vocabulary
 from megarl.artifacts.facts import ModelFacts
+from megarl.artifacts.shared_prefixes import shares_prefixes
 from megarl.config.model import ParallelConfig
 from megarl.config.rollout import SamplingConfig
 from megarl.config.run import RunConfig
@@ -124,9 +125,27 @@ def update_passes(
     # No later token is predicted from the last token of a response.
     longest = max(1, config.data.max_prompt_tokens + response - 1)
     share = -(-(section.mini_batch_size or config.data.batch_size) * sampling.n // dp)
+    if shares_prefixes(config, facts, role):
+        return _shared_passes(budget, config.data.max_prompt_tokens, response, sampling.n, share)
     count = -(-share // max(1, budget // longest))
     each = -(-share // count)
     return Passes(each * longest / parallel.cp, each * response / parallel.cp, longest, count)
+
+
+def _shared_passes(budget: int, prompt: int, response: int, n: int, share: int) -> Passes:
+    """Return the passes over `share` samples in groups of `n` that share their prompts: a micro-batch has as many whole
+    groups as fit, or a part of one."""
+    own = response - 1
+    group = prompt + n * own
+    if group <= budget:
+        groups = -(-share // n)
+        count = -(-groups // (budget // group))
+        prompts = -(-groups // count)
+        each = min(share, prompts * n)
+    else:
+        each, prompts = min(share, max(1, (budget - prompt) // max(1, own))), 1
+        count = -(-share // each)
+    return Passes(prompts * prompt + each * own, each * response, max(1, prompt + own), count)
 
 
 def update_needs(

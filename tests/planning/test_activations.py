@@ -19,7 +19,7 @@ from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig
 from megarl.planning.activations import Activations, Passes
-from megarl.planning.memory import logit_copies
+from megarl.planning.memory import logit_copies, update_passes
 from megarl.planning.shards import BYTES, state_bytes
 from tests.forked import Forked
 from tests.planning import fake_engine
@@ -209,6 +209,30 @@ def test_no_probabilities_are_kept_of_long_sequences_or_on_gpus():
             activations(passes=long, gpu=gpu).attention - activations(passes=long, gpu=gpu, engine=selective).attention
         )
         assert more == sums
+
+
+@pytest.mark.parametrize(
+    ("share", "budget", "passes"),
+    [
+        (False, 2048, Passes(tokens=3 * 639, rows=3 * 128, longest=639, count=11)),
+        (True, 8192, Passes(tokens=4 * (512 + 8 * 127), rows=32 * 128, longest=639)),
+        (True, 3500, Passes(tokens=2 * (512 + 8 * 127), rows=16 * 128, longest=639, count=2)),
+        (True, 2048, Passes(tokens=512 + 8 * 127, rows=8 * 128, longest=639, count=4)),
+        (True, 1024, Passes(tokens=512 + 4 * 127, rows=4 * 128, longest=639, count=8)),
+        (True, 500, Passes(tokens=639, rows=128, longest=639, count=32)),
+    ],
+)
+def test_micro_batches_of_shared_prompts_have_more_answers(share, budget, passes):
+    config = RunConfig.model_validate(
+        {
+            "name": "test",
+            "data": {"batch_size": 4, "max_prompt_tokens": 512},
+            "rollout": {"sampling": {"n": 8, "max_new_tokens": 128}},
+            "actor": {"engine": {"share_prefixes": share, "micro_batch_tokens": budget}},
+        }
+    )
+    facts = facts_from_config(DENSE, "dense")
+    assert update_passes(config, facts, "actor", ParallelConfig(), 1, "train") == passes
 
 
 def test_the_first_stage_holds_one_micro_batch_for_each_stage():
