@@ -28,10 +28,11 @@ T = TypeVar("T")
 def rows_of(episode: Trajectory) -> list[Trajectory]:
     """Return the sequences of an episode that are trained on, each turn in one of them.
 
-    The first one has the episode's rewards. Sequences without a turn of their own are left out. An episode without any
-    is its last sequence.
+    The first one has the episode's rewards, and is the sequence of `Trajectory.answer` if that is trained on. Sequences
+    without a turn of their own are left out, and tokens after a sequence's last trained turn, so that a reward of the
+    last token is one of a trained token. An episode without any is its last sequence.
     """
-    if not episode.lanes:
+    if not episode.lanes and len(_trained(episode)) in (0, episode.turns):
         return [episode]
     rows: list[Trajectory] = []
     owned: set[int] = set()
@@ -39,11 +40,15 @@ def rows_of(episode: Trajectory) -> list[Trajectory]:
     for lane in episode.all_lanes:
         rewards |= zip(lane.turn_numbers, lane.turn_rewards, strict=True)
     total = sum(rewards.values())
-    for lane in sorted(episode.all_lanes, key=lambda lane: -len(_trained(lane))):
+    for lane in sorted(
+        episode.all_lanes, key=lambda lane: (episode.answer not in lane.turn_numbers, -len(_trained(lane)))
+    ):
         new = [number for number in _trained(lane) if number not in owned]
         if new:
             owned |= set(new)
-            row = replace(lane.copy(), lanes=[], info=episode.info, ended_by=episode.ended_by)
+            row = replace(lane.up_to(new[-1]), lanes=[], info=episode.info, ended_by=episode.ended_by)
+            if new[-1] == lane.turn_numbers[-1]:
+                row.finish_reason = lane.finish_reason
             row.leave_out([number for number in row.turn_numbers if number not in new])
             row.turn_rewards = [0.0] * row.turns
             rows.append(row)

@@ -67,6 +67,7 @@ class Trajectory:
     segments: int = 0  # segments of all turns that sampled at least one token
     # number of each turn among all turns of the episode, which may have other sequences, too
     turn_numbers: list[int] = field(default_factory=list, compare=False)
+    answer: int | None = None  # number of the turn that reward functions score; None: the last one
     lanes: list[Trajectory] = field(default_factory=list)  # the episode's other sequences, none of them in a turn
     turn_room: int | None = None  # maximum tokens of the next turn or the one being sampled; None: no limit of its own
     turn_stop: list[str] = field(default_factory=list)  # strings that end that turn

@@ -80,9 +80,11 @@ class Ending:
 
     Attributes:
         untrained: numbers of turns, counted as in `Continuation`, that are not trained on.
+        answer: number of the turn that reward functions score; None: the last one.
     """
 
     untrained: tuple[int, ...] = ()
+    answer: int | None = None
 
 
 @dataclass(frozen=True)

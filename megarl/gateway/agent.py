@@ -44,7 +44,7 @@ class AgentSettings(EnvSettings):
     score: Literal["agent", "reward"] = Field(
         "agent",
         description="agent: the number in the file MEGARL_RESULT; reward: the recipe's reward function scores the last "
-        "turn",
+        "turn, but not one of a sub-agent",
     )
     timeout_s: PositiveFloat = Field(240.0, description="deadline of an episode; the agent is then ended, and scored")
     grace_s: PositiveFloat = Field(
@@ -246,7 +246,7 @@ class Agent(Environment):
             await self._free()
         numbers = {**session.numbers(), "timeouts": float(self._late), **info}
         untrained = session.untrained(main=self.settings.train == "main", last=self.settings.credit == "last")
-        return Step(Ending(untrained), reward, True, numbers)
+        return Step(Ending(untrained, session.answer()), reward, True, numbers)
 
     def _result(self, program: Program, limited: bool) -> tuple[float, dict[str, float]]:
         """Return the reward and numbers that a program has left.

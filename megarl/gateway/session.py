@@ -222,12 +222,15 @@ class ChatSession:
         """
         nodes, record = self.record.nodes, self.record
         lost = {node.number for node in nodes if not node.delivered}
-        if main and nodes:
-            first = systems_of(nodes[0].messages)
-            lost |= {node.number for node in nodes if systems_of(record.path(node)[0].messages) != first}
+        if main:
+            lost |= {node.number for node in nodes if not self._is_main(node)}
         if last and nodes:
             lost |= {node.number for node in nodes} - {node.number for node in record.path(nodes[-1])}
         return tuple(sorted(lost))
+
+    def answer(self) -> int | None:
+        """Return the number of the last delivered node whose sequence has the system messages of the first call."""
+        return max((node.number for node in self.record.nodes if node.delivered and self._is_main(node)), default=None)
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers of the episode's metrics."""
@@ -235,6 +238,10 @@ class ChatSession:
         branches = {f"branches/{cause}": float(causes.count(cause)) for cause in causes}
         lost = {"undelivered": float(sum(not node.delivered for node in self.record.nodes))}
         return {"calls": float(len(self.record.nodes)), **branches, **lost, **self.counts}
+
+    def _is_main(self, node: CallNode) -> bool:
+        first = self.record.nodes[0]
+        return systems_of(self.record.path(node)[0].messages) == systems_of(first.messages)
 
     def _begin(self, call: PendingCall) -> PendingTurn:
         request, record = call.request, self.record

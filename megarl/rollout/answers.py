@@ -114,6 +114,7 @@ class Branch(NamedTuple):
     room: int | None = None
     stop: Sequence[str] = ()
     untrained: Sequence[int] = ()
+    answer: int | None = None
 
 
 class Answers:
@@ -207,7 +208,7 @@ class Answers:
             ids, after, room, stop = vars(reply.observation).values()
             return Answer(reply, ids, branch=Branch(after, room, stop))
         if isinstance(reply.observation, Ending):
-            return Answer(reply, None, branch=Branch(untrained=reply.observation.untrained))
+            return Answer(reply, None, branch=Branch(**vars(reply.observation)))
         if number in self._begun and not reply.done:
             first, *replayed = [*reply.before, reply]
             observation = self._first(first)
@@ -348,6 +349,7 @@ def apply_branch(trajectory: Trajectory, answer: Answer, branch: Branch, prompt:
         trajectory.info[name] = trajectory.info.get(name, 0.0) + value
     if reply.done:
         trajectory.leave_out(branch.untrained)
+        trajectory.answer = branch.answer
         trajectory.end("done")
         return trajectory
     if not trajectory.turns:

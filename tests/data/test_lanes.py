@@ -61,6 +61,34 @@ def test_turns_that_nobody_received_are_not_trained_on_and_leave_no_rows():
     assert (any(row.sampled), sum(row.turn_rewards)) == (False, 0.5)
 
 
+def test_the_reward_is_on_the_last_trained_turn_so_that_an_unread_last_turn_changes_no_baseline():
+    whole, cut = (add_turn(Trajectory([1, 2]), [10]) for _ in range(2))
+    cut.add_observation([5])
+    add_turn(cut, [11, 11]).leave_out([1])
+    for episode_ in (whole, cut):
+        episode_.turn_rewards[-1] = 1.0
+        episode_.end("done")
+    rows = [row for episode_ in (whole, cut) for row in rows_of(episode_)]
+    assert [(row.token_ids, row.turn_rewards) for row in rows] == [([10], [1.0])] * 2
+    samples = batch([sum(row.turn_rewards) for row in rows], [[0], [0]], [row.sampled for row in rows])
+    result = advantage(context(advantage={"name": "grpo"}), samples)["advantages"]
+    assert [row.tolist() for row in result.unbind()] == [[0.0], [0.0]]
+
+
+def test_the_first_row_is_the_sequence_of_the_answer():
+    played = episode()
+    played.answer = 2
+    assert rows_of(played)[0].turn_numbers == [0, 2]
+    assert [sum(row.turn_rewards) for row in rows_of(played)] == [0.5, 0.0, 0.0]
+    trained = sorted(
+        turn
+        for row in rows_of(played)
+        for turn in row.turn_numbers
+        if row.sampled[row.turn_starts[row.turn_numbers.index(turn)]]
+    )
+    assert trained == [0, 1, 2, 3, 4]
+
+
 def test_a_sequence_of_several_lanes_survives_json():
     played = episode()
     again = Trajectory.from_json(played.to_json(), {})

@@ -47,6 +47,14 @@ def branches(task: dict[str, Any]) -> float:
     return 1.0
 
 
+def titles(task: dict[str, Any]) -> float:
+    """A line of two calls, and a side call for a title."""
+    messages = [{"role": "user", "content": task["row"]["prompt"]}]
+    say([*messages, say(messages)["message"], {"role": "user", "content": "+"}])
+    say([{"role": "system", "content": "-"}, *messages])
+    return 1.0
+
+
 def silent(task: dict[str, Any]) -> float:
     return 0.25
 

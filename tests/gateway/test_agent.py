@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.rollout import SamplingConfig
+from megarl.data.lanes import rows_of
 from megarl.data.templates import chat_renderer
 from megarl.data.tokenizer import character_tokenizer
 from megarl.rollout.groups import EpisodeError
@@ -58,6 +59,12 @@ def test_branches_sub_agents_and_a_line_that_goes_on_are_sequences_of_one_episod
         "branches/sibling": 1,
         "branches/root": 1,
     }
+
+
+def test_reward_functions_see_the_sequence_of_the_last_main_call_and_not_that_of_a_title():
+    [episode] = trajectories(scripted("1", "2", "3"), "titles", [{"prompt": "0"}])
+    assert (episode.turn_numbers, episode.answer) == ([2], 1)
+    assert [row.turn_numbers for row in rows_of(episode)] == [[0, 1], [2]]
 
 
 def test_an_agent_that_calls_nothing_is_scored_and_not_trained_on():
