@@ -188,8 +188,12 @@ def _check_settings(config: RunConfig, command: str) -> None:
         )
     for name, key in (("cpu", "cpus_per_node"), ("memory", "memory"), ("nvidia.com/gpu", "gpus_per_node")):
         if name in settings.resources:
-            where, fix = f"launch.kubernetes.resources.{name}", f"set launch.kubernetes.{key} in its place"
-            raise ConfigError(f"launch.kubernetes.{key} sets this resource", where=where, fix=fix)
+            raise ConfigError(
+                f"the resource {name} is set by launch.kubernetes.{key}, not by launch.kubernetes.resources",
+                where=f"launch.kubernetes.resources.{name}",
+                found=settings.resources[name],
+                fix=f"remove this key, and set launch.kubernetes.{key}",
+            )
     needed, given = gpus_of_a_node(config, command), settings.gpus_per_node
     if config.cluster.device_memory_gb is not None and given is not None and 0 < given < needed:
         raise ConfigError(

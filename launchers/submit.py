@@ -107,13 +107,14 @@ def check_cluster(job: Submission) -> None:
     wanted = job.slurm.partition
     partitions = sorted({line.rstrip("*") for line in _ask("sinfo", "--noheader", "--format=%R").split()})
     if wanted is not None and not set(wanted.split(",")) <= set(partitions):
-        close = close_matches(wanted, partitions)
+        missing = [name for name in wanted.split(",") if name not in partitions]
+        close = close_matches(missing[0], partitions)
         raise ConfigError(
-            "this cluster does not have this partition",
+            f"Slurm on this cluster has no partition {missing[0]!r}",
             where="launch.slurm.partition",
             found=wanted,
             allowed=partitions,
-            fix=f"did you mean {close[0]}?" if close else "",
+            fix=f"did you mean {close[0]}?" if close else "choose one of these, or omit the key for Slurm's default",
         )
     pyxis = job.slurm.image is not None and job.slurm.container != "apptainer"
     if pyxis and "--container-image" not in _ask("srun", "--help"):

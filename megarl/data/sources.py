@@ -478,7 +478,9 @@ def _unreadable_cell(table: pyarrow.Table) -> tuple[str, int]:
                 cell.as_py()
             except Exception:  # to_pylist raises many types of errors
                 return column, number
-    raise AssertionError("to_pylist fails, but every cell can be read")
+    raise AssertionError(
+        f"pyarrow cannot convert the table to rows, although it can convert each cell of columns {table.column_names}"
+    )
 
 
 # -- datasets and functions --------------------------------------------------------------------------------------

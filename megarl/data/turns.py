@@ -176,10 +176,10 @@ class Turns:
     def _rendered(self, messages: Messages) -> str:
         if self._render is None:
             raise ConfigError(
-                "the environment returns chat messages, but no chat template is used",
+                "the environment returned chat messages, but no chat template is used to turn them into tokens",
                 where="data.chat_template",
                 found=False,
-                fix="set data.chat_template: true or data.override_chat_template",
+                fix="set data.chat_template=true or data.override_chat_template, or return text from the environment",
             )
         return self._render(messages)
 

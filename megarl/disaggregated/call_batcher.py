@@ -59,8 +59,8 @@ class CallBatcher:
             return False
         if self._since is None:
             self._since = now
-        soon = finished and 0 < self.in_hand <= missing  # too few prompts in hand for the slots that become free
-        return empty or soon or now - self._since >= self._delay_s
+        lacks_reserve = finished and 0 < self.in_hand <= missing  # no prompt in hand for a slot that becomes free
+        return empty or lacks_reserve or now - self._since >= self._delay_s
 
     def left_s(self, now: float) -> float:
         """Return the seconds until the replica must call the buffer, after which a call is not delayed further."""

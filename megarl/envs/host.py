@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.data.observations import are_parts, separate_images
 from megarl.envs.protocol import Action, Continuation, Ending, Environment, EpisodeFailure, Services, Step
-from megarl.system.errors import MegarlError, UserError, describe
+from megarl.system.errors import MegarlError, UserError, count, describe
 from megarl.system.imports import is_of_user
 from megarl.system.tracing import beat
 
@@ -321,7 +321,11 @@ class _Late(_Refused):
 
 def _reply_of(value: Any) -> Reply:
     if not isinstance(value, tuple) or len(value) != len(Step._fields):
-        raise _Refused(f"the environment returned {value!r:.80}; allowed: Step(observation, reward, done, info)")
+        kind = f"tuple of {count(len(value), 'value')}" if isinstance(value, tuple) else type(value).__name__
+        raise _Refused(
+            f"the environment returned a value of the wrong type ({kind}): {value!r:.80}; "
+            "allowed: Step(observation, reward, done, info)"
+        )
     observation, reward, done, info = value
     if isinstance(reward, str | bytes) or not hasattr(reward, "__float__") or not math.isfinite(float(reward)):
         raise _Refused(f"the environment returned the reward {reward!r:.80}, which is not a finite number")

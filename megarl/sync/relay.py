@@ -115,8 +115,11 @@ class Relay:
     def _patch(self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int, ranks: int) -> dict[str, Any]:
         """Return handles of a bucket's changed elements, one for each of a receiver's `ranks`."""
         if sender.patched is None or sender.patched[:2] != (bucket, version):
-            wanted = f"the delta of bucket {bucket}, version {version}"
-            raise Refused(f"the relay does not hold {wanted}, but {sender.patched}; send the delta first")
+            last_delta = "no delta"
+            if sender.patched is not None:
+                last_delta = "the delta of bucket {}, version {}".format(*sender.patched)
+            wanted = f"bucket {bucket}, version {version}"
+            raise Refused(f"the relay holds {last_delta}, not that of {wanted}; send the wanted delta first")
         flat = sender.patch[: sender.patched[2]]
         return {"handles": [handle_of(flat) for _ in range(ranks)]}
 

@@ -132,7 +132,7 @@ class Source:
         Raises:
             WorkerError: another rank did not answer before the process group's deadline.
         """
-        sending: deque[tuple[dist.Work, Tensor]] = deque()
+        sending: deque[tuple[dist.Work, Tensor, Move]] = deque()
         for route in routes:
             for entry, moves in self._moves[route].get(number, ()):
                 beat()
@@ -146,7 +146,7 @@ class Source:
                     for move in moves:
                         self._give(move, sending)
         while sending:
-            self._wait(sending.popleft()[0], "to take a piece")
+            self._wait_for_receiver(*sending.popleft())
 
     def _take(self, entry: Entry, moves: list[Move], out: Tensor) -> None:
         """Collect all regions of one tensor into the bucket's buffer `out`; quantise the tensor if it is sent as FP8.
@@ -160,9 +160,9 @@ class Source:
         else:
             whole = torch.empty(entry.shape, dtype=self.dtype, device=out.device)
             self._count(whole.nbytes)
-        arriving = [work for move in moves for work in self._receive(move, whole)]
-        for work in arriving:
-            self._wait(work, f"for a piece of {entry.source}")
+        arriving = [(work, move) for move in moves for work in self._receive(move, whole)]
+        for work, move in arriving:
+            self._wait(work, f"for a piece of {entry.source} from rank {move.giver}")
         if not plain:
             values, scale = quantize_blocks(whole)
             out[entry.offset : entry.offset + entry.nbytes].view(values.dtype).view(entry.shape).copy_(values)
@@ -190,23 +190,28 @@ class Source:
             rows.copy_(slab)
             self._count(-slab.nbytes)
 
-    def _give(self, move: Move, sending: deque[tuple[dist.Work, Tensor]]) -> None:
+    def _give(self, move: Move, sending: deque[tuple[dist.Work, Tensor, Move]]) -> None:
         dtype = self._dtype(move.entry)
         for rows in _slabs(self.held[move.entry.source, move.region], dtype.itemsize):
             ready = rows.to(self.device, dtype).contiguous()
             while len(sending) > 1:  # at most two blocks of rows in flight, to bound the memory of their copies
-                self._wait(sending.popleft()[0], "to take a piece")
+                self._wait_for_receiver(*sending.popleft())
             work = dist.isend(
                 ready.view(-1).view(torch.uint8), dst=self.world.ranks[move.sender], group=self.world.process_group
             )
             assert work is not None
-            sending.append((work, ready))
+            sending.append((work, ready, move))
+
+    def _wait_for_receiver(self, work: dist.Work, _: Tensor, move: Move) -> None:
+        self._wait(work, f"for rank {move.sender} to receive a piece of {move.entry.source}")
 
     def _wait(self, work: dist.Work, purpose: str) -> None:
         try:
             work.wait()
         except RuntimeError as error:
-            raise WorkerError(f"weight synchronisation: rank {self.rank}, waiting {purpose}: {error}") from error
+            raise WorkerError(
+                f"weight synchronisation: rank {self.rank} waited {purpose}, and the transfer failed: {error}"
+            ) from error
 
     def _count(self, nbytes: int) -> None:
         self._staged += nbytes

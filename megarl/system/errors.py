@@ -62,7 +62,8 @@ class UserError(MegarlError):
         lines = [f"{where}: {what}" if where else what]
         if found is not None:
             key = (where or "").rpartition(".")[2]
-            lines.append(f"  found:   {hide({key: found})[0][key]!r}")
+            shown = hide({key: found})[0][key]
+            lines.append(f"  found:   {str(shown).lower() if isinstance(shown, bool) else repr(shown)}")  # as in YAML
         if self.allowed is not None:
             lines.append(f"  allowed: {self.allowed}")
         if fix is not None:

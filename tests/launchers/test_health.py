@@ -166,7 +166,7 @@ def test_a_failure_keeps_its_phase_and_exit_code(tmp_path: Path) -> None:
         ("HandoverError", "team 'a' rank 0: the bytes of x cannot be had: The object's owner has exited.", True),
         ("HandoverError", "the buffer 'x' is gone: The actor died unexpectedly before finishing this task.", True),
         ("NodeError", "node 'x' failed: OwnerDiedError: The object's owner has exited.", True),
-        ("HandoverError", "this rank has already given its groups", False),
+        ("HandoverError", "this rank has already handed over its groups", False),
         ("RuntimeError", "loss is NaN", False),
     ],
 )

@@ -51,7 +51,8 @@ def output_of(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Skipped(f"{command[0]} cannot be used: {error}") from error
     if done.returncode:
-        raise Skipped(f"{command[0]} failed: {(done.stderr or done.stdout).strip()[-300:]}")
+        output = (done.stderr or done.stdout).strip()[-300:] or "it wrote nothing"
+        raise Skipped(f"{' '.join(command)} ended with exit code {done.returncode}: {output}")
     return done.stdout.strip()
 
 

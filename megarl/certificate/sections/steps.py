@@ -44,7 +44,7 @@ def run(found: Findings, folder: Path) -> None:
         find_python(None, cuda=True)
         engines.append("sglang")
     except ConfigError as error:
-        found.skip("servers", f"{error.what}: {error.fix}")
+        found.skip("servers", f"no server can be started: {error.what}; fix: {error.fix}")
     for model in MODELS:
         for engine in engines:
             name = f"{model.rpartition('-')[2]} {engine}"

@@ -128,7 +128,7 @@ class BufferClient:
         """
         handed = f"{key!r} of step {step}"
         refs, size = self._put_all(handed, payloads)
-        self._change(f"hand over {handed}", "give", self.team, self.rank, step, key, list(groups), refs)
+        self._change(f"record the handover {handed}", "give", self.team, self.rank, step, key, list(groups), refs)
         return size
 
     def _put_all(self, samples: str, payloads: Iterable[Span]) -> tuple[list[Piece], int]:
@@ -315,7 +315,9 @@ class BufferClient:
             yield
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, HandoverError):
-                raise HandoverError(f"{self._caller()}: {buffer} rejected a call: {error.cause}") from None
+                raise HandoverError(
+                    f"{self._caller()}, waiting for {awaited}: {buffer} rejected the request: {error.cause}"
+                ) from None
             raise
         except ray.exceptions.GetTimeoutError as error:
             raise HandoverError(
@@ -327,7 +329,9 @@ class BufferClient:
                 f"{self._caller()}, waiting for {awaited}: {buffer} is gone: {error}{RUN_AGAIN}"
             ) from error
         except ray.exceptions.RayError as error:
-            raise HandoverError(f"{self._caller()}: {awaited} cannot be read: {error}{RUN_AGAIN}") from error
+            raise HandoverError(
+                f"{self._caller()}, waiting for {awaited}: Ray raised {type(error).__name__}: {error}{RUN_AGAIN}"
+            ) from error
 
     def _caller(self) -> str:
         return f"team {self.team!r} rank {self.rank} in phase {tracing.current()}"

@@ -28,7 +28,7 @@ from megarl.dag.placement import Handover, Placement
 from megarl.dag.stage import Role
 from megarl.dag.staleness import PolicyError, StalenessSettings
 from megarl.disaggregated.buffer.flow import Finished, Flow, FlowGroup
-from megarl.system.errors import MegarlError
+from megarl.system.errors import MegarlError, count
 from megarl.system.metrics import Metrics
 
 #: Topics that workers wait for: ("handover", step, key), ("samples", step, node) or ("mail", name).
@@ -140,30 +140,32 @@ class Core:
                 recorded.
         """
         handover = self._known(key)
-        at = f"step {step}, {key!r}, given by team {team!r} rank {rank}"
+        at = f"handover {key!r} of step {step}, from team {team!r} rank {rank}"
         if handover.giver != team:
-            raise HandoverError(f"{at}: only team {handover.giver!r} may give this handover")
+            raise HandoverError(f"{at}: only team {handover.giver!r} may hand it over{_REPORT}")
         state = self._steps.get(step) or _Step()
         sent = state.sent_by_key.get(key) or _Sent()
         if self._is_finished(step):
-            raise HandoverError(f"{at}: all teams that take this handover have already finished the step")
+            readers = ", ".join(handover.takers)
+            raise HandoverError(f"{at}: all teams that read it ({readers}) have already finished the step{_REPORT}")
         known = state.groups.get(handover.samples, {})
         if rank in sent.givers:
-            raise HandoverError(f"{at}: this rank has already given its groups")
+            raise HandoverError(f"{at}: this rank has already handed over its groups{_REPORT}")
+        ranks = ", ".join(map(str, sorted(sent.givers)))
         if len(sent.givers) == self._parts[team]:
             raise HandoverError(
-                f"{at}: all {self._parts[team]} replicas have already given their groups, ranks {sorted(sent.givers)}"
-                f"{_REPORT}"
+                f"{at}: the team has {count(self._parts[team], 'replica')}, and each of them has already handed over "
+                f"its groups (ranks: {ranks}){_REPORT}"
             )
         ordinals = state.ordinals.get(handover.samples, {})
         for group in groups:
             if group.uid in sent.refs:
                 raise HandoverError(
-                    f"{at}: group {group.uid!r} was already given by one of ranks {sorted(sent.givers)}"
+                    f"{at}: group {group.uid!r} was already handed over by one of the ranks {ranks}{_REPORT}"
                 )
             if known.get(group.uid, group) != group:
                 raise HandoverError(
-                    f"{at}: group {group.uid!r} differs from the one that an earlier call gave\n"
+                    f"{at}: group {group.uid!r} differs from the one that an earlier call handed over\n"
                     f"  found:   {group}\n  allowed: {known[group.uid]}"
                 )
             other = ordinals.get(group.ordinal, group.uid)

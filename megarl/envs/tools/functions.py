@@ -55,7 +55,10 @@ def _read_answer(max_chars: int, value: Any) -> Result:
     the reply has another form.
     """
     if not isinstance(value, dict) or value.keys() != {"said", "failed"}:
-        raise Malformed(f"the result of a tool must have the fields `said` and `failed`; found: {short(value)}")
+        raise Malformed(
+            "the reply of a tool's process is not an object with exactly the fields `said` (the tool's result) and "
+            f"`failed` (true or false); found: {short(value)}"
+        )
     result = value["said"]
     if isinstance(result, list):
         result = [_read_part(part, max_chars) for part in result]

@@ -83,7 +83,8 @@ def _region(node: Node) -> Region:
         return _relation(node)
     if isinstance(node, Apply) and node.name in ("cup", "cap", "\\", "+"):
         return _operation(node)
-    raise UnreadError("this kind of expression cannot be read as a set of real numbers")
+    name = "a number" if isinstance(node, Number) else f"{node.name!r}"
+    raise UnreadError(f"{name} is not an interval, a set, an inequality or an operation on sets of real numbers")
 
 
 def everything() -> Region:
@@ -124,7 +125,7 @@ def _group(node: Compound) -> Region:
         if node.marks == "," and not met.spans:
             met = _union(parts)
         return _named(met, parts)
-    raise UnreadError("this kind of group cannot be read as a set of real numbers")
+    raise UnreadError(f"a {node.kind} of {len(node.items)} values is not an interval or a set of real numbers")
 
 
 def _named(made: Region, parts: list[Region]) -> Region:
@@ -203,7 +204,7 @@ def _replaced(node: Node, name: str, value: Node) -> Node:
 def _distance(inside: Node, op: str, limit: Node) -> Region:
     end = _end(limit)
     if not end.value > 0:
-        raise UnreadError("an absolute value is compared with a limit that is not positive")
+        raise UnreadError("the limit of an absolute value is zero or negative; |x| < 2 can be read, |x| < -2 cannot")
     upper = _inequality(inside, op, limit)
     lower = _inequality(inside, _FLIPPED[op], Apply("neg", (limit,)))
     return _named(_intersection(upper, lower) if op[0] == "<" else _union([upper, lower]), [upper, lower])

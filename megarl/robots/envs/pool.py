@@ -66,7 +66,6 @@ class _Slot:
     episode: _Episode | None = None
     # answers of this process in this episode; while it replays the calls of a failed process, fewer than the slot gave
     played: int = 0
-    kept: list[str] = field(default_factory=list)  # tasks with a constructed simulator
     failures: int = 0  # failures of this slot's processes since the last finished or dropped episode
     used: bool = False  # whether an episode has been started in this slot
 
@@ -255,7 +254,6 @@ class SimulatorPool:
             return None
         self._count(episode.task, call, header)
         if call == "construct":
-            slot.kept = header["kept"]
             return None
         if call == "expert":
             episode.advice = False
@@ -295,7 +293,7 @@ class SimulatorPool:
         assert episode is not None
         constructing = bool(slot.process.waiting) and slot.process.waiting[0] in ("open", "construct")
         output = slot.process.kill()
-        slot.process, slot.played, slot.kept = self._start(), 0, []
+        slot.process, slot.played = self._start(), 0
         slot.failures += 1
         self.counts.failures[kind] += 1
         failure = Failure(kind, text, episode.task, episode.trial, max(0, len(episode.sums) - 1), output)

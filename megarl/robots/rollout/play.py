@@ -156,7 +156,7 @@ class Player:
 
 class _Game:
     """The state of one call of `play`. It is the same on all ranks of the replica, except that only the first rank has
-    received answers (`_come`)."""
+    received answers (`_received`)."""
 
     def __init__(
         self, player: Player, starts: Sequence[EpisodeStart], advance: Callable[[int], None], record: Recording | None
@@ -168,8 +168,8 @@ class _Game:
         self.counts = PlayCounts()
         self._waiting = deque(range(len(starts)))
         self._playing: dict[int, int] = {}  # slot -> number of its episode
-        self._kept: dict[int, set[str]] = {}  # slot -> tasks of the episodes that it has begun
-        self._come: dict[int, Answer] = {}  # received answers that are not used yet; only on the first rank
+        self._begun_tasks: dict[int, set[str]] = {}  # slot -> tasks of the episodes that it has begun
+        self._received: dict[int, Answer] = {}  # received answers that are not used yet; only on the first rank
 
     def play(self) -> None:
         """Play until all episodes are over."""
@@ -205,7 +205,7 @@ class _Game:
         """Begin the slot's next episode, preferably of a task that it has a simulator of."""
         if not self._waiting:
             return
-        played = self._kept.setdefault(slot, set())
+        played = self._begun_tasks.setdefault(slot, set())
         number = next((n for n in self._waiting if self._starts[n].task in played), self._waiting[0])
         self._waiting.remove(number)
         start = self._starts[number]
@@ -263,11 +263,11 @@ class _Game:
         began = time.monotonic()
         pool = self._p.pool
         if pool is not None:
-            while missing := [slot for slot in slots if slot not in self._come]:
+            while missing := [slot for slot in slots if slot not in self._received]:
                 assert set(missing) <= set(pool.busy), "every slot without an answer is working on a call"
-                come = pool.answers(_LOOK_S)
-                self._come |= {slot: self._p.view.of_answer(answer) for slot, answer in come.items()}
-        answers = {slot: self._come.pop(slot) for slot in slots if slot in self._come}
+                arrived = pool.answers(_LOOK_S)
+                self._received |= {slot: self._p.view.of_answer(answer) for slot, answer in arrived.items()}
+        answers = {slot: self._received.pop(slot) for slot in slots if slot in self._received}
         if self._p.group.size > 1:
             data = self._p.group.broadcast_bytes(None if pool is None else _packed(answers))
             answers = _unpacked(data) if pool is None else answers

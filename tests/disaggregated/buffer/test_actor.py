@@ -63,7 +63,7 @@ def test_a_repeated_call_has_the_same_answer_and_changes_nothing() -> None:
         assert [await change(actor, *give) for _ in range(2)] == [None, None]
         assert (await fetch(actor, "critic", 1, 1.0))[0] == ["bytes"]
         for _ in range(2):
-            with pytest.raises(HandoverError, match="this rank has already given its groups"):
+            with pytest.raises(HandoverError, match="this rank has already handed over its groups"):
                 await change(actor, "train", 0, 2, *give[3:])
 
     asyncio.run(run())

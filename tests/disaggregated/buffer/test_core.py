@@ -160,9 +160,12 @@ def test_tokens_are_shared_by_the_mini_batches_of_the_team_that_takes_them() -> 
     ("call", "story"),
     [
         (lambda c: give(c, "train", 0, 1, "x>y", []), "this run has no handover 'x>y'; allowed: rollout>critic"),
-        (lambda c: give(c, "ref", 0, 1, BOTH, []), "only team 'train' may give this handover"),
-        (lambda c: give(c, "train", 0, 1, BOTH, groups(2)), "this rank has already given its groups"),
-        (lambda c: give(c, "train", 1, 1, BOTH, groups(0)), "group 'u0' was already given by one of ranks [0]"),
+        (lambda c: give(c, "ref", 0, 1, BOTH, []), "only team 'train' may hand it over"),
+        (lambda c: give(c, "train", 0, 1, BOTH, groups(2)), "this rank has already handed over its groups"),
+        (
+            lambda c: give(c, "train", 1, 1, BOTH, groups(0)),
+            "group 'u0' was already handed over by one of the ranks 0",
+        ),
         (lambda c: give(c, "train", 1, 1, BOTH, groups(2, 3, 4)), "a step has at most 4 groups"),
         (
             lambda c: give(c, "train", 1, 1, BOTH, groups(2, 2)),
@@ -175,7 +178,7 @@ def test_tokens_are_shared_by_the_mini_batches_of_the_team_that_takes_them() -> 
         ),
         (
             lambda c: give(c, "ref", 0, 1, BACK, groups(0, tokens={0: 9})),
-            "group 'u0' differs from the one that an earlier call gave",
+            "group 'u0' differs from the one that an earlier call handed over",
         ),
         (lambda c: c.assignment("ref", 1, "rollout", 1), "team 'ref' has 1 replicas, so it has no replica 1"),
         (lambda c: (c.post("m", "1"), c.post("m", "2")), "message 'm' has already been posted"),
@@ -194,13 +197,14 @@ def test_what_does_not_fit_is_refused(call: Callable[[Core], object], story: str
 def test_a_fifth_replica_and_a_finished_step_are_refused() -> None:
     core = Core(placed(), 4, "dealt")
     give(core, "train", 0, 2, BOTH, groups(0))
-    with pytest.raises(HandoverError, match=r"all 1 replicas have already given their groups, ranks \[0\]"):
+    with pytest.raises(
+        HandoverError, match=r"1 replica, and each of them has already handed over its groups \(ranks: 0\)"
+    ):
         give(core, "train", 1, 2, BOTH, groups(1))
     for team in ("train", "ref", "critic"):
         core.done(team, 0, 2)
-    with pytest.raises(
-        HandoverError, match=r"step 1, .*: all teams that take this handover have already finished the step"
-    ):
+    readers = r"all teams that read it \(critic, ref\) have already finished the step"
+    with pytest.raises(HandoverError, match=rf"handover 'rollout>.*' of step 1, .*: {readers}"):
         give(core, "train", 0, 1, BOTH, groups(0))
 
 

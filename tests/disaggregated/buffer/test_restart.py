@@ -74,7 +74,7 @@ def test_it_has_to_give_the_same_groups_again() -> None:
     given_by_train(buffer, 1)
     given_by_ref(buffer, 1, "lost", 0)
     buffer.restart_team("ref", 1)
-    with pytest.raises(HandoverError, match="'u0' differs from the one that an earlier call gave"):
+    with pytest.raises(HandoverError, match="'u0' differs from the one that an earlier call handed over"):
         buffer.give("ref", 0, 1, BACK, [GroupInfo("u0", 0, ("u0#0",), 99)], ["x"])
 
 
@@ -84,7 +84,7 @@ def test_a_restart_that_is_told_twice_is_one() -> None:
     buffer.restart_team("ref", 1)
     given_by_ref(buffer, 1, "new", 0)
     buffer.restart_team("ref", 1)
-    with pytest.raises(HandoverError, match="this rank has already given its groups"):
+    with pytest.raises(HandoverError, match="this rank has already handed over its groups"):
         given_by_ref(buffer, 1, "new", 0)
     buffer.restart_team("ref", 2)
     assert (buffer.starts("ref"), buffer.starts("train")) == (2, 0)
