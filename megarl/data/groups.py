@@ -53,14 +53,15 @@ def by_group(uid: Sequence[Hashable], values: Sequence[T]) -> list[list[T]]:
 
 
 def tokens_of(batch: Batch, *, share: bool = False) -> Sequence[int]:
-    """Return the number of prompt and response tokens of every sample; with `share` the prompt of a group counts for
-    its first sample only."""
+    """Return the number of prompt and response tokens of every sample; with `share` the prompts of a
+    group that are equal count for the first of their samples only."""
     from megarl.data.batch import Jagged
 
     parts = [batch[name] for name in ("prompt_ids", "response_ids") if name in batch]
     lengths = [part.lengths.tolist() for part in parts if isinstance(part, Jagged)]
     if share and len(lengths) == len(parts) == 2:
-        for places in group_places(batch["uid"]):
+        prompts = [row.numpy().tobytes() for row in parts[0].to("cpu").unbind()]
+        for places in group_places([*zip(batch["uid"], prompts, strict=True)]):
             for place in places[1:]:
                 lengths[0][place] = 0
     return [sum(pair) for pair in zip(*lengths, strict=True)] if lengths else [0] * len(batch)

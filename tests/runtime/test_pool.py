@@ -148,3 +148,11 @@ def test_a_shared_prompt_counts_once_in_its_group():
     )
     assert tokens_of(batch) == [6, 7, 10, 9]
     assert tokens_of(batch, share=True) == [6, 2, 10, 4]
+
+
+def test_only_equal_prompts_of_a_group_are_shared():
+    """Rows of an agent's episode have one uid, and the prompt of a later turn is longer."""
+    prompts = [[1, 2], [1, 2, 3, 4], [1, 2], [1, 2]]
+    fields = {"prompt_ids": prompts, "response_ids": [[0], [0], [0], [0]]}
+    batch = Batch({name: Jagged.from_list(rows) for name, rows in fields.items()}, {"uid": ["a", "a", "a", "b"]})
+    assert tokens_of(batch, share=True) == [3, 5, 1, 3]
