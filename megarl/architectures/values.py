@@ -163,9 +163,17 @@ def wrong_in_sglang(values: Mapping[str, Any]) -> str | None:
             return f"SGLang expects a factor of rotary positions with a decimal point, not {scaling['factor']}"
         if served.rope_theta not in (None, theta):
             return f"SGLang expects a rope_theta of {served.rope_theta:g}, not {theta:g}"
-        if factor is not None and not math.isclose(factor, 0.1 * math.log(scaling.get("factor") or 1) + 1):
+        if factor is not None and not math.isclose(factor, _attention_factor_in_sglang(scaling, values)):
             return f"SGLang does not read the attention_factor of rotary positions, which is {factor:g}"
     return None
+
+
+def _attention_factor_in_sglang(scaling: Mapping[str, Any], values: Mapping[str, Any]) -> float:
+    if scaling["rope_type"] != "longrope":
+        return 0.1 * math.log(scaling.get("factor") or 1) + 1
+    original = scaling["original_max_position_embeddings"]
+    times = values["max_position_embeddings"] / original
+    return math.sqrt(1 + math.log(times) / math.log(original)) if times > 1 else 1.0
 
 
 def needs_gpu_in_sglang(values: Mapping[str, Any]) -> bool:

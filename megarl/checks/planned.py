@@ -26,8 +26,9 @@ def refuse_plan(config: RunConfig, graph: TaskGraph) -> None:
     _refuse_pairs(config, graph)
     checks, sizes = Checklist(), model_sizes(config, graph)
     facts = known_sizes(sizes, Role.ACTOR)
-    for problem in (draft_problem(config, facts), prefix_problem(config, facts, "actor")):
-        checks.of("actor").from_error(problem)
+    checks.of("actor").from_error(draft_problem(config, facts))
+    for role in ("actor", "critic"):
+        checks.of(role).from_error(prefix_problem(config, facts, role))
     check_cluster(config, checks, None)
     placement = check_placement(config, graph, "train", None, checks)
     if placement is not None:
@@ -56,8 +57,9 @@ def refuse_simulated(config: RunConfig, graph: TaskGraph) -> None:
     _refuse_pairs(config, graph)
     checks, sizes, placement = Checklist(), model_sizes(config, graph), place(graph, config)
     facts = known_sizes(sizes, Role.ACTOR)
-    for problem in (draft_problem(config, facts), prefix_problem(config, facts, "actor")):
-        checks.of("actor").from_error(problem)
+    checks.of("actor").from_error(draft_problem(config, facts))
+    for role in ("actor", "critic"):
+        checks.of(role).from_error(prefix_problem(config, facts, role))
     check_cluster(config, checks, None)
     check_layouts(config, placement, sizes, checks)
     check_batches(config, placement, checks)

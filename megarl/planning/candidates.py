@@ -280,7 +280,8 @@ class Space:
                             layout = ParallelConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, sp=sp, **experts)
                             if makes_replicas(devices, layout) and not layout_problems("actor.parallel", layout, facts):
                                 layouts.append(layout)
-        share = self.config.actor.engine.share_prefixes
+        actor, critic = self.config.actor, self.config.critic
+        share = actor.engine.share_prefixes or (critic.engine.share_prefixes and critic.parallel is None)
         whole = [layout for layout in layouts if not (share and layout.cp > 1)]
         return [layout for layout in whole if self._fits_others(layout, spread)]
 

@@ -13,6 +13,7 @@ from functools import cached_property
 from megarl.artifacts.draft_training import facts_with_draft
 from megarl.artifacts.facts import ModelFacts, known_facts, model_facts
 from megarl.artifacts.layout import makes_replicas
+from megarl.artifacts.shared_prefixes import shares_prefixes
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import ActorConfig, CriticConfig
@@ -130,11 +131,12 @@ class StepFormulas:
         """Return a `ModelPass` for the seconds of a role's passes."""
         team, engine = self.placement.home(role), self._section(role).engine
         facts = known_sizes(self.sizes, role)
+        shares = shares_prefixes(self.config, facts, role.value)
         return ModelPass(
             facts,
             team.parallel,
             team.devices,
-            engine,
+            engine.model_copy(update={"share_prefixes": shares}),
             self.config.model.dtype,
             self.hardware,
             self.given,

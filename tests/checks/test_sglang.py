@@ -319,6 +319,7 @@ _LAYERS = ["full_attention", "linear_attention", "linear_attention", "linear_att
 _ON_GPUS = "cluster.device_memory_gb=80"
 #: What SGLang's class of EXAONE 4 expects.
 _EXAONE = {"head_dim": 16, "rope_theta": 1000000}
+_LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -364,6 +365,9 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
         ("mistral", {}, [], "without its sliding window of 8 tokens"),
         ("mistral", {"sliding_window": 64}, [], None),  # no sample is longer
         ("olmo2", {"head_dim": 24}, [], "= 16 numbers, not 24"),
+        ("phi3", {"rope_scaling": {**_LONGROPE, "attention_factor": 0.5}}, [], "attention_factor"),
+        # what it would be without the key
+        ("phi3", {"rope_scaling": {**_LONGROPE, "attention_factor": 1.0801234497346435}}, [], None),
         ("qwen3_5_text", {}, [], "kernels for this model on GPUs only"),
         ("qwen3_next", {}, [_ON_GPUS], None),
         ("qwen3_next", {"layer_types": _LAYERS}, [_ON_GPUS], "in every n-th layer"),
