@@ -367,7 +367,12 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
         ("olmo2", {"head_dim": 24}, [], "= 16 numbers, not 24"),
         ("phi3", {"rope_scaling": {**_LONGROPE, "attention_factor": 0.5}}, [], "attention_factor"),
         # what it would be without the key
-        ("phi3", {"rope_scaling": {**_LONGROPE, "attention_factor": 1.0801234497346435}}, [], None),
+        (
+            "phi3",
+            {"rope_scaling": {**_LONGROPE, "attention_factor": 1.0801234497346435}, "sliding_window": 64},
+            [],
+            None,
+        ),
         ("qwen3_5_text", {}, [], "kernels for this model on GPUs only"),
         ("qwen3_next", {}, [_ON_GPUS], None),
         ("qwen3_next", {"layer_types": _LAYERS}, [_ON_GPUS], "in every n-th layer"),
