@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.checks.planned import refuse_lengths, refuse_plan
+from megarl.checks.planned import refuse_lengths, refuse_plan, refuse_simulated
 from megarl.dag.placement import place
 from megarl.dag.stage import Role
 from megarl.planning.assumptions import PlanAssumptions
@@ -209,6 +209,21 @@ def test_plans_of_draft_heads_that_cannot_be_trained_are_refused():
     for refuse in (refuse_plan, refuse_lengths):
         with pytest.raises(ConfigError, match="no draft head"):
             refuse(*read(BIG, "actor.mtp={}")[:2])
+
+
+def test_plans_of_critics_that_cannot_share_prefixes_are_refused():
+    with pytest.raises(ConfigError, match=r"critic\.engine\.share_prefixes"):
+        refuse_plan(*read(BIG, "critic.engine.share_prefixes=true", "critic.parallel={cp: 2}")[:2])
+    with pytest.raises(ConfigError, match=r"critic\.engine\.share_prefixes"):
+        refuse_simulated(*read(BIG, "critic.engine.share_prefixes=true", "critic.parallel={cp: 2}")[:2])
+
+
+@pytest.mark.parametrize("role", [None, "actor", "critic"])
+def test_models_that_share_prefixes_have_no_context_parallelism(role):
+    keys = [] if role is None else [f"{role}.engine.share_prefixes=true"]
+    space = search(BIG, "rollout.sampling.max_new_tokens=32768", *keys).space
+    contexts = {one.cp for spread in space.spreads() for one in space.layouts(spread)}
+    assert (contexts == {1}) == (role is not None)
 
 
 def test_layouts_share_out_every_batch_that_a_run_trains_on():

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from megarl.dag.placement import place
 from megarl.dag.stage import Role
+from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.flops import FlopCounter
 from megarl.planning.hardware import KINDS
 from megarl.planning.lengths import Lengths
 from megarl.planning.memory import SERVER_CACHE
 from megarl.planning.schedule import Schedule
-from megarl.planning.step import occupied
+from megarl.planning.step import StepFormulas, occupied
 from megarl.system.errors import ConfigError
 from tests.planning.planned import H100, TWO_CORES, planned, read
 
@@ -27,6 +29,21 @@ def cluster(nodes):
     size = 8 * nodes
     keys = [f"cluster.nproc={size}", f"cluster.nnodes={nodes}", f"rollout.sglang.servers={size}"]
     return [*keys, "data.batch_size=1024", "actor.mini_batch_size=1024"], replace(KINDS["h100"], nodes=nodes)
+
+
+def test_a_frozen_model_shares_prefixes_only_where_it_can():
+    teams = [
+        "rollout.sglang={colocated: false, servers: 2}",
+        "placement.teams={train: {roles: [actor], devices: 4}, score: {roles: [reference], devices: 2}, "
+        "draw: {roles: [rollout], devices: 2}}",
+        "actor.parallel={tp: 2}",
+        "actor.engine.share_prefixes=true",
+    ]
+    for cp in (1, 2):
+        config, graph, sizes = read(BIG, *teams, f"reference.parallel={{cp: {cp}}}")
+        formulas = StepFormulas(config, graph, place(graph, config), sizes, H100, PlanAssumptions.of(gpu=True))
+        assert formulas.model(Role.ACTOR).engine.share_prefixes
+        assert formulas.model(Role.REFERENCE).engine.share_prefixes == (cp == 1)
 
 
 def test_one_team_does_one_thing_after_the_other():
