@@ -70,7 +70,8 @@ class EngineConfig(Section):
     layers: Literal["auto", "local", "te"] = Field(
         "auto",
         description="implementation of transformer layers: Transformer Engine (te) or plain modules (local); auto: te "
-        "for bf16 on GPUs where it is installed, else local. Reference and teacher use the actor's",
+        "for bf16 on GPUs where it is installed and without share_prefixes, else local. Reference and teacher use the "
+        "actor's",
     )
     fp8: Literal["none", "blockwise", "delayed", "mxfp8"] = Field(
         "none",

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from megarl.artifacts.lock import refuse_if_taken
+from megarl.config.run import RunConfig
 from megarl.dag.executor import NoChannel
 from megarl.dag.messages import MetricsJson, StepMetrics
 from megarl.dag.stage import Role
@@ -230,13 +231,16 @@ class Recorder:
             flops=numbers.get("perf/flops"),
         )
         metrics = measure(peak=self._peak)
-        engines = self._c.config.actor.engine, self._c.config.critic.engine
-        # `perf/flops` counts whole samples, so with shared prefixes the share may be above 1 with a right peak.
-        right = not any(engine.share_prefixes for engine in engines)
-        if metrics.get("perf/mfu", 0) > 1 and right and not self._remeasured:
+        if metrics.get("perf/mfu", 0) > 1 and not self._remeasured and not _counts_more(self._c.config):
             self._remeasured, self._peak = True, remeasured_peak(self._peak, dtype, stated)
             metrics = measure(peak=self._peak)
         return metrics | {"perf/max_memory_gb": memory}
+
+
+def _counts_more(config: RunConfig) -> bool:
+    """Return whether a step computes less than `perf/flops`, which counts whole samples: `perf/mfu` may then be above 1
+    with a right peak."""
+    return config.actor.engine.share_prefixes or config.critic.engine.share_prefixes
 
 
 def _stage_seconds(events: list[tracing.PhaseEvent]) -> dict[str, float]:

@@ -239,3 +239,16 @@ def test_the_step_of_the_actors_team_has_what_all_teams_measured(tmp_path, monke
     assert (second["team/frozen/wait_s"], second["team/frozen/busy"]) == (4, pytest.approx(0.6))
     assert (second["team/train/wait_s"], second["team/train/busy"]) == (0, 1)
     assert logged == [1, 2]
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_peak_is_measured_again_unless_prefixes_are_shared(tmp_path, monkeypatch, share):
+    monkeypatch.setattr(recorder, "peak_flops", lambda *_: 1.0)
+    monkeypatch.setattr(recorder, "remeasured_peak", lambda *_: 2.0)
+    c = of_team("train", tmp_path)
+    engine = {"engine": {"share_prefixes": share}}
+    c.config = RunConfig.model_validate({"name": "x", "model": {"dtype": "fp32"}, "actor": engine})
+    record = recorder.Recorder.__new__(recorder.Recorder)
+    record._c, record._peak, record._remeasured = c, None, False
+    numbers = {"perf/total_tokens": 1.0, "timing_s/step": 1.0, "perf/flops": 4.0, "perf/max_memory_gb": 1.0}
+    assert record._perf(numbers)["perf/mfu"] == (2.0 if share else 1.0)
