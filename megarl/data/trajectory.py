@@ -219,6 +219,17 @@ class Trajectory:
         self._need_token(end_token, version)
         self.end("seconds")
 
+    def end_empty_turn(self, end_token: int, version: int) -> None:
+        """End a turn whose time limit passed before its first token; the environment has not answered it yet.
+
+        A sequence without tokens gets `end_token`, which is not trained on.
+        """
+        self._need_token(end_token, version)
+        if not self.is_unanswered:
+            self.turn_starts.append(len(self.token_ids))
+            self.end_turn("abort")
+        self.finish_reason = "abort"
+
     def _need_token(self, end_token: int, version: int) -> None:
         if not self.token_ids:
             self._append([end_token], sampled=False, logprobs=[0.0], versions=[[version, 1]])

@@ -46,7 +46,9 @@ class AgentSettings(EnvSettings):
         description="agent: the number in the file MEGARL_RESULT; reward: the recipe's reward function scores the last "
         "turn, but not one of a sub-agent",
     )
-    timeout_s: PositiveFloat = Field(240.0, description="deadline of an episode; the agent is then ended, and scored")
+    timeout_s: PositiveFloat = Field(
+        240.0, description="deadline of an episode; further calls are then refused, and it is scored"
+    )
     grace_s: PositiveFloat = Field(
         10.0, description="seconds that an agent has to end by itself after a limit has ended its episode"
     )
@@ -136,7 +138,7 @@ class Agent(Environment):
         self._key = ""
         self._freeing: asyncio.Future[None] | None = None
         self._late = self._holds = False
-        self._deadline = math.inf
+        self._deadline = self._last = math.inf  # when calls are refused, and when the program is ended
 
     @classmethod
     def gives_scores(cls, settings: AgentSettings) -> bool:
@@ -180,6 +182,7 @@ class Agent(Environment):
         self.is_waiting = True
         await shared.free.acquire()
         self.is_waiting, self._holds = False, True
+        await self._refuse_after_end()
         await shared.start()
         self._key = shared.gateway.open(self._session)
         url = shared.gateway.url
@@ -194,6 +197,7 @@ class Agent(Environment):
                 "MEGARL_MODEL": POLICY,
             },
         )
+        await self._refuse_after_end()
         self._deadline = asyncio.get_running_loop().time() + self.settings.timeout_s
         return await self._next()
 
@@ -211,10 +215,24 @@ class Agent(Environment):
         if self._holds:
             self._freeing = asyncio.ensure_future(self._free())
 
+    async def _refuse_after_end(self) -> None:
+        """Free the place of an episode that the run has ended while it waited for its place or for its program."""
+        if not self._session.over:
+            return
+        self.shared.gateway.end(self._key)
+        if (program := getattr(self, "_program", None)) is not None:  # `discard` did not know it
+            await self.shared.programs.stop(program)
+            self.shared.programs.remove(program)
+        await self._free()
+        raise EpisodeFailure(self._session.over)
+
     async def _next(self) -> Continuation | Step:
         """Return the prompt of the program's next call, or the end of the episode."""
         program, loop = self._program, asyncio.get_running_loop()
         while True:
+            if not program.ended.done() and not self._session.over and loop.time() >= self._deadline:
+                self._late = True
+                self._session.close("its time is up")
             turn = self._session.take()
             if self._session.broken:
                 raise EpisodeFailure(self._session.broken)
@@ -224,15 +242,14 @@ class Agent(Environment):
             if program.ended.done():
                 return await self._end(program)
             if self._session.over:
-                self._deadline = min(self._deadline, loop.time() + self.settings.grace_s)
-            left = self._deadline - loop.time()
-            if left <= 0:
-                self._late = not self._session.over
+                self._last = min(self._last, loop.time() + self.settings.grace_s)
+            left = (self._last if self._session.over else self._deadline) - loop.time()
+            if left <= 0 and self._session.over:
                 await self.shared.programs.stop(program)
                 return await self._end(program)
             arrival = asyncio.ensure_future(self._session.arrival())
             awaited: set[asyncio.Future[Any]] = {arrival, program.ended}
-            await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(awaited, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED)
             arrival.cancel()
 
     async def _end(self, program: Program) -> Step:

@@ -444,6 +444,8 @@ class GroupGenerator:
                 self._end_if_full(trajectory)
             elif trajectory.in_turn:
                 trajectory.end_turn("abort")
+            elif trajectory.turn_room is not None:  # an environment with a tree of turns ends its episodes itself
+                trajectory.end_empty_turn(self._eos_ids[0], self._engine.weight_version)
             else:
                 trajectory.end_before_turn(self._eos_ids[0], self._engine.weight_version)
             self._cut.discard(slot)

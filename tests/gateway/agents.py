@@ -55,6 +55,29 @@ def titles(task: dict[str, Any]) -> float:
     return 1.0
 
 
+def asks_on(task: dict[str, Any]) -> float:
+    """Ask until the answer is that the episode is over, and leave a result."""
+    try:
+        while True:
+            say([{"role": "user", "content": "1"}])
+            time.sleep(0.05)
+    except urllib.error.HTTPError as error:
+        return 0.5 if error.code == 410 else 0.0
+
+
+def uses_a_slow_tool(task: dict[str, Any]) -> float:
+    """Ask, use a tool for two seconds, and ask again."""
+    messages = [{"role": "user", "content": task["row"]["prompt"]}] if task["row"]["calls"] else []
+    if messages:
+        messages.append(say(messages)["message"])
+    time.sleep(2)
+    try:
+        say([*messages, {"role": "user", "content": "+"}])
+    except urllib.error.HTTPError as error:
+        return 0.25 if error.code == 410 else 0.0
+    return 1.0
+
+
 def silent(task: dict[str, Any]) -> float:
     return 0.25
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +13,8 @@ from megarl.config.rollout import SamplingConfig
 from megarl.data.lanes import rows_of
 from megarl.data.templates import chat_renderer
 from megarl.data.tokenizer import character_tokenizer
+from megarl.envs.protocol import EpisodeFailure
+from megarl.gateway.agent import Agent, AgentSettings
 from megarl.rollout.groups import EpisodeError
 from tests.envs.playing import EOS
 from tests.gateway.playing import Scripted, episodes_of
@@ -95,7 +99,9 @@ def test_a_defect_of_the_agent_names_its_output():
 
 def test_an_agent_that_hangs_is_ended_with_all_that_it_started(tmp_path):
     file = tmp_path / "pids"
-    [episode] = trajectories(scripted("1"), "hangs", [{"prompt": "0", "pids": str(file)}], env={"timeout_s": 3})
+    [episode] = trajectories(
+        scripted("1"), "hangs", [{"prompt": "0", "pids": str(file)}], env={"timeout_s": 3, "grace_s": 1}
+    )
     assert (episode.turn_rewards, episode.info["timeouts"]) == ([0.0], 1)
     until = time.monotonic() + 20
     alive = [pid for pid in file.read_text().split() if Path("/proc", pid).exists()]
@@ -103,6 +109,37 @@ def test_an_agent_that_hangs_is_ended_with_all_that_it_started(tmp_path):
         time.sleep(0.05)
         alive = [pid for pid in alive if Path("/proc", pid).exists()]
     assert alive == []
+
+
+def test_an_agent_that_asks_on_at_its_deadline_is_refused_and_has_time_to_leave_its_result():
+    [episode] = trajectories(scripted("1"), "asks_on", [{"prompt": "0"}], env={"timeout_s": 1, "max_calls": 1000})
+    assert (sum(map(sum, (lane.turn_rewards for lane in episode.all_lanes))), episode.info["timeouts"]) == (0.5, 1)
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_the_result_of_an_agent_counts_whose_group_was_over_its_time_while_a_tool_ran(calls):
+    [episode] = trajectories(scripted("1"), "uses_a_slow_tool", [{"prompt": "0", "calls": calls}], seconds=1.0)
+    assert (episode.turns, episode.ended_by, episode.turn_rewards) == (1 + calls, "done", [*[0.0] * calls, 0.25])
+    [row] = rows_of(episode)
+    assert (TOKENIZER.decode(row.token_ids), row.sampled, row.turn_rewards) == (
+        ("1<eos>", [True, True], [0.25]) if calls else ("<eos>", [False], [0.25])
+    )
+
+
+def test_an_episode_that_is_discarded_while_it_waits_starts_no_program_and_keeps_no_place():
+    async def discarded() -> bool:
+        free = asyncio.Semaphore(0)
+        shared = SimpleNamespace(form=None, window=None, free=free, gateway=SimpleNamespace(end=lambda key: None))
+        agent = Agent(AgentSettings(command=["python"]), shared)
+        begun = asyncio.ensure_future(agent.reset({}, 0))
+        await asyncio.sleep(0)
+        agent.discard()
+        free.release()
+        with pytest.raises(EpisodeFailure, match="the run has ended it"):
+            await begun
+        return free.locked()
+
+    assert asyncio.run(discarded()) is False
 
 
 def test_agents_start_again_after_the_process_that_starts_them_was_killed():
