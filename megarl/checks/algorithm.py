@@ -265,12 +265,13 @@ def _check_echo(config: RunConfig, checks: Checklist) -> None:
     """Check that the cross-entropy on observations (ECHO) has observations of text, and that the gradient is not
     divided by a number of tokens that is known only after the update."""
     correction, value = config.rollout_correction.resolved(), config.algorithm.loss.echo_coef
-    if not (config.has_turns and config.task.writes_text) or config.data.image_key is not None:
+    texts = config.has_turns and config.task.writes_text and not config.has_lanes
+    if not texts or config.data.image_key is not None:
         checks.fail(
             "algorithm.loss.echo_coef",
             "the cross-entropy on observations needs an environment that returns text without images",
             found=value,
-            allowed="0, or more with env.name and without data.image_key",
+            allowed="0, or more with env.name (other than agent) and without data.image_key",
             fix="set algorithm.loss.echo_coef=0",
         )
     if correction.bypass and correction.rejects:

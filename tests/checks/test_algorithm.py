@@ -111,6 +111,11 @@ def estimator(name: str) -> list[str]:
         ),
         (["algorithm.loss.echo_coef=0.05"], "algorithm.loss.echo_coef", ["an environment that returns text"]),
         (
+            ["algorithm.loss.echo_coef=0.05", "env={name: agent, command: [python, a.py]}"],
+            "algorithm.loss.echo_coef",
+            ["other than agent"],
+        ),
+        (
             [
                 *("algorithm.loss.echo_coef=0.05", "env={name: game.py:Game}"),
                 "rollout_correction.preset=bypass_ppo_clip_k3_rs",

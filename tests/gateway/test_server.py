@@ -169,6 +169,25 @@ BROKEN: list[tuple[str, Any, int]] = [
     ("chat/completions", {**HELLO, "tool_choice": "required"}, 400),
     ("chat/completions", {**HELLO, "logit_bias": {"3": 5}}, 400),
     ("chat/completions", {**HELLO, "response_format": {"type": "json_object"}}, 400),
+    *(
+        (path, {**HELLO, "input": "hello", "prompt": None, **constraint}, 400)
+        for path in ("chat/completions", "responses", "messages")
+        for constraint in (
+            *(
+                {"guided_choice": ["a"]},
+                {"regex": "a+"},
+                {"ebnf": "root ::= 'a'"},
+                {"structured_outputs": {"regex": "a"}},
+            ),
+            *(
+                {"min_tokens": 3},
+                {"bad_words": ["a"]},
+                {"stop_token_ids": [5]},
+                {"output_format": {"type": "json_schema"}},
+            ),
+        )
+    ),
+    ("responses", {"model": "policy", "input": "hello", "text": {"format": {"type": "json_object"}}}, 400),
     ("chat/completions", {**HELLO, "n": 0}, 400),
     ("chat/completions", {**HELLO, "n": 10**9}, 400),
     ("chat/completions", {**HELLO, "max_tokens": -1}, 400),

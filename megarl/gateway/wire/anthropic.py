@@ -8,7 +8,18 @@ from typing import Any
 
 from megarl.gateway.messages import ASSISTANT, SYSTEM, TOOL, USER, ChatMessage, ToolCall
 from megarl.gateway.session import ChatReply, ChatRequest, Refusal
-from megarl.gateway.wire.fields import items, join_texts, mapping, number, pieces, string, strings, wrong
+from megarl.gateway.wire.fields import (
+    CONSTRAINTS,
+    items,
+    join_texts,
+    mapping,
+    number,
+    pieces,
+    refuse_changes,
+    string,
+    strings,
+    wrong,
+)
 
 OVERRIDDEN = ("temperature", "top_p", "top_k")
 _KINDS = {
@@ -24,6 +35,8 @@ _KINDS = {
 
 def read_messages(body: dict[str, Any]) -> ChatRequest:
     """Return the request in the body of a message. Raise Refusal for what cannot be answered."""
+    refuse_changes(body, CONSTRAINTS)
+    refuse_changes(mapping(body, "output_config"), {"format": []}, "output_config.")
     messages: list[ChatMessage] = []
     if system := join_texts(body.get("system"), "system"):
         messages.append(ChatMessage(SYSTEM, system))

@@ -9,6 +9,23 @@ from megarl.gateway.session import Refusal
 
 _PIECE = 24  # characters of a piece of a stream
 _SHOWN = 100  # characters of a wrong value in a message
+#: Keys of any API that change the distribution of tokens -> values that change nothing, in addition to null.
+CONSTRAINTS: dict[str, list[Any]] = {
+    "guided_json": [],
+    "guided_regex": [],
+    "guided_grammar": [],
+    "guided_choice": [],
+    "guided_whitespace_pattern": [],
+    "regex": [],
+    "ebnf": [],
+    "json_schema": [],
+    "structural_tag": [],
+    "structured_outputs": [{}],
+    "output_format": [{}],
+    "bad_words": [[]],
+    "stop_token_ids": [[]],
+    "min_tokens": [0],
+}
 
 
 def wrong(key: str, value: Any, allowed: str) -> Refusal:
@@ -83,19 +100,20 @@ def join_texts(content: Any, key: str, kinds: Sequence[str] = ("text", "input_te
     return "".join(texts)
 
 
-def refuse_changes(body: dict[str, Any], neutral: dict[str, Any]) -> None:
+def refuse_changes(body: dict[str, Any], neutral: dict[str, Any], above: str = "") -> None:
     """Refuse keys that change the distribution of tokens, unless they have the value that changes nothing.
 
     Args:
         neutral: key -> values that change nothing, in addition to null.
+        above: name of the body in messages, before its keys; empty: the request's.
     """
     for key, values in neutral.items():
         value = body.get(key)
         if value is not None and value not in values:
             raise Refusal(
                 400,
-                f"{key}: found {value!r:.{_SHOWN}}. It changes the distribution of tokens, so the policy could not be "
-                "trained on the reply; remove it from the request",
+                f"{above}{key}: found {value!r:.{_SHOWN}}. It changes the distribution of tokens, so the policy could "
+                "not be trained on the reply; remove it from the request",
             )
 
 

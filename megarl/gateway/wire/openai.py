@@ -10,6 +10,7 @@ from typing import Any
 from megarl.gateway.messages import ASSISTANT, SYSTEM, TOOL, USER, ChatMessage, ToolCall
 from megarl.gateway.session import ChatReply, ChatRequest, Refusal
 from megarl.gateway.wire.fields import (
+    CONSTRAINTS,
     flag,
     items,
     join_texts,
@@ -39,9 +40,7 @@ _NEUTRAL: dict[str, Any] = {
     "frequency_penalty": [0],
     "repetition_penalty": [1],
     "response_format": [{"type": "text"}],
-    "guided_json": [],
-    "guided_regex": [],
-    "guided_grammar": [],
+    **CONSTRAINTS,
 }
 
 

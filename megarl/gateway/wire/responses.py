@@ -10,7 +10,17 @@ from typing import Any
 
 from megarl.gateway.messages import ASSISTANT, SYSTEM, TOOL, USER, ChatMessage, ToolCall
 from megarl.gateway.session import ChatReply, ChatRequest, Refusal
-from megarl.gateway.wire.fields import items, join_texts, number, pieces, refuse_changes, string, wrong
+from megarl.gateway.wire.fields import (
+    CONSTRAINTS,
+    items,
+    join_texts,
+    mapping,
+    number,
+    pieces,
+    refuse_changes,
+    string,
+    wrong,
+)
 
 _EMPTY: dict[str, dict[str, Any]] = {
     "message": {"content": []},
@@ -22,6 +32,8 @@ _ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": USER, "assistant": ASSI
 
 def read_response(body: dict[str, Any]) -> ChatRequest:
     """Return the request in the body of a response. Raise Refusal for what cannot be answered."""
+    refuse_changes(body, CONSTRAINTS)
+    refuse_changes(mapping(body, "text"), {"format": [{"type": "text"}]}, "text.")
     refuse_changes(body, {"previous_response_id": [], "conversation": [], "prompt": [], "top_logprobs": [0]})
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
