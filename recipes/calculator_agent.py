@@ -1,4 +1,4 @@
-"""An agent that answers products with a calculator; it knows nothing of megarl, only a chat endpoint.
+"""An agent that answers products with a calculator; of megarl it uses only the function that multiplies.
 
 OPENAI_BASE_URL=... OPENAI_API_KEY=... MEGARL_TASK=task.json python calculator_agent.py
 """
@@ -34,8 +34,10 @@ def play(task: dict[str, Any]) -> None:
     for _ in range(_MOST_CALLS):
         try:
             reply = _complete(messages)
-        except urllib.error.HTTPError:  # the messages are too long
-            return
+        except urllib.error.HTTPError as error:
+            if json.load(error)["error"].get("code") == "context_length_exceeded":
+                return
+            raise
         calls = reply.get("tool_calls") or []
         if not calls:
             return
