@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from megarl.artifacts.lock import refuse_if_taken
-from megarl.config.run import RunConfig
 from megarl.dag.executor import NoChannel
 from megarl.dag.messages import MetricsJson, StepMetrics
 from megarl.dag.stage import Role
@@ -231,16 +230,11 @@ class Recorder:
             flops=numbers.get("perf/flops"),
         )
         metrics = measure(peak=self._peak)
-        if metrics.get("perf/mfu", 0) > 1 and not self._remeasured and not _counts_more(self._c.config):
+        # With shared prefixes `perf/mfu` may be above 1 with a right peak, because FLOPs are those of whole samples.
+        if metrics.get("perf/mfu", 0) > 1 and not self._remeasured and not self._c.config.actor.engine.share_prefixes:
             self._remeasured, self._peak = True, remeasured_peak(self._peak, dtype, stated)
             metrics = measure(peak=self._peak)
         return metrics | {"perf/max_memory_gb": memory}
-
-
-def _counts_more(config: RunConfig) -> bool:
-    """Return whether a step computes less than `perf/flops`, which counts whole samples: `perf/mfu` may then be above 1
-    with a right peak."""
-    return config.actor.engine.share_prefixes or config.critic.engine.share_prefixes
 
 
 def _stage_seconds(events: list[tracing.PhaseEvent]) -> dict[str, float]:
