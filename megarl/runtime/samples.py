@@ -151,10 +151,11 @@ def refuse_failed_step(step: int, numbers: Mapping[str, float]) -> None:
 
 def record_episodes(c: StepContext, samples: Batch) -> None:
     """Record the metrics `env/...` of episodes; an episode whose environment failed counts only in `env/errors`."""
-    m, every = c.metrics, len(leads(samples))
-    if LANE in samples and every:
+    places = leads(samples) if c.config.has_lanes else list(range(len(samples)))
+    m, every = c.metrics, len(places)
+    if c.config.has_lanes and every:
         m.mean("env/samples", len(samples), every)
-    samples = samples.select(leads(samples))
+    samples = samples.select(places)
     good = [place for place, error in enumerate(samples["env_error"]) if not error]
     m.sum("env/errors", len(samples) - len(good))
     if not good:

@@ -31,9 +31,9 @@ def test_several_words_are_searched_together(capsys):
 
 def test_every_key_is_there():
     assert {key.path for key in iter_keys()} <= {one.path for one in ENTRIES}
-    own = {one.path: one.readers for one in ENTRIES if one.readers}
-    assert own["reward.kwargs.extract"] == ("numeric",)
-    assert "tools" in own["env.max_calls"]
+    readers = {(one.path, name) for one in ENTRIES for name in one.readers}
+    assert {name for path, name in readers if path == "reward.kwargs.extract"} == {"numeric"}
+    assert {"tools", "agent"} <= {name for path, name in readers if path == "env.max_calls"}
 
 
 @pytest.mark.parametrize(
