@@ -1,5 +1,7 @@
 """The gated delta rule by chunks against the rule token by token, and the convolution against torch's."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -123,6 +125,10 @@ def test_an_unknown_version_of_the_kernels_is_refused(monkeypatch, tmp_path):
     (package / "gated_delta_rule.py").write_text("def chunk_gated_delta_rule(q, k, v, g, beta, lengths): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     rule.flash_rule.cache_clear()
-    with pytest.raises(rule.ConfigError, match="version of flash-linear-attention is not supported"):
-        rule.flash_rule()
-    rule.flash_rule.cache_clear()
+    try:
+        with pytest.raises(rule.ConfigError, match="version of flash-linear-attention is not supported"):
+            rule.flash_rule()
+    finally:
+        rule.flash_rule.cache_clear()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
+            del sys.modules[name]  # else transformers' classes, imported later, would call this package
