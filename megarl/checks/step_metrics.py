@@ -13,7 +13,8 @@ from megarl.system.errors import close_matches
 _SUGGESTED = 3
 _GIVEN = {
     "actor": "entropy pg_loss pg_clipfrac pg_clipfrac_lower ppo_kl ratio_mean ratio_min ratio_max kl_loss kl_coef "
-    "reward_kl reward_kl_coef distillation_loss_max distillation_loss_min grad_norm mtp_grad_norm lr shared_tokens",
+    "reward_kl reward_kl_coef distillation_loss_max distillation_loss_min grad_norm mtp_grad_norm lr shared_tokens "
+    "expert_prob",
     "balance": "tokens_max_over_mean tokens_max_over_mean_dealt",
     "critic": "score/mean score/max score/min score/group_std rewards/mean returns/mean advantages/mean "
     "advantages/max advantages/min groups/zero_std groups/all_correct groups/none_correct greedy_score/mean vf_loss "

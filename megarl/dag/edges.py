@@ -123,7 +123,9 @@ class _History:
             self._values[name] = _Value(node.id, available=True)
         self._since.append(node.id)
         if contract.resamples:
-            self._values = {name: _Value(node.id, value.available) for name, value in self._values.items()}
+            # Fields that nodes have only looked for are not among those that the samples carry.
+            carried = {name: v for name, v in self._values.items() if v.available or v.writer is not None}
+            self._values = {name: _Value(node.id, value.available) for name, value in carried.items()}
             self.resampler, self._since = node.id, []
         for model in node.models:
             if model != node.trains:

@@ -74,7 +74,7 @@ class Run:
             flow_state=lambda: {"next": 5},
         )
         team = SimpleNamespace(plan=SimpleNamespace(nodes=["rollout"]))
-        rollout = SimpleNamespace(generating=lambda context, step: nullcontext())
+        rollout = SimpleNamespace(generating=lambda context, step: nullcontext(), experts=None)
         context = SimpleNamespace(metrics=Metrics(), step=1)
         loader = SimpleNamespace(go_to=lambda number: None)
         c: Any = SimpleNamespace(

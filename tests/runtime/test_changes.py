@@ -234,6 +234,7 @@ def restored(monkeypatch, state: dict[str, Any], **sections: Any) -> tuple[Simpl
         trained={},
         offload=OffloadSchedule(),
         scores=None,
+        replay=None,
     )
     c.context = c
     found = Checkpoints(c)

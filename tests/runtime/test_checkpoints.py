@@ -168,7 +168,7 @@ def test_a_start_that_is_refused_leaves_the_run_folder_as_it_was(run_dir, monkey
     placement = together(config, (Role.ACTOR, Role.CRITIC, Role.REFERENCE, Role.ROLLOUT))
     actor = SimpleNamespace(reset_optimizer=lambda *_: None)
     c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, loading=None, layout=layout, actor=actor)
-    c.offload, c.held = OffloadSchedule(), {}
+    c.offload, c.held, c.loader = OffloadSchedule(), {}, None
     c.context, c.team, c.hf_config = SimpleNamespace(), TeamContext(placement.teams[0], placement), None
     c.close, c.mail = lambda: None, NoMail()
     monkeypatch.setattr(start, "build_rank_state", lambda *_: c)
@@ -226,7 +226,7 @@ def with_state(run_dir, monkeypatch, state, roles=(), **sections):
     c = checkpoints._c
     c.config = RunConfig.model_validate({"name": "run", **sections})
     c.team = SimpleNamespace(buffer=None, placement=together(c.config, (Role.ACTOR, Role.ROLLOUT)))
-    c.offload, c.context = OffloadSchedule(), SimpleNamespace(surplus=None, scores=None, config=c.config)
+    c.offload, c.context = OffloadSchedule(), SimpleNamespace(surplus=None, scores=None, replay=None, config=c.config)
     c.context.kl_controller = SimpleNamespace(load_state_dict=lambda _: None)
     return checkpoints
 
@@ -311,7 +311,7 @@ def test_a_best_value_comes_back_only_with_its_checkpoint(run_dir, monkeypatch, 
         config=config, run_dir=run_dir, trained={}, scores=None, loading=part, frozen={}, kl_controller=part
     )
     c.team, c.hf_config = ONE_TEAM, None
-    c.offload, c.context = OffloadSchedule(), c
+    c.offload, c.context, c.replay = OffloadSchedule(), c, None
     c.layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
     part.check_state = lambda state: None
     checkpoints = Checkpoints(c)
@@ -453,7 +453,7 @@ def saving(monkeypatch, tmp_path):
         config=SimpleNamespace(trainer=trainer, task=Task(), model_dump=lambda mode: {}), run_dir=tmp_path, frozen={}
     )
     c.loading, c.kl_controller, c.surplus, c.trained, c.offload = part, part, None, {}, OffloadSchedule()
-    c.context, c.team, c.scores, c.hf_config = c, ONE_TEAM, None, None
+    c.context, c.team, c.scores, c.replay, c.hf_config = c, ONE_TEAM, None, None, None
     c.layout = SimpleNamespace(world=WorkerGroup.alone())
     return calls, Checkpoints(c), trainer
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megarl.config.load import load_config
+from megarl.config.run import RunConfig
 from megarl.dag.placement import place
 from megarl.data.batch import Batch, Jagged
 from megarl.data.groups import ORDINAL
@@ -61,7 +62,8 @@ class Pair:
 
 
 def context(theirs: list, cuts: tuple[int, ...] | None = ()) -> SimpleNamespace:
-    return SimpleNamespace(layout=SimpleNamespace(dp_group=Pair(theirs), dp_size=2), cuts=cuts, metrics=Metrics())
+    layout = SimpleNamespace(dp_group=Pair(theirs), dp_size=2)
+    return SimpleNamespace(layout=layout, cuts=cuts, metrics=Metrics(), config=RunConfig(name="run"))
 
 
 def samples(*lengths: int) -> Batch:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.config.run import RunConfig
 from megarl.config.task import TEXT
 from megarl.data.batch import Batch
 from megarl.data.groups import ORDINAL
@@ -26,9 +27,7 @@ from megarl.system.metrics import Metrics
 mixed = st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.randoms(use_true_random=False))
 
 
-CONFIG = SimpleNamespace(
-    has_turns=False, task=TEXT, rollout=SimpleNamespace(replay_routes=False, replay_kept_tokens=False)
-)
+CONFIG = RunConfig(name="run")
 
 
 def replica(sizes: list[int], shuffle: random.Random, rank: int, count: int) -> list[str]:
