@@ -91,7 +91,7 @@ def test_a_line_break_may_be_the_end_token():
 
 
 def test_messages_without_a_template_are_refused():
-    with pytest.raises(ConfigError, match=r"data.chat_template: true"):
+    with pytest.raises(ConfigError, match=r"data.chat_template=true"):
         Turns(TOKENIZER, None, [EOS]).first([{"role": "user", "content": "a"}])
 
 
