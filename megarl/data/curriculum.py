@@ -15,6 +15,7 @@ import numpy as np
 
 from megarl.config.data import UNSEEN, CurriculumConfig
 from megarl.data.loader import Indexed, PromptLoader
+from megarl.data.weighted_draw import weighted_draw
 from megarl.system.errors import DataError
 
 
@@ -115,10 +116,7 @@ class CurriculumLoader(PromptLoader):
         generator = np.random.Generator(np.random.PCG64([self.seed % 2**64, self.number]))
         chosen = list[int]()
         while len(chosen) < self.batch_size:
-            # The largest values of log(weight) + Gumbel noise are a draw without replacement by weight.
-            noisy = np.log(weights[rows]) + generator.gumbel(size=len(rows))
-            best = np.argsort(-noisy, kind="stable")[: self.batch_size - len(chosen)]
-            chosen += rows[best].tolist()
+            chosen += rows[weighted_draw(weights[rows], self.batch_size - len(chosen), generator)].tolist()
         return chosen
 
     def _places(self, averages: np.ndarray) -> np.ndarray:

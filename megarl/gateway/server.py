@@ -35,7 +35,6 @@ _DEPTH = 100
 _GRACE_S = 60.0  # seconds in which a stream may still become an error, because it has not begun
 _ALIVE_EVERY_S = 3.0  # seconds between signs of life of a stream
 _ENDED_KEPT = 10_000
-_RETRIED = (429, 503)
 #: (request's body, replies, name of the response) -> the response's body, and its events if it is streamed
 Write = Callable[[dict[str, Any], Sequence[ChatReply], str], tuple[dict[str, Any], Iterator[str]]]
 
@@ -201,7 +200,7 @@ async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
         refusal = Refusal(500, f"the gateway failed: {describe(error)}", "internal_error", "api_error")
     messages = "/v1/messages" in request.path
     body = anthropic.error_body(refusal) if messages else openai.error_body(refusal)
-    headers = {"x-should-retry": "true" if refusal.status in _RETRIED else "false"}
+    headers = {"x-should-retry": "true" if refusal.status == 429 else "false"}
     return web.json_response(body, status=refusal.status, headers=headers)
 
 

@@ -18,6 +18,7 @@ from megarl.config.data import ReplayConfig
 from megarl.data.batch import Batch
 from megarl.data.groups import ORDINAL, group_numbers, group_places
 from megarl.data.versions import VERSION_FIELDS
+from megarl.data.weighted_draw import weighted_draw
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -93,10 +94,8 @@ class ReplayStore:
             "recent": [1.0 / (c.step - entry.step) for entry in entries],
             "signal": [entry.signal for entry in entries],
         }[settings.priority]
-        # The largest values of log(weight) + Gumbel noise are a draw without replacement by weight.
-        noise = np.random.Generator(np.random.PCG64(c.seeds.replay(c.step))).gumbel(size=len(entries))
-        best = np.argsort(-(np.log(weights) + noise), kind="stable")[:wanted]
-        return sorted(entries[place] for place in best.tolist())
+        generator = np.random.Generator(np.random.PCG64(c.seeds.replay(c.step)))
+        return sorted(entries[place] for place in weighted_draw(weights, wanted, generator))
 
     def _store(self, c: StepContext, fresh: Batch, places: Sequence[Sequence[int]], numbers: Sequence[int]) -> None:
         """Store the fresh groups with a signal, and drop the oldest groups beyond the capacity."""

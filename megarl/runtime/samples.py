@@ -151,9 +151,9 @@ def refuse_failed_step(step: int, numbers: Mapping[str, float]) -> None:
 
 def record_episodes(c: StepContext, samples: Batch) -> None:
     """Record the metrics `env/...` of episodes; an episode whose environment failed counts only in `env/errors`."""
-    places = leads(samples) if c.config.has_lanes else list(range(len(samples)))
+    places = leads(samples)
     m, every = c.metrics, len(places)
-    if c.config.has_lanes and every:
+    if LANE in samples and every:
         m.mean("env/samples", len(samples), every)
     samples = samples.select(places)
     good = [place for place, error in enumerate(samples["env_error"]) if not error]

@@ -29,7 +29,6 @@ _KINDS = {
     410: "invalid_request_error",
     413: "request_too_large",
     429: "rate_limit_error",
-    503: "overloaded_error",
 }
 
 

@@ -103,6 +103,7 @@ class RolloutError(MegarlError):
 @stage(
     reads=["prompt_ids", "uid"],
     needs=_of_prompts,
+    optional=[EPISODE, LANE],
     writes=SAMPLE_FIELDS,
     gives=_of_episodes,
     kind=Kind.MODEL_INFERENCE,
