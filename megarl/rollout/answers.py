@@ -81,7 +81,7 @@ class EpisodeRules:
     replayable: bool = False
     images: ImagePrompts | None = None
     bodies: bool = False  # whether to record which tokens of an observation are its own text
-    # (stop strings) -> what finds them, for turns with stop strings of their own
+    # makes the finder of given stop strings, for turns that have stop strings of their own
     stops: Callable[[Sequence[str]], StopStrings] | None = None
 
 
@@ -94,7 +94,7 @@ class Answer(NamedTuple):
         images: images of the observation, by their positions in its tokens.
         differs: the replayed turns got answers that differ from the recorded ones, or an error.
         bodies: [start, stop] in `token_ids` of the observation's own text; empty unless `EpisodeRules.bodies` is set.
-        branch: of an environment that keeps a tree of turns.
+        branch: where the next turn belongs, if the environment keeps a tree of turns; else None.
     """
 
     reply: Reply

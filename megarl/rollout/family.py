@@ -175,7 +175,7 @@ class EngineFamily:
 
 
 def record_update(host: EngineHost, report: SyncReport) -> None:
-    """Record the metrics of a weight update; the report is the same on every rank."""
+    """Record the metrics of a weight update and print its failures; the report is the same on every rank."""
     if not report.updated and not report.failed:
         return
     m = host.metrics

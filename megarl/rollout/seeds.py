@@ -20,7 +20,8 @@ class Seeds:
     run: int
 
     def sample(self, uid: str, sample: int, turn: int = 0) -> int:
-        """Return the seed of one turn of sample number `sample` of prompt `uid`."""
+        """Return the seed of segment `turn` of sample number `sample` of prompt `uid`: a turn, or its rest after an
+        interruption, counted over the whole sample."""
         return self._seed("sample", uid, sample, turn)
 
     def env(self, uid: str) -> int:

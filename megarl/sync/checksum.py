@@ -100,7 +100,7 @@ class DeviceChecksum:
 
 
 def _times(x: Tensor, factor: int) -> Tensor:
-    """Return the lower 32 bits of x * factor, for x and factor below 2**32: the product does not fit into 63 bits."""
+    """Return the lower 32 bits of x * factor, for x and factor below 2**32; the whole product could overflow int64."""
     return (((x >> 16) * factor & 0xFFFF) * 65536 + (x & 0xFFFF) * factor) & _WORD
 
 

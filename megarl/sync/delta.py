@@ -1,8 +1,8 @@
 """The difference between two versions of a bucket: positions and new values of its elements.
 
 After a step in bf16 most elements have not changed, and the changed ones are spread over all tensors. Positions are
-stored as one-byte distances, so a changed bf16 element takes three bytes: a third of an index and a value. Compressing
-the rest gains little and takes longer than a fast network needs to send it.
+stored as one-byte distances, so a changed bf16 element takes three bytes: a third of an int64 index and a value.
+Compressing the delta further gains little and takes longer than a fast network needs to send it.
 """
 
 from __future__ import annotations

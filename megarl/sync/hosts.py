@@ -21,6 +21,9 @@ def choose_transport(
         trainers: hosts of trainer ranks.
         cannot_map: why receivers cannot map the trainer's memory even on the same host; empty if they can.
         spread: why one host cannot reach all ranks of a receiver; empty if they are on one host.
+
+    Raises:
+        ConfigError: the recipe's transport needs memory shared with a receiver, and there is none.
     """
     if spread and wanted in ("tensor", "delta"):
         raise ConfigError(spread, where="sync.transport", found=wanted, allowed="auto, distributed or disk")

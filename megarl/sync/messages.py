@@ -1,7 +1,7 @@
 """Messages between the trainer and processes that serve it: a JSON header and raw bytes, never pickles.
 
-Both sides first prove that they have the run's key. A message is read completely before it is acted on. An answer that
-comes too late closes the connection, so that it is not mistaken for the answer to the next message.
+Both sides first prove that they have the run's key. A message is read completely before it is acted on. If an answer
+does not come in time, the connection is closed, so that a late answer is not taken for that to the next message.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def make_plan(
         hosts: host of each receiver.
         dtype: dtype of the tensors on the wire; tensors that are float32 in every model are sent in float32.
         fp8: whether to send projection weights as float8_e4m3fn with a float32 scale per block of 128 x 128.
-        bucket_bytes: largest size of a bucket and of the buffer that holds it; a larger tensor gets its own bucket.
+        bucket_bytes: largest size of a bucket plus a slab (`SLAB_BYTES`); a larger tensor gets its own bucket.
         same_host: whether senders must run on the host of their receiver; they also share its GPUs if possible.
         gpus: names of each receiver's GPUs on its host, if the trainer may use these GPUs too.
         one_replica: whether the first replica sends to all receivers.
@@ -183,7 +183,7 @@ def make_plan(
 
 
 def _in_replica(who: tuple[int, ...], replica: int, count: int) -> tuple[int, ...]:
-    """Return the ranks in `who` that belong to one of `count` replicas, which are equal runs of consecutive ranks."""
+    """Return the ranks in `who`, the holders of a region, that belong to number `replica` of `count` replicas."""
     return who[len(who) * replica // count : len(who) * (replica + 1) // count]
 
 
@@ -288,7 +288,7 @@ def _assign(
     ranks: Sequence[TrainerRank],
     itemsize: int,
 ) -> dict[str, int]:
-    """Choose one sender per tensor: largest units first, each to the candidate with the fewest bytes so far.
+    """Return the sender of each tensor. Large units are assigned first, each to the candidate with the fewest bytes.
 
     A unit consists of the tensors that receivers must get in one bucket, so they have one sender.
     """

@@ -135,7 +135,7 @@ class Relay:
 
 
 def serve(relay: Relay, address: tuple[str, int], key: str, port_file: Path) -> None:
-    """Answer the senders' messages until the process ends."""
+    """Listen at `address`, write the port to `port_file`, and answer the senders' messages until the process ends."""
     listener = socket.create_server(address)
     temporary = port_file.with_name(port_file.name + ".tmp")
     temporary.write_text(str(listener.getsockname()[1]))

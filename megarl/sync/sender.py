@@ -61,7 +61,7 @@ class BucketSender:
     def run(
         self, routes: Sequence[int], receivers: Sequence[Receiver], report: SyncReport, *, whole: bool = True
     ) -> None:
-        """Fill and send this rank's buckets on `routes`, with frozen buckets only if `whole`. Collective.
+        """Fill and send this rank's buckets on `routes`; skip frozen buckets unless `whole`. Collective.
 
         Args:
             receivers: the receivers to which this rank sends, all on its route.

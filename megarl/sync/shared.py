@@ -65,7 +65,7 @@ def _share_on_device(flat: Tensor) -> Handle:
 
 
 def cuda_arguments(handle: Handle) -> tuple[Any, ...]:
-    """Return the arguments of torch's `rebuild_cuda_tensor`, for the device whose UUID is in the handle."""
+    """Return the arguments of torch's `rebuild_cuda_tensor`, with the handle's device, which is a UUID or a number."""
     values = handle | {key: base64.b64decode(handle[key]) for key in _BINARY}
     offset, device, memory, nbytes, start, *counting = (values[key] for key in _CUDA)
     size = torch.Size((handle["length"],))

@@ -110,7 +110,8 @@ class WeightSync:
 
         Raises:
             ValueError: the version is older than the last one.
-            WorkerError: a receiver's checksums differ from the trainer's.
+            WorkerError: a receiver's checksums differ from the trainer's, the version cannot be published, or a relay of
+                the weights has ended.
         """
         if self.version is not None and version < self.version:
             raise ValueError(
@@ -127,7 +128,7 @@ class WeightSync:
         return self._sync(lambda receiver: receiver.version != self.version)
 
     def close(self) -> None:
-        """Leave process groups, free buffers, and notify the receivers that the trainer is ending. Not collective."""
+        """Leave process groups, free buffers, and close the connections to receivers. Not collective."""
         self.receivers.close()
         self.transport.close()
         self.sender.release()

@@ -167,8 +167,8 @@ def share_out(requests: Sequence[Request], parts: int) -> list[list[int]]:
 
 
 def in_order(parts: Sequence[Sequence[Any]], requests: Sequence[Request], shares: Sequence[Sequence[int]]) -> list[Any]:
-    """Return the samples of all requests in the order of the requests. `shares`: the numbers of the requests that each
-    replica generated; `parts`: its samples, in that order."""
+    """Return the samples of all requests in the order of the requests. `shares`: the numbers of the requests in each
+    part, as `share_out` returns them; `parts`: the samples of each part, in that order."""
     groups: dict[int, list[Any]] = {}
     for part, share in zip(parts, shares, strict=True):
         samples = iter(part)

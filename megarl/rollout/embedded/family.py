@@ -43,7 +43,7 @@ class EmbeddedFamily(EngineFamily):
         return SentWeights(host)
 
     def most_in_flight(self, config: RunConfig, replicas: int) -> int | None:
-        """Return the number of rows in the KV cache."""
+        """Return the largest number of rows in the KV cache of a replica."""
         return config.rollout.max_running
 
     def check_receiver(self, config: RunConfig, team: TeamPlan, checks: Checklist) -> None:

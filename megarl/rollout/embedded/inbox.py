@@ -76,7 +76,7 @@ class WeightInbox:
 
     @contextlib.contextmanager
     def generating(self, deadline_s: float, version: int | None = None) -> Iterator[int]:
-        """Allow no write to the parameters inside the block. Collective over the engine.
+        """Wait for weights, and allow no write to the parameters inside the block. Collective over the engine.
 
         Args:
             deadline_s: seconds to wait for weights, independent of the deadline of the engine's group.
@@ -129,7 +129,7 @@ class WeightInbox:
             )
             if not settled or self._is_past(version):
                 weights = f"weights {self.version}" if self._whole else "no complete weights"
-                state = "is paused" if self._paused else "is running"
+                state = "is paused" if self._paused else "is not paused"
                 return False, f"rank {self._group.rank} of {self._group.name} {state} and holds {weights}"
             self._running += 1
         return True, None
@@ -181,7 +181,7 @@ class WeightInbox:
         self._open = False
 
     def set_version(self, version: str) -> None:
-        """Mark the parameters as complete weights of `version`."""
+        """Mark the parameters as complete weights of `version`; refuse this if some tensors were never sent."""
         if self._missing:
             raise Refused(
                 f"the update lacks {len(self._missing)} tensors, for example {min(self._missing)}; send all tensors "

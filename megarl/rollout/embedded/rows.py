@@ -55,7 +55,7 @@ class CacheRows:
         self.holders[row] = -1
 
     def admit(self, sequences: Sequence[int]) -> RowAssignment:
-        """Assign rows to `sequences`, in order, until all rows are in use."""
+        """Assign rows to `sequences`, in order, until all rows decode; kept rows of other sequences are evicted."""
         self._begin()
         admission = RowAssignment()
         chosen = list(sequences[: self.slots - self.running])

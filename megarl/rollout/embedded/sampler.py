@@ -27,7 +27,7 @@ def _kth_largest(z: Tensor, k: int, tp: Axis) -> Tensor:
 
 
 def _floor(ordered: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Return the smallest logit, [n, 1], of the tokens that top_p and min_p keep.
+    """Return the threshold [n, 1]: top_p and min_p keep the tokens whose logit is not below it.
 
     Args:
         ordered: logits in descending order, [n, tokens]; without top_p the largest is enough.

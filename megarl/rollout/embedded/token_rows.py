@@ -11,7 +11,7 @@ class TokenRows:
 
     Args:
         rows: [slots, tokens, width], integers.
-        none: the number in rows of new samples.
+        none: the number that means that nothing is recorded.
     """
 
     length = 0

@@ -97,7 +97,8 @@ class TurnSession(Session):
         """Do nothing, because nothing decodes between two calls of `wait`."""
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
-        """Decode until a turn has finished or `enough()` is True; return the finished turns by sequence number."""
+        """Decode until an eighth of the running turns, at least one, has finished or `enough()` is True; return the
+        finished turns by sequence number."""
         return {
             sequence: self.completion(sequence, sampled, 0, self.weight_version)
             for sequence, sampled in self._wait(enough).items()

@@ -188,7 +188,7 @@ def _check_layout(config: RunConfig, request_workers: int, checks: Checklist, *,
             "SGLang cannot update the weights of a server with several replicas",
             found=servers.dp_size,
             allowed="1",
-            fix="set rollout.sglang.dp_size=1, and start more servers where there are GPUs",
+            fix="set rollout.sglang.dp_size=1, and use several servers instead (rollout.sglang.servers)",
         )
     _check_nodes(config, checks)
     if servers.urls:
@@ -351,7 +351,7 @@ def _check_windows(config: RunConfig, facts: ModelFacts, checks: Checklist) -> N
 
 
 def _odd_layers(facts: ModelFacts) -> str | None:
-    """Return why SGLang would put other layers in other places; None if it puts them where the model has them."""
+    """Return why SGLang would compute a kind of layer at places where the model has another; None if it would not."""
     kinds = [mixer.kind for mixer in facts.mixers]
     if GatedDelta.kind in kinds:
         every = kinds.index(Attention.kind) + 1 if Attention.kind in kinds else len(kinds) + 1

@@ -290,7 +290,7 @@ def for_others(error: BaseException) -> dict[str, Any]:
 
 
 class _LostError(Exception):
-    """A server did not answer a request, so the server is dropped."""
+    """A server failed to answer a request, so the server is dropped."""
 
 
 async def _check(response: ClientResponse, server: ServerApi) -> None:

@@ -165,7 +165,7 @@ class SglangEngine:
             self._catch_up()
 
     def leave(self) -> None:
-        """End generation, and wait for servers that are starting on the trainer's devices.
+        """Wait at the end of generation for servers that are starting on the trainer's devices.
 
         A starting server allocates a share of the memory that is free at that moment.
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SglangFamily(EngineFamily):
-    """Generates on SGLang servers, which `open` starts; `open` ignores the embedded engine in its arguments."""
+    """Generates on SGLang servers, which `open` starts or connects to; it ignores the engine in its arguments."""
 
     facts: ClassVar[EngineFacts] = ENGINES["sglang"]
 
@@ -32,7 +32,7 @@ class SglangFamily(EngineFamily):
         return link.engine, link
 
     def open_receiver(self, host: EngineHost, engine: RolloutEngine) -> tuple[RolloutEngine, WeightLink]:
-        """Start the servers, and return their engine and the link by which the actor's team fills them. Collective over
+        """Start the servers, and return their engine and the link by which they get the actor's weights. Collective over
         the rollout team."""
         from megarl.rollout.sglang.links import PumpedServers
 

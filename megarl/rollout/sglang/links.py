@@ -212,7 +212,7 @@ def show_servers(host: EngineHost, fleet: Fleet, sync: WeightSync) -> None:
 
 
 def record_servers(host: EngineHost, fleet: Fleet, engine: SglangEngine) -> None:
-    """Record how many servers were replaced, and the share of drafted tokens accepted since the last call."""
+    """Record the restarts of servers so far, and the share of drafted tokens accepted since the last call."""
     host.metrics.max("rollout/servers_replaced", fleet.replaced)
     proposed, accepted = engine.pop_drafts()
     if host.config.rollout.sglang.speculative is not None:
@@ -223,7 +223,7 @@ def account_update(host: EngineHost, fleet: Fleet, run: str, report: SyncReport,
     """Record the metrics of a weight update, and the gap between log-probs of servers and trainer. Collective.
 
     Args:
-        run: the first part of the names of weight versions.
+        run: the name of the run in the names of weight versions.
         report: the update; `sync.verify` selects the servers to probe.
         limit_s: seconds that a server may take to answer a probe.
     """

@@ -238,6 +238,7 @@ def relays_of_all(
         The relays' addresses by host, their key, and the relay process that this rank started, if any.
 
     Raises:
+        ConfigError: a receiver's host has no trainer rank.
         WorkerError: a relay did not start.
     """
     away = sorted(hosts - set(names.values()))

@@ -98,7 +98,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def remove_old(folder: Path, version: int) -> None:
-    """Remove partial folders, and all complete versions except `version` and the one before it."""
+    """Remove partial folders, and all complete versions except `version` and the highest of the others."""
     remove_partial(folder)
     older = sorted(path for path in folder.glob("v????????") if path.name != _name(version))
     for path in older[: len(older) - _KEPT]:

@@ -44,7 +44,7 @@ from megarl.system.processes import address_towards
 
 T = TypeVar("T")
 _POLL_S = 0.001
-_GRACE_S = 1.0  # seconds for the trainer's part to end, after the receiver has answered
+_GRACE_S = 1.0  # seconds that the trainer's part has to end, at least, after the receiver has answered
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()
 _leaving = threading.Lock()

@@ -15,8 +15,8 @@ from megarl.sync.transports.base import Transport, entries_by_rank
 
 
 class TensorTransport(Transport):
-    """Sends each rank of a receiver on the same host memory handles of those tensors in the sender's buffer that it
-    needs; the rank copies from there."""
+    """Sends each rank of a receiver a handle of the sender's buffer and a list of the tensors that the rank needs; the
+    rank, which is on the same host, copies them from the buffer."""
 
     same_host = True
 
