@@ -179,8 +179,8 @@ class GroupGenerator:
         """Add a group of `len(group.seeds)` samples; generation starts now or, if the generator is not open, at `open`.
 
         Returns the number of samples of `partial` that restart, because they exceed the current limits or because the
-        recipe now has an environment and had none before (or the reverse). Unfinished episodes that restart because their
-        environment is not `replayable` do not count.
+        recipe now has an environment and had none before (or the reverse). Unfinished episodes that restart because
+        their environment is not `replayable` do not count.
 
         Args:
             group: the group to generate.

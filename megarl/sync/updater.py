@@ -110,8 +110,8 @@ class WeightSync:
 
         Raises:
             ValueError: the version is older than the last one.
-            WorkerError: a receiver's checksums differ from the trainer's, the version cannot be published, or a relay of
-                the weights has ended.
+            WorkerError: a receiver's checksums differ from the trainer's, the version cannot be published, or a weight
+                relay has ended.
         """
         if self.version is not None and version < self.version:
             raise ValueError(

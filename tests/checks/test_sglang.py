@@ -390,7 +390,7 @@ def test_models_that_servers_would_compute_otherwise_are_refused(
 
 def test_replicas_inside_a_server_become_servers_only_where_there_are_gpus(failures, on) -> None:
     (check,) = failures(*on, "rollout.sglang.dp_size=2", "rollout.sglang.servers=8")
-    assert check.fix == "set rollout.sglang.dp_size=1, and start more servers where there are GPUs"
+    assert check.fix == "set rollout.sglang.dp_size=1, and use several servers instead (rollout.sglang.servers)"
 
 
 @pytest.mark.parametrize(

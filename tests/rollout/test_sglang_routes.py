@@ -28,7 +28,7 @@ def test_layers_without_experts_are_left_out_and_other_routes_are_refused():
     assert read_routes(meta, form, tokens=3).tolist() == [[3, 1], [2, 0]]
     assert read_routes({}, form, tokens=3) is None
     unwritten = {"routed_experts": base64.b64encode(bytes(8 * 4)).decode()}
-    with pytest.raises(ValueError, match="of token 0 in the mixture number 0; expected: 2 different experts"):
+    with pytest.raises(ValueError, match="of token 0 in expert layer 0; expected: 2 different experts"):
         read_routes(unwritten, form, tokens=3)
     with pytest.raises(ValueError, match="8 numbers as routes"):
         read_routes(meta, form, tokens=4)

@@ -59,7 +59,7 @@ class BufferActor:
         """
         if start != self._core.starts(team):
             raise HandoverError(
-                f"team {team!r} was restarted after rank {rank} of start {start}: this process must not continue"
+                f"team {team!r} was restarted after rank {rank} of start {start} began: this process must not continue"
             )
         last = self._last_changes.get((team, rank))
         if last is None or last[:2] != (start, serial):
@@ -76,8 +76,8 @@ class BufferActor:
         return last[2]
 
     async def restart_team(self, team: str, number: int, limit_s: float) -> int | None:
-        """Prepare for restart `number` of a team (`Core.restart_team`); other teams wait for it up to `limit_s`
-        seconds.
+        """Prepare for restart `number` of a team, and return the last finished step (`Core.restart_team`). Other teams
+        wait for the team up to `limit_s` seconds.
         """
         finished = self._core.restart_team(team, number)
         self._wake(list(self._waiting))

@@ -64,7 +64,7 @@ def refuse_too_large(config: RunConfig, placement: Placement | None, free: int |
         "the samples between teams do not fit into this machine's shared memory",
         where="data.batch_size",
         found=f"{wanted / 1e9:.1f} GB for {count(steps_held(config), 'step')} of the longest samples",
-        allowed=f"{free / 1e9:.1f} GB, the size of /dev/shm",
+        allowed=f"{free / 1e9:.1f} GB, the free part of /dev/shm",
         fix="enlarge /dev/shm (docker run --shm-size), lower data.batch_size, rollout.sampling.n or max_new_tokens, or "
         "let Ray move samples to disk, which is slow: placement.spill=true",
     )

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class StaleWeights:
     """Lets an embedded engine generate with the parameters of `lag` weight versions ago.
 
-    It keeps copies of the current and the last `lag` versions in host memory; the first steps of a run use the oldest copy. A copy is
-    taken when generation begins, so every weight version must generate.
+    It keeps copies of the current and the last `lag` versions in host memory; the first steps of a run use the oldest
+    copy. A copy is taken when generation begins, so every weight version must generate.
 
     >>> # with stale.installed(): engine.generate(...)     # completions carry the old version
     """

@@ -32,8 +32,8 @@ class SglangFamily(EngineFamily):
         return link.engine, link
 
     def open_receiver(self, host: EngineHost, engine: RolloutEngine) -> tuple[RolloutEngine, WeightLink]:
-        """Start the servers, and return their engine and the link by which they get the actor's weights. Collective over
-        the rollout team."""
+        """Start the servers, and return their engine and the link by which they get the actor's weights. Collective
+        over the rollout team."""
         from megarl.rollout.sglang.links import PumpedServers
 
         link = PumpedServers(host)

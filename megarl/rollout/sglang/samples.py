@@ -49,9 +49,9 @@ class ServedSample:
         strings: the stop strings of sampling; None: no stop strings. Servers have no tokenizer and do not stop at
             these strings, so later tokens are dropped.
         begun: number of tokens at the end of the prompt that belong to the turn which the sample continues.
-        form: form of the routes to ask for; None: no routes.
+        form: form of the routes to request; None: no routes.
         routes: routes of the first tokens of prompt and response, as far as they are known.
-        kept_tokens: tokens that the filters kept for each token, among which log-probs then are; None: not asked for.
+        kept_tokens: tokens that the filters kept for each token; log-probs are then relative to them; None: not requested.
     """
 
     prompt: int

@@ -86,7 +86,7 @@ def test_samples_that_do_not_fit_into_shared_memory_are_refused_with_what_to_do(
         assert refuse_too_large(large, handed, free) is None
     problem = refuse_too_large(large, handed, wanted - 1)
     assert problem is not None
-    for word in ("data.batch_size", "1.1 GB for 2 steps", "the size of /dev/shm", "placement.spill=true"):
+    for word in ("data.batch_size", "1.1 GB for 2 steps", "the free part of /dev/shm", "placement.spill=true"):
         assert word in str(problem)
     spills = large.model_copy(update={"placement": large.placement.model_copy(update={"spill": True})})
     assert refuse_too_large(spills, handed, 0) is None
