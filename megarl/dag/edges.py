@@ -85,7 +85,7 @@ class _History:
         return self._values.setdefault(name, _Value(None, available=False))
 
     def waits(self, node: Node) -> list[str]:
-        """Return the nodes that must run before `node`, the next node in the list."""
+        """Return the nodes on which `node`, the next node in the list, depends directly."""
         contract, before = node.declared, list(node.deps)
         if self.resampler is not None:
             before.append(self.resampler)
@@ -138,7 +138,7 @@ class _History:
 class Inputs:
     """The inputs of a node."""
 
-    waits: list[str]  # nodes that must run before this node, in the graph's order
+    waits: list[str]  # nodes on which this node depends directly, in the listed order
     # the writer of each field that the node uses, except fields of the entry and fields that no node wrote
     sources: dict[str, str]
     samples: str | None  # the last earlier node that resamples, whose samples it gets; None: those of the graph's input

@@ -2,11 +2,12 @@
 
 Every worker runs this loop by itself; there is no controller process. The order of nodes is the same everywhere:
 
-    samples = the batch that enters for node in topological order, of its team:
-        samples = samples with the fields from other teams that it uses            (take)
-        samples = samples with the fields that the node wrote                      (a node that resamples: its new
-                                                                         samples, which replicas may exchange)
-        send fields that other teams read                                          (give)
+    samples = the graph's input batch
+    for each node of this worker's team, in topological order:
+        samples = samples with the fields from other teams that the node uses      (take)
+        samples = samples with the fields that the node wrote; of a node that
+                  resamples its new samples, which replicas may exchange
+        send the fields that other teams read                                      (give)
 
 A node can read only the fields that it declares. Edges put every reader between the last writer before it and the next
 writer, so a node always reads the right values.

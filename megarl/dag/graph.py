@@ -63,7 +63,7 @@ class TaskGraph:
         return list(self._order)
 
     def parents(self, id: str) -> list[str]:
-        """Return the nodes that must run directly before this node."""
+        """Return the nodes on which this node depends directly, in the listed order."""
         self[id]
         return list(self._parents[id])
 

@@ -177,7 +177,7 @@ class ServersStarted(Message, topic="servers_started"):
 
 
 class WeightsName(Message, topic="weights_name"):
-    """The first part of the names of weight versions (megarl/sync/protocol.py), which the actor's team sends to the
+    """The run's part of the names of weight versions (megarl/sync/protocol.py), which the actor's team sends to the
     rollout's team after `ServersStarted`.
     """
 
@@ -256,8 +256,8 @@ class UpdateSent(Message, topic="update", keys=1):
 
 
 class LoaderPlace(Message, topic="loader", keys=1):
-    """The data loader's state for a checkpoint of `step`, which the rollout's team sends to the actor's team: after it
-    has generated `step` or, with async.order=as_ready, before it generates with the weights of `step`.
+    """The data loader's state, which the rollout's team sends to the actor's team for checkpoints: after it has
+    generated `step` or, with async.order=as_ready, before it generates with the weights of `step`.
     """
 
     step: int

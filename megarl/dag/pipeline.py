@@ -64,7 +64,7 @@ class Pipeline:
             raise UserError(f"two nodes have the id {id!r}", where=where, fix="give every node its own id")
         if isinstance(deps, str):
             raise UserError(
-                "deps must be a list of node ids", where=f"{where}, node {id!r}", found=deps, fix=f"[{deps!r}]"
+                "deps must be a list of node ids", where=f"{where}, node {id!r}", found=deps, fix=f"write [{deps!r}]"
             )
         self._nodes[id] = Node(id, func, tuple(dict.fromkeys(deps)), dict(config or {}), contract)
         return self

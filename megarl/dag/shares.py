@@ -18,7 +18,7 @@ Roles = tuple[Role, ...]
 
 
 def share_out(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dict[str, tuple[Roles, int]]:
-    """Return the roles and workers of every team: one for the actor (with an embedded rollout), one per other model."""
+    """Return the roles and workers of every team: one of actor and rollout, and one for each other model."""
     placement, nproc = config.placement, config.cluster.nproc
     if placement.teams:
         raise ConfigError(
@@ -169,8 +169,8 @@ USUAL_GPUS = 8
 
 
 def workers_of_machine(config: RunConfig) -> int:
-    """Return the number of workers per machine in the recipe; on machines with GPUs it is at most the usual number of
-    GPUs.
+    """Return how many workers a machine holds: as many as the recipe places on each; on machines with GPUs the usual
+    number of GPUs, or fewer if the recipe spreads its workers evenly over several machines.
     """
     cluster = config.cluster
     if cluster.device_memory_gb is None:

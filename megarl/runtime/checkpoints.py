@@ -243,7 +243,8 @@ class Checkpoints(CheckpointPart):
         return self._world.broadcast_json(exists if self._world.rank == 0 else None)
 
     def save_start(self) -> None:
-        """Save the result of a cold start as step 0, so that a resumed run does not repeat the cold start; wait for it.
+        """Save the result of a cold start as step 0, so that a resumed run does not repeat the cold start; wait until
+        it is written.
 
         The critic does not exist yet, so no other team writes a part of this checkpoint.
         """

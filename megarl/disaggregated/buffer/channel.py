@@ -192,8 +192,8 @@ class TeamChannel:
             self.given[handover.key] = SentSamples(handover.node, groups, sent)
 
     def _together(self, takers: Sequence[str], groups: Sequence[GroupInfo]) -> list[int]:
-        """Return a label per group, equal for groups that go to the same replica of every receiving team, which may share
-        a block of bytes; empty if the replicas are not known yet, so that each group needs its own block."""
+        """Return a label per group, equal for groups that go to the same replica of every receiving team, so that they
+        may share a block; empty if the replicas are not known yet, so that each group needs its own block."""
         parts = math.lcm(*(self._placement[name].replicas for name in takers))
         return [group.ordinal % parts for group in groups] if self._dealt or parts == 1 else []
 

@@ -43,8 +43,8 @@ def read_routes(meta: dict[str, Any], form: RouteForm, tokens: int) -> Tensor | 
     if form.chosen > 1 and bool((missing := layers[..., 0] == layers[..., 1]).any()):
         token, layer = missing.nonzero()[0].tolist()
         raise ValueError(
-            f"the server's answer has experts {layers[token, layer].tolist()} as route of token {token} in expert layer "
-            f"{layer}; expected: {form.chosen} different experts"
+            f"the server's answer has experts {layers[token, layer].tolist()} as route of token {token} in expert "
+            f"layer {layer}; expected: {form.chosen} different experts"
         )
     routes = layers.flatten(1)
     if len(routes) and not 0 <= int(routes.min()) <= int(routes.max()) < form.experts:

@@ -51,7 +51,7 @@ class ServedSample:
         begun: number of tokens at the end of the prompt that belong to the turn which the sample continues.
         form: form of the routes to request; None: no routes.
         routes: routes of the first tokens of prompt and response, as far as they are known.
-        kept_tokens: tokens that the filters kept for each token; log-probs are then relative to them; None: not requested.
+        kept_tokens: tokens that the filters kept for each token, over which log-probs are then; None: not requested.
     """
 
     prompt: int
