@@ -1,1 +1,3 @@
-"""Launchers, which start the workers of a run: local processes, torchrun, Ray."""
+"""Launchers start a run's workers (as local processes, with torchrun or with Ray) or submit it to Slurm or
+Kubernetes.
+"""

@@ -33,7 +33,7 @@ class Reservation:
         strategy: strategy of the placement group.
         worker: resources that each worker takes of its bundle.
         places: index of each worker's bundle.
-        servers: GPUs of each bundle that its workers leave to servers.
+        servers: GPUs of each bundle that are reserved for servers, in addition to the workers' GPUs.
     """
 
     bundles: list[Bundle]
@@ -69,8 +69,8 @@ def chooses_gpus(config: RunConfig) -> bool:
 
 
 def reserve(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mapping[str, float]]) -> Reservation:
-    """Return the reservation to request from Ray, whose nodes have these resources; workers of one machine are on one
-    node. Raise UnavailableError if there are too few GPUs.
+    """Return the reservation to request from Ray, whose nodes have the resources `nodes`. Raise UnavailableError if
+    there are too few GPUs, or if the run has both teams with their own nodes and servers with their own GPUs.
     """
     cluster = config.cluster
     most = max(nodes, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)))
@@ -116,7 +116,8 @@ def apart(config: RunConfig, nodes: Sequence[Mapping[str, float]]) -> list[str]:
 
 def server_gpus(config: RunConfig, lent: int) -> int:
     """Return how many GPUs a machine's servers need in addition to the `lent` GPUs, which workers leave to them. On
-    several machines the lent GPUs are enough for all servers; a check of the recipe ensures it.
+    several machines the lent GPUs are enough for all servers; a check of the recipe ensures it. Return 0 if the recipe
+    chooses the servers' GPUs.
     """
     servers, machines = config.rollout.servers, config.cluster.nnodes
     if servers is None or not chooses_gpus(config) or (lent and machines > 1):
@@ -139,7 +140,7 @@ def gpus_of_a_node(config: RunConfig, job: str) -> int:
 def _too_few(
     config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mapping[str, float]], extra: int
 ) -> UnavailableError:
-    """Return the error that lists each team's need, its machines, and the missing GPUs."""
+    """Return the error that lists the GPUs that each team needs, the GPUs of each node, and how many are missing."""
     cluster = config.cluster
     machines, have = cluster.nnodes, sorted((int(node.get("GPU", 0)) for node in nodes), reverse=True)
     here = cluster.nproc // machines + extra

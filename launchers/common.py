@@ -348,8 +348,8 @@ def clear(run_dir: Path) -> None:
 
 
 def with_date(config: RunConfig, run_dir: Path) -> RunConfig:
-    """Return the recipe with `data.date`, the date for chat templates, set to the date of the run in this folder or of
-    the resumed run, which may continue on another day, or else to today.
+    """Return the recipe with `data.date`, the date for chat templates. If the recipe does not set it, it is the date of
+    the run in this folder or of the resumed run, which may continue on another day, or else today.
     """
     resume, date = config.trainer.resume, config.data.date
     if date is None and resume != "never":
@@ -368,8 +368,8 @@ def process_of(run_dir: Path) -> object:
 
 def machine_number(launcher: str, machines: int) -> int:
     """Return this machine's number among the machines that have a launcher, from NODE_RANK (0 when unset). Only
-    torchrun on several machines has more than one launcher; otherwise NODE_RANK has another meaning. Raise ConfigError
-    if the number is not below `machines`.
+    torchrun on several machines has more than one launcher; with other launchers NODE_RANK has another meaning, and the
+    number is 0. Raise ConfigError if the number is not below `machines`.
     """
     if launcher != "torchrun" or machines == 1:
         return 0

@@ -93,8 +93,8 @@ class KubernetesJob:
 
     @property
     def in_pods(self) -> RunConfig:
-        """The recipe as used in the pods: without restarts, since the JobSet restarts the pods, and launchers on
-        several machines cannot restart a run.
+        """The recipe for the pods. With torchrun on several nodes it has no restarts: the JobSet restarts the pods, and
+        launchers on several machines cannot restart a run.
         """
         cluster = self.config.cluster
         if self.launcher != "torchrun" or cluster.nnodes == 1:
@@ -141,7 +141,9 @@ def make_job(config: RunConfig, command: str, launcher: str | None, run_dir: str
 
 
 def _refuse_credentials(settings: KubernetesConfig) -> None:
-    """Refuse credentials, since manifests are plain text. Messages name variables, never their values."""
+    """Refuse credentials, since manifests are plain text; also refuse variables that the job sets itself, and secrets
+    that are not given as SECRET/KEY. Messages name variables, never their values.
+    """
     key = "launch.kubernetes.environment"
     for name in (*settings.environment, *settings.secrets):
         twice = name in settings.environment and name in settings.secrets

@@ -66,7 +66,7 @@ class OutputLog:
             self._keep("".join(f"[{source}] {line}\n" for line in text.splitlines()).encode("utf-8", "replace"))
 
     def close(self) -> None:
-        """Write the remaining partial lines, except progress bars of killed workers."""
+        """Write the remaining partial lines, except progress bars of killed workers, and close the file."""
         self._end_line()
         with self._lock:
             rests = {rank: rest for rank, rest in self._pending.items() if rest and not _is_bar(rest)}

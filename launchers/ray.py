@@ -3,7 +3,7 @@
     driver: connect or start Ray -> reserve devices -> actors -> number them team by team, node by node
             -> rank 0 of every team picks its address, and the buffer between teams starts
             -> every actor runs megarl.runtime.worker.run, the function the other launchers start as a process
-    later:  a team that may (megarl.launchers.restarts) -> killed -> actors in the same bundles
+    later:  a team that may restart (megarl.launchers.restarts) -> killed -> actors in the same bundles
 
 Run folders must be on a file system that all nodes share. RAY_ADDRESS selects an existing cluster. Without it, and for
 the local launcher, Ray is started on this machine for the length of the run, bound to the loopback device.
@@ -139,7 +139,7 @@ class RayWorkers:
         self._deadline = time.monotonic() + self._limit_s
 
     def launch(self) -> None:
-        """Start Ray, the actors and their work; return when all ranks run."""
+        """Start Ray and the actors, and send every actor the work of its rank."""
         job = self._job
         size = object_store_bytes(job.config, job.placement)
         if self._address is None:
@@ -281,8 +281,8 @@ class RayWorkers:
             raise self._no_restart(team, "its processes do not end")
 
     def restart_team(self, team: TeamPlan, number: int) -> int | None:
-        """Start all workers of a team that has ended, for the `number`-th time; return the last finished step. Raise
-        WorkerError if they do not start in time.
+        """Start all workers of a team that has ended, for the `number`-th time; return the last finished step, None
+        before the first. Raise WorkerError if they do not start in time.
         """
         import ray
 
@@ -334,8 +334,8 @@ class RayWorkers:
         return list(range(self._job.config.cluster.nproc))
 
     def poll(self) -> dict[int, int]:
-        """Return the exit codes of the ranks whose actor has returned or died (-SIGKILL: Ray does not report the
-        signal). Raise WorkerError if a part of Ray, or the buffer between teams, has died.
+        """Return the exit codes of the ranks whose actor has returned or died; the code of a dead actor is -SIGKILL,
+        since Ray does not report the signal. Raise WorkerError if a part of Ray, or the buffer between teams, has died.
         """
         import ray
 
@@ -358,7 +358,7 @@ class RayWorkers:
         return dict(self._ended)
 
     def cause(self, rank: int) -> str | None:
-        """Return Ray's message about the end of an actor."""
+        """Return how the actor of a rank died, from Ray's message; None if it did not die."""
         return self._causes.get(rank)
 
     def stop(self) -> None:

@@ -1,7 +1,7 @@
 """Checks that the run's Ray can be reached, and is still alive.
 
 Ray itself silently ends the launcher a minute after its control store (gcs_server, which manages all actors) has died.
-These checks find out earlier.
+These checks detect it earlier.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class OwnRay:
         return lost_text(f"Ray's {_PARTS[name]} ({name}, process {dead.pid})", how)
 
     def leave(self) -> None:
-        """Kill what remains of Ray. Ray's logs are moved away and stay until the next start."""
+        """Kill what remains of Ray, and remove its session's files except the logs, which stay until the next start."""
         remaining: list[psutil.Process] = []
         for part in self._parts:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -150,8 +150,8 @@ def _shut_down() -> None:
 
 
 def check_reachable(address: str, limit_s: float) -> None:
-    """Refuse an address of a Ray cluster where nothing listens; Ray itself would retry for minutes. Raise
-    UnavailableError after `limit_s`; addresses `auto` and `local` are left to Ray.
+    """Raise UnavailableError if nothing accepts a connection within `limit_s` seconds at the address of a Ray cluster;
+    Ray itself would retry for minutes. Addresses without host and port, such as `auto`, are left to Ray.
     """
     place = urlsplit(address if "://" in address else f"//{address}")
     try:

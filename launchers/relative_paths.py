@@ -21,8 +21,8 @@ _FOLDERS = (*_SOURCES, "path", "tokenizer", "resume", "measured")
 
 
 def relative_paths(config: RunConfig) -> dict[str, str]:
-    """Return the recipe keys whose values name a file, folder or module in or below the current folder, with these
-    values.
+    """Return the recipe keys whose values name, relative to the current folder, a file, folder or module that exists,
+    with these values.
 
     A value may be the path itself, or contain it as in `file.py:fn`, `folder@split` and `TASK=file`; a module in
     `pkg.mod:fn` counts if only the current folder has it. Several values of a key are numbered.

@@ -4,7 +4,7 @@
     the buffer drops what is lost with it             ->  new processes on the same devices, which meet at a new port,
     (megarl.disaggregated.buffer.core.Core.restart_team)                   begin after the last step that is over
 
-Only after a death: an exception of the program would recur, unless it ran out of memory.
+A team does not restart after an exception of the program, which would recur, unless it ran out of memory.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class TeamWorkers(Protocol):
         """
 
     def restart_team(self, team: TeamPlan, number: int) -> int | None:
-        """Start all workers of a team that has ended, for the `number`-th time; return the last finished step. Raise
-        WorkerError if they do not start within `cluster.start_timeout_s`.
+        """Start all workers of a team that has ended, for the `number`-th time; return the last finished step, None
+        before the first. Raise WorkerError if they do not start within `cluster.start_timeout_s`.
         """
 
 

@@ -26,8 +26,9 @@ def clusters_file() -> Path:
 
 
 def with_site(config: RunConfig) -> RunConfig:
-    """Return the configuration with the site file's values where `launch.slurm` is null or empty; variables are merged
-    by name. Raise ConfigError if the file does not have the cluster, or is invalid.
+    """Return the configuration with the site file's values where `launch.slurm` has its defaults; environment variables
+    are merged by name. Raise ConfigError if the file is invalid or lacks the cluster, or if it has several and the
+    recipe chooses none.
     """
     file, name = clusters_file(), config.launch.cluster
     clusters = _read(file)
@@ -40,7 +41,7 @@ def with_site(config: RunConfig) -> RunConfig:
             where="launch.cluster",
             found=None,
             allowed=sorted(clusters),
-            fix=f"launch.cluster={min(clusters)}, or another of {file}",
+            fix=f"set launch.cluster={min(clusters)}, or another cluster of {file}",
         )
     if name is None:
         return config

@@ -6,8 +6,8 @@
     RUN_DIR/launch/plan.json    input of that program: numbers of nodes, options of srun, limits
     RUN_DIR/launch/node.sh      one node: modules, environment, `megarl COMMAND recipe.yaml --run-dir RUN_DIR`
     RUN_DIR/launch/recipe.yaml  the resolved recipe
-    RUN_DIR/launch/jobs.txt     number, time and nodes of each submitted job, tab-separated
-    RUN_DIR/launch/chain        how many jobs may still submit themselves (launch.slurm.chain)
+    RUN_DIR/launch/jobs.txt     number, time of submission and number of nodes of each job, tab-separated
+    RUN_DIR/launch/chain        how many further jobs may continue the run (launch.slurm.chain)
 
 A job requests a checkpoint from the run (by the file `save`, which the run removes when it has written one) when Slurm
 signals that its time limit is near.
@@ -220,8 +220,8 @@ class Component:
 
 
 def components(config: RunConfig, job: str) -> list[Component]:
-    """Return the nodes that teams share, and the nodes of teams with their own. `job`: train, sft or eval. Raise
-    ConfigError if `launch.slurm.teams` does not match placement and cluster.
+    """Return the components of the job: first the nodes that teams share, then each team's own nodes. `job`: train, sft
+    or eval. Raise ConfigError if `launch.slurm.teams` does not match placement and cluster.
     """
     slurm, cluster = config.launch.slurm, config.cluster
     named, apart = config.placement.teams, []
@@ -273,7 +273,7 @@ def gres_of(config: RunConfig, part: Component) -> str | None:
 
 
 def _gpus_to_test(config: RunConfig, part: Component) -> int:
-    """Return the GPUs that the tests of a node expect, and that a container gets."""
+    """Return how many GPUs per node the node's tests expect."""
     given = gres_gpus(gres_of(config, part) or "")
     return gpus_per_node(config, part) if given is None else given
 

@@ -59,7 +59,7 @@ def check_settings(job: Submission) -> None:
             where="launch.slurm.warn_s",
             found=slurm.warn_s,
             allowed=f"less than launch.slurm.time, {60 * limit:g} s",
-            fix=f"launch.slurm.warn_s={max(1, int(20 * limit))}, or a longer launch.slurm.time",
+            fix=f"set launch.slurm.warn_s={max(1, int(20 * limit))}, or a longer launch.slurm.time",
         )
     if slurm.image is not None:
         _check_container(job, slurm.image)
@@ -249,15 +249,15 @@ def _idle_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
         idle = f"{section} requests {count(requested, 'GPU')} per node"
         if not named:
             warnings.append(
-                f"{idle}, and the recipe names none (cluster.device_memory_gb): a run on CPUs of {workers} leaves them "
-                f"idle: {section}.gpus_per_node=0"
+                f"{idle}, but the recipe names no GPU (cluster.device_memory_gb): a run of {workers} on CPUs leaves them "
+                f"idle: set {section}.gpus_per_node=0"
             )
             continue
         whole = config.cluster.nproc // config.cluster.nnodes * requested // part.gpus * config.cluster.nnodes
         more = "" if len(parts) > 1 else f"cluster.nproc={whole}, fewer nodes, or "
         warnings.append(
-            f"{idle}, and the run has something on {part.gpus} of them, for {workers}: {requested - part.gpus} stay "
-            f"idle: {more}{section}.gpus_per_node={part.gpus}"
+            f"{idle}, but the run uses {part.gpus} of them, for {workers}: {requested - part.gpus} stay "
+            f"idle: set {more}{section}.gpus_per_node={part.gpus}"
         )
     return warnings
 

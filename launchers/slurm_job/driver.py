@@ -42,7 +42,7 @@ class SlurmJob:
         self.guarded, self.guards = 0.0, 0  # time of the guard's last start, and number of its starts
         self.ended = False
         self.warned: float | None = None  # time at which Slurm's warning of the time limit came; None: not yet
-        self.deferred = False  # whether Slurm's warning came before the run was started
+        self.deferred = False  # whether Slurm's warning came before the run was started, and no job follows
 
     def run(self) -> int:
         """Run the job; return its exit code."""
@@ -229,7 +229,7 @@ class SlurmJob:
         return end - time.time()
 
     def _requeue(self, why: str) -> None:
-        """Requeue this job, which ends this program."""
+        """Requeue this job, which ends this program. If Slurm refuses, submit the next job and raise Over."""
         self.say("preempted", why)
         self._end_guard()
         try:

@@ -115,7 +115,9 @@ class Nodes:
         return [f"--het-group={number}"] if len(self._plan["groups"]) > 1 else []
 
     def _address(self, node: str) -> str:
-        """Return a node's rendezvous address in the network `launch.slurm.interface`, or else by its Slurm name."""
+        """Return a node's IPv4 address on the interface `launch.slurm.interface`, or else Slurm's address of it
+        (NodeAddr).
+        """
         name = self._plan["interface"]
         try:
             if name is None:
@@ -303,7 +305,9 @@ def slow_nodes(edges: list[dict[str, Any]], share: float) -> dict[str, str]:
 
 
 def link_faults(found: dict[str, Any], nodes: list[str], clock_s: float, share: float) -> dict[str, str]:
-    """Return the nodes with faults according to links.json, or the first node if no other node joined it."""
+    """Return the nodes with faults according to links.json; of more than two nodes only the first, if none joined
+    it.
+    """
     present = found["nodes"]
     if len(present) == 1 and len(nodes) > 2:
         return {present[0]: "links: no other node can reach it"}

@@ -78,7 +78,7 @@ def read_settings(folder: Path, where: str) -> dict[str, Any]:
 
 
 def check_scale(settings: Mapping[str, Any], lora: LoraConfig, where: str) -> None:
-    """Check that an adapter's rank and scale are those of the recipe.
+    """Check that an adapter's rank and alpha are those of the recipe.
 
     Args:
         where: the recipe key that sets the adapter, for errors.

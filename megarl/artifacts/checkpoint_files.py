@@ -96,7 +96,7 @@ def _named_by_index(index: Path) -> list[Path]:
 
 
 def quantized_block(raw: Mapping[str, Any], source: str) -> tuple[int, int] | None:
-    """Return the rows and columns that share a scale in block-wise fp8 (DeepSeek-V3, Qwen3-FP8); None: not quantised,
+    """Return how many rows and columns share a scale in block-wise fp8 (DeepSeek-V3, Qwen3-FP8); None: not quantised,
     or with experts in mxfp4. Such weights are dequantised when they are read.
     """
     section = raw.get("quantization_config") or raw.get("compression_config")

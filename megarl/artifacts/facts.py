@@ -396,7 +396,7 @@ def hub_cache_folder(name: str) -> Path | None:
 
 
 def hub_snapshot(name: str) -> Path | None:
-    """Return the folder of a hub repository in the local cache; None if it is not there."""
+    """Return the folder of a hub model's newest snapshot (`refs/main`) in the local cache; None if it is not there."""
     cache = hub_paths().hub / ("models--" + name.replace("/", "--"))
     reference = cache / "refs" / "main"
     if not reference.is_file():

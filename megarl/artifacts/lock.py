@@ -165,6 +165,7 @@ class FolderLock:
 
     def _await_end(self, record: Path, joins: Mapping[str, Any] | None = None) -> bool | None:
         """Wait until the command of a record has ended; return whether that is certain, or None if the record is gone.
+        Raise UserError if the command is alive.
 
         Args:
             record: path of a command's record.

@@ -1,4 +1,4 @@
-"""Experts in mxfp4, as gpt-oss is published: 4-bit numbers with a power of two for 32 of them.
+"""Experts in mxfp4, as gpt-oss is published: 4-bit numbers, of which every 32 share a power of two.
 
     mlp.experts.gate_up_proj_blocks  uint8 [experts, out, in / 32, 16]  two numbers per byte, the first in the low bits
     mlp.experts.gate_up_proj_scales  uint8 [experts, out, in / 32]      exponent of 2, plus 127
@@ -31,7 +31,7 @@ def has_stacks(model_type: object) -> bool:
 
 
 def packed_tensors(shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[str, tuple[int, int, int]]:
-    """Return name and shape of each tensor that a checkpoint has in mxfp4.
+    """Return the name and unpacked shape [experts, in, out] of each tensor that a checkpoint has in mxfp4.
 
     Args:
         shapes: shapes of the tensors in the files, by name.

@@ -23,7 +23,7 @@ _MATRIX = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 class Cut(NamedTuple):
-    """The place of one expert's matrix in a stack: expert number, first row (if not transposed), shape."""
+    """The place of one expert's matrix in a stack: expert number, first row (first column if transposed), shape."""
 
     expert: int
     first: int
