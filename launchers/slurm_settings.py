@@ -249,7 +249,7 @@ def _idle_gpus(config: RunConfig, parts: list[Component]) -> list[str]:
         idle = f"{section} requests {count(requested, 'GPU')} per node"
         if not named:
             warnings.append(
-                f"{idle}, but the recipe names no GPU (cluster.device_memory_gb): a run of {workers} on CPUs leaves them "
+                f"{idle}, but the recipe names no GPU (cluster.device_memory_gb): a CPU run of {workers} leaves them "
                 f"idle: set {section}.gpus_per_node=0"
             )
             continue

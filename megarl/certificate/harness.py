@@ -217,7 +217,9 @@ def end_family(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def main(function: str, folder: Path, deadline_s: float) -> int:
-    """Run the section; return its exit code, which is 0 even if checks failed, because the findings record these."""
+    """Run the section; return its exit code: 1 if it raised an error, 0 even if checks failed, which the findings
+    record.
+    """
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(deadline_s - _BEFORE_S, deadline_s / 2))
     findings = Findings(folder / "findings.jsonl")

@@ -121,7 +121,7 @@ def save_model(model: str, folder: Path, layout: Layout) -> None:
 
 
 def make_batch(count: int = 16, longest: int = 60, seed: int = 0) -> Batch:
-    """Return samples of different lengths, with token weights that sum to about one."""
+    """Return samples of different lengths, with random token weights of both signs, whose mean size is 0.8 / tokens."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest, (count, 2), generator=g).tolist()
     prompts, responses = (

@@ -32,7 +32,7 @@ _STYLE = (
 
 
 def as_table(results: Sequence[Result]) -> Table:
-    """Return a line per section, followed by failed checks and all figures."""
+    """Return a table with a row per section: its status, seconds, failed checks, figures and skipped parts."""
     from rich.table import Table
 
     table = Table("section", "", "s", "found", title="megarl doctor gpu", title_justify="left")

@@ -1,4 +1,4 @@
-"""Checks before a start: the number of steps in epochs, and servers that do not reply."""
+"""The number of steps of a recipe with epochs, computed from the training rows before the run starts."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def _check_weights(config: RunConfig, correction: ResolvedCorrection, checks: Ch
             f"{_KEY}.is_threshold",
             "weights are clipped below 1, so even samples without any gap lose weight",
             found=threshold,
-            fix="token level 1.5 to 5 and sequence level 2 to 10 are usual",
+            fix="set a usual threshold: 1.5 to 5 at token level, 2 to 10 at sequence level",
         )
     if not correction.is_batch_normalize:
         return

@@ -61,14 +61,14 @@ def check_descriptors(config: RunConfig, placement: Placement, checks: Checklist
     needed, (_, hard) = descriptors(fullest.devices, fullest.parallel), resource.getrlimit(resource.RLIMIT_NOFILE)
     if needed <= _USUAL // 2:
         return
-    text = f"about {needed} of a rank; the limit here is {'none' if hard == resource.RLIM_INFINITY else hard}"
+    text = f"about {needed} per rank; the limit here is {'none' if hard == resource.RLIM_INFINITY else hard}"
     if hard == resource.RLIM_INFINITY or needed <= hard:
         checks.ok(text)
         return
     checks.fail(
         devices_key(config, fullest),
-        f"a rank needs {text}",
+        f"a rank needs about {needed} file descriptors, but the hard limit here is {hard}",
         found=fullest.devices,
         allowed=f"a hard limit of {needed} or more on every machine",
-        fix="raise it (ulimit -Hn, LimitNOFILE= of a service, nofile in /etc/security/limits.conf)",
+        fix="raise the limit (ulimit -Hn, LimitNOFILE= of a service, nofile in /etc/security/limits.conf)",
     )

@@ -108,7 +108,7 @@ def check_secrets(config: RunConfig, checks: Checklist) -> None:
         except KeyError:
             checks.of("tracking").fail(
                 "tracking.mlflow_uri",
-                "no file of the run has this store's user name and password",
+                "this address hides the store's user name and password, and the environment lacks them",
                 found=uri,
                 allowed=f"both in the environment: {USER} and {PASSWORD}",
                 fix="export them, or give them in the address again, or set tracking.mlflow=false",

@@ -443,7 +443,9 @@ def check_other_models(
 
 
 def _fits_the_policy(role: str, key: str, found: ModelFacts, policy: ModelFacts | None, checks: Checklist) -> bool:
-    """Return whether a model has the policy's vocabulary; a critic must also return one value per token."""
+    """Return whether a model's vocabulary has the size of the policy's, or more for padding; a critic must also return
+    one value per token.
+    """
     checks = checks.of(role)
     if role == "critic" and found.labels not in (None, 1):
         checks.fail(
@@ -525,7 +527,7 @@ def check_places(config: RunConfig, checks: Checklist) -> None:
 
 
 def check_chat_template(config: RunConfig, checks: Checklist) -> None:
-    """Check whether prompts go through a chat template, which changes the model's input."""
+    """Check the chat template, and record whether prompts go through it, which changes the model's input."""
     checks = checks.of("chat template")
     data, brings = config.data, brings_chat_template(config.model)
     if data.override_chat_template is not None:

@@ -41,7 +41,7 @@ def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) ->
             f"{count(cluster.nproc, 'process')} cannot be spread over {cluster.nnodes} machines",
             found=cluster.nnodes,
             allowed=divisors(cluster.nproc),
-            fix="cluster.nproc counts the processes of all machines together",
+            fix="lower cluster.nnodes, or raise cluster.nproc, which counts the processes of all machines together",
         )
     # The Slurm launcher checks teams that have nodes of their own (launch.slurm.teams).
     elif not config.launch.slurm.teams:

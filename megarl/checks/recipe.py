@@ -96,8 +96,8 @@ def check_config(
     here: bool = True,
     run_dir: Path | None = None,
 ) -> Checked:
-    """Run all checks without downloads. Only the servers' interpreter is started, for its version, and the module of a
-    user's pipeline imported, for the task graph.
+    """Run all checks without downloads. Only the servers' interpreter is started, for its version, and the modules of a
+    user's own pipeline and components (estimator, loss, filter) are imported.
 
     Args:
         hf: sizes of the model; None: read from the local files that the recipe names.
@@ -173,7 +173,9 @@ def _check_learning(
 
 
 def _check_parts(config: RunConfig, facts: ModelFacts | None, placement: Placement | None, checks: Checklist) -> None:
-    """Check the model's parts other than the decoder, and the placement of the servers."""
+    """Check adapters, draft head, shared prefixes, replay of routes and of kept tokens, images, and the folders of the
+    checkpoint and of the run.
+    """
     check_lora(config, facts, placement, checks)
     check_mtp(config, facts, checks.of("actor"))
     for role in ("actor", "critic"):

@@ -146,7 +146,7 @@ def _check_kl_estimators(config: RunConfig, checks: Checklist) -> None:
                 instead = f"{key}=low_var_kl+" if chosen.spec.weighted else f"{key}=reverse_kl {path}.topk=null"
                 checks.of(name).fail(
                     key,
-                    f"{estimator} {reason}, which only the KL to the reference in the loss can do",
+                    f"{estimator} {reason}, which only the KL to the reference in the loss allows",
                     found=estimator,
                     allowed="algorithm.kl.estimator with algorithm.kl.use=loss",
                     fix=f"set {instead if section is distillation else 'algorithm.kl.use=loss'}",

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 def convert(source: Path, target: Path, *, dtype: str | None = None, max_shard_gb: float = 4.0) -> None:
     """Write the model in `source` (Hugging Face folder or hub name, folder of a PEFT adapter, or
-    RUN_DIR/checkpoints/step_N) to the empty folder `target`. Adapters are merged; a file has at most `max_shard_gb`
-    (10**9 bytes).
+    RUN_DIR/checkpoints/step_N) to the new or empty folder `target`. Adapters are merged; a file has at most
+    `max_shard_gb` (10**9 bytes).
     """
     refuse_pipes(source)
     check_conversion(source, target, max_shard_gb)  # quick checks first: torch is imported below

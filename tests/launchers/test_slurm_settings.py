@@ -256,9 +256,9 @@ def test_apptainer_gets_the_gpus_of_nodes_that_are_given_whole():
 @pytest.mark.parametrize(
     ("recipe", "keys", "said"),
     [
-        ("grpo_qwen3_8b_8gpu", ["cluster.nnodes=2"], "on 4 of them, for 4 workers: 4 stay idle: cluster.nproc=16, "),
+        ("grpo_qwen3_8b_8gpu", ["cluster.nnodes=2"], "4 of them, for 4 workers: 4 stay idle: set cluster.nproc=16, "),
         ("grpo_qwen3_8b_8gpu", ["cluster.nnodes=2", "cluster.nproc=16"], ""),
-        ("grpo_quickstart", [], "a run on CPUs of 2 workers leaves them idle: launch.slurm.gpus_per_node=0"),
+        ("grpo_quickstart", [], "a CPU run of 2 workers leaves them idle: set launch.slurm.gpus_per_node=0"),
     ],
 )
 def test_gpus_of_a_site_that_nothing_of_the_run_is_on_are_doubtful(recipe, keys, said):

@@ -78,7 +78,9 @@ def layouts_of(processes: int) -> Iterator[tuple[str, ParallelConfig]]:
 
 
 def work(config: RunConfig, run_dir: Path) -> None:
-    """Write this rank's log-probs, entropies, values and metrics of a step under every layout. Runs in each worker."""
+    """Write this rank's log-probs and entropies, and the metrics of its steps, under every layout. Runs in each
+    worker.
+    """
     from megarl.runtime.setup import init_processes
     from megarl.training.parallel import init_parallel
 
