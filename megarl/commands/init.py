@@ -260,14 +260,14 @@ def _run_from(arguments: argparse.Namespace, file: Path, machine: Machine) -> in
 def _write_first_fit(
     file: Path, arguments: argparse.Namespace, settings: _Settings, layouts: Sequence[_Settings], machine: Machine
 ) -> tuple[RunConfig, Checked]:
-    """Write the recipe with the first layout that passes the checks, or else with the last one that fails only in
-    memory; return it and the checks.
+    """Write the recipe with the first layout that passes the checks without a warning of memory, or else with the last
+    one that has no problem but memory; return it and the checks.
     """
     from megarl.checks.recipe import check_config
     from megarl.config.load import load_config
     from megarl.recipes.components import COMPONENTS
 
-    written: tuple[str, Checked] | None = None
+    written: tuple[str, RunConfig, Checked] | None = None
     for layout in layouts:
         text = _recipe_text(file, arguments, settings | layout)
         file.write_text(text, encoding="utf-8")
@@ -275,11 +275,11 @@ def _write_first_fit(
         checked = check_config(config, launcher=config.launch.launcher, machine=machine)
         problems = [check for check in checked.items if check.status == "fail"]
         if written is None or all(check.name == "memory" for check in problems):
-            written = text, checked
+            written = text, config, checked
         if not problems and not any(check.status == "warn" and check.name == "memory" for check in checked.items):
             break
     assert written is not None, "at least one layout was tried"
-    text, checked = written
+    text, config, checked = written
     file.write_text(text, encoding="utf-8")
     return config, checked
 
@@ -382,7 +382,9 @@ def answers_of(rows: Sequence[Row], settings: _Settings) -> list[Any]:
 
 
 def reward_for(answers: list[Any], columns: Sequence[str]) -> _Settings:
-    """Return the keys of the built-in reward that reads answers of this form."""
+    """Return the keys of the built-in reward that reads answers of this form. Raise UserError if there are no
+    answers.
+    """
     from megarl.rewards import REWARDS
 
     texts = [str(answer) for answer in answers]

@@ -127,7 +127,7 @@ def _complete(made: Translation, prompts: Sequence[str], answers: Sequence[str],
         row_answers = answers_of(rows, settings)
         settings |= reward_for(row_answers, []) if row_answers else {"reward.name": "exact_match"}
         made.notes[f"reward of {made.trainer}"] = (
-            f"the settings do not say how rows are scored; {settings['reward.name']} is a guess, see reward.name"
+            f"the settings have no reward for these rows; {settings['reward.name']} is a guess, see reward.name"
         )
 
 
@@ -169,7 +169,9 @@ def write_fitting(
 
 
 def _split_further(made: Translation) -> bool:
-    """Split each layer over twice as many GPUs; return False when a machine does not have as many."""
+    """Split each layer over twice as many GPUs; return False, without a change, if the run's devices do not allow
+    it.
+    """
     tp, devices = made.settings.get("actor.parallel.tp", 1), made.settings["cluster.nproc"]
     if tp >= 8 or devices % (2 * tp) or "cluster.device_memory_gb" not in made.settings:
         return False

@@ -106,7 +106,7 @@ def run_folder(source: Path) -> Path | None:
 
 def _last_metrics(run: Path) -> dict[str, tuple[float, int]]:
     """Return the last value of each held-out metric with its step; without held-out metrics, return the metrics of
-    rewards and losses.
+    scores (`critic/score/`) and of supervised training (`sft/`).
     """
     last: dict[str, tuple[float, int]] = {}
     file = run / "metrics.jsonl"

@@ -170,8 +170,8 @@ def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
 
 
 def translate(source: OtherSettings, gpus: int | None) -> Translation:
-    """Return the recipe's keys for the settings of TRL, verl or NeMo-RL; `gpus` is the number of devices if the
-    settings do not give it.
+    """Return the recipe's keys for the settings of TRL, verl or NeMo-RL; `gpus` is the number of devices; None: the
+    number in the settings.
     """
     heads = {name.partition(".")[0] for name in source.values}
     if "actor_rollout_ref" in heads:

@@ -37,7 +37,7 @@ def estimator(name: str) -> list[str]:
         ([GDPO, PARTS], "algorithm.advantage.parts", ["exact_match returns one number", "'right'"]),
         ([GDPO, PARTS, "algorithm.kl.use=reward"], "algorithm.kl.use", ["penalty", "none or loss"]),
         ([GDPO, PARTS, "algorithm.overlong.buffer_tokens=2"], "algorithm.overlong.buffer_tokens", ["penalty"]),
-        (["model.lora.targets=[experts]"], "model.lora.targets", ["no layers that are experts", "attention", "mlp"]),
+        (["model.lora.targets=[experts]"], "model.lora.targets", ["no layers for experts", "attention", "mlp"]),
         (["model.lora={dropout: 0.1, targets: [experts]}"], "model.lora.dropout", ["dropout is not supported"]),
         (["model.lora.targets=[experts]", "actor.parallel.etp=2"], "actor.parallel.etp", ["1 or actor.parallel.tp"]),
         ([DISTIL], "teacher.path", ["needs a teacher"]),
