@@ -100,7 +100,7 @@ def reverse_kl(teacher: Tensor, policy: Tensor) -> Tensor:
 def jsd(teacher: Tensor, policy: Tensor, *, beta: float) -> Tensor:
     """Return the terms beta p log(p / m) + (1 - beta) q log(q / m), with m = beta p + (1 - beta) q.
 
-    At beta 0 and 1, where these terms are zero, they are those of the forward and of the reverse KL, as in TRL's GKD.
+    At beta 0 and 1 these terms would be zero: return those of the forward and of the reverse KL instead, as TRL's GKD.
     Source: GKD (arXiv 2306.13649).
 
     Args:

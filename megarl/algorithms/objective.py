@@ -85,7 +85,7 @@ class Objective:
     algorithm: AlgorithmConfig
     correction: ResolvedCorrection
     settings: PolicyLossConfig
-    """`algorithm.loss`; for pg_is the settings of gpg, whose weights come from rollout correction per micro-batch."""
+    """`algorithm.loss`; with `rollout_correction.loss: pg` the settings of gpg, which gets that correction's weights."""
 
     @classmethod
     def of(cls, algorithm: AlgorithmConfig, correction: ResolvedCorrection) -> Objective:
@@ -142,10 +142,10 @@ class Objective:
         return count
 
     def weigh(self, inputs: TokenInputs, all_sum: AllSum) -> tuple[float, Tensor | None]:
-        """Return the mini-batch's valid tokens over all ranks, and the weight of each of this rank's tokens.
+        """Return the number of the mini-batch's valid tokens over all ranks, and the weight of each token of this rank.
 
-        The weights contain the global counts, so no split of the samples changes the result. They are None if the
-        counts are known only after the last micro-batch.
+        The weights contain the global counts, so no split of the samples changes the result. If the counts are known
+        only after the last micro-batch, return 1 and None.
         """
         from megarl.algorithms.aggregation import local_counts
 
@@ -171,8 +171,8 @@ class Objective:
         return (counted / all_sum(counted.sum()[None]).clamp(min=1)).float()
 
     def expert_weights(self, inputs: TokenInputs, all_sum: AllSum) -> Tensor:
-        """Return the share of each token in the cross-entropy on expert responses: 1 / the number of expert tokens in
-        the mini-batch over all ranks."""
+        """Return the share of each token in the cross-entropy on expert responses: for an expert token 1 / the number
+        of expert tokens in the mini-batch over all ranks, else 0."""
         if inputs.expert_mask is None:
             raise ValueError("the cross-entropy on expert responses needs the mask of their tokens")
         counted = inputs.expert_mask.double()

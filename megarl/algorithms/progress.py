@@ -228,10 +228,10 @@ def _valid(embeddings: Tensor) -> tuple[np.ndarray, np.ndarray]:
 def _radius(apart: np.ndarray, dims: int, settings: ProgressSettings) -> float:
     """Return DBSCAN's eps for points with pairwise distances `apart`, float64 [n, n], n >= 2.
 
-    For `k_distance`, the ascending distances to the nearest other point form a curve. Eps is its knee: the point
-    farthest below the chord from its first to its last point (Kneedle, Satopaa and others 2011). A curve that stays
-    within a tenth of its largest value of the chord has no knee; its last value is used, which gives every point a
-    neighbour.
+    For `k_distance`, the ascending distances to the nearest other point form a curve. Eps is 1.1 times its knee: the
+    point farthest below the chord from its first to its last point (Kneedle, Satopaa and others 2011). A curve that
+    stays within a tenth of its largest value of the chord has no knee; its last value is used in place of the knee,
+    which gives every point a neighbour.
     """
     import numpy as np
 

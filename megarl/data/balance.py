@@ -27,7 +27,7 @@ _EVEN = 1.02
 
 
 def balance(lengths: Lengths, k: int, equal_counts: bool = False) -> list[list[int]]:
-    """Split items 0..n-1 into k parts with totals as even as possible; each part is in rising order.
+    """Split items 0..n-1 into k parts with nearly equal totals; the items of a part are in rising order.
 
     Args:
         lengths: n non-negative integers.
@@ -105,7 +105,7 @@ def _rows(sizes: np.ndarray, k: int) -> np.ndarray:
 
 def _exchange(table: np.ndarray, sizes: np.ndarray, *, fixed_counts: bool) -> None:
     """Exchange items in place between the heaviest and the lightest part, the second heaviest and the second lightest,
-    and so on, until no pair gets more even."""
+    and so on, until no pair gets more even, at most `_MAX_ROUNDS` times."""
     k, width = table.shape
     if k < 2 or width == 0:
         return
@@ -146,10 +146,10 @@ def _exchange(table: np.ndarray, sizes: np.ndarray, *, fixed_counts: bool) -> No
 
 
 def share_groups(tokens: Sequence[int], parts: int, cuts: Sequence[int] = ()) -> list[list[int]]:
-    """Assign the groups of a step to `parts` replicas: equally many of every mini-batch, tokens as even as possible.
+    """Assign the groups of a step to `parts` replicas: equally many of every mini-batch, with nearly equal tokens.
 
-    Each mini-batch is divided by itself and keeps its groups. Unevenness is made up for in the next mini-batch, whose
-    largest share goes to the replica with the fewest tokens so far.
+    Each mini-batch is divided separately and keeps its groups. The next mini-batch reduces the unevenness so far: its
+    largest share goes to the replica with the fewest tokens.
 
     Args:
         tokens: tokens of each group of a step, in the order of the data.
@@ -203,13 +203,14 @@ def max_over_mean(tokens: Sequence[int], owners: Sequence[int], parts: int, cuts
 
 
 def _mini_batches(count: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the range (start, end) of each mini-batch among `count` groups; `cuts` are the starts."""
+    """Return the range (start, end) of each mini-batch among `count` groups; `cuts` are the starts of all but the
+    first."""
     return list(itertools.pairwise([0, *(cut for cut in cuts if 0 < cut < count), count]))
 
 
 def _balanced(parts: list[list[int]], sizes: np.ndarray) -> list[list[int]]:
     """Exchange items between the fullest part and any other until no exchange makes it smaller, or it is near the mean.
-    `_exchange` compares the fullest part with the lightest only, since hundreds of parts cost too much."""
+    `_exchange` compares the fullest part with the lightest only, which is fast enough for hundreds of parts."""
     owner = np.zeros(len(sizes), dtype=np.int64)
     for part, items in enumerate(parts):
         owner[items] = part

@@ -128,7 +128,8 @@ class Batch:
         return Batch(fields, columns, size=size)
 
     def copy(self) -> Batch:
-        """Return a new batch that shares all data; `set` on it does not change this batch."""
+        """Return a new batch that shares the fields and has copies of the column lists; `set` on it does not change
+        this batch."""
         return self._map(lambda value: value, list, self._size)
 
     def select(self, index: Index) -> Batch:
@@ -151,7 +152,8 @@ class Batch:
         return self._map(take, lambda column: [column[i] for i in where], len(where))
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
-        """Split the batch into consecutive parts of these sizes, as views; the sizes must add up to all samples."""
+        """Split the batch into consecutive parts of these sizes, whose fields are views; the sizes must add up to all
+        samples."""
         if sum(sizes) != self._size or any(size < 0 for size in sizes):
             raise ValueError(f"sizes {list(sizes)} do not add up to {self._size} samples")
         ends = list(itertools.accumulate(sizes))
@@ -251,7 +253,7 @@ def _kind(value: Tensor | Jagged | list) -> str:
 
 
 def _cut(fields: Mapping[str, Tensor | Jagged], columns: Mapping[str, list], start: int, stop: int) -> Parts:
-    """Return views of the samples `start` to `stop` (exclusive); fields that share offsets still share them."""
+    """Return the samples `start` to `stop` (exclusive), with fields as views; fields that share offsets still do."""
     shared: dict[int, Jagged] = {}
     cut: dict[str, Tensor | Jagged] = {}
     for name, value in fields.items():

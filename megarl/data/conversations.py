@@ -28,8 +28,8 @@ _QUESTION: Message = {"role": "user", "content": "x"}
 class Turn(NamedTuple):
     """A turn of the assistant."""
 
-    before: str  # text from the previous turn's end token, or from the start, to where the assistant begins
-    text: str  # the assistant's text with the end token that the template writes
+    before: str  # text from the previous turn's end token (included), or from the start, to where the assistant begins
+    text: str  # the assistant's text, with the end token if the template writes one
     ended: bool  # whether `text` ends with an end token; if not, one is appended to the turn's tokens
     learnt: bool = True  # whether the turn counts in the loss
 
@@ -89,7 +89,11 @@ class Conversations:
             return False
 
     def _without_end(self, message: Message, row: Row) -> Message:
-        """Remove an end token from the end of the message, since the template adds one."""
+        """Return the message without an end token at its end, since the template adds one.
+
+        Raises:
+            DataError: nothing else is in the message, or it contains another end token.
+        """
         content = message["content"]
         end = next((end for end in self._ends if content.endswith(end)), "")
         message = {**message, "content": content.removesuffix(end)}
@@ -109,7 +113,7 @@ class Conversations:
         return message
 
     def _plain(self, prompt: str, given: str | list[Message], talk: Sequence[Message], row: Row) -> Turn:
-        """Return the response as one turn after the prompt's text, for prompts without a chat template."""
+        """Return the response as one turn after the prompt's text, where no chat template writes answers."""
         message, keys = talk[0], extra_keys(talk[0])
         if self._chat is None and (keys or len(talk) > 1):
             kind = (
@@ -239,6 +243,6 @@ def _continued(prompt: str, content: str) -> str:
 
 
 def _is_shortened(message: Message, text: str) -> bool:
-    """Return whether the turn's text lacks reasoning that the message has."""
+    """Return whether the turn's text lacks reasoning, or the text of another key, that the message has."""
     keys = [message[key].strip() for key in extra_keys(message) if isinstance(message[key], str)]
     return (_CLOSE in message["content"] and _CLOSE not in text) or any(value not in text for value in keys)

@@ -20,7 +20,7 @@ from megarl.system.errors import DataError
 
 
 class GroupScore(NamedTuple):
-    """The mean score of one prompt group, and the pool of its row when the group was drawn."""
+    """The mean score of one prompt group, and the pool of its row before this score changed the row's average."""
 
     pool: str
     score: float
@@ -50,9 +50,11 @@ class CurriculumLoader(PromptLoader):
         self._draws = np.zeros(len(dataset), dtype=np.int64)
 
     def record(self, scores: Mapping[str, float]) -> list[GroupScore]:
-        """Move the averages of rows towards the mean scores of their groups; `scores`: uid -> mean score.
+        """Move the averages of rows towards the mean scores of their groups; return each score with the row's pool.
 
-        The scores must be those of all ranks. A row with several groups gets them in the order of its draws.
+        Args:
+            scores: uid -> mean score of the group, from all ranks. The scores of a row's groups count in the order in
+                which the groups were drawn.
         """
         recorded, names = [], [*self.settings.pools, UNSEEN]
         draws = []

@@ -64,7 +64,8 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: Dat
         elif text is not None:
             notes.append(
                 f"WARNING: the chat template ends a turn with {text[:40]!r}, which begins with no special token: no "
-                "response ends there. rollout.sampling.stop_token_ids names tokens that do"
+                "response ends there. To end responses there, add the ids of such tokens to "
+                "rollout.sampling.stop_token_ids"
             )
     return EndTokens(sources, tuple(notes))
 

@@ -38,7 +38,7 @@ class Experts:
     """The expert responses of a run, by the tokens of their prompts.
 
     Attributes:
-        unmatched: responses that no training prompt has.
+        unmatched: number of responses to prompts that are not training prompts.
     """
 
     def __init__(self, settings: ExpertsConfig, responses: SFTDataset, prompts: Jagged, *, joins: bool) -> None:
@@ -80,8 +80,7 @@ class Experts:
         return text + (f"; {self.unmatched} to other prompts dropped" if self.unmatched else "")
 
     def added_to(self, samples: Batch, seeds: Seeds) -> Batch:
-        """Return the samples with the drawn expert responses after each group's own, which are next to each other.
-
+        """Return the samples group by group, each group's own samples followed by the expert responses drawn for it.
         The draw depends only on the run's seed and the group's uid, so ranks, teams and resumed runs agree.
         """
         mask = samples["response_mask"]
@@ -99,7 +98,7 @@ class Experts:
         return Batch.concat([of_policy, self._rows(of_policy.select(first), places)]).select(order)
 
     def _draw(self, seeds: Seeds, uid: str, prompt: Tensor) -> list[int]:
-        """Return the places of the responses that join a group; none for prompts without responses."""
+        """Draw expert responses for a group and return their places; none with chance 1 - data.experts.share."""
         known = self._places.get(_key(prompt), [])
         drawn = random.Random(seeds.expert(uid))
         if drawn.random() >= self.settings.share:
@@ -156,7 +155,7 @@ def _key(ids: Tensor) -> tuple[int, ...]:
 
 
 def _refuse_unlearnt(responses: SFTDataset) -> None:
-    """Raise a DataError for a response with tokens of others than the assistant."""
+    """Raise a DataError for a response with tokens that are not learnt, such as those of a user's message."""
     batch = responses.batch(range(len(responses)))
     for row, learnt in zip(responses.rows, batch["response_mask"].unbind(), strict=True):
         if not bool(learnt.all()):
@@ -165,7 +164,7 @@ def _refuse_unlearnt(responses: SFTDataset) -> None:
                 where=row.where,
                 found="messages of a user or a tool, or messages with weight 0, inside the response",
                 allowed="one turn of the assistant",
-                fix="leave the row out, or learn it with megarl sft before",
+                fix="leave the row out, or train on it with megarl sft first",
             )
 
 

@@ -60,7 +60,7 @@ class Field:
 
     @property
     def is_jagged(self) -> bool:
-        """Whether samples have different numbers of entries."""
+        """Whether samples may have different numbers of entries."""
         return self.shape[4:5].islower()
 
     @property
@@ -201,7 +201,7 @@ FIELDS: dict[str, Field] = {
     "task": Field("str", "[B]", "rollout", "task of the simulator", '"reach"'),
     "trial": Field("int64", "[B]", "rollout", "number of the task's start state", "4"),
     "success": Field("bool", "[B]", "rollout", "the task was done", "1"),
-    "finish_step": Field("int64", "[B]", "rollout", "environment steps that were executed", "118"),
+    "finish_step": Field("int64", "[B]", "rollout", "number of environment steps that were executed", "118"),
     "max_steps": Field("int64", "[B]", "rollout", "the task's limit of environment steps", "400"),
     "progress": Field("float32", "[B]", "rollout", "share of the task that is done, 0 to 1", "0.8"),
     "states": Field("float32", "[B, calls, D]", "rollout", "the state before each policy call", "[[0.1]]"),
@@ -278,7 +278,9 @@ FIELDS: dict[str, Field] = {
         "teachers side by side, 0 for all but the sample's",
         "[[0.3, -1.2, ...], ...]",
     ),
-    "values": Field("float32", "[B, response]", "value", "the critic's returns before the update", "[0.4, 0.5, 0.9]"),
+    "values": Field(
+        "float32", "[B, response]", "value", "returns that the critic predicts before the update", "[0.4, 0.5, 0.9]"
+    ),
     # -- inputs of the update
     "loss_mask": Field(
         "bool", "[B, response]", "rollout_correction", "response_mask without rejected tokens", "[1, 1, 0]"

@@ -53,8 +53,8 @@ def by_group(uid: Sequence[Hashable], values: Sequence[T]) -> list[list[T]]:
 
 
 def tokens_of(batch: Batch, *, share: bool = False) -> Sequence[int]:
-    """Return the number of prompt and response tokens of every sample; with `share` the prompts of a
-    group that are equal count for the first of their samples only."""
+    """Return the number of prompt and response tokens of every sample; with `share`, the tokens of equal prompts in a
+    group count for the first of their samples only."""
     from megarl.data.batch import Jagged
 
     parts = [batch[name] for name in ("prompt_ids", "response_ids") if name in batch]

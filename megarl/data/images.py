@@ -105,7 +105,7 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
     from PIL import Image, UnidentifiedImageError
 
     with warnings.catch_warnings():
-        # PIL warns at a number of pixels above `MOST_PIXELS`, which is checked here.
+        # PIL warns above a number of pixels of its own; `_check_size` compares with `MOST_PIXELS`.
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         try:
             image = Image.open(source, formats=_FORMATS)
@@ -256,9 +256,8 @@ def resized(image: Image, settings: ImageSettings) -> npt.NDArray[np.uint8]:
 
 
 def fitting_size(height: int, width: int, settings: ImageSettings) -> tuple[int, int]:
-    """Return the size nearest to the given one whose sides are multiples of a feature's side (patch * merge) and whose
-    number of pixels is within the limits.
-
+    """Return a height and width near the given ones, both multiples of a feature's side (patch * merge), with a number
+    of pixels within the limits.
     Source: `smart_resize` of transformers' processor of Qwen2-VL, 5.23.
     """
     unit, least, most = settings.patch * settings.merge, settings.min_pixels, settings.max_pixels

@@ -16,7 +16,8 @@ def as_index(index: Index, size: int, device: torch.device) -> Tensor:
     """Return positions as an int64 tensor on `device`. A bool mask [size] gives the positions of its true entries.
 
     Raises:
-        IndexError: a position is outside [0, size), or the mask has another length.
+        IndexError: the index does not have one dimension, the mask's length is not `size`, or a position on the CPU is
+            outside [0, size).
     """
     tensor = torch.as_tensor(index, device=device)
     if tensor.ndim != 1:
@@ -110,7 +111,7 @@ class Jagged:
         return self.values.device
 
     def sum(self) -> Tensor:
-        """Sum of each sequence of integers or bools, int64 [B]."""
+        """Return the sum of each sequence of integers or bools, int64 [B]."""
         before = torch.zeros(len(self.values) + 1, dtype=torch.int64, device=self.device)
         torch.cumsum(self.values, 0, out=before[1:])
         return before[self.offsets].diff()

@@ -52,7 +52,7 @@ class KeptTokens:
         return KeptTokens(counts, self.ids[: int(counts.sum())])
 
     def padded(self) -> Tensor:
-        """Return int64 [n, k], k the largest count; rows with fewer tokens end with -1."""
+        """Return the ids as int64 [n, k], where k is the largest count; rows with fewer ids end with -1."""
         counts = self.counts.long()
         places = torch.arange(int(counts.max()) if len(counts) else 0)
         rows = torch.full((len(counts), len(places)), -1, dtype=torch.int64)

@@ -28,9 +28,9 @@ T = TypeVar("T")
 def rows_of(episode: Trajectory) -> list[Trajectory]:
     """Return the sequences of an episode that are trained on, each turn in one of them.
 
-    The first one has the episode's rewards, and is the sequence of `Trajectory.answer` if that is trained on. Sequences
-    without a turn of their own are left out, and tokens after a sequence's last trained turn, so that a reward of the
-    last token is one of a trained token. An episode without any is its last sequence.
+    The first one has the sum of the episode's rewards, and contains the turn `Trajectory.answer` if it is trained on.
+    Sequences that add no trained turn are left out. Each sequence is cut after its last trained turn, so that a reward
+    on the last token is on a trained token. If no turn is trained on, `episode` itself is the only sequence.
     """
     if not episode.lanes and len(_trained(episode)) in (0, episode.turns):
         return [episode]
@@ -63,7 +63,7 @@ def leads(samples: Batch) -> list[int]:
 
 
 def branches(samples: Batch) -> bool:
-    """Return whether an episode has several rows."""
+    """Return whether any episode of the samples has several rows."""
     return LANE in samples and bool((samples[LANE] > 0).any())
 
 
@@ -97,7 +97,7 @@ def spread_constant(values: Tensor, samples: Batch, name: str) -> Tensor:
             raise MegarlError(
                 f"the estimator {name} gives the tokens of an episode different advantages, but an episode has several "
                 "sequences\n  where:   algorithm.advantage.name\n  allowed: an estimator with one advantage per "
-                "sample, such as grpo or rloo\n  fix:     choose one, or env.history=exact and an agent that only "
+                "sample, such as grpo or rloo\n  fix:     choose one, or use env.history=exact and an agent that only "
                 "appends to its messages"
             )
         constants.append(float(chosen[0]) if len(chosen) else 0.0)

@@ -121,8 +121,8 @@ def response_messages(
         value: entry of the column `key`.
         key: name of the column, for error messages.
         row: the row, for error messages.
-        prompt: messages of the row's prompt. If the response begins with them, they are removed; messages after the
-            assistant's last one are removed, too.
+        prompt: messages of the row's prompt. If the response begins with them, they are removed, and so are messages
+            after the assistant's last one.
         images: the prompt may contain images; the response never may.
     """
     if isinstance(value, str):

@@ -40,8 +40,8 @@ class PairDataset:
 
     Attributes:
         fingerprint: hash of all remaining pairs; resuming a checkpoint with other data is an error.
-        equal: pairs dropped because both responses are the same.
-        overlong: pairs dropped because a sequence is too long.
+        equal: number of pairs dropped because both responses are the same.
+        overlong: number of pairs dropped because the prompt or a sequence is too long.
     """
 
     def __init__(

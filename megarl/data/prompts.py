@@ -33,7 +33,7 @@ class PromptDataset:
         texts: each prompt as text after templates, as the tokenizer gets it.
         given: each prompt before the chat template: messages, or text if no chat template is used.
         prompt_ids: Jagged int64, one sequence per prompt.
-        overlong: prompts dropped because they exceed data.max_prompt_tokens.
+        overlong: number of prompts dropped because they exceed data.max_prompt_tokens.
         fingerprint: hash of all remaining prompts; resuming a checkpoint with other data is an error.
     """
 

@@ -162,7 +162,11 @@ def uses_chat(config: DataConfig, has_template: bool) -> bool:
 
 
 def within_limit(config: DataConfig, split: Split, rows: Sequence[Row], ids: Sequence[Sequence[int]]) -> list[int]:
-    """Return the indices of the prompts with at most data.max_prompt_tokens tokens."""
+    """Return the indices of the prompts with at most data.max_prompt_tokens tokens.
+
+    Raises:
+        DataError: no prompt is left, or a prompt is longer and data.overlong is `error`.
+    """
     limit = config.max_prompt_tokens
     fitting = [i for i, prompt in enumerate(ids) if len(prompt) <= limit]
     if len(fitting) < len(ids) and config.overlong == "error":

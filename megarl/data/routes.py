@@ -56,11 +56,11 @@ class RouteForm:
         return torch.full((tokens, self.width), self.none, dtype=self.dtype)
 
     def field(self, known: Sequence[Tensor | None], lengths: Sequence[int], read: Sequence[int]) -> Jagged:
-        """Return the field of a batch.
+        """Return the batch's field of routes; tokens without known routes get `none`.
 
         Args:
             known: routes of each sample's first tokens, as its engine returned them.
-            lengths: tokens of each sample but the last.
+            lengths: number of each sample's tokens (prompt and response) without its last token.
             read: number of each sample's first tokens that generation has certainly read: up to the one before the
                 last sampled token.
 

@@ -48,7 +48,7 @@ def row_images(row: Row, key: str, prompt_key: str, limit: int | None) -> list[A
         images = column
     if limit is not None and len(images) > limit:
         raise DataError(
-            f"column {key!r} has more images than a prompt may have",
+            "the row has more images than a prompt may have",
             where=row.where,
             found=len(images),
             allowed=f"data.limit_images: {limit}",

@@ -282,7 +282,8 @@ def refuse_media(row: Row, texts: Container[str], images: str | None = None) -> 
 
 
 def _is_media(value: Any) -> bool:
-    """Return whether `value` is an image, video or sound: bytes, a PIL image, a file name or a list of these."""
+    """Return whether `value` is an image, video or sound: bytes, a PIL image, a file name, an object with the bytes as
+    the `datasets` package stores it, or a list of these."""
     if isinstance(value, list):
         return bool(value) and all(_is_media(item) for item in value)
     if isinstance(value, bytes) or hasattr(value, "getexif"):

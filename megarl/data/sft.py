@@ -75,8 +75,8 @@ class SFTDataset(PromptDataset):
     writes the whole conversation. A response may be several messages; only the assistant's are trained on.
 
     Attributes:
-        too_long: examples dropped because they exceed `max_tokens`.
-        cut: examples whose response was cut because they exceed `max_tokens`.
+        too_long: number of examples dropped because they exceed `max_tokens`.
+        cut: number of examples whose response was cut because they exceed `max_tokens`.
     """
 
     limit_key: ClassVar[str] = "sft.max_tokens"  # the recipe key that limits an example's tokens, for error messages
@@ -94,7 +94,7 @@ class SFTDataset(PromptDataset):
         rows: Sequence[Row] | None = None,
         overlong: Overlong | None = None,
     ) -> None:
-        """Read, render and tokenise the prompts and responses; PromptDataset lists the rows that raise an error.
+        """Read, render and tokenise the prompts and responses.
 
         Args:
             max_tokens: maximum number of tokens per example, including prompt and end token. None: no limit.
@@ -250,6 +250,8 @@ def within_tokens(
     overlong: Overlong | None = None,
 ) -> list[int]:
     """Return the indices of the examples or pairs of at most `limit` tokens (None: no limit).
+
+    Raise DataError if none is left, or if one is longer and `overlong` is `error`.
 
     Args:
         lengths: tokens of each example.

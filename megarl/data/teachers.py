@@ -15,7 +15,10 @@ _KEY = "teacher.key"
 
 
 def check_teachers(settings: TeacherConfig, rows: Iterable[Row]) -> None:
-    """Check that every row names a teacher of the recipe; with one teacher there is nothing to check."""
+    """Raise DataError for a row that names an unknown teacher, or that names none although all weights are 0.
+
+    A recipe without `teacher.models` has one teacher, so its rows are not checked.
+    """
     if not settings.models:
         return
     weighted = any(model.weight for model in settings.models.values())

@@ -131,7 +131,7 @@ class Trajectory:
         Args:
             after: number of a turn; None: `token_ids` begin a sequence.
             token_ids: tokens that follow the turn, not sampled by the policy.
-            most: maximum tokens of the prompt of a sequence that begins; more are its first observation.
+            most: maximum tokens of a new sequence's prompt; the tokens after them become its first observation.
         """
         version = self.versions[-1][0]
         others = [replace(self, lanes=[]), *self.lanes]
@@ -396,7 +396,7 @@ def trajectory_values(
 
 
 def _kept_fields(trajectories: Sequence[Trajectory], responses: Jagged) -> dict[str, Jagged]:
-    """Return, as fields, the tokens among which the sampling filters let each response token be chosen.
+    """Return the batch's fields of kept tokens: those from which the sampling filters let each response token be drawn.
 
     Raises:
         MegarlError: the record lacks a token that the policy sampled.

@@ -90,7 +90,8 @@ class Turns:
 
     def bodies(self, observation: str | Messages | list[int], ids: Sequence[int], *, ended: bool) -> list[list[int]]:
         """Return where the observation's own text is in `ids`, the tokens that `following` returned for it: [start,
-        stop] of each run of tokens. The rest are delimiters of the chat template.
+        stop] of each run of tokens. The rest are delimiters of the chat template. Return an empty list if the text
+        cannot be found in `ids`.
         """
         if not _are_messages(observation):
             return [[0, len(ids)]]

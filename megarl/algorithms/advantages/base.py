@@ -43,7 +43,7 @@ class Estimate(NamedTuple):
     """The result of an estimator, two tensors in the shape of the mask, zero where the mask is False."""
 
     advantages: Tensor  # weight of each token's log-prob gradient
-    returns: Tensor  # regression target of a critic; equal to `advantages` for estimators without a critic
+    returns: Tensor  # regression target of a critic; estimators without a critic may repeat their advantages
 
 
 def checked_estimate(

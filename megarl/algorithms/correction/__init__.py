@@ -5,8 +5,8 @@ the trainer's policy at the start of the update; pi_theta is the policy in train
 pi_rollout of each token corrects the first difference; policy losses clip the second, pi_theta / pi_old. In bypass mode
 pi_old := pi_rollout, so that both are one, and rho = pi_theta / pi_rollout is only known in the update.
 
-    weights, mask, keep, moments = correct(logp, rollout_logp, mask, is_level="token", is_threshold=2.0)
-    finish(moments)                          # after merging over micro-batches and ranks
+    correction = correct(logp, rollout_logp, mask, is_level="token", is_threshold=2.0)
+    finish(correction.moments)               # after merging over micro-batches and ranks
 """
 
 from megarl.algorithms.correction.correct import Correction, correct, mean_weight, rules_of

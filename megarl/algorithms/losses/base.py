@@ -43,7 +43,7 @@ class LossSpec(Spec):
     # the shape of mask, random per token) and `all_sum`. Its results are split like the other inputs and passed to the
     # loss as keyword arguments. It needs `old_logp`, and so a scoring pass.
     prepare: Preparation | None = None
-    ratio_free: bool = False  # whether no importance ratio of the loss corrects for samples of an older policy
+    ratio_free: bool = False  # whether the loss lacks an importance ratio, which would correct for older samples
     # the mode of `rollout_correction` that the loss needs. bypass: it compares the policy with the engine, whose
     # log-probs are its `old_logp` in this mode only. decoupled: its `prepare` compares the trainer's log-probs before
     # the update with the engine's, and the engine's are the `old_logp` of the loss. None: any mode
