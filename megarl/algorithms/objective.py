@@ -85,7 +85,7 @@ class Objective:
     algorithm: AlgorithmConfig
     correction: ResolvedCorrection
     settings: PolicyLossConfig
-    """`algorithm.loss`; with `rollout_correction.loss: pg` the settings of gpg, which gets that correction's weights."""
+    """`algorithm.loss`; with `rollout_correction.loss: pg` the settings of gpg, whose weights the correction gives."""
 
     @classmethod
     def of(cls, algorithm: AlgorithmConfig, correction: ResolvedCorrection) -> Objective:

@@ -93,6 +93,7 @@ class Services:
 
     Attributes:
         template: the model's chat template, without tools; None: there is none.
+        turns: tokenises the text between turns.
         tokenizer: the model's tokenizer.
         prompt_tokens, tokens: maximum tokens of a prompt, and after it.
         turns_limit: maximum turns of an episode.
@@ -158,7 +159,10 @@ class Environment:
 
     @classmethod
     def tools(cls, settings: Any) -> list[dict[str, Any]]:
-        """Return JSON schemas of the tools that prompts present, in the form of chat templates; first rank only."""
+        """Return JSON schemas of the tools that prompts present, in the form of chat templates.
+
+        Called on the first rank only.
+        """
         return []
 
     @classmethod

@@ -216,7 +216,10 @@ class Agent(Environment):
             self._freeing = asyncio.ensure_future(self._free())
 
     async def _refuse_after_end(self) -> None:
-        """Free the place of an episode that the run has ended while it waited for its place or for its program."""
+        """Raise EpisodeFailure if the run has ended this episode while it waited for its place or for its program.
+
+        The place of an ended episode is freed first.
+        """
         if not self._session.over:
             return
         self.shared.gateway.end(self._key)

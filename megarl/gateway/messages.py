@@ -26,7 +26,7 @@ class ToolCall:
 
     @property
     def parsed(self) -> Any:
-        """The arguments as a JSON value; the text itself if it is no JSON, or has a key twice in one object."""
+        """The arguments as a JSON value; the text itself if it is not JSON, or has a key twice in one object."""
         try:
             return json.loads(self.arguments, object_pairs_hook=_no_twice, parse_constant=_no_twice)
         except (ValueError, RecursionError):

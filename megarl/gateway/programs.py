@@ -145,7 +145,7 @@ class Programs:
         return program
 
     async def stop(self, program: Program) -> None:
-        """End a program with everything that it has started, and wait for its end."""
+        """End a program with everything that it has started, and wait up to 10 seconds for its end."""
         if not program.ended.done() and self._runner is not None:
             self._send(self._runner, {"stop": program.number})
             await asyncio.wait({program.ended}, timeout=10)
@@ -213,7 +213,7 @@ class Programs:
                     program.error = news.get("error", "")
                     program.ended.set_result(news["code"])
         except Exception as error:
-            lost = f"the process that started it sent what is no message: {error!r}"
+            lost = f"the process that started it sent a line that is not a message: {error!r}"
             runner.kill()
         await runner.wait()
         if self._runner is runner:

@@ -28,7 +28,7 @@ class CallNode:
         tools: a digest of the request's tools.
         prompt_ids: tokens between the parent's last token and the first sampled one.
         prefix: a digest of the template's text for all messages of the request.
-        cause: why it does not continue the episode's latest line; empty: it does.
+        cause: why it is a root or a sibling; empty: it continues a leaf, or is the first.
         reply: the message as the client was sent it; None: it is being generated.
         token_ids, logprobs: sampled tokens, end token included.
         finish: `stop`, `length` or `abort`.
@@ -85,8 +85,8 @@ class Record:
         self._children: dict[int | None, list[int]] = {}
 
     def place(self, messages: Sequence[ChatMessage], tools: str) -> Place:
-        """Return where a call with these messages belongs: after the deepest node whose path they repeat, of equally
-        deep ones the latest that was delivered.
+        """Return where a call with these messages belongs: after the deepest node whose path they repeat. Of equally
+        deep nodes one that may be continued goes first, then the latest.
         """
         node, used = self._deepest(messages, tools)
         rest = tuple(messages[used:])

@@ -41,7 +41,7 @@ def main() -> None:
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the trainer decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides what an interrupt ends
     waiting = b""
     _tell(news, {"ready": True})
     while True:
@@ -71,7 +71,7 @@ def main() -> None:
 def _taken() -> tuple[int, int]:
     """Return descriptors of stdin and stdout, which are replaced by an empty input and by stderr.
 
-    The function's module may so read and print without a change to the messages.
+    The function's module can then read and print without disturbing the messages.
     """
     orders, news, nothing = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -3,7 +3,7 @@
     handler of a request                  the episode's environment
     --------------------                  -------------------------
     call(request) -> waits                take() -> the next call, with its prompt -> a turn of the policy
-                  <- the reply            reply(call, turn)
+                  <- the reply            reply(turn, action)
 
 The calls of one episode are answered one after the other, in the order of their arrival; those of other episodes are
 answered meanwhile. Everything here runs in one thread, the environments' event loop.
@@ -153,7 +153,7 @@ class ChatSession:
         return await call.done
 
     async def once(self, key: str, again: bool, answer: Callable[[], Awaitable[Any]]) -> Any:
-        """Return what `answer` returns, or what it returned for an earlier request with the same key.
+        """Return what `answer` returns, or with `again` what it returned for an earlier request with the same key.
 
         Args:
             key: names the request.

@@ -152,7 +152,8 @@ class Tools(Environment):
         self._images = [data_url(image).partition(",")[2] for image in given]
 
     def step(self, action: Action) -> Step:
-        """Run the calls of a turn in order. A truncated turn is the last one, so its calls are not run."""
+        """Run the calls of a turn concurrently; return their results in the order of the calls. A truncated turn is the
+        last one, so its calls are not run."""
         if action.finish_reason != "stop":
             return Step(done=True)
         calls = PARSERS[self.settings.parser](action.raw)

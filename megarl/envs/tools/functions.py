@@ -85,7 +85,7 @@ class Functions:
         names: the functions.
         workers: number of processes.
         timeout_s: a call that takes longer ends with an error, and its process is replaced.
-        memory_mb: address space of a process.
+        memory_mb: maximum address space of a process, in MiB.
         max_chars: maximum number of characters of a result; longer results are cut.
 
     Attributes:

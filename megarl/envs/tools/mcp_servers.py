@@ -50,7 +50,7 @@ class McpServer(Section):
     cwd: str | None = Field(None, description="folder in which the command starts; null: the run's")
     pass_env: list[str] = Field(
         default_factory=list,
-        description="environment variables that are passed to the command; of all others it gets PATH, HOME and USER",
+        description="environment variables that are passed to the command; of all others it gets PATH, HOME and the like",
     )
     url: str | None = Field(None, description="address of a running server (streamable HTTP)")
     token_env: str | None = Field(None, description="environment variable with the bearer token for `url`")
@@ -247,7 +247,7 @@ class _Connection:
             self._task = None
 
     async def _check(self, client: Client) -> None:
-        """After an error close a connection that no longer works; the next call makes a new one."""
+        """After an error, give up a connection that no longer works; the next call closes it and opens a new one."""
         try:
             async with asyncio.timeout(_CHECK_S):
                 await _tools_of(client)

@@ -112,7 +112,7 @@ def _parts(block: dict[str, Any]) -> tuple[dict[str, Any], Iterator[dict[str, An
 
 
 def _messages(message: dict[str, Any], key: str) -> list[ChatMessage]:
-    """Return the messages in one of the body's: results of tools come before the text beside them."""
+    """Return the messages that one message of the body contains; results of tools come before the text beside them."""
     role, content = message.get("role"), message.get("content")
     if role not in (USER, ASSISTANT, SYSTEM):
         raise wrong(f"{key}.role", role, "user, assistant, system")

@@ -105,7 +105,7 @@ def refuse_changes(body: dict[str, Any], neutral: dict[str, Any], above: str = "
 
     Args:
         neutral: key -> values that change nothing, in addition to null.
-        above: name of the body in messages, before its keys; empty: the request's.
+        above: text before the keys in messages, such as `text.`; empty for the request's own keys.
     """
     for key, values in neutral.items():
         value = body.get(key)
