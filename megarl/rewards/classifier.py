@@ -33,7 +33,7 @@ class ClassifierSettings(Settings):
     device: str = Field("cpu", description="cpu, or a GPU of the worker with enough free memory, such as cuda:0")
 
     def problems(self, path: str) -> list[ConfigError]:
-        """Return the error for a folder that holds no model, if there is one."""
+        """Return an error if `path` is a folder that holds no model."""
         from megarl.models.hf import check_folder
 
         try:

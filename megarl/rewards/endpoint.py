@@ -49,7 +49,7 @@ class EndpointSettings(Settings):
     )
 
     def problems(self, path: str) -> list[ConfigError]:
-        """Return the error for an invalid address, if there is one."""
+        """Return an error if the address of the server is invalid."""
         why = url_problem(self.url.partition("?")[0] if self.posts_to_url() else self.url, f"{path}.api_key_env")
         if why is None:
             return []

@@ -37,7 +37,7 @@ def read_reference(answer: str) -> tuple[Fraction, bool]:
 @REWARDS.register("gsm8k", settings=GSM8KSettings, reference=read_reference)
 @meeting_any
 def gsm8k(sample: dict[str, Any], *, method: Literal["strict", "flexible"] = "strict") -> dict[str, Any]:
-    """Score 1.0 when the response ends in the reference number (Cobbe et al. 2021, arXiv:2110.14168).
+    """Score 1.0 when `method` reads the reference number from the response (Cobbe et al. 2021, arXiv:2110.14168).
 
     A percent sign is a unit, as `$` is: `20%` answers 20 (the data set has no percent in its answers), and also 0.2.
     Raise ValueError if the reference answer has no number, or `method` is unknown.

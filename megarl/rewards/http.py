@@ -34,7 +34,7 @@ class HttpSettings(EndpointSettings):
         return self.protocol == "json"
 
     def sample_names(self) -> list[str]:
-        """Return the sample fields that requests contain, and that every sample must have."""
+        """Return the fields that `json` requests contain, and that every sample must therefore have; else none."""
         return self.fields if self.protocol == "json" else []
 
 

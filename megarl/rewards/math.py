@@ -65,9 +65,9 @@ def math(
 
     An answer is mathematics only if all of its numbers, letters and words are parsed; else its normalised text is
     compared. Rational numbers are compared exactly, other values to forty digits, and a decimal equals a value that
-    differs by less than one in its last place, and at most by a millionth. A unit, a percent sign or a label (`(C) 24`)
-    may be missing in one of the answers, but must not differ. Raise ValueError if the reference answer is empty, or an
-    argument is out of range.
+    differs by less than one in its last place, and at most by a millionth of it. A unit, a percent sign or a label
+    (`(C) 24`) may be missing in one of the answers, but must not differ. Raise ValueError if the reference answer is
+    empty, or an argument is out of range.
 
     Args:
         sample: `response` and `answer` (LaTeX or plain, boxed or not).

@@ -3,7 +3,8 @@
     class GSM8KSettings(Settings):
         method: Literal["strict", "flexible"] = Field("strict", description="...")
 
-    @REWARDS.register("gsm8k", settings=GSM8KSettings) def gsm8k(sample, *, method="strict"): ...
+    @REWARDS.register("gsm8k", settings=GSM8KSettings)
+    def gsm8k(sample, *, method="strict"): ...
 
 The settings are keys of `reward.kwargs`, passed to the function as keyword arguments. Only Python checks the keyword
 arguments of a function without the decorator.

@@ -58,7 +58,7 @@ class RewardRunner:
     `megarl.rewards.parts.Rewards` has one runner for each function of a recipe.
 
     A user's function runs in separate processes, which it may crash. A built-in function runs in a thread of this
-    process, unless it uses alarms or the recipe sets several processes.
+    process, unless it uses alarms or asks for a process, or the recipe sets several processes.
 
     Args:
         cfg: the `reward` section, without `parts`.
@@ -187,7 +187,7 @@ class RewardRunner:
 
 def reward_processes(cfg: RewardConfig) -> int:
     """Return the number of scoring processes per data-parallel rank; 0: a thread of the rank scores. A built-in reward
-    that sets no alarm (SIGALRM) cannot harm its process, and costs less in a thread."""
+    that sets no alarm and asks for no process cannot harm its process, and costs less in a thread."""
     if cfg.parts:
         return sum(map(reward_processes, cfg.functions.values()))
     if cfg.name == BY_MODEL:

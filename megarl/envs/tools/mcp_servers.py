@@ -50,7 +50,8 @@ class McpServer(Section):
     cwd: str | None = Field(None, description="folder in which the command starts; null: the run's")
     pass_env: list[str] = Field(
         default_factory=list,
-        description="environment variables that are passed to the command; of all others it gets PATH, HOME and the like",
+        description="environment variables that are passed to the command; of all others it gets PATH, HOME, USER, "
+        "LOGNAME, SHELL and TERM",
     )
     url: str | None = Field(None, description="address of a running server (streamable HTTP)")
     token_env: str | None = Field(None, description="environment variable with the bearer token for `url`")

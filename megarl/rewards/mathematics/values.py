@@ -1,7 +1,7 @@
 """Values of expressions: exactly where they are rational numbers, else to fifty digits at chosen points.
 
-Two expressions with variables are equal when their values are at every point where both are defined over the reals: for
-analytic functions that agree at a handful of generic points to fifty digits, anything else is practically impossible.
+Two expressions with variables count as equal when their values agree at a handful of points where both are defined:
+analytic functions that agree at generic points to forty digits are practically always equal.
 Numbers whose size or precision has no bound (9^9^9^9) raise `UnreadError`, and text decides.
 """
 
