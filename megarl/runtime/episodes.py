@@ -54,8 +54,9 @@ def build_episodes(
         eos_ids: tokens that end a turn, in addition to `rollout.sampling.stop_token_ids`.
         images: prepares images of observations; None: observations are text.
 
-        Raises:
-            ConfigError: the environment cannot be found or loaded, or does not accept its keys.
+    Raises:
+        ConfigError: the environment cannot be found or loaded, or does not accept its keys; or the tokenizer cannot
+            find the observations' own tokens, which `algorithm.loss.echo_coef` needs.
     """
     if not config.has_turns:
         return None

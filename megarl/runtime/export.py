@@ -78,7 +78,7 @@ def _load_best(c: RankState, source: Path) -> int | None:
 
 
 def show_export(c: RankState) -> None:
-    """Print the folders of the exported models, and a command that generates with the best model."""
+    """Print the folders of the exported models, and a command that tries the run's model."""
     if c.config.trainer.export_hf and c.layout.rank == 0:
         for model in exported(c.run_dir):
             name = "model:  " if model.which == "last" else "better: "

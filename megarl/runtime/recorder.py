@@ -52,7 +52,7 @@ class Recorder:
     """Reduces the metrics of a team's ranks after each step and logs them; rank 0 of the actor's team has the tracker.
 
     Args:
-        stage: `train` or `sft`.
+        stage: `train`, `sft` or `eval`.
         resume_step: the step that a resumed run continues after.
         part: whether this stage is the whole run, its first phase, or its second.
 

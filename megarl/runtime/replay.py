@@ -38,7 +38,7 @@ class StoredGroup(NamedTuple):
 
 @dataclass
 class ReplayStore:
-    """This replica's stored groups, oldest first. All methods but `to_bytes` are collective over the replicas."""
+    """This replica's stored groups, oldest first. `joined` is collective over the replicas."""
 
     settings: ReplayConfig
     groups: list[tuple[StoredGroup, Batch]] = field(default_factory=list)
@@ -129,7 +129,7 @@ def replay_file(c: StepContext) -> dict[str, bytes]:
 
 
 def load_replay(c: StepContext, folder: Path, saved: Mapping[str, Any] | None) -> None:
-    """Take this replica's share of the groups in the checkpoint `folder`.
+    """Take this replica's share of the groups in the checkpoint `folder`; none if they have another temperature.
 
     Args:
         saved: result of `replay_entry` in the checkpoint; None: a run without replay wrote it.
@@ -138,7 +138,8 @@ def load_replay(c: StepContext, folder: Path, saved: Mapping[str, Any] | None) -
         return
     if saved["temperature"] != c.temperature:
         if c.layout.rank == 0:
-            print(f"replay begins empty: the stored groups have temperature {saved['temperature']:g}", flush=True)
+            temperatures = f"temperature {saved['temperature']:g}, not {c.temperature:g}"
+            print(f"replay begins empty: the stored groups were generated with {temperatures}", flush=True)
         return
     files = [folder / _name(part) for part in range(saved["parts"])]
     c.replay.load([file.read_bytes() for file in files if file.exists()], c.layout.dp_rank, c.layout.dp_size)

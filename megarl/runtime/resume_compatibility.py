@@ -245,10 +245,10 @@ def refuse_other_batches(step: int, loader: Plain, before: Plain, now: Plain, co
 
 
 def _late(key: str, now: Plain, generated: int) -> list[str]:
-    """Return, as text, from which step on a changed setting of generation applies; the checkpoint has samples up to
-    step `generated`.
+    """Return a note on the samples to which a changed setting of generation does not apply; the checkpoint has samples
+    up to step `generated`.
 
-    The text is empty if the key does not concern generation or its new value applies to all groups at once.
+    The list is empty if the key does not concern generation or its new value applies to all groups at once.
     """
     entries = SAMPLING if _is_in_order(now) else (*SAMPLING, *CHOOSING)
     if key in HELD_OUT or not any(key == entry or key.startswith(f"{entry}.") for entry in entries):

@@ -120,7 +120,7 @@ class ActorRole(ModelRole):
             return self.engine.sft_step(batch)
 
     def reset_optimizer(self, optim: OptimConfig, total_steps: int) -> None:
-        """Start a new phase of training from the current parameters."""
+        """Keep the parameters, and replace the optimizer: new moments, a schedule of `total_steps`, and step 0."""
         with self._c.offload.phase("update", self.name):
             self.engine.reset_optimizer(optim, total_steps)
 

@@ -59,7 +59,9 @@ def build_team(config: RunConfig, run_dir: Path, graph: TaskGraph, team: TeamCon
 
 
 def find_start(c: RankState, graph: TaskGraph, checkpoints: Checkpoints) -> RunStart:
-    """Run the cold start or load the checkpoint, so that RL can start, and return the weights that RL starts from.
+    """Run the cold start or choose the checkpoint to resume from, and return where RL starts, with which weights.
+
+    Of the checkpoints only step 0 is loaded here; a later one is loaded when all models are built.
 
     The result of a cold start is saved before reference and critic are built from it, so a run that resumes from this
     checkpoint builds them in the same way. An interrupted cold start continues from its own checkpoint.

@@ -68,7 +68,6 @@ def open_fleet(
         dtype: float32, bfloat16 or float16.
         random_weights: see ServerSpec; the first update must bring every weight.
         longest: tokens of the longest sequence, which external servers must accept; 0: not checked.
-        images: whether prompts may have images.
         fp8: whether the config of `model` names block-wise FP8 weights.
         key: API key of started servers; None: a random key.
         host: address of started servers without `rollout.sglang.host`; None: an address that the other ranks reach.

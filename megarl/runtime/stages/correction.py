@@ -82,7 +82,9 @@ def _measure(c: StepContext, samples: Batch, correction: ResolvedCorrection) -> 
 
 
 def outside_tokens(samples: Batch) -> Tensor | None:
-    """Return the expert tokens without a log-prob of the policy that wrote them, bool [N]; None without experts."""
+    """Return the mask, bool [N], of expert tokens without a log-prob of the policy that wrote them; None without
+    experts.
+    """
     if EXPERT_MASK not in samples:
         return None
     return samples[EXPERT_MASK].values & samples["rollout_logp"].values.isnan()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def expert_gate(c: StepContext, samples: Batch) -> Batch:
     """Mask out the policy's own samples of unsolved prompts, and the expert responses of all other prompts.
 
-    A prompt counts as solved if more than `algorithm.loss.expert_gate` of its own samples have a score above 0.5. A
+    A prompt counts as solved if a larger share of its own samples than `algorithm.loss.expert_gate` scores above 0.5. A
     prompt without expert responses keeps its samples. Source: HPT (arXiv 2509.04419), with the switch per prompt.
     """
     import torch

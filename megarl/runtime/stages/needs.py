@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def needed_fields(config: RunConfig) -> set[str]:
-    """List the fields with models' log-probs or values that some part of the recipe reads."""
+    """List the fields that the recipe's estimator, update, filter and KL penalty in the reward read."""
     in_reward = ["old_logp", "ref_logp"] if config.algorithm.kl.use == "reward" else []
     algorithm = config.algorithm
     return {*estimator_fields(algorithm), *update_fields(config), *filter_fields(algorithm), *in_reward}

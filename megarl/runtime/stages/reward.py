@@ -57,7 +57,10 @@ def reward_submit(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batc
     role=Role.REWARD,
 )
 def reward(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batch:
-    """Wait for the scores, on all ranks of a replica; each score becomes the reward of the sample's last token."""
+    """Wait for the scores, on all ranks of a replica; a score becomes the reward of the last token.
+
+    If the environment gives the rewards, each turn's last token gets the turn's reward.
+    """
     results = collect(c, scorer, samples[PENDING], samples)
     write_scores(c, samples, results, by_turn=scorer.by_environment)
     return samples

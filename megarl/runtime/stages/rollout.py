@@ -49,7 +49,7 @@ def _of_prompts(config: RunConfig) -> list[str]:
 
 
 def _of_episodes(config: RunConfig) -> list[str]:
-    """List the additional fields of samples that are episodes."""
+    """List the fields that generation writes in addition to SAMPLE_FIELDS."""
     if not config.task.writes_text:
         return config.task.sample_fields(config)
     replayed = replayed_fields(config)
