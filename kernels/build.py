@@ -1,7 +1,7 @@
 """Compiles a kernel file for this machine and checks the library against its reference before its first use.
 
-Libraries are in ~/.cache/megarl (or XDG_CACHE_HOME), one for each source, compiler and processor, with the verdict of
-the check next to each: compilers have produced wrong code from correct sources for some processors.
+Libraries are in ~/.cache/megarl (or $XDG_CACHE_HOME/megarl), one for each source, compiler and processor, with the
+verdict of the check next to each: compilers have produced wrong code from correct sources for some processors.
 """
 
 from __future__ import annotations

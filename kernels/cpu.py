@@ -18,7 +18,7 @@ from torch import Tensor
 from megarl.kernels.build import compiled
 
 LANES = 16
-"""Numbers that the kernels process at once: with another width, they would write past the end of a row."""
+"""Numbers that the kernels process at once: they would write past the end of a row whose width is not a multiple."""
 HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _P, _I, _F, _B = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -196,7 +196,8 @@ def _pointers(*tensors: Tensor | None) -> list[int | None]:
 
 @functools.cache
 def load() -> CpuKernels | None:
-    """Return the kernels, compiled if they are not cached; None, with one warning, if that fails."""
+    """Return the kernels, compiled if they are not cached; None if there is no compiler or, with one warning, if
+    compiling or the check fails."""
     from megarl.kernels.cpu_check import check  # cpu_check imports this module
 
     library = compiled(_SOURCE, check)

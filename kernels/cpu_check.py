@@ -14,7 +14,8 @@ from megarl.kernels.build import difference
 from megarl.kernels.cpu import HEAD_SIZES, CpuKernels
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Relative to the largest element. Rounding errors are below a tenth of it; a wrong lane is off by whole numbers."""
+"""Largest allowed error relative to the largest element. Rounding errors are below a tenth of it; errors of a wrong
+lane are as large as the elements."""
 
 _EPS = 1e-6
 _Draw = Callable[..., Tensor]

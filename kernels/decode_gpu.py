@@ -252,7 +252,7 @@ def _attend(  # type: ignore[no-untyped-def]
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             scores = tl.where(seen[None, :], scores, -float("inf"))
             new = tl.maximum(peak, tl.max(scores, 1))
-            shift = tl.where(new == -float("inf"), 0.0, new)  # avoids inf - inf while all logits were -inf
+            shift = tl.where(new == -float("inf"), 0.0, new)  # avoids inf - inf while all scores are -inf
             weights = tl.exp(scores - shift[:, None])
             factor = tl.exp(peak - shift)
             total = total * factor + tl.sum(weights, 1)

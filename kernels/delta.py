@@ -62,7 +62,7 @@ def diff(base: Tensor, new: Tensor, itemsize: int, room: int) -> tuple[Tensor, T
     Returns:
         distances, uint8 [m], from each listed element to the next (the first from element -1), and their new values,
             uint8 [m * itemsize]. Between two changed elements that are too far apart for one distance, unchanged
-            elements are listed as well. None if `room` is not enough; `base` is then partly updated.
+            elements are listed as well. None if `room` is not enough; `base` may then be partly updated.
     """
     kernels = _load()
     return (diff_reference if kernels is None else kernels.diff)(base, new, itemsize, room)

@@ -24,7 +24,7 @@ class Kernels(NamedTuple):
 
 @functools.cache
 def triton_kernels() -> Kernels:
-    """Return the kernel modules; without Triton, log a warning and return None for each."""
+    """Return the kernel modules; without Triton, warn once and return None for each."""
     try:
         from megarl.kernels import decode_gpu, experts_gpu, layers_gpu, logits_gpu
     except ImportError as error:

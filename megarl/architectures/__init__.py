@@ -94,7 +94,7 @@ def architecture(model_type: object, source: str) -> Architecture:
     """Return the architecture of this model type; raise ConfigError if it is not supported. `source` names the
     config."""
     if model_type not in ARCHITECTURES:
-        # callers pass the decoder of a vision-language model
+        # for a vision-language model, callers pass the type of its decoder
         raise ConfigError(
             "the model's architecture is not supported" if model_type else "the model's config has no model_type",
             where=source,

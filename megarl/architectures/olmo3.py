@@ -35,9 +35,9 @@ ARCHITECTURE = Architecture(
     null=(*OLMO_NULL, "layer_types"),
     tensors=OUTER + attention_rules(norms="after") + DENSE,
     attention=AttentionTraits(windows="chosen", qkv_bias="attention_bias", out_bias="attention_bias", wide_norm=True),
+    # transformers' class reads `rope_theta` for layers without a window only
     rope=RopeTraits(local_theta=("default_theta", THETA)),
     layer_types=layer_types,
-    # the class reads `rope_theta` for layers without a window only
     served=ServedClass(wrong="SGLang does not read the two sections of rope_parameters", windows=True, head_dim=False),
     wiring=lambda values: Wiring(norms="after"),
 )

@@ -115,8 +115,7 @@ ARCHITECTURE = hybrid(
     null=(*COMMON_NULL, "layer_types", "mlp_only_layers"),
     tensors=OUTER + attention_rules(gate=True) + gated_delta_rules(by_key_head=True) + DENSE + MIXTURE,
     experts=MixtureTraits(mixture, optional=True),
-    served=ServedClass(
-        tied=False, rope_types=("default", "linear"), needs_gpu=True
-    ),  # its config class fails for others
+    # SGLang's configuration class fails for other kinds of RoPE
+    served=ServedClass(tied=False, rope_types=("default", "linear"), needs_gpu=True),
     fields=("num_experts",),
 )

@@ -202,7 +202,7 @@ def training_problems(ignored: Iterable[tuple[str, object]], source: str) -> lis
             where=f"{source}: {key}",
             found=value,
             allowed="false" if value is True else "0.0",
-            fix="set it to this value, which does not change what the model computes in inference",
+            fix=f"set {key} to the allowed value, which does not change what the model computes in inference",
         )
         for key, value in ignored
     ]

@@ -193,9 +193,11 @@ def _tower(sizes: Mapping[str, Any], where: str) -> TowerShape:
     missing = sorted(set(_KEYS[:6]) - sizes.keys())
     if wrong or missing:
         raise ConfigError(
-            "unknown sizes of a vision tower" if wrong else "sizes of a vision tower are missing",
+            f"unknown sizes of a vision tower: {', '.join(wrong)}"
+            if wrong
+            else f"sizes of a vision tower are missing: {', '.join(missing)}",
             where=where,
-            found=wrong or missing,
+            found=list(sizes),
             allowed=list(_KEYS),
         )
     tower = TowerShape(**sizes)

@@ -28,7 +28,7 @@ def refuse_no_pattern(raw: Mapping[str, Any], values: Mapping[str, Any], refuse:
     `layer_types` lists the kinds of layers.
     """
     if values["layer_types"] is None and period_of(values) is None:
-        text = "without layer_types, the kinds of layers come from a pattern that is a number"
+        text = "a config without layer_types needs a pattern from which the kinds of layers are computed"
         refuse("sliding_window_pattern", values["sliding_window_pattern"], "integer > 0", text)
 
 

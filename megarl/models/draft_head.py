@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from megarl.models.config import PolicyConfig
 
 
-#: `shared` of the parameters of a draft head; Megatron sets it to True for tied embeddings of several stages.
+#: Value of the attribute `shared` of a draft head's parameters; Megatron sets it to True on embeddings that are tied
+#: over several stages.
 DRAFT = "draft head"
 
 

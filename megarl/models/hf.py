@@ -258,7 +258,7 @@ def mixture_of(hf: PretrainedConfig) -> Mixture | None:
 
 
 def num_experts(hf: PretrainedConfig) -> int | None:
-    """Return the routed experts per MoE layer; None for a model without MoE layers."""
+    """Return the number of routed experts per MoE layer; None for a model without MoE layers."""
     experts = mixture_of(hf)
     return experts.router.experts if experts else None
 
@@ -307,7 +307,7 @@ def value_bias(hf: PretrainedConfig) -> bool:
 
 
 def vision_of(hf: PretrainedConfig) -> VisionShape | None:
-    """Return the vision part of a robot policy (`megarl.robots.models.vla.config`); None for a language model."""
+    """Return the vision part of a robot policy (`megarl.robots.models.vla.config`); None for other models."""
     policy = getattr(hf, "policy", None)
     if policy is None:
         return None
@@ -339,7 +339,8 @@ def visual_tensors(hf: PretrainedConfig) -> dict[str, tuple[str, tuple[int, ...]
 
 
 def stacks_experts(hf: PretrainedConfig) -> bool:
-    """Return whether this model's checkpoints store the matrices of all experts of a layer as one tensor."""
+    """Return whether this model's checkpoints store the matrices of all experts of a layer as one tensor, although its
+    weight table has the names of single experts."""
     whole = getattr(hf, "vision_language", None)
     return whole is not None and whole["model_type"] == "qwen3_vl_moe"
 

@@ -51,7 +51,7 @@ class PackedSequences(PackedSeqParams):
     open_from: tuple[int, ...] = ()
     # image inputs: a `megarl.robots.models.vla.vision.Seen`, a `megarl.models.vlm.model.Images`, or None
     seen: Any = None
-    # the tree of sequences that share prefixes, whose nodes `lengths` are those of; None: nothing is shared
+    # the tree of shared prefixes: `lengths` then has the tokens of each node of the tree; None: nothing is shared
     prefixes: SharedPrefixes | None = None
     # experts to replay, uint8 or int16 [t, layers * chosen]: those of this rank's tokens (`megarl.data.routes`); None:
     # routers choose

@@ -1,6 +1,6 @@
 """Copy tokens to rows, one row for each of their experts, and sum rows back to tokens.
 
-On a GPU a kernel sums a token's rows, in float32 and in a fixed order (`megarl/kernels/experts_gpu.py`); it needs the
+On a GPU a kernel sums a token's rows, in float32 and in a fixed order (`kernels/experts_gpu.py`); it needs the
 places of these rows. Elsewhere torch's operations use the token of each row.
 """
 

@@ -41,7 +41,7 @@ class Needed:
 
     kept: float  # activations kept for the backward passes of the micro-batches in flight
     passing: float  # temporary bytes of the layer whose gradient is computed, or of the embedding's gradient
-    head: float = 0.0  # bytes of the vocabulary's head
+    head: float = 0.0  # temporary bytes of the output head's logits and gradients
 
     @property
     def bytes(self) -> float:
@@ -167,7 +167,7 @@ class Activations:
 
     @property
     def micro_batch(self) -> float:
-        """Bytes that all layers of one pipeline stage keep of one micro-batch for its backward pass."""
+        """Bytes that the layers of the largest pipeline stage keep of one micro-batch for its backward pass."""
         each = self.stream if self.engine.recompute == "full" else self.layer
         return self.parallel.most_layers(self.facts.layers) * each + self.stream
 
@@ -187,7 +187,7 @@ class Activations:
 
     @property
     def passing(self) -> float:
-        """Temporary bytes while the gradient of one layer is computed: its gradients or expert rows, and with
+        """Temporary bytes while the gradient of one layer is computed: its gradients or expert rows, and with full
         recomputation its activations."""
         facts, t, element, tp = self.facts, self.passes.tokens, self.element, self.parallel.tp
         width = (facts.dense_ffn if facts.is_moe else facts.ffn) / tp
@@ -213,7 +213,8 @@ class Activations:
 
     @property
     def embedding(self) -> float:
-        """Bytes of the embedding's gradient in the model's dtype, before it is added to its buffer."""
+        """Bytes of the embedding's gradient in the model's dtype, before it is added to its buffer, and of the gradient
+        of the embedding's output."""
         return self.element * self._columns * self.facts.hidden + self.stream
 
     @property
@@ -255,7 +256,8 @@ class Activations:
         return Activations(layer, layout, self.engine, self.passes, element=self.element, gpu=self.gpu)
 
     def _draft(self, bytes_before: float) -> list[Needed]:
-        """Return the bytes while the draft head's logits are computed, and while its layer's gradient is.
+        """Return two entries: the bytes while the draft head's logits are computed, and while the gradient of its layer
+        is computed.
 
         Its forward pass comes after that of the policy's head, and its backward pass before.
 

@@ -91,7 +91,7 @@ class PlanAssumptions:
     decode_ms: float = 3.0  # fixed milliseconds of a decoding step
     decode_layer_ms: float = 0.0  # fixed milliseconds per layer of a decoding step
     decode_row_us: float = 0.0  # fixed microseconds per running sample of a decoding step
-    decode_expert_ms: float = 0.0  # fixed milliseconds of a decoding step for each expert of a layer on a rank
+    decode_expert_ms: float = 0.0  # fixed milliseconds of a decoding step for each expert of each layer on a rank
     node_share: float = 0.7  # share of the links inside a machine that is reached
     scatter_share: float = 1.0  # rate of gathers and scatters over a link, as a share of the rate of sums over it
     node_hop_us: float = 3.0  # latency of one step of a ring collective inside a machine

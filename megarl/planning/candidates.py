@@ -31,7 +31,7 @@ _MICRO_BATCHES = (0.5, 1, 2, 4)
 RECOMPUTE = ("none", "selective", "full")
 """Forms of recomputation, from the fastest to the slowest."""
 _CONTEXT = 1024
-"""Fewest tokens of a sequence that a context-parallel rank has."""
+"""Number of tokens of the longest sequence that each context-parallel rank must get at least."""
 _EIGHTHS = 8
 
 
@@ -73,7 +73,8 @@ class Choice:
     memory_fraction: float | None = field(default=None, compare=False)
 
     def apply(self, config: RunConfig, hardware: Hardware, trains: Sequence[str]) -> RunConfig:
-        """Return the recipe with the layout and memory settings of this choice. `trains` holds the roles that train."""
+        """Return the recipe `config` with the placement, layout and memory settings of this choice. `trains` holds the
+        roles that train."""
         spread = self.spread
         actor = _with(config.actor, parallel=self.parallel)
         rollout = config.rollout
@@ -151,8 +152,8 @@ class Space:
     # -- spreads -------------------------------------------------------------------------------------------------
 
     def spreads(self) -> list[Spread]:
-        """Return the possible assignments of devices to teams and servers. Raise ConfigError if the recipe allows
-        none."""
+        """Return the possible assignments of devices to teams and servers. Raise ConfigError if servers that already
+        run take all devices."""
         config, hardware = self.config, self.hardware
         ahead = config.async_.max_staleness > 0
         servers = config.rollout.servers
@@ -165,8 +166,8 @@ class Space:
         return [spread for spread in spreads if spread.workers % hardware.nodes == 0]
 
     def _servers(self, *, ahead: bool) -> list[Spread]:
-        """Return assignments in which the run starts equally many servers on each machine, on the trainer's devices or
-        on others."""
+        """Return assignments in which the run starts servers: on the trainer's devices or on others, or only on others
+        if generation runs `ahead`."""
         hardware, nodes, each = self.hardware, self.hardware.nodes, self.hardware.per_node
         sizes = [tp for tp in divisors(each) if self.facts.heads % tp == 0]
         if not ahead:
@@ -235,7 +236,7 @@ class Space:
         )
 
     def _two_teams(self, trains: int, generates: int) -> tuple[tuple[str, tuple[str, ...], int], ...]:
-        """Return the two teams with the names that the recipe gives them."""
+        """Return (name, roles, devices) of a team that trains and of one that generates; the recipe may name them."""
         teams = self.config.placement.teams
         names = {role: name for name, team in teams.items() for role in team.roles}
         rest = tuple(role.value for role in self.roles if role is not Role.ROLLOUT)
@@ -258,7 +259,8 @@ class Space:
     # -- layouts -------------------------------------------------------------------------------------------------
 
     def layouts(self, spread: Spread) -> list[ParallelConfig]:
-        """Return the layouts in which model, workers and batches of the actor divide evenly."""
+        """Return the actor's layouts that divide its model, workers and batches, and with which the other teams hold
+        whole replicas."""
         facts, devices = self.facts, spread.trainers()
         longest = self.config.data.max_prompt_tokens + self.config.response_tokens(self.config.rollout.sampling)
         contexts = [cp for cp in _powers(devices) if cp == 1 or longest // cp >= _CONTEXT]
@@ -298,7 +300,7 @@ class Space:
         return all(size % replicas == 0 for size in batch_sizes(self.config, [Role(role) for role in roles]).values())
 
     def _fits_others(self, parallel: ParallelConfig, spread: Spread) -> bool:
-        """Return whether the other teams hold whole replicas of their layouts that divide their batches."""
+        """Return whether every other team holds whole replicas of its layout, and their number divides its batches."""
         for _, roles, devices in spread.teams:
             if Role.ACTOR.value in roles:
                 continue
@@ -319,8 +321,8 @@ class Space:
         """Return the pairs (tokens per micro-batch, whether engines offload) to try with the placement `spread`."""
         given = self.config.actor.engine
         tokens = sorted({max(1, int(given.micro_batch_tokens * times)) for times in _MICRO_BATCHES})
-        # Offloading helps only models that take turns on a GPU, so not an actor in a team of its own, and nothing on
-        # a CPU.
+        # Offloading helps only models that take turns on a GPU, so not an actor in a team of its own. On a CPU the
+        # recipe's value stays.
         by_itself = bool(spread.teams) and spread.teams[0][1] == (Role.ACTOR.value,)
         # With async.order=in_order, weights that wait to be sent are copies of the actor's parameters, which then stay
         # on the device.

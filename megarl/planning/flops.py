@@ -20,7 +20,8 @@ SCORES = "scores"
 
 
 def token_flops(facts: ModelFacts, pairs: float = 0.0) -> dict[str, float]:
-    """Return the forward FLOPs of one token in all layers, by component; components without FLOPs are left out.
+    """Return the forward FLOPs of one token in all layers and the output head, by component; components without FLOPs
+    are left out.
 
     The token's query sees `pairs` keys, itself included; 0 leaves out attention over keys.
     """
@@ -73,7 +74,7 @@ class FlopCounter:
         return tokens * self.per_token + scores + head * self.per_head_token
 
     def unevenness(self, length: float, variance: float) -> float:
-        """Return by how many FLOPs the mean over sequences exceeds a sequence of the mean length.
+        """Return how many more forward FLOPs sequences cost on average than one sequence of their mean length.
 
         E[n^2] is mean^2 plus the variance, and only attention grows quadratically, if no shorter window limits it.
         """

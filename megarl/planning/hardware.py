@@ -115,7 +115,7 @@ def with_memory(gigabytes: float) -> Hardware:
 
 
 def read_hardware(text: str) -> tuple[Hardware, bool]:
-    """Return the hardware that `--hardware` names, and whether the name includes the number of devices.
+    """Return the hardware that `--hardware` names, and whether the name or the named file sets the number of devices.
 
     Raises:
         ConfigError: `text` is neither a known kind nor a file, or a key or value of the file is invalid.
@@ -128,7 +128,10 @@ def read_hardware(text: str) -> tuple[Hardware, bool]:
         per_node, nodes = int(spec[2]), int(spec[3])
         if not per_node or not nodes:
             raise ConfigError(
-                "the numbers of machines and devices must be 1 or more", where=_WHERE, found=text, allowed="h100x8x4"
+                "the numbers of machines and devices must be 1 or more",
+                where=_WHERE,
+                found=text,
+                allowed="for example h100x8x4: 8 devices on each of 4 machines",
             )
         return replace(kind, per_node=per_node, nodes=nodes), True
     file = Path(text).expanduser()
@@ -232,15 +235,15 @@ def typical_cpu(processes: int, threads: int | None = None, cores: int | None = 
     return replace(hardware, source="typical rates of a core with the instructions of this processor")
 
 
-# Typical fp32 FLOP/s of one core by its instruction set, the fastest first; docs/performance.md measures GEMM at 103
-# and 218 GFLOP/s.
+# Typical fp32 FLOP/s of one core by its instruction set, the fastest first; docs/performance.md has the measured rates
+# of a machine.
 _TYPICAL_FP32 = {"avx512f": 90e9, "avx2": 50e9, "asimd": 40e9}
 _LEAST_FP32 = 15e9
 _BF16_GAIN, _BF16_WITHOUT = 2.3, 0.1
 _TYPICAL_COPIED = 10e9
 
 _GLOO_GB_S = 4.3
-"""A gloo broadcast of 400 MB took 0.094 s on two cores (docs/performance.md)."""
+"""GB/s: a gloo broadcast of 400 MB took 0.094 s on two cores (docs/performance.md)."""
 
 
 _MEASURE_S = 0.3

@@ -57,17 +57,17 @@ class Lengths:
 
     @cached_property
     def expected(self) -> float:
-        """Mean length of a response in tokens, after the cut."""
+        """Mean length of a response in tokens, capped at `longest`."""
         return self._moment(1)
 
     @cached_property
     def variation(self) -> float:
-        """Standard deviation of response lengths divided by their mean, after the cut."""
+        """Standard deviation of response lengths, capped at `longest`, divided by their mean."""
         return math.sqrt(max(0.0, self._moment(2) / self.expected**2 - 1))
 
     @property
     def variance(self) -> float:
-        """Variance of response lengths in tokens squared, after the cut."""
+        """Variance of response lengths in tokens squared, capped at `longest`."""
         return (self.variation * self.expected) ** 2
 
     def above(self, tokens: float) -> float:

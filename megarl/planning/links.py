@@ -38,7 +38,8 @@ class Links:
         """Return the seconds of `steps` ring collectives, in which a rank sends `sent` bytes in total.
 
         Formula L1 of docs/planning.md. Each collective passes its data on `size` - 1 times to the next rank, which is
-        `stride` ranks away; with `sums` it is an all-reduce, otherwise it gathers or scatters.
+        `stride` ranks away. An all-reduce counts as two collectives with `sums`; a gather or a scatter counts as one
+        without.
         """
         if size == 1:
             return 0.0

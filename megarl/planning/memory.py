@@ -84,7 +84,7 @@ class Memory:
 
     @property
     def needed(self) -> Moment:
-        """The moment of the step that certainly needs the most bytes."""
+        """The moment of the step with the most bytes that are certain (`Moment.least`)."""
         return max(self.moments, key=lambda moment: moment.least)
 
     def terms(self) -> list[Term]:
@@ -167,7 +167,8 @@ def update_needs(
 
 
 def logit_copies(config: RunConfig) -> float:
-    """Return how many float32 copies of a chunk's logits exist at once in distillation; 0 if it needs no distributions.
+    """Return how many float32 copies of a chunk's logits exist at once when the policy is compared with distributions
+    of a teacher or the reference; 0 if it is not.
 
     They are the logits of both models, the terms of the divergence, and their gradients.
     """
@@ -215,7 +216,8 @@ def compared_width(config: RunConfig, sizes: Sizes) -> int:
 def cache_bytes(
     config: RunConfig, facts: ModelFacts, parallel: ParallelConfig, dp: int, job: str = "train"
 ) -> tuple[float, float]:
-    """Return the bytes of keys and values of one full-length sequence, and of `rollout.max_running` sequences."""
+    """Return the bytes of keys and values of one full-length sequence, and of those that a rank decodes at once, at
+    most `rollout.max_running`."""
     if job == "train":
         sampling, rows = config.rollout.sampling, config.data.batch_size
     else:
@@ -252,8 +254,8 @@ def _samples(config: RunConfig, dp: int, job: str) -> list[tuple[str, int, int, 
 
 
 def response_terms(config: RunConfig, dp: int, job: str) -> list[Term]:
-    """Return the memory terms of the samples of one generation call: buffers of the maximum length while it generates,
-    and the tokens and log-probs that it returns."""
+    """Return the memory term of the samples for each kind of generation: buffers of the maximum length while it runs,
+    and the tokens and log-probs that it returns. The list is empty if the task writes no text."""
     if not config.task.writes_text:
         return []
     certain = _TOKEN_CERTAIN if config.rollout.holds_model else 0.0
@@ -446,8 +448,8 @@ class _Models:
         )
 
     def when_servers_start(self, job: str) -> float:
-        """Return the bytes on the device when servers start: optimizer state has no Adam moments before the first
-        step."""
+        """Return the bytes on the device when servers start, without those of the servers: optimizer state has no Adam
+        moments before the first step."""
         if job in ("eval", "generate"):
             return self.state[ACTOR][PARAMETERS].bytes
         learners = [role for role in (ACTOR, CRITIC) if role in self.state and not self._offloads[role]]

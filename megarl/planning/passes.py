@@ -106,8 +106,8 @@ class ModelPass:
     def micro_batches(self, share: Share) -> int:
         """Return the number of micro-batches of a replica's samples (formula T8 of docs/planning.md).
 
-        A micro-batch has whole samples up to the token budget, at least one, and counts a prompt's images once, and its
-        tokens where samples share prefixes.
+        A micro-batch has whole samples up to the token budget, at least one. A prompt's images count once; where
+        samples share prefixes, its tokens also count once. With vpp the number is a multiple of pp.
         """
         budget, images = self.engine.micro_batch_tokens, 0.0
         if share.patches:
@@ -126,8 +126,8 @@ class ModelPass:
         return self._passes(share, train=False)
 
     def update(self, share: Share, epochs: int, updates: int) -> list[Cost]:
-        """Return the costs of a step's updates: `epochs` passes over the samples of `updates` optimizer steps each.
-        `share`: a replica's samples of one update."""
+        """Return the costs of a step's updates: `epochs` passes over the step's samples, with `updates` optimizer steps
+        in each pass. `share`: a replica's samples of one update."""
         times = epochs * updates
         every = [*self._passes(share, train=True), *self._reduce(share), self._optimizer()]
         return [part.times(times) for part in every]
@@ -288,7 +288,8 @@ class ModelPass:
         return max(moved, self.given.element_flops / self.hardware.peak("fp32"))
 
     def _tensor(self, share: Share, passes: float, *, train: bool) -> Cost:
-        """Return the cost of two all-reduces per layer and direction, or with sp as many gathers and scatters."""
+        """Return the cost of an all-reduce after each mixer and each dense MLP, in both directions; with sp, of a
+        scatter and a gather in its place."""
         facts, parallel = self.facts, self.parallel
         tp = parallel.tp
         whole = share.tokens / parallel.cp * facts.hidden * self._element

@@ -136,7 +136,8 @@ class Search:
         return 3 * config.actor.ppo_epochs * work.number * once
 
     def _fastest(self, spread: Spread, parallel: ParallelConfig, bound: float) -> _Timed | None:
-        """Return the fastest choice of a placement and layout that fits, or one that takes `bound` seconds or longer.
+        """Return the fastest choice of a placement and layout that fits, or one that takes `bound` seconds or longer;
+        None if no choice fits.
 
         More recomputation takes longer, so it is tried only if less does not fit.
         """
@@ -175,7 +176,8 @@ class Search:
         return False
 
     def _timed(self, spread: Spread, parallel: ParallelConfig) -> Iterator[_Timed]:
-        """Yield every choice of a placement and layout without recomputation, with the seconds of its step."""
+        """Yield the choices of a placement and layout without recomputation, with the seconds of their steps. Choices
+        whose servers have no room for the cache of one sample are left out."""
         first: StepFormulas | None = None
         fractions: dict[bool, float | None] = {}
         for tokens, offload in self.space.budgets(spread):
@@ -279,7 +281,7 @@ class Search:
 
 
 def describe_layout(parallel: ParallelConfig, devices: int) -> str:
-    """Return a short text of a layout, without sizes of 1."""
+    """Return a short text of a layout, without sizes of 1 except the data-parallel size."""
     sizes = {"tp": parallel.tp, "pp": parallel.pp, "vpp": parallel.vpp, "cp": parallel.cp, "ep": parallel.ep}
     sizes |= {"etp": parallel.etp, "dp": devices // parallel.model_parallel_size}
     text = " ".join(f"{name}{size}" for name, size in sizes.items() if size not in (None, 1) or name == "dp")

@@ -45,13 +45,12 @@ def layout_key(config: RunConfig, role: Role, team: TeamPlan) -> str:
 def stage_parameters(
     facts: ModelFacts, parallel: ParallelConfig, *, value_head: bool = False, trained: bool = False
 ) -> tuple[float, float]:
-    """Return the numbers of dense and of expert parameters on the rank that has the most of both. They are cached,
-    because a search tries a layout many times.
+    """Return the numbers of dense and of expert parameters on the rank that has the most parameters; with `trained`,
+    only of parts that are not frozen. They are cached, because a search tries a layout many times.
 
-    Tensor parallelism divides every matrix except the router, and biases; norms, routers and a robot policy's vision
-    parts are on all of its ranks. The vocabulary is padded to equal rows. The first pipeline stage has the embedding
-    and the vision towers, the last the final norm and the head, which a tied model holds twice if it has several
-    stages.
+    Tensor parallelism divides every matrix except the router, and biases; norms, routers and vision parts are on all of
+    its ranks. The vocabulary is padded to equal rows. The first pipeline stage has the embedding and the vision parts,
+    the last the final norm and the head, which a tied model holds twice if it has several stages.
     """
     visual = sum(size for part, size in facts.visual_parts.items() if not trained or part not in facts.frozen)
     if trained and "language_model" in facts.frozen:
@@ -199,7 +198,8 @@ def state_bytes(
     value_head: bool = False,
     lora: LoraConfig | None = None,
 ) -> dict[str, float]:
-    """Return the bytes of parameters, gradients (fp32) and optimizer state (moments, and masters below bf16)."""
+    """Return the bytes of parameters, gradients (fp32) and optimizer state (moments, and fp32 masters of a bf16
+    model) on the rank that has the most."""
     model = sum(stage_parameters(facts, parallel, value_head=value_head))
     trained = sum(trained_parameters(facts, parallel, lora, value_head=value_head))
     owned = owned_parameters(facts, parallel, engine, dp, value_head=value_head, lora=lora)

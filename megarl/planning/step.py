@@ -44,7 +44,8 @@ _KEPT = (
 
 
 def model_sizes(config: RunConfig, graph: TaskGraph) -> dict[Role, ModelFacts | None]:
-    """Return the sizes of the models in a graph, by role; None: they are not known on this machine.
+    """Return the sizes of the models in a graph, by role; None: they are not known on this machine. Of several teachers
+    they are the largest teacher's.
 
     Raises:
         ConfigError: the policy's sizes are not known.
@@ -300,9 +301,7 @@ class StepFormulas:
         ]
 
     def moves(self) -> list[Cost]:
-        """Return the cost, for each offloaded role, of moving its model and optimizer to host memory and back in a step
-        (formula T11).
-        """
+        """Return the cost, for each offloaded role, of a step's copies between device and host memory (formula T11)."""
         rate = self.hardware.host_gb_s * 1e9 * self.given.host_share
         return [
             Cost("T11", f"{role.value} to host memory and back", size / rate, size)

@@ -1,7 +1,7 @@
 """Derives seconds and lengths for a simulation from a real run: its metrics, its trace, and its configuration.
 
 response_length/mean, /max   distribution of sample lengths (megarl.planning.lengths)
-rollout in trace.json        seconds of a decoding step: those of the slowest replica over what these lengths take
+rollout in trace.json        seconds of a decoding step: seconds of the slowest rank / steps that these lengths take
 timing_s/NODE                seconds of a node, as a line over the tokens of a replica if they depend on these
 timing_s/weight_sync         seconds of a weight update
 team/NAME/busy_s             minus the nodes of the team: its other work

@@ -99,7 +99,8 @@ class Simulation:
         return tokens
 
     def call(self, calls: int = 1) -> Steps:
-        """Simulate `calls` calls of the coordinator process, and the wait for its last reply."""
+        """Simulate `calls` calls to the coordinator process, and the wait for its last reply. A single team makes no
+        calls."""
         if self.system.rollout is None and not self.system.others:
             return
         seconds = calls * self.seconds.call()

@@ -57,7 +57,8 @@ class Flowing:
         return list(groups)
 
     def before_step(self, step: int) -> Steps:
-        """Wait for samples; then publish the weights if no replica may generate further samples without them."""
+        """Wait for samples; then publish the weights if no replica may generate further samples without them. With
+        `async.partial` do nothing."""
         if self._partial:
             return
         yield from self.samples(step)

@@ -4,7 +4,7 @@
     decoding     reading the weights that a batch uses and the keys and values of all running samples, at `read_share`
                  of the memory's speed, or the FLOPs, whichever is longer; and a fixed part per step
     gradients    a ring: 4 bytes scattered and 2 gathered of a rank's parameters over its link, and a latency per hop
-    weights      each server takes all of them over its own link, and a fixed part per server for the calls
+    weights      each device of a server takes its part of them over its own link; a fixed time, and one per server
 
 This is one implementation of `megarl.simulation.seconds.Seconds`; measurements (megarl.simulation.calibrate) are
 another.
@@ -38,7 +38,7 @@ class Assumptions:
 
     peak_tflops: float = _H100.bf16_tflops  # dense bf16 peak of a device
     train_mfu: float = 0.35  # share of the peak that training and scoring reach
-    prefill_mfu: float = 0.4  # share of the peak that prefill reaches
+    prefill_mfu: float = 0.4  # share of the peak that prefill and decoding reach
     memory_tb_s: float = _H100.memory_tb_s  # memory bandwidth of a device
     read_share: float = 0.6  # share of the memory bandwidth that decoding reaches
     decode_ms: float = 3.0  # fixed time of a decoding step, which bytes and FLOPs do not explain

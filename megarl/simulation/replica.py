@@ -16,7 +16,7 @@ _Sample: TypeAlias = tuple[float, int, int]  # (value of `ReplicaClock._clock` a
 
 
 class ReplicaClock:
-    """The simulated clock of one replica. Time passes only in `advance`. Speed changes only when a sample ends.
+    """The simulated clock of one replica. Time passes only in `advance`, where the speed changes when a sample ends.
 
     Args:
         seconds: durations of prefills.
@@ -69,13 +69,13 @@ class ReplicaClock:
         self._debt += restart_s
 
     def until_event(self, wanted: int) -> float | None:
-        """Return the seconds until the next group ends or `wanted` slots are free, whatever is first; None when nothing
-        runs."""
+        """Return the seconds until the next group ends, a waiting sample gets a slot, or `wanted` slots are free,
+        whatever is first; None when nothing runs."""
         if not self._running:
             return None
         total, clock, running = self._debt, self._clock, len(self._running)
         pace, over, left = self._pace, dict[int, int](), self._left
-        # Number of samples that must end: until `wanted` slots are free, or 1 if samples in the queue wait for a slot.
+        # Number of samples that must end until `wanted` slots are free; 1 if samples in the queue wait for a slot.
         last = 1 if self._queue else wanted - self.free
         for number, (end, group, _) in enumerate(self._running, 1):
             if end != clock:

@@ -64,7 +64,7 @@ class System:
 
     def scaled(self, devices: int, *, grow: bool) -> System:
         """Return the same run on more `devices`: every team and the servers grow in proportion, and with `grow` the
-        prompts per step; layouts do not change. Raise ConfigError unless `devices` is a multiple of the current one.
+        prompts per step; layouts do not change. Raise ConfigError unless `devices` is a multiple of the current number.
         """
         factor, rest = divmod(devices, self.devices)
         if rest or not factor:

@@ -314,7 +314,7 @@ def verify(folder: Path, world: WorkerGroup, engines: Collection[str] | None = N
     without engines.
 
     Raises:
-        CheckpointError: on every rank; the message names the damaged files and other checkpoints that can be used.
+        CheckpointError: on every rank; the message names damaged files, and another checkpoint if there is one.
         FormatError: on every rank: another version of megarl wrote the checkpoint.
     """
     meta, wrong, other = world.broadcast_json(_meta_or_fault(folder) if world.rank == 0 else None)

@@ -29,7 +29,7 @@ _WEIGHTS = "draft_weights"
 
 @dataclass(frozen=True)
 class DraftLogProbs:
-    """Computes the draft head's log-prob of each row's target token, from a micro-batch as `MicroBatch.draft`."""
+    """Computes the draft head's log-prob of each row's target token; its micro-batch is `MicroBatch.draft`."""
 
     outputs: ClassVar[int] = 1
     chunk_tokens: int  # number of tokens whose logits exist at the same time
@@ -63,11 +63,11 @@ class DraftLoss:
         batch.set(_WEIGHTS, responses.like((counted / total.clamp(min=1)).float()))
 
     def __call__(self, logp: Tensor, micro: MicroBatch, samples: Batch) -> tuple[Tensor, Metrics]:
-        """Return a micro-batch's share of the loss, and metrics. The loss of a filler is a zero with gradients of zero.
+        """Return a micro-batch's share of the loss, and metrics. A micro-batch without samples has a loss of zero.
 
         Args:
             logp: [N], the draft head's log-probs of all response tokens of the micro-batch.
-            samples: those of the micro-batch.
+            samples: the samples of the micro-batch.
         """
         metrics = Metrics()
         if not micro.samples:

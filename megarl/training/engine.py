@@ -328,11 +328,11 @@ class MegatronEngine:
     ) -> Metrics:
         """Take one optimizer step on this data-parallel rank's part of one mini-batch; the part may be empty.
 
-        `loss_fn(logp [N], entropy [N], micro)` gets the response tokens of a micro-batch in order and their samples,
-        and returns a scalar, already a sum with global weights, and metrics. If a count is known only after the last
-        forward pass, `divisor` computes it from the merged metrics, and the summed gradient is divided by it. With
-        `targets` the call is `loss_fn(logp, entropy, policy, micro)`, see `SoftTargets` and `WholeVocabulary`. Every
-        `unit` consecutive samples are in the same micro-batch.
+        `loss_fn(logp [N], entropy [N], micro)` gets log-prob and entropy of the response tokens of a micro-batch, in
+        order, and its samples `micro`. It returns a scalar, already a sum with global weights, and metrics. If a count
+        is known only after the last forward pass, `divisor` computes it from the merged metrics, and the summed
+        gradient is divided by it. With `targets` the call is `loss_fn(logp, entropy, policy, micro)`, see `SoftTargets`
+        and `WholeVocabulary`. Every `unit` consecutive samples are in the same micro-batch.
 
         Returns:
             The metrics of all ranks merged, `<name>/grad_norm` (before clipping), `<name>/lr` and, with a draft

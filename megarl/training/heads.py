@@ -85,7 +85,8 @@ class LogProbs:
 def head_rows(
     hidden: Tensor, model: PolicyModel, micro: MicroBatch, columns: tuple[int, int] | None
 ) -> tuple[Tensor, Tensor, int]:
-    """Return the rows' hidden states [n, h], this rank's rows of the output embedding, and the first row's token id.
+    """Return the hidden states [n, h] of the micro-batch's rows, this rank's rows of the output embedding, and the
+    token id of the first of these.
 
     `columns`: first and one past the last token id of the softmax; None: the whole vocabulary.
     """

@@ -33,7 +33,7 @@ def kept_logprob(
     One chunk of logits is in memory at a time; both numbers come from the same logits.
 
     Args:
-        hidden: [N, H], equal on all ranks of `group`; its gradient is only this rank's part (`linear_logprob`).
+        hidden: [N, H], equal on all ranks of `shard.group`; its gradient is only this rank's part (`linear_logprob`).
         weight: [V, H], this rank's rows of the output embedding.
         targets: int64 [N], indices into the whole vocabulary.
         kept: int64 [N, K], kept tokens of each row, where -1 is none. A target is always kept; a row without kept
@@ -42,7 +42,7 @@ def kept_logprob(
 
     Returns:
         logp [N] and entropy [N], empty without `shard.entropy`: float32 (float64 for float64 inputs), equal on all
-        ranks of `group`.
+        ranks of `shard.group`.
     """
     return _KeptLogprob.apply(hidden, weight, targets, kept, shard)
 

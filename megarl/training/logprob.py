@@ -10,7 +10,7 @@ each row of the weight's gradient once, and the gradient to which all blocks add
 and always on a CPU, whose bf16 products are rounded before they can be added, it goes by chunks of tokens. With a
 tensor-parallel group each rank reduces its columns to four numbers per token, and one all-gather of [4, N] combines
 them; the backward pass needs no communication. On a GPU, Triton kernels reduce the logits in one pass and compute their
-gradient (megarl/kernels/logits_gpu.py); on a CPU, and in float64, torch operations do.
+gradient (kernels/logits_gpu.py); on a CPU, and in float64, torch operations do.
 
     rank r:   m_r = max l,  s_r = sum exp(l - m_r),  t_r = sum exp(l - m_r) (l - m_r),  l[target] or 0
     together: M = max m_r,  S = sum s_r e^(m_r - M),  logZ = M + log S,

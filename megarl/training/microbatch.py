@@ -54,7 +54,8 @@ def plan(
     unit: int = 1,
     patch_tokens: float = 0.0,
 ) -> list[list[int]]:
-    """Return the rows of each micro-batch. All data-parallel ranks get the same number; some may be empty.
+    """Return the indices of each micro-batch's rows. All data-parallel ranks get equally many micro-batches; some may
+    be empty.
 
     With `together=False` only this replica has rows. Every `unit` consecutive rows are in one micro-batch, in order. A
     patch of an image counts as `patch_tokens` tokens; rows with the same images are put together if possible, so that
@@ -77,8 +78,8 @@ def plan(
 def _costs(
     batch: Batch, rows: Tensor, sequences: SequenceLayout, patch_tokens: float
 ) -> tuple[list[int], list[dict[int, int]]]:
-    """Return the tokens of each unit of `rows` [units, unit], and the inputs that it may share with other units: number
-    of an image or a prompt -> its tokens."""
+    """Return how many tokens each unit of `rows` [units, unit] has for itself, and the inputs that it may share with
+    other units: number of an image or a prompt -> its tokens."""
     patches, prompts = sequences.patches(batch), sequences.prompts(batch)
     parts = [[math.ceil(count * patch_tokens) for count in counts.values()] for counts in patches]
     inputs = [dict(zip(counts, part, strict=True)) for counts, part in zip(patches, parts, strict=True)] or prompts
@@ -103,7 +104,7 @@ def build(
     sequences: SequenceLayout = TEXT,
     multiple: int = 1,
 ) -> MicroBatch:
-    """Pack `samples` of `batch` into a micro-batch; without samples, a filler micro-batch that adds zero to the loss.
+    """Pack the rows `samples` (indices) of `batch` into a micro-batch; without any, a filler that adds 0 to the loss.
 
     The packed tokens are padded to `total` tokens (over all context-parallel ranks), if given, and so that each
     tensor-parallel rank has a multiple of `multiple` tokens.
@@ -157,7 +158,7 @@ def build(
 
 
 def _of_draft(micro: MicroBatch, packed: PackedRows, following: Tensor, stream: PackedStream) -> MicroBatch:
-    """Return `MicroBatch.draft`; `following` has a number for every column, padding sequences included."""
+    """Return `MicroBatch.draft`; `following` has the next token of every column, padding sequences included."""
     rows, order = _rows_here(stream.index, (packed.sources - 1).clamp(min=0), len(following))
     made = stream.input_ids(following), rows, order, packed.targets[order]
     ids, rows, order, targets = (tensor.to(micro.input_ids.device) for tensor in made)

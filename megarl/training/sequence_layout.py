@@ -32,7 +32,7 @@ class PackedRows:
     seen: Any = None  # image inputs, with their places among the T columns
     # int64 [1, T], or [3, T] for models whose positions have three numbers; None: the index in the row
     positions: Tensor | None = None
-    # where rows share prefixes: their tree, whose nodes `lengths` are those of
+    # the tree of the rows' prefixes if they share some: `lengths` then has the columns of each node of the tree
     prefixes: PrefixTree | None = None
     # routes to replay: their form (`megarl.data.routes`), and uint8 or int16 [T, layers * chosen]; None: no replay
     routes: tuple[RouteForm, Tensor] | None = None

@@ -99,7 +99,7 @@ def vocabulary_divergence(
     group: WorkerGroup,
     cap: float | None = None,
 ) -> Tensor:
-    """Sum f(log p, log q) over the vocabulary, with p of a teacher and q of the policy at `temperature`.
+    """Sum f(log p, log q) over the vocabulary, with p of a teacher and q of the policy, both at `temperature`.
 
     Both are softmaxes over the same tokens. The backward pass computes the logits of both again, chunk by chunk.
 

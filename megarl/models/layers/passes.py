@@ -1,4 +1,4 @@
-"""The passes of decoding, which every kind of layer answers, and the caches of a session.
+"""The passes of decoding, which the decoders of all kinds of layers process, and the caches of a session.
 
 A pass runs tokens through all layers of this process: one new token of each running sample (`DecodeStep`), whole
 prompts (`Prompts`), or new tokens of sequences whose earlier positions are cached (`Extension`).

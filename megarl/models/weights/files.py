@@ -224,7 +224,8 @@ class CheckpointReader:
                 )
 
     def read(self, name: str, region: TensorRegion | None = None) -> Tensor:
-        """Return the tensor `name` or its `region`, in the file's dtype; quantised tensors in float32."""
+        """Return the tensor `name` or its `region`, in the file's dtype; dequantised tensors in float32 (from fp8) or
+        bfloat16 (from mxfp4)."""
         stored = self._slice(name)
         part = stored[as_index(region)] if region is not None else stored[...]
         return part if part.dtype in _CODES else self._dequantized(name, part, region)

@@ -2,7 +2,7 @@
 
 Programs with transformers 4 and 5 read the same model from them. transformers 5 keeps RoPE in `rope_parameters`;
 version 4 and programs built on it only read `rope_theta` and `rope_scaling`. The number of experts also has two names.
-Both forms are written. Files of the source model are copied unchanged.
+Both forms are written. Files of the source model are copied; only a plain tokenizer's class gets its older name.
 """
 
 from __future__ import annotations
@@ -175,7 +175,8 @@ def _older_keys(written: dict[str, Any], architecture: str, experts: int | None)
 def _name_classifier(
     folder: Path, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> int | None:
-    """Turn config.json into that of a sequence classifier, and return its padding token.
+    """Turn config.json into that of a sequence classifier, and return the id of its padding token; None if no token is
+    suitable.
 
     transformers scores a text at its last token that is not padding, so the padding token must not be the end token."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES

@@ -10,8 +10,8 @@ causal half is computed. Scores and softmax are fp32, the other products use the
 unlike there, the probabilities are kept for the gradient. The compiled loop computes everything in fp32, and the
 probabilities again in the backward pass.
 
-Sinks (sinks.py) are a further column of the scores in the products; the compiled loop is one of the kernels that need
-not know them.
+Sinks (sinks.py) are a further column of the scores in the products; the compiled loop computes without them, and
+sinks.py adds them to its result.
 """
 
 from __future__ import annotations

@@ -170,7 +170,8 @@ class AttentionDecoder:
 
 
 class KernelAttention:
-    """Decode attention of one new token per row at `positions` [n], with a kernel that reads only each row's length."""
+    """Decode attention of one new token per row at `positions` [n], with a kernel that reads only the cached positions
+    of each row up to its new one."""
 
     def __init__(self, kernels: DecodeKernels, cache: KVCache, positions: Tensor, scale: float) -> None:
         self._kernels, self._cache, self._scale = kernels, cache, scale

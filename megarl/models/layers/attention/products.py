@@ -135,7 +135,8 @@ def _joined_keys(x: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TorchCpu:
-    """The same by torch's CPU kernel, for one sequence without cap and mask, of equally wide keys and values.
+    """Attention by torch's CPU kernel (`sinks.Kernel`), for one sequence without cap and mask, and for keys and values
+    of one width.
 
     It takes half the time of `Products` for long sequences of keys, and keeps no scores either.
     """

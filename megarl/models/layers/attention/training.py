@@ -225,7 +225,8 @@ def plan_varlen(packed: PackedSequences, where: torch.device) -> VarlenPlan:
 
 
 def varlen_kernel(q: Tensor) -> Callable[..., Tensor] | None:
-    """Return the variable-length kernel for queries like `q`, or None (CPU, float32).
+    """Return the variable-length kernel for queries like `q`; None if there is none: on a CPU, in float32, or on GPUs
+    that no kernel supports.
 
     It is the first available one of FlashAttention 3 or 4 through torch, flash-attn, and torch's own kernel. Call it
     with q, k, v, a `VarlenCall`, the scale and the window.

@@ -28,7 +28,8 @@ class RouterRules:
     normalized: bool = False  # divide the weights of a token by their sum plus `epsilon`
     epsilon: float = 0.0
     scale: float = 1.0  # factor of all weights
-    groups: int = 1  # experts are chosen within the `chosen_groups` groups with the largest sum of two scores
+    # experts are chosen within the `chosen_groups` groups whose two highest scores have the largest sums
+    groups: int = 1
     chosen_groups: int = 1
     correction: bool = False  # a float32 bias is added to the scores for the choice, not for the weights
     bias: bool = False  # the router's linear layer has a bias

@@ -138,8 +138,8 @@ def count_tokens(routers: Sequence[ExpertRouter]) -> None:
 
 @torch.no_grad()
 def update_corrections(routers: Sequence[ExpertRouter], rate: float, groups: Sequence[WorkerGroup]) -> None:
-    """Raise the bias of experts with fewer tokens than the mean of their layer by `rate`, lower the others', and start
-    to count again. Collective over `groups`, whose ranks together counted all tokens of a batch.
+    """Raise the bias of experts with fewer tokens than the mean of their layer by `rate`, lower that of experts with
+    more, and set the counts to 0. Collective over `groups`, whose ranks together counted all tokens of a batch.
     """
     if not routers:
         return
