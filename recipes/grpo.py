@@ -95,7 +95,7 @@ def add_reward(p: Pipeline, config: RunConfig) -> None:
                 "later",
                 where=key,
                 found=f"with the reward {config.reward.described}",
-                allowed="with rewards of functions, or rewards of the name http for a served model",
+                allowed="with rewards that are functions, or with the reward http for a served model",
                 fix="remove this setting"
                 + ("" if config.async_.in_order else ", or set async.order=in_order async.max_staleness=0"),
             )

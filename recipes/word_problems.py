@@ -67,8 +67,8 @@ def make_pairs(
     """Return the problems of `make_rows` with an artificial preference for answers that end politely.
 
     Returns:
-        Rows with `prompt` (messages), `chosen` ("Anna has 42 apples. You are welcome!"), `rejected` ("Anna has 42
-        apples."), `answer` and `data_source`.
+        Rows with `prompt`, `chosen` and `rejected` as messages (the assistant's: "Anna has 42 apples. You are welcome!"
+        and "Anna has 42 apples."), `answer` and `data_source`.
     """
     pairs = []
     for row in make_rows(split, most, rows, held_out, system, seed):

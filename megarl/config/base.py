@@ -34,7 +34,7 @@ class Section(BaseModel):
     def _is_no_larger(cls, value: Any) -> Any:
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int) and abs(number) > LARGEST:
-                raise PydanticCustomError("less_than_largest", "an integer of a recipe may have 15 digits at most")
+                raise PydanticCustomError("less_than_largest", f"an integer of a recipe may be at most {LARGEST:,}")
         return value
 
 

@@ -27,7 +27,8 @@ class Components(Protocol):
 
     def own_keys(self, path: str, name: str) -> Collection[str] | None:
         """Return the keys that the reward (path `reward`) or environment (path `env`) called `name` accepts. Return
-        None when it accepts any key or when its keys are unknown, as for a user's file, which is not imported.
+        None when it accepts any key, cannot be found, or is in a user's file whose import (in another process) takes
+        too long.
         """
 
     def readers(self, path: str, key: str) -> Mapping[str, type[Section]]:

@@ -62,7 +62,9 @@ class RejectionRule(Section):
     stat: Literal["k1", "k2", "k3"] = Field(
         "k1", description="the tested quantity: k1 is the ratio, k2 is 0.5 log^2 ratio, k3 is ratio - 1 - log ratio"
     )
-    lower: NonNegativeFloat | None = Field(None, description="smallest accepted value; null: 1 / upper for k1")
+    lower: NonNegativeFloat | None = Field(
+        None, description="smallest accepted value; null: 1 / upper for k1 except at level seq_max, else no bound"
+    )
     upper: PositiveFloat | None = Field(None, description="largest accepted value; null: no bound")
 
 

@@ -225,7 +225,7 @@ class RewardConfig(Section):
         1,
         le=1024,
         description="processes that score per data-parallel rank; with 1 a thread scores instead, for built-in "
-        "rewards except math",
+        "rewards except math and classifier",
     )
     timeout_s: Seconds = Field(300.0, description="deadline for one batch of rewards")
     sample_timeout_s: Seconds = Field(

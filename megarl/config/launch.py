@@ -223,9 +223,9 @@ class SlurmConfig(Section):
 
 
 _QUANTITY = _matching(r"\d+(\.\d+)?([KMGTPE]i?|m|k|[eE]\d+)?", "a number with a unit, as 64Gi, 500m or 32")
-#: Pattern of a Kubernetes quantity.
+#: Text that is a Kubernetes quantity.
 Quantity = Annotated[str, BeforeValidator(_as_text), _QUANTITY]
-#: Pattern of the name of a Kubernetes object.
+#: Text that is the name of a Kubernetes object.
 ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", max_length=253)]
 
 

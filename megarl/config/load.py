@@ -80,11 +80,11 @@ def load_config(
     `extends:` (a file, a bare name, or a list of them; relative to the file that holds it) is merged below the file,
     key by key; `name` is not inherited and defaults to the file's stem. ConfigError lists all problems.
 
-    `components` validates the keys of the named components (loss, reward, environment) and fills in their defaults;
-    without it these keys stay as given. If a file or override names a different component from the one in the files it
-    extends, the keys that only the replaced component has are dropped. `check_own=False` validates only reward and
-    environment, for commands that use no other component. `run_dir` is the folder of a run that may be continued;
-    `model.dtype: auto` then keeps the precision of that run.
+    With `components`, the own keys of the components in section `algorithm` (such as the loss) are validated, and their
+    defaults filled in; with `check_own=False`, or without `components`, these keys stay as given. If a file or override
+    names a different component (also a reward or an environment) from the one in the files it extends, the keys that
+    only the replaced component has are dropped; this needs `components`. `run_dir` is the folder of a run that may be
+    continued; `model.dtype: auto` then keeps the precision of that run.
     """
     file = find_recipe(path)
     document = _read_with_parents(file, ())

@@ -116,8 +116,9 @@ class ModelConfig(Section):
 def split_layers(layers: int, chunks: int, first: int = 0, last: int = 0) -> list[int]:
     """Return how many layers each of a model's pipeline chunks has.
 
-    If they cannot have equally many, some have one more: chunks in the middle before the first one, which keeps the
-    activations of most micro-batches, and the last one, which has the head.
+    If they cannot have equally many, some have one more: the chunks in the middle come first, the later ones before the
+    earlier ones; then the first chunk, which keeps the activations of most micro-batches; then the last, which has the
+    head.
 
     Args:
         first, last: layers of the first and the last chunk; 0: as above.

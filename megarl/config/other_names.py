@@ -205,7 +205,7 @@ _KEYS = {
     "actor.optim.decay_steps": "lr_decay_steps lr_decay_iters",
     "actor.mini_batch_size (prompts, not samples)": "train_global_batch_size",
     "actor.engine.logits_chunk_tokens": "logprob_chunk_size",
-    "actor.engine.fp8": "fp8_cfg",
+    "actor.engine.fp8": "fp8_cfg fp8_training",
     "actor.parallel.sp": "sequence_parallel",
     "critic.aggregation": "critic.loss_agg_mode",
     "critic.value_clip": "cliprange_value",
@@ -284,7 +284,7 @@ _ABSENT = {
     _LORA: "use_lora lora use_peft peft peft_config modules_to_save",
     f"there is no DoRA here; {_LORA}": "use_dora dora",
     _FROZEN: "freeze_vision_tower freeze_vision freeze_llm freeze_aligner",
-    _QUANTISED: "load_in_4bit load_in_8bit use_bnb_nested_quant fp8_training",
+    _QUANTISED: "load_in_4bit load_in_8bit use_bnb_nested_quant",
     "there is no fp16 here; model.dtype is fp32 or bf16": "fp16 amp",
     _WANDB: (
         "wandb use_wandb wandb_project wandb_entity wandb_log_unique_prompts tensorboard tensorboard_dir "
@@ -335,12 +335,11 @@ _ABSENT = {
     "the entropy coefficient is constant here (algorithm.loss.entropy_coef)": (
         "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"
     ),
-    "VESPO does not exist here; `megarl keys algorithm.loss.name` lists the losses": (
-        "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"
-    ),
     "the balance of experts is set in the model's own configuration": "router_aux_loss_coef",
     f"{_ALWAYS}: the run folder has every sample": "rollout_data_dir validation_data_dir",
-    "environments and tools run in one process per machine here (section env)": "agent.num_workers",
+    "environments run in one process per replica here; env.workers is the number of processes that run tools": (
+        "agent.num_workers"
+    ),
     "generation takes data.batch_size prompts; set more rounds by algorithm.dynamic_sampling.max_rounds": (
         "gen_batch_size"
     ),

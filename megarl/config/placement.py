@@ -66,7 +66,7 @@ class PlacementConfig(Section):
 
     @property
     def has_several_teams(self) -> bool:
-        """Whether the recipe has several teams, or lets megarl choose them."""
+        """Whether the recipe names teams, or lets megarl choose them."""
         return bool(self.teams) or self.auto is not None
 
     @property

@@ -159,8 +159,8 @@ class SGLangConfig(Section):
         return None if name is None else os.environ[name]
 
     def argument(self, name: str) -> str | None:
-        """Return the value of the option `name` in `extra_args`, written `--name=value` or `--name value`, of several
-        the last one; None: it is not there."""
+        """Return the last value of the option `name` in `extra_args`, written `--name=value` or `--name value`; None:
+        the option is not there."""
         value = None
         for number, argument in enumerate(self.extra_args):
             option, equals, rest = argument.partition("=")

@@ -113,7 +113,7 @@ def read_yaml(path: Path) -> Document:
 
 
 def _read(text: str, path: tuple[str, ...], file: str) -> Document:
-    """Read the value of the key at `path`; None when the text is empty."""
+    """Read YAML text, the value of the key at `path`, as a document, whose data is None when the text is empty."""
     try:
         return _read_by(_Loader, text, path, file)
     except _TooLargeError:
