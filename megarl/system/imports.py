@@ -66,7 +66,8 @@ _MOVED = {
 
 def import_callable(path: Callable[..., Any] | str, *, where: str, component: bool = True) -> Callable[..., Any]:
     """Import the callable that "pkg.mod:Class.method", "pkg.mod:fn", "pkg.mod.fn" or "file.py:fn" names, relative to
-    the current folder; return a callable unchanged. Raise UserError, with the recipe key if a `component` names it.
+    the current folder; return a callable unchanged. `component` marks its module as the user's own (see `of_user`).
+    Raise UserError, which names the recipe key `where`.
     """
     if callable(path):
         return path

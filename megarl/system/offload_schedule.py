@@ -128,7 +128,7 @@ class OffloadSchedule:
         self._open: list[tuple[str, dict[str, Parts]]] = []
 
     def add(self, name: str, model: Model, *, offloads: bool) -> None:
-        """Register a model, and move its parts on or off the device as the current phase needs."""
+        """Register a model if it `offloads`, and move its parts on or off the device as the current phase needs."""
         if name not in MODELS:
             raise ValueError(f"the offload schedule has no role {name!r}; allowed: {', '.join(MODELS)}")
         if not offloads:

@@ -258,7 +258,7 @@ class Signals:
         self._came = -math.inf
 
     def stop(self, number: int, frame: FrameType | None) -> None:
-        """Raise `Stopped` (a signal handler)."""
+        """Raise `Stopped`, unless it was raised less than a second ago (a signal handler)."""
         now = time.monotonic()
         if now - self._came > _REPEATED_S:
             self._number, self._came = number, now

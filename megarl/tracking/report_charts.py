@@ -154,7 +154,7 @@ def _group(title: str, short: str, stage: str, charts: list[dict[str, Any]]) -> 
 
 
 def _is_constant(chart: dict[str, Any]) -> bool:
-    """Return whether every line of a chart has the same value in several steps, so that the chart can be left out."""
+    """Return whether each line of a chart stays at one value for several steps, so that the chart can be left out."""
     if chart["kind"] != "line" or chart.get("hero") or "band" in chart:
         return False
     return all(len(line["y"]) > 1 and one_value(line["y"]) and "start" not in line for line in chart["lines"])

@@ -66,8 +66,8 @@ class Tracker:
         resume_step: step after which the run continues; later lines of this stage are cut. None: a new start, which
             moves lines of an earlier start to `metrics.old-N.jsonl`; a second part moves only lines of its stage.
         part: whether this stage is the whole run, its first phase (whose end does not end the run), or its second.
-        restarts: whether the launcher may restart the run after a failure; if not, the launcher prints the final table
-            (`megarl.tracking.close.show_end`).
+        restarts: whether the launcher may restart the run after a failure; of a failed run the launcher then prints the
+          final table, if it does not restart the run (`megarl.tracking.close.show_end`).
         last: whether no other team ends after this one; otherwise the launcher writes trace.json when all have ended
             (`megarl.tracking.close.complete_trace`).
         console: where to print; None: standard output.
@@ -115,8 +115,8 @@ class Tracker:
         self._loggers = [LoggerThread(logger, about) for logger in cfg.loggers]
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record metrics of a step, which may get several calls. Raise ConfigError if MLflow could not be started, or a
-        metric has the name of another column of metrics.jsonl.
+        """Record metrics of a step, which may get several calls. Raise ConfigError if MLflow or another tracker could
+        not be started, or a metric has the name of another column of metrics.jsonl.
         """
         reserved = COLUMNS & metrics.keys()
         if reserved:

@@ -104,8 +104,10 @@ def part_trials(
 def val_sets(
     tasks: Iterable[TaskSpec], parted: Mapping[Split, Sequence[tuple[str, int]]]
 ) -> dict[tuple[str, int], str]:
-    """Return the set of validation start states: `eval_ood` for a task's last ones, which are only for evaluation
-    (`TaskSpec.evaluation`), and `train_iid` for those that are also trained on. Other held-out ones have no set."""
+    """Return the name of a validation start state's set, by (task, start state): `eval_ood` for a task's last ones,
+    which are only for evaluation (`TaskSpec.evaluation`), and `train_iid` for those that are also trained on. Other
+    held-out ones are left out.
+    """
     first = {task.name: task.trials - task.evaluation for task in tasks}
     trained = set(parted["train"])
     named = {pair: "eval_ood" if pair[1] >= first[pair[0]] else "train_iid" for pair in parted["val"]}

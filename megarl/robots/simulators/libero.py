@@ -2,10 +2,10 @@
 
 A task is `SUITE/NUMBER`, libero_spatial/0 to libero_90/89, in LIBERO's order. A trial is one of its start states;
 `settle` actions that do nothing come first and are not counted. An action is 7 numbers, -1 to 1: change of position and
-of orientation, and the gripper, -1 opens and 1 closes. The reader of the policy converts other gripper conventions (0
-to 1, the other sign, values between). The state is 8 numbers: position of the gripper, its axis-angle orientation, and
-its two fingers. Pictures are as robosuite renders them: upside down, which OpenVLA's pre-processing corrects by a turn
-of 180 degrees.
+of orientation, and the gripper, -1 opens and 1 closes. `robot.gripper` converts a policy's other convention (0 to 1,
+the other sign, values between). The state is 8 numbers: position of the gripper, its axis-angle orientation, and its
+two fingers. Pictures are as robosuite renders them: upside down, which OpenVLA's pre-processing corrects by a turn of
+180 degrees.
 
 Pictures are those of LIBERO's own observations, taken one physics step (2 ms) before the end of an environment step.
 They are rendered only for the last action of a chunk. Fixtures (a stove, a cabinet) are not part of a start state: in
@@ -300,5 +300,5 @@ def _use_meshes(configured: str | None) -> None:
 
 
 def _silent() -> contextlib.AbstractContextManager[Any]:
-    """Silence the output of LIBERO and robosuite while they load; standard output may be a pipe."""
+    """Redirect standard output, which may be a pipe, to standard error while LIBERO and robosuite load."""
     return contextlib.redirect_stdout(sys.stderr)

@@ -179,7 +179,7 @@ class OwnEmbedder(EpisodeEmbedder):
         return self._encoder, self._optimizer
 
     def state(self) -> dict[str, Any]:
-        """Return copies of the encoder's and optimizer's state; empty before the first training step."""
+        """Return copies of the encoder's and optimizer's state; empty before the first episodes."""
         if self._encoder is None or self._optimizer is None:
             return {}
         moments = self._optimizer.state_dict()["state"]

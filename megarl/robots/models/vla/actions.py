@@ -97,7 +97,9 @@ class ActionTokens:
     def encode(self, numbers: ArrayLike) -> Tokens:
         """Return the tokens int64 of numbers, which are clipped to -1 to 1."""
         values = np.asarray(numbers)
-        _refuse(values, ~np.isfinite(values), "not a finite number", "actions", "finite numbers")
+        _refuse(
+            values, ~np.isfinite(values), "a value of an action is not a finite number", "actions", "finite numbers"
+        )
         edges = np.linspace(-1, 1, self.bins)
         return np.asarray(self.vocab_size - np.digitize(np.clip(values, -1, 1), edges), dtype=np.int64)
 
@@ -105,7 +107,7 @@ class ActionTokens:
         """Return the centres of the intervals that `tokens` stand for, float32 from -1 to 1."""
         ids = np.asarray(tokens)
         wrong = (ids < self.start) | (ids >= self.vocab_size)
-        _refuse(ids, wrong, "not an action token", "tokens", f"{self.start} to {self.vocab_size - 1}")
+        _refuse(ids, wrong, "a token is not an action token", "tokens", f"{self.start} to {self.vocab_size - 1}")
         interval = np.minimum(self.vocab_size - 1 - ids, self.bins - 2)
         return self.centres.astype(np.float32)[interval]
 

@@ -90,7 +90,7 @@ def test_a_token_of_no_action_is_named_with_its_place(token):
 def test_a_number_that_is_none_is_named_with_its_place(number):
     actions = np.zeros((2, 8, 7))
     actions[1, 3, 6] = number
-    with pytest.raises(DataError, match=r"actions\[1, 3, 6\]: not a finite number"):
+    with pytest.raises(DataError, match=r"actions\[1, 3, 6\]: a value of an action is not a finite number"):
         TOKENS.encode(actions)
 
 
