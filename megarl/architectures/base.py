@@ -30,7 +30,7 @@ class RopeTraits:
 
     types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")  # the supported kinds of RoPE
     width_key: str = "head_dim"  # the key with the width of the part of a head that RoPE rotates
-    # RoPE rotates the first `partial_rotary_factor` of a head; other classes ignore the key
+    # whether RoPE rotates only the share `partial_rotary_factor` of a head, its beginning; other classes ignore the key
     partial: bool = False
     # key and default of the theta of layers with a window, if they have RoPE settings of their own; `rope_parameters`
     # then has one section for each kind of layer. None: all layers have the same settings.

@@ -62,8 +62,8 @@ def _keys(spec: Architecture) -> frozenset[str]:
 
 
 def unknown_keys(hf_config: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (dotted key, fix) for every key that is probably a mistake: similar to a valid key, or of no known
-    class."""
+    """Return (dotted key, fix) for every key that is probably a mistake: no class from which the config may have it
+    reads it, and published files do not have it either."""
     model_type = hf_config["model_type"]
     legal = _legal(model_type)
     foreign = _foreign(model_type)

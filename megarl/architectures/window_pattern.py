@@ -33,7 +33,8 @@ def refuse_no_pattern(raw: Mapping[str, Any], values: Mapping[str, Any], refuse:
 
 
 def odd_windows(mixers: Sequence[Mixer]) -> str | None:
-    """Return why SGLang, which leaves out the window of every n-th layer, would give windows to other layers."""
+    """Return why SGLang, which leaves out the window of every n-th layer, would give windows to other layers; None if
+    it gives them to the same layers."""
     windows = [mixer.window is not None for mixer in mixers]
     period = windows.index(False) + 1 if not all(windows) else len(windows) + 1
     if windows != [any(windows) and layer % period != 0 for layer in range(1, len(windows) + 1)]:

@@ -76,7 +76,7 @@ class PolicyModel(GPTModel):
         )
         self.hf_config = hf
         tables = {mixer.rope for mixer in config.mixers if isinstance(mixer, Attention)}
-        # `rope_parameters` has one section per kind of layers
+        # whether `rope_parameters` has one section for each kind of layer
         sections = "full_attention" in (hf.rope_parameters or {})
         self.local_rope = Rope(hf, layers="sliding_attention") if LOCAL_ROPE in tables else None
         # A model without full-attention layers has complete RoPE settings only for its sliding-window layers.

@@ -197,7 +197,8 @@ class Space:
         return spreads
 
     def _running(self) -> list[Spread]:
-        """Return assignments in which servers that already run keep their devices."""
+        """Return assignments in which servers that already run keep their devices. Raise ConfigError if they have all
+        devices."""
         used = server_devices(self.config)
         left = self.hardware.devices - used
         if left < 1:

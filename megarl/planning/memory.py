@@ -183,7 +183,8 @@ def logit_copies(config: RunConfig) -> float:
 
 
 def teacher_states(config: RunConfig, sizes: Sizes, team: TeamPlan) -> list[Term]:
-    """Return the term for the hidden states of teachers or reference for a step's samples in a rank's host memory.
+    """Return the term for the hidden states of teachers or reference for a step's samples in a rank's host memory;
+    empty if the team does not handle such states.
 
     The ranks of these models hold them twice, because they reorder them.
     """
@@ -382,7 +383,8 @@ def _generation(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str, *, gp
 
 
 def _decoding_weights(config: RunConfig, facts: ModelFacts, team: TeamPlan, job: str, *, gpu: bool) -> list[Term]:
-    """Return the embedded engine's copy of the weights: in another dtype, or repacked for a CPU."""
+    """Return the term of the embedded engine's copy of the weights, in another dtype or repacked for a CPU; empty if it
+    needs no copy."""
     size = parameter_bytes(facts, team.parallel, config.rollout_dtype)
     sampling = config.rollout.sampling if job == "train" else config.validation_sampling
     packed = not gpu and size <= PACK_LIMIT_BYTES and sampling.max_new_tokens >= PACK_STEPS

@@ -24,7 +24,7 @@ class PlannedPhase:
     # the node's id, or for work that belongs to no node `weights` (their transfer), `moves` (offloading) or `other`
     name: str
     team: str
-    parts: tuple[Cost, ...]  # the phase's costs, one for each formula
+    parts: tuple[Cost, ...]  # the phase's costs, by formula and kind of work
     begins: float = 0.0  # seconds from the step's start to the phase's start
 
     @property
@@ -63,7 +63,7 @@ class StepPlan:
     step_s: float  # seconds per step (formula S1)
     tokens: float  # prompt and response tokens per step, for formula S2
     generated: float  # generated tokens per step
-    flops: float  # FLOPs of the policy in a step (formula F2)
+    flops: float  # FLOPs of policy, critic and reference in a step (formula F2)
     dtype: str
     filled: tuple[Filled, ...]  # memory of each team's fullest device in each moment of a step (formula M1)
     room: ServerRoom  # room of the engine or servers for keys and values

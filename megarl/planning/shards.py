@@ -154,7 +154,8 @@ def _layer_shares(facts: ModelFacts) -> dict[str, float]:
 def trained_parameters(
     facts: ModelFacts, parallel: ParallelConfig, lora: LoraConfig | None, *, value_head: bool = False
 ) -> tuple[float, float]:
-    """Return the fullest rank's (dense, expert) parameters with gradients: all, or adapters and a value head."""
+    """Return the fullest rank's (dense, expert) parameters with gradients: those that are not frozen or, with `lora`,
+    adapters and a value head."""
     if lora is None:
         return stage_parameters(facts, parallel, value_head=value_head, trained=True)
     dense, expert = adapter_parameters(facts, parallel, lora)

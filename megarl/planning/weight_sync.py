@@ -59,7 +59,8 @@ class WeightSyncMemory:
         return (share, 0.0) if share <= bucket else (max(bucket, self._largest), min(bucket, share - self._largest))
 
     def always(self) -> list[Term]:
-        """Return the memory that weight updates take on the device all the time, not only during an update."""
+        """Return the terms of device memory that weight updates and colocated servers take all the time, not only
+        during an update."""
         terms: list[Term] = []
         if self.config.sync.transport in _ON_DEVICE:
             size = sum(self.buffers())

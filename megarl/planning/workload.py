@@ -17,7 +17,7 @@ from megarl.planning.shards import BYTES
 from megarl.planning.vision import image_patches
 from megarl.system.errors import ConfigError
 
-_NUMBER = 8  # a token id is int64; a log-prob or a value is float32
+_NUMBER = 8  # bytes of a field per token, at most: those of a token id (int64); a log-prob or a value is float32
 _MANY_ROUTES = 960  # bytes of a token's routes in a model of unknown size: those of the largest mixtures
 _WIDE = 8192  # hidden size of a teacher of unknown size: that of the largest dense models
 

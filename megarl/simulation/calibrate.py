@@ -58,7 +58,7 @@ def calibrate(run_dir: Path) -> Calibration:
             where=str(run_dir),
             found=f"async.order={system.order}",
             allowed="a run with async.order=in_order, whatever its staleness",
-            fix="run the recipe for some steps with async='!replace {max_staleness: 0}', and name that run",
+            fix="run the recipe for some steps with async='!replace {max_staleness: 0}', and name that run with --run",
         )
     steps = {
         line["step"]: line for line in read_jsonl(run_dir / "metrics.jsonl", needs=STEP) if line["stage"] == "train"

@@ -32,7 +32,7 @@ RECIPE, WHAT_IF = "unchanged", "--what-if"
 class StudyRow:
     """One simulated run with its settings and result."""
 
-    what: str  # the overrides that were simulated; `RECIPE`: the recipe as it is
+    what: str  # the overrides and assumptions of a `what if` row; `RECIPE`: the recipe as it is
     system: System
     outcome: Simulated
     wall_s: float  # seconds that the simulation took

@@ -43,7 +43,7 @@ class System:
     slots: int  # maximum number of samples that a replica decodes at the same time
     train: SimTeam  # the actor's team
     rollout: SimTeam | None  # the team that generates; None: the actor's team does
-    others: tuple[SimTeam, ...]  # teams of references, critics and teachers
+    others: tuple[SimTeam, ...]  # all other teams, such as those of references, critics and teachers
     waits: Mapping[str, tuple[str, ...]]  # nodes of other teams that a node waits for, by the node's id
     rollout_node: str = "rollout"
 

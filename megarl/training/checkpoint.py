@@ -290,7 +290,7 @@ def _surplus(
     for name, engine in engines.items():
         here = engine.hf_config.vocab_size
         saved = meta.get("vocab_sizes", {}).get(name, here)  # older checkpoints lack this entry
-        # Their padded embeddings may have equal shapes, so the tensors do not show that the vocabularies differ.
+        # Padded embeddings may have equal shapes, so the tensors do not show that the vocabularies differ.
         if saved != here:
             lines.append(f"{name} has a vocabulary of {saved} tokens, expected {here}")
     return lines

@@ -58,7 +58,7 @@ class HostArena:
             if code != 0:
                 raise UserError(
                     f"cannot lock {nbytes / 1e9:,.1f} GB of host memory for copies from the GPU (CUDA error {code})",
-                    allowed="the free memory of the machine or container",
+                    allowed="at most the free memory of the machine or container",
                     fix="add memory, or keep more on the GPUs with actor.engine.offload=false",
                 )
             self._block, self._unlock = block, weakref.finalize(self, runtime.cudaHostUnregister, block.data_ptr())

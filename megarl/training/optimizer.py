@@ -93,8 +93,9 @@ def build_optimizer(
             params_dtype=dtype,
             use_distributed_optimizer=engine.distributed_optimizer,
             use_precision_aware_optimizer=engine.exp_avg_dtype == "bf16",
+            # Only of the first moment: the second moment's relative change per step, 1 - beta2, is less than bf16
+            # resolves.
             exp_avg_dtype=DTYPES[engine.exp_avg_dtype],
-            # The second moment stays float32: its relative change per step, 1 - beta2, is less than bf16 resolves.
             store_param_remainders=False,  # whole masters, which checkpoints read and write in place
         ),
         chunks,
