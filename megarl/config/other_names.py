@@ -337,7 +337,7 @@ _ABSENT = {
     ),
     "the balance of experts is set in the model's own configuration": "router_aux_loss_coef",
     f"{_ALWAYS}: the run folder has every sample": "rollout_data_dir validation_data_dir",
-    "environments run in one process per replica here; env.workers is the number of processes that run tools": (
+    "environments run in one process per replica here, and tools in processes of their own (section env)": (
         "agent.num_workers"
     ),
     "generation takes data.batch_size prompts; set more rounds by algorithm.dynamic_sampling.max_rounds": (
