@@ -219,13 +219,15 @@ class StackedAdapters(ExpertAdapters):
 
     @torch.no_grad()
     def merged(self, weight: Tensor, region: TensorRegion) -> Tensor:
-        """Implement `Adapter.merged`."""
+        """Implement `Adapter.merged`. Only one expert's weights are wide at a time."""
         wide = torch.promote_types(weight.dtype, torch.float32)
         experts, inputs, outputs = as_index(region)
-        a = self.a.view(self._experts, self._rank, -1)[experts, :, inputs].to(wide)
-        b = self.b.view(self._experts, -1, self._rank)[experts, outputs].to(wide)
-        whole = weight[as_index(region)].to(wide)
-        return torch.baddbmm(whole, a.transpose(1, 2), b.transpose(1, 2), alpha=self.scale).to(weight.dtype)
+        a = self.a.view(self._experts, self._rank, -1)[experts, :, inputs]
+        b = self.b.view(self._experts, -1, self._rank)[experts, outputs]
+        out = weight[as_index(region)].clone()
+        for each, down, up in zip(out, a, b, strict=True):
+            each.copy_(torch.addmm(each.to(wide), down.T.to(wide), up.T.to(wide), alpha=self.scale))
+        return out
 
     def whole(self, weight: Tensor) -> Tensor:
         """Return the whole weight of this rank with the adapter added."""

@@ -178,6 +178,7 @@ class AdapterReader:
                 f"{TENSORS} cannot be read: {error}", where=where, found=str(self.folder), fix="copy it again"
             ) from error
         self.names = {name.removeprefix(_PREFIX): name for name in self._file.keys()}  # noqa: SIM118
+        self._ups: tuple[str, torch.Tensor] | None = None  # the last stack of B that was read
 
     def check(self, lora: LoraConfig, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raise an error if the adapter's settings or tensors differ from the recipe's."""
@@ -207,7 +208,9 @@ class AdapterReader:
         whole, rank = self._file.get_slice(self.names[stack]), self.settings["r"]
         if stack.endswith(DOWN):
             return whole[expert * rank : (expert + 1) * rank]
-        return whole[:].unflatten(1, (rank, -1))[:, :, expert].contiguous()
+        if self._ups is None or self._ups[0] != stack:  # a layer's experts are read one after the other
+            self._ups = stack, whole[:].unflatten(1, (rank, -1)).permute(2, 0, 1).contiguous()
+        return self._ups[1][expert]
 
     def base(self) -> str:
         """Return the folder or hub name of the adapter's base model."""
@@ -262,7 +265,10 @@ class AdapterReader:
             return weight
         down, up = (self._file.get_tensor(self.names[stem + part]).float() for part in (DOWN, UP))
         scale = self.settings["lora_alpha"] / self.settings["r"]
-        if weight.dim() == 3:
-            a, b = down.unflatten(0, (len(weight), -1)), up.unflatten(1, (-1, len(weight))).permute(2, 1, 0)
-            return torch.baddbmm(weight.float(), a.transpose(1, 2), b, alpha=scale).to(weight.dtype)
-        return torch.addmm(weight.float(), up, down, alpha=scale).to(weight.dtype)
+        if weight.dim() == 2:
+            return torch.addmm(weight.float(), up, down, alpha=scale).to(weight.dtype)
+        merged = weight.clone()
+        a, b = down.unflatten(0, (len(weight), -1)), up.unflatten(1, (-1, len(weight)))
+        for expert, each in enumerate(merged):  # only one expert's weights are wide at a time
+            each.copy_(torch.addmm(each.float(), a[expert].T, b[:, :, expert].T, alpha=scale))
+        return merged
