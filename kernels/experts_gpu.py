@@ -39,7 +39,7 @@ def _sum_rows(  # type: ignore[no-untyped-def]  # no type hints: Triton reads an
     EACH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum a block of columns over the rows of one token (the results of its experts); place -1 means no row."""
+    """Sum a block of columns over the rows of one token (the results of its experts); a negative place means no row."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

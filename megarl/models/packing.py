@@ -80,7 +80,7 @@ class PackedStream:
     position_ids: Tensor  # int64 [1, t], position of each token in its own sequence
 
     def to(self, device: torch.device) -> PackedStream:
-        """Move all tensors to `device`."""
+        """Return the stream with its tensors on `device`, except `params.padding`, which stays where it is."""
         cu = self.params.cu_seqlens_q.to(device)
         params = copy.copy(self.params)
         params.cu_seqlens_q = params.cu_seqlens_kv = cu

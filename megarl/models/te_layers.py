@@ -141,8 +141,8 @@ class TEPackedAttention(TEDotProductAttention):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: object, packed_seq_params: PackedSequences, **__: object
     ) -> Tensor:
-        """Return the attention's output [t, 1, heads * d] after RoPE, d: width of a head. `query`: [t, 1, heads, d];
-        `key` and `value`: [t, 1, groups, d]."""
+        """Rotate queries and keys, and return the attention's output [t, 1, heads * d] with heads of width d. `query`:
+        [t, 1, heads, d]; `key` and `value`: [t, 1, groups, d]."""
         packed = packed_seq_params
         angles, at = packed.cache["angles"], (packed.cp_size, packed.cp_rank)
         q, k = (fused_apply_rotary_pos_emb_thd(x.squeeze(1), packed.cu_seqlens_q, angles, *at) for x in (query, key))

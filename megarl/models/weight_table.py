@@ -72,8 +72,8 @@ class Shard:
     pieces: tuple[Piece, ...]
 
 
-#: A rule for one layer: (rule, (chunk, parameter), names of its tensors in a checkpoint). A rule for experts has the
-#: names of all experts of this rank.
+#: One parameter of a process: (rule, (chunk, parameter), names of its tensors in a checkpoint). A rule for experts has
+#: the names of all experts of this rank.
 Instance = tuple[WeightRule, tuple[int, str], tuple[str, ...]]
 
 

@@ -113,8 +113,8 @@ class Search:
     def floor(self, spread: Spread) -> float:
         """Return a lower bound on the step seconds of all layouts of a placement (formula S4 of docs/planning.md).
 
-        It counts training's matrix products at peak rate, and generation as if the servers had memory for as many
-        samples at once as the recipe allows.
+        It counts the matrix products of the actor's updates at the best assumed share of the peak rate, and the
+        generation of servers as if they had memory for as many samples at once as the recipe allows.
         """
         given, config = self._given, self._config
         rate = self._hardware.peak(config.model.dtype) * max(given.gemm_share, given.expert_share)

@@ -126,7 +126,7 @@ def _line(lines: Sequence[dict[str, Any]], id: str, team: SimTeam) -> Line:
 
 
 def _other(lines: Sequence[dict[str, Any]], team: SimTeam, system: System) -> float:
-    """Return how many seconds per step a team works outside its graph nodes."""
+    """Return how many seconds per step a team works outside its graph nodes and its weight transfers."""
     trains = team is system.train
     generates = team is system.rollout or (trains and system.rollout is None)
     known = [*team.nodes, *([system.rollout_node] if generates else [])]

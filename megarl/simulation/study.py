@@ -72,7 +72,8 @@ class Study:
         return None if self.run_dir is None else calibrate(self.run_dir)
 
     def other_model(self) -> str | None:
-        """Return a warning if the measured run had a different model from the recipe's; None if it had the same."""
+        """Return a warning if the measured run had a different model from the recipe's; None if it had the same, or if
+        formulas give the times."""
         if self.run_dir is None:
             return None
         recipe_model, measured_model = (
@@ -151,7 +152,7 @@ def _refuse_unused(given: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def _refuse_other(graph: TaskGraph, measured: Calibration, run_dir: Path | None) -> None:
-    """Raise an error if the measured run had another task graph, because nodes of this graph were then not measured."""
+    """Raise ConfigError if the run did not measure all nodes of this task graph, as when it had another graph."""
     generating = {id for id in graph.order() if graph[id].declared.resamples}
     missing = [id for id in graph.order() if id not in measured.seconds.nodes and id not in generating]
     if missing:

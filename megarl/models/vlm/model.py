@@ -45,7 +45,7 @@ class Images:
     features: Tensor  # int64 [F], index of the feature that each of `places` takes; samples of a group share features
 
     def to(self, device: torch.device) -> Images:
-        """Move all tensors to `device`."""
+        """Return the images with all tensors on `device`."""
         return Images(*(getattr(self, item.name).to(device) for item in fields(self)))
 
 

@@ -82,8 +82,8 @@ def find_draft(hf: PretrainedConfig, source: str | Path | None) -> KeptDraft | N
 
 def repeated_tensors(hf: PretrainedConfig, source: str | Path | None) -> dict[str, list[str]]:
     """Return the tensors with which the draft head in the files at `source` repeats the embedding and the vocabulary
-    head, by the name of what they repeat: some engines read them. Empty, with a warning, if the files are no longer on
-    this machine."""
+    head, by the name of what they repeat: some engines read them. The lists are empty, with a warning, if the files are
+    no longer on this machine."""
     reader = _open(hf, source, "the export's draft head may lack its copies of the embedding and the vocabulary head")
     head = EMBEDDINGS if hf.tie_word_embeddings else HEAD
     repeats: dict[str, list[str]] = {}
