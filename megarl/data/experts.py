@@ -34,6 +34,13 @@ if TYPE_CHECKING:
 UNKNOWN_VERSION = -1
 
 
+class ExpertResponses(SFTDataset):
+    """The responses of `data.experts.files`; error messages name the keys of that section."""
+
+    limit_key = "data.experts.max_tokens"
+    response_setting = "data.experts.response_key"
+
+
 class Experts:
     """The expert responses of a run, by the tokens of their prompts.
 
@@ -139,7 +146,7 @@ def open_experts(
     if settings is None:
         return None
     data = config.data.model_copy(update={"train_files": settings.files, "val_split": None})
-    responses = SFTDataset(
+    responses = ExpertResponses(
         data,
         tokenizer,
         settings.response_key,

@@ -17,6 +17,8 @@ from megarl.system.errors import DataError, shortened
 Message = dict[str, Any]
 ASSISTANT = "assistant"
 SYSTEM_ROLES = ("system", "developer")  # OpenAI renamed "system" to "developer"
+#: The recipe key of the column of responses in supervised fine-tuning.
+SFT_RESPONSE = "sft.response_key"
 #: OpenAI's key for whether an assistant's message is learnt, 1 or 0; chat templates do not see it.
 WEIGHT = "weight"
 #: Keys that tie a tool's answer to its call; the template need not write them, since the answer follows the call.
@@ -94,26 +96,38 @@ def prompt_messages(value: Any, row: Row, column: str, *, whole: bool, images: b
     return without_weight(prompt)
 
 
-def response_of(row: Row, prompt_key: str, response_key: str, *, images: bool = False) -> list[Message]:
-    """Return a row's response as messages; the assistant's messages are trained on. See `response_messages`."""
-    value = row.column(response_key, "sft.response_key")
+def response_of(
+    row: Row, prompt_key: str, response_key: str, *, images: bool = False, setting: str = SFT_RESPONSE
+) -> list[Message]:
+    """Return a row's response as messages; the assistant's messages are trained on. See `response_messages`.
+
+    Args:
+        setting: the recipe key that names the column `response_key`, for error messages.
+    """
+    value = row.column(response_key, setting)
     whole = prompt_key == response_key
     if whole and not isinstance(value, list):
         raise DataError(
-            f"data.prompt_key and sft.response_key are both {response_key!r}, and the column holds no conversation",
+            f"data.prompt_key and {setting} are both {response_key!r}, and the column holds no conversation",
             where=row.where,
             found=type(value).__name__,
             allowed="chat messages that end with the assistant's",
             fix="set one of the two to another column",
         )
     if not isinstance(value, list):
-        return response_messages(value, response_key, row)
+        return response_messages(value, response_key, row, setting=setting)
     shown = prompt_messages(row.column(prompt_key, "data.prompt_key"), row, prompt_key, whole=whole, images=images)
-    return response_messages(value, response_key, row, shown, images=images)
+    return response_messages(value, response_key, row, shown, images=images, setting=setting)
 
 
 def response_messages(
-    value: Any, key: str, row: Row, prompt: list[Message] | None = None, *, images: bool = False
+    value: Any,
+    key: str,
+    row: Row,
+    prompt: list[Message] | None = None,
+    *,
+    images: bool = False,
+    setting: str = SFT_RESPONSE,
 ) -> list[Message]:
     """Return a response: text or an integer as one message, or messages that begin and end with the assistant's.
 
@@ -124,6 +138,7 @@ def response_messages(
         prompt: messages of the row's prompt. If the response begins with them, they are removed, and so are messages
             after the assistant's last one.
         images: the prompt may contain images; the response never may.
+        setting: the recipe key that names the column, for error messages.
     """
     if isinstance(value, str):
         return [{"role": ASSISTANT, "content": value}]
@@ -154,11 +169,15 @@ def response_messages(
             where=row.where,
             found="null" if value is None else value,
             allowed="text, an integer, or chat messages that begin and end with the assistant's",
-            fix="write the response into the column, or remove the row; supervised fine-tuning and a cold start "
-            "(sft.steps above 0) read the column of sft.response_key",
+            fix=f"write the response into the column, or remove the row; {_reader(setting)} the column of {setting}",
         )
     _refuse_unlearnt(messages, key, row)
     return messages
+
+
+def _reader(setting: str) -> str:
+    """Return what reads the column that the recipe key `setting` names, and the verb, for error messages."""
+    return "supervised fine-tuning and a cold start (sft.steps above 0) read" if setting == SFT_RESPONSE else "it is"
 
 
 def _refuse_unlearnt(messages: list[Message], key: str, row: Row) -> None:

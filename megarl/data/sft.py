@@ -13,7 +13,7 @@ from megarl.data.batch import Batch, Jagged
 from megarl.data.continuation import continued
 from megarl.data.conversations import Conversations, Turn
 from megarl.data.end_tokens import is_special, turn_end
-from megarl.data.messages import Message, response_of
+from megarl.data.messages import SFT_RESPONSE, Message, response_of
 from megarl.data.prompts import PromptDataset, dropped, fingerprint, tokens_text
 from megarl.data.render import Split, tokenize, uses_chat
 from megarl.data.rows import Row
@@ -80,6 +80,7 @@ class SFTDataset(PromptDataset):
     """
 
     limit_key: ClassVar[str] = "sft.max_tokens"  # the recipe key that limits an example's tokens, for error messages
+    response_setting: ClassVar[str] = SFT_RESPONSE  # the recipe key that names the column of responses, for the same
 
     def __init__(
         self,
@@ -107,7 +108,8 @@ class SFTDataset(PromptDataset):
         whole = response_key == config.prompt_key
         super().__init__(config, tokenizer, split, tools, whole=whole, answered=False, images=images, rows=rows)
         shown = config.image_key is not None
-        talks = [response_of(row, config.prompt_key, response_key, images=shown) for row in self.rows]
+        setting = self.response_setting
+        talks = [response_of(row, config.prompt_key, response_key, images=shown, setting=setting) for row in self.rows]
         examples = self._tokens(talks, tokenizer, _end(tokenizer, config, stop_ids), stop_ids)
         responses = ["".join(message["content"] for message in talk) for talk in talks]
         self.max_tokens = max_tokens

@@ -114,7 +114,8 @@ def test_a_draw_depends_on_seed_and_uid_only(tmp_path, tokenizer):
         (ROWS[3:], {}, "no expert response answers a training prompt"),
         ([{**ROWS[0], "logp": [-0.5]}], {"logp_key": "logp"}, r"found: +'?1 entries(.|\n)*2 finite numbers"),
         ([{**ROWS[0], "logp": [-0.5, 0.1]}], {"logp_key": "logp"}, "log-probs of an expert response do not fit"),
-        ([{"prompt": "1+1="}], {}, "response"),
+        ([{"prompt": "1+1="}], {}, r"fix: +set data\.experts\.response_key"),
+        (ROWS[:1], {"max_tokens": 2}, r"2 tokens \(.*, or data\.experts\.max_tokens\)"),
     ],
 )
 def test_files_that_do_not_fit_are_refused_by_row(tmp_path, tokenizer, rows, settings, problem):
