@@ -70,7 +70,7 @@ def k3(d: Tensor) -> Tensor:
 def unbiased_k3(d: Tensor) -> Tensor:
     """Return exp(-d) - 1 + d, with d limited to +-20; the loss term is r times this, r = pi / old.
 
-    Of samples of an older policy it is unbiased, and so is its gradient, r d grad(log pi), which `low_var_kl+` has at
+    On samples of an older policy it is unbiased, and so is its gradient, r d grad(log pi), which `low_var_kl+` has at
     r = 1 only. d is limited, not the value, which would have no gradient where the policy is far from the reference.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556).

@@ -130,7 +130,8 @@ class Objective:
 
     def divisor(self, metrics: Metrics) -> float:
         """Return the number by which the summed gradient must be divided, computed from the merged `metrics` of all
-        micro-batches: the trained tokens, or the mean importance weight, which only then are known (`divides_late`).
+        micro-batches: the number of trained tokens or sequences times the mean importance weight, each as far as it was
+        unknown before (`divides_late`).
         """
         from megarl.algorithms.correction import mean_weight
 

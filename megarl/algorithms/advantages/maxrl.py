@@ -22,8 +22,8 @@ def maxrl(
     """Compute A = (score - group mean) / group mean; 0 if the group's mean is 0.
 
     With scores of 0 and 1 the expected gradient is that of a truncated series of log p, p the probability of success:
-    maximum likelihood in place of the mean score. A prompt with one success in four weighs three times as much as one
-    with two.
+    maximum likelihood in place of the mean score. A success has advantage 3 if it is the only one of four samples, and
+    1 if it is one of two.
 
     Raises:
         ConfigError: a score is negative; a negative group mean would reverse the sign of the advantages.

@@ -31,7 +31,7 @@ def opsm(
 ) -> tuple[Tensor, Metrics]:
     """Compute the loss of `ppo`; 0 where A < 0 and the sequence's mean of log(old / pi) is above off_policy_threshold.
 
-    A policy learns most from its own mistakes; those of a policy that it no longer is may destabilise it. With `mode:
+    A policy learns most from its own mistakes; the mistakes of a much older policy may destabilise it. With `mode:
     bypass` old is the engine's probability, as in the paper. Stopped tokens stay in the divisor of the aggregation.
 
     Returns:
