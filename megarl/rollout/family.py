@@ -166,7 +166,7 @@ class EngineFamily:
         """Check that the rollout team can finish groups one by one (`async.order=as_ready`)."""
 
     def experts_problems(self, config: RunConfig) -> list[ConfigError]:
-        """Return the problems that this engine has with a mixture-of-experts policy; some checks load the model."""
+        """Return the problems that this engine has with a mixture-of-experts policy; call it for such policies only."""
         return []
 
     def silent_servers(self, config: RunConfig) -> str | None:

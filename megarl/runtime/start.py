@@ -45,7 +45,7 @@ def token_exchange(c: RankState, graph: TaskGraph) -> Callable[..., Batch] | Non
 
 
 def build_team(config: RunConfig, run_dir: Path, graph: TaskGraph, team: TeamContext) -> RankState:
-    """Build this rank's part of a team that trains. Collective over the team."""
+    """Build the state of a rank of any team of a training run. Collective over the team."""
     c = build_rank_state(config, run_dir, team)
     c.context.resting = config.critic.warmup_steps if Role.CRITIC in graph.roles else 0
     if team.leads and not graph.has_responses and c.layout.rank == 0:

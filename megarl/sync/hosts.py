@@ -14,7 +14,7 @@ from megarl.system.processes import LOOPBACK, is_address_here
 def choose_transport(
     wanted: str, receivers: Sequence[str], trainers: set[str], cannot_map: str = "", spread: str = ""
 ) -> str:
-    """Return the transport that the recipe sets, or for `auto` the best possible transport.
+    """Return the transport `wanted` (`sync.transport`), or for `auto` the best possible transport.
 
     Args:
         receivers: host of each receiver.

@@ -124,7 +124,7 @@ class Receiver(Protocol):
         """Prepare the engine to receive tensors; close an update that a dead trainer left open."""
 
     def end(self, step: UpdateStep) -> None:
-        """Recompute the values that the receiver derives from tensors; called after all tensors have arrived."""
+        """End the update after all tensors have arrived; the engine then recomputes what it derives from them."""
 
     def set_version(self, version: str, step: UpdateStep) -> None:
         """Set the name of the weights that the engine holds."""

@@ -110,7 +110,9 @@ class TeamChannel:
         return batch
 
     def give(self, context: Any, node: Node, batch: Batch) -> None:
-        """Hand over the fields of `node` that other teams use; mark the step done after the team's last node.
+        """Hand over the fields of `node` that other teams use.
+
+        After the team's last node the step is marked done, unless the channel `stays`.
 
         Raises:
             HandoverError: a column cannot be sent, or the buffer refuses it.

@@ -55,7 +55,7 @@ class CacheRows:
         self.holders[row] = -1
 
     def admit(self, sequences: Sequence[int]) -> RowAssignment:
-        """Assign rows to `sequences`, in order, until all rows decode; kept rows of other sequences are evicted."""
+        """Assign rows to `sequences`, in order, until all rows decode; evict kept rows of others if needed."""
         self._begin()
         admission = RowAssignment()
         chosen = list(sequences[: self.slots - self.running])

@@ -41,7 +41,7 @@ def start_servers(host: EngineHost, key: str | None = None, address: str | None 
 
     Args:
         key: the servers' API key, if another team uses it too; None: a new key.
-        address: the address at which workers of other teams reach the servers; None: loopback.
+        address: the address at which workers of other teams reach the servers; None: only this team calls them.
     """
     config, layout = host.config, host.layout
     servers = with_plain_experts(config.rollout.sglang, facts_of(host.hf_config))
