@@ -111,7 +111,7 @@ class RankState:
     tokenizer: PreTrainedTokenizerBase
     # this team's roles, by the names under which stages take them
     held: dict[str, ModelRole | RolloutRole | ScorerRole]
-    loader: PromptLoader | None  # training data; only in the team that generates samples, else None
+    loader: PromptLoader | None  # training data; in the team that generates samples or learns from preferences
     val_data: Described | None  # held-out prompts; only in the team that generates samples, else None
     # held-out preference pairs or labelled examples of a run that generates nothing
     val_pairs: PairDataset | LabelledDataset | None = None

@@ -32,8 +32,8 @@ class StoredGroup(NamedTuple):
 
     step: int  # step that trained on the fresh group
     number: int  # number of the group in that step
-    version: int  # weights that generated its first token
-    signal: float  # mean absolute advantage of its tokens
+    version: int  # oldest weights that generated one of its tokens
+    signal: float  # mean absolute advantage of its trained tokens
 
 
 @dataclass

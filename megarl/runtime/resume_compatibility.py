@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Command = Literal["train", "sft"]
 Plain = Mapping[str, Any]
-#: What a changed value does. None: it is used from the next step on. A text: where the new value is not used.
+#: What a changed value does. None: it is used from the next step on. A text: for what it is used, or not used; FIXED.
 Effect = str | None
 
 WEIGHTS = "the weights are those of the checkpoint"

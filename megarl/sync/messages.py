@@ -19,7 +19,7 @@ from typing import Any
 
 _NONCE = 32
 _PROOF_S = 30.0
-_AGAIN_S = 0.1  # seconds between two attempts to connect
+_AGAIN_S = 0.1  # seconds until the next attempt to accept a connection, after one that failed
 _LIMIT = 64 << 30  # maximum bytes of a message; a message that claims to be larger is not from megarl
 
 Handler = Callable[[dict[str, Any], list[bytearray]], dict[str, Any]]

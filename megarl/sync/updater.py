@@ -184,8 +184,8 @@ class WeightSync:
         return report
 
     def _must_send_frozen(self, numbers: list[int]) -> bool:
-        """Return whether the update must have all tensors, because a receiver in `numbers` may lack tensors that are not
-        trained, or because every update of the transport needs all tensors. Collective.
+        """Return whether the update must have all tensors, because a receiver in `numbers` may lack tensors that are
+        not trained, or because every update of the transport needs all tensors. Collective.
         """
         if not self.plan.frozen or not self.transport.in_parts:
             return True

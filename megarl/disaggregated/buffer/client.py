@@ -365,7 +365,7 @@ class BufferClient:
                     return
 
 
-#: A payload in the object store: the object with its block, and the first and last position of its samples there.
+#: A payload in the object store: the object with its block, and where its samples start and stop there.
 Piece: TypeAlias = tuple[Any, int, int]
 _FREED_S = 7.0  # seconds that Ray may take to free the memory of blocks that no step needs any more
 

@@ -10,7 +10,7 @@ from megarl.rollout.sglang.fleet import Fleet
 from megarl.system.comm import WorkerGroup
 from megarl.system.errors import ServerError
 
-_PROBE_TOKENS = 8  # number of tokens of the prompt and of its continuation
+_PROBE_TOKENS = 8  # number of tokens of the prompt, and also of its continuation
 
 
 @dataclass(frozen=True)

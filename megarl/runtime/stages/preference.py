@@ -39,7 +39,7 @@ PAIR_FIELDS = (
     "margin",
     *IMAGES,
 )
-_PAIR = 2  # samples that are never in different micro-batches
+_PAIR = 2  # number of samples of a pair, which are never in different micro-batches
 
 #: Declares a stage that trains the policy on preference data, with the fields that mini-batches use.
 trains = partial(stage, optional=[ORDINAL, COPIES], writes=[], kind=Kind.MODEL_TRAIN, role=Role.ACTOR)

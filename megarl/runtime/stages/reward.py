@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 _COLUMNS = ("uid", "prompt_text", "response_text", "answer", "data_source", "finish_reason", "row")
-#: Handles of the scores that are being computed: lives between `reward_submit` and `reward`, in this process only.
+#: The field with handles of the scores that are being computed; it exists between `reward_submit` and `reward`, in this
+#: process only.
 PENDING = "pending_reward"
 
 

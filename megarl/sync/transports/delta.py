@@ -82,7 +82,7 @@ class DeltaTransport(Transport):
         self.sent_bytes: int = 0
         self._version = 0
         self._bases: dict[int, tuple[int, Tensor]] = {}
-        self._put: dict[int, _Put] = {}  # the delta that `put` computed for each bucket of this update, by its number
+        self._put: dict[int, _Put] = {}  # buckets of this update as `put` prepared them, by number
         self._relayed: dict[str, tuple[int, bool]] = {}  # host -> last bucket sent to it, and whether as a delta
         # receivers that still hold the version that they got last, to which a delta applies
         self._current: set[int] = set()
@@ -107,7 +107,7 @@ class DeltaTransport(Transport):
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
         """Compare the bucket with the version that was sent last, and keep it for the next comparison."""
-        # the buffer of this bucket is being filled again, so all receivers have the bucket
+        # the buffer of this earlier bucket was filled again, so all receivers have the bucket
         self._put.pop(number - _BUFFERS, None)
         known = self._bases.get(number)
         if known is None:

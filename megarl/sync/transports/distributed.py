@@ -65,7 +65,7 @@ class DistributedTransport(Transport):
         address: address of this host for receivers; None: the address of the interface that reaches the receiver.
     """
 
-    senders_per_stage: int | None = 1  # every sender has a connection to every receiver
+    senders_per_stage: int | None = 1  # few, because every sender needs a connection to every receiver
 
     def __init__(self, device: torch.device, deadline_s: float, address: str | None = None) -> None:
         self.device, self.deadline_s, self.address = device, deadline_s, address
