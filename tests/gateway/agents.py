@@ -36,6 +36,14 @@ def guess(task: dict[str, Any]) -> dict[str, Any]:
     return {"reward": float(second["token_ids"][0]), "info": {"asked": 2}}
 
 
+def asks_thrice(task: dict[str, Any]) -> float:
+    """Three turns with the digits in the replies as the score, for models that know nothing."""
+    messages = [{"role": "user", "content": task["row"]["prompt"]}]
+    for _ in range(3):
+        messages += [say(messages)["message"], {"role": "user", "content": "+"}]
+    return sum(c.isdigit() for message in messages[1::2] for c in message["content"]) / 12
+
+
 def branches(task: dict[str, Any]) -> float:
     """A line of two calls, a sibling of the second one, a sub-agent, and the first line again."""
     messages = [{"role": "user", "content": task["row"]["prompt"]}]

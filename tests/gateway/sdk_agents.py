@@ -124,6 +124,53 @@ def by_anthropic(task: dict[str, Any]) -> None:
     _write(task, received)
 
 
+def adds_by_openai(task: dict[str, Any]) -> None:
+    """A call of a tool, its result in a stream, and a question that the model was not taught, asked twice."""
+    client, received = openai.OpenAI(), []
+    tools: list[Any] = [{"type": "function", "function": TOOL}]
+    more: dict[str, Any] = {"model": "policy", "tools": tools, "logprobs": True}
+    more["extra_body"] = {"return_token_ids": True}
+    messages: list[Any] = [{"role": "system", "content": "you are kind"}, {"role": "user", "content": "1+2?"}]
+
+    def keep(choice: Any) -> None:
+        received.append([choice.token_ids, [entry.logprob for entry in choice.logprobs.content]])
+
+    first = client.chat.completions.create(messages=messages, **more).choices[0]
+    keep(first)
+    [call] = first.message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+    messages += [first.message.model_dump(exclude_none=True), result]
+    text = ""
+    for chunk in client.chat.completions.create(messages=messages, stream=True, **more):
+        last, text = chunk.choices[0], text + (chunk.choices[0].delta.content or "")
+    keep(last)
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "why"}]
+    for _ in range(2):
+        keep(client.chat.completions.create(messages=messages, **more).choices[0])
+    _write(task, received)
+
+
+def adds_by_anthropic(task: dict[str, Any]) -> None:
+    """The same; the number of tokens and the text of each reply is received."""
+    client, received = anthropic.Anthropic(), []
+    tools: list[Any] = [{"name": "add", "description": "Add.", "input_schema": SCHEMA}]
+    more: dict[str, Any] = {"model": "policy", "system": "you are kind", "tools": tools, "max_tokens": 200}
+    messages: list[Any] = [{"role": "user", "content": "1+2?"}]
+    first = client.messages.create(messages=messages, **more)
+    [use] = first.content
+    received.append([first.usage.output_tokens, use.name])
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "3"}
+    messages += [{"role": "assistant", "content": [use.model_dump()]}, {"role": "user", "content": [result]}]
+    with client.messages.stream(messages=messages, **more) as stream:
+        second = stream.get_final_message()
+    received.append([second.usage.output_tokens, second.content[0].text])
+    messages += [{"role": "assistant", "content": second.content[0].text}, {"role": "user", "content": "why"}]
+    for _ in range(2):
+        reply = client.messages.create(messages=messages, **more)
+        received.append([reply.usage.output_tokens, reply.content[-1].text])
+    _write(task, received)
+
+
 def talks(task: dict[str, Any]) -> None:
     """Rounds of talk with a model that says anything; the last reply is asked for twice."""
     client, received = openai.OpenAI(), []

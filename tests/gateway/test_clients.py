@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,18 +64,121 @@ def test_other_apis_play_an_episode(agent, thoughts, tmp_path):
     assert [lane.turn_numbers for lane in episode.all_lanes] == [[0, 1, 2]]
 
 
-def test_what_a_client_receives_is_what_the_embedded_engine_sampled(single_process, tmp_path):
-    """Tokens and log-probs bit for bit; those of a training forward pass to rounding, in every sequence."""
-    from tests.rollout.cases import build, engine, full_forward
+def teach(folder: Path, episode) -> None:
+    """Save a tiny model that was taught the turns of an episode."""
+    from tests.models.tiny import tiny_hf
 
-    talk = Talk("qwen3")
+    model = tiny_hf("qwen3", vocab_size=352, max_position_embeddings=1024, num_hidden_layers=2, pad_token_id=None)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    rows = [
+        (torch.tensor([*lane.prompt_ids, *lane.token_ids]), [False] * len(lane.prompt_ids) + lane.sampled)
+        for lane in episode.all_lanes
+    ]
+    for _ in range(400):
+        losses = []
+        for ids, sampled in rows:
+            logps = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            losses.append(-logps[torch.tensor(sampled[1:])].mean())
+        if max(loss.item() for loss in losses) < 2e-3:
+            break
+        optimizer.zero_grad()
+        sum(losses).backward()
+        optimizer.step()
+    model.eval().save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def embedded_engine(chunks, folder: Path, heard: list[Any], patch: pytest.MonkeyPatch):
+    """The embedded engine; `heard` is extended by the tokens and log-probs of every turn."""
+    from megarl.rollout.embedded.turns import TurnSession
+    from tests.rollout.cases import engine
+
+    wait = TurnSession.wait
+
+    def waiting(self, enough=None):
+        done = wait(self, enough)
+        heard.extend((turn.token_ids, turn.logprobs) for turn in done.values())
+        return done
+
+    patch.setattr(TurnSession, "wait", waiting)
+    yield engine(chunks)
+
+
+@contextlib.contextmanager
+def served_engine(chunks, folder: Path, heard: list[Any], patch: pytest.MonkeyPatch):
+    """A real SGLang server; `heard` is extended by what it answers."""
+    from megarl.rollout.sglang.client import Dispatch
+    from tests.rollout import servers
+    from tests.rollout.forked import forked_servers
+
+    post = Dispatch._post
+
+    async def posting(self, server, payload):
+        body = await post(self, server, payload)
+        logprobs = [entry[0] for entry in body["meta_info"]["output_token_logprobs"]]
+        heard.append((body["output_ids"], logprobs))
+        return body
+
+    patch.setattr(Dispatch, "_post", posting)
+    with forked_servers(), servers.start(folder.parent, folder) as fleet:
+        yield servers.engine(fleet)
+
+
+def test_what_a_client_receives_is_what_the_embedded_engine_sampled(single_process, tmp_path, monkeypatch):
+    """Tokens and log-probs bit for bit; those of a training forward pass to rounding, in every sequence."""
+    from tests.rollout.cases import build
+
+    talk, heard = Talk("qwen3"), list[Any]()
     chunks = build("qwen3", hf={"vocab_size": 600, "max_position_embeddings": 1024})
     ends = list(range(100, 600, 3))  # a random model meets one soon
-    episode, received = played("talks", [], tmp_path, engine(chunks), talk, stop_token_ids=ends)
+    with embedded_engine(chunks, tmp_path, heard, monkeypatch) as engine:
+        episode, received = played("talks", [], tmp_path, engine, talk, stop_token_ids=ends)
     turns = turns_of(episode)
-    assert [turns[number] for number in range(4)] == [tuple(entry) for entry in received]
+    assert [turns[number] for number in range(4)] == [tuple(entry) for entry in received] == heard
     assert sorted(lane.turn_numbers for lane in episode.all_lanes) == [[0, 1, 2], [0, 1, 3]]
+    check_logprobs(chunks[0], episode)
+
+
+def check_logprobs(chunk, episode) -> None:
+    """Those of a training forward pass are equal to rounding, in every sequence of the episode."""
+    from tests.rollout.cases import full_forward
+
+    assert min(min(lane.logprobs) for lane in episode.all_lanes) < -1.0  # not all tokens are certain
     for lane in episode.all_lanes:
-        again = full_forward(chunks[0], lane.prompt_ids, lane.token_ids)
+        again = full_forward(chunk, lane.prompt_ids, lane.token_ids)
         sampled = torch.tensor(lane.sampled)
+        # float32 on both sides, other kernels
         torch.testing.assert_close(again[sampled], torch.tensor(lane.logprobs)[sampled], atol=2e-5, rtol=0)
+
+
+@pytest.mark.campaign("agents")
+@pytest.mark.parametrize(
+    "open_engine",
+    [
+        pytest.param(embedded_engine, id="embedded"),
+        pytest.param(served_engine, id="sglang", marks=[pytest.mark.procs, pytest.mark.servers]),
+    ],
+)
+@pytest.mark.timeout(300)
+def test_tool_episodes_of_both_packages_are_recorded_as_sampled(single_process, open_engine, tmp_path, monkeypatch):
+    """A model that was taught a call of a tool plays with the packages of OpenAI and Anthropic."""
+    from tests.models.tiny import build_tiny
+
+    talk, heard = Talk("qwen3"), list[Any]()
+    told, _ = played("adds_by_openai", [CALL, "yes it is", "no", "kind"], tmp_path)
+    teach(tmp_path / "model", told.up_to(1))
+    [chunk] = build_tiny(tmp_path / "model")
+    with open_engine([chunk], tmp_path / "model", heard, monkeypatch) as engine:
+        for name in ("adds_by_openai", "adds_by_anthropic"):
+            episode, received = played(name, [], tmp_path, engine, talk, max_new_tokens=80)
+            turns = [turns_of(episode)[number] for number in range(4)]
+            assert sorted(lane.turn_numbers for lane in episode.all_lanes) == [[0, 1, 2], [0, 1, 3]]
+            assert turns == heard
+            if name == "adds_by_openai":
+                assert turns == [tuple(entry) for entry in received]
+            else:
+                texts = [talk.tokenizer.decode(tokens, skip_special_tokens=True) for tokens, _ in turns]
+                assert received == [[len(turns[0][0]), "add"], *([len(turns[n][0]), texts[n]] for n in (1, 2, 3))]
+            check_logprobs(chunk, episode)
+            heard.clear()

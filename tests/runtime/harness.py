@@ -96,6 +96,16 @@ GUESSING = (
     "rollout.limits.tokens=20",
 )
 
+_AGENTS = Path(__file__).parents[1] / "gateway" / "agents.py"
+#: Episodes of a program that calls the policy three times. Templates are checked with the letters x and y.
+ASKING = (
+    f"env={{name: agent, history: exact, timeout_s: 60, function: '{_AGENTS}:asks_thrice'}}",
+    "model.tokenizer=chars:0123456789+-=.xy",
+    "data.override_chat_template={% for m in messages %}{{ m.content }}"
+    """{{ "<eos>" if m.role == "assistant" else "=" }}{% endfor %}""",
+    *GUESSING[1:],
+)
+
 
 def write_recipe(folder: Path, hf_config: dict[str, Any] | None = None) -> Path:
     """The tiny recipe and its reward file; `hf_config` replaces the model's, but for its vocabulary."""

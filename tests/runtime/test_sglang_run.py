@@ -21,7 +21,7 @@ from tests.disaggregated import test_as_ready_loop as test_flow
 from tests.forked import Command
 from tests.rollout.servers import need_interpreter, running_server
 from tests.runtime import harness
-from tests.runtime.harness import finish, metrics, run, start, train, wait_for, write_recipe
+from tests.runtime.harness import GUESSING, finish, metrics, run, start, train, wait_for, write_recipe
 
 pytestmark = [pytest.mark.procs, pytest.mark.servers, pytest.mark.timeout(900)]
 #: A rate at which the dense score moves within a few steps.
@@ -33,7 +33,6 @@ SGLANG = ("rollout.engine=sglang", "sync.verify=every", "cluster.timeout_s=400",
 DRAWS = "step/rollout"
 #: For a machine on which a server takes minutes to start.
 _BUSY_S = 600.0
-GUESSING = (*harness.GUESSING, "algorithm.kl.use=none")
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +95,16 @@ def test_a_server_generates_with_adapters_merged(recipe, external, tmp_path):
     assert 0 < steps[3]["sync/probe_gap"] < 1e-4
 
 
-def test_episodes_of_three_turns_are_played_on_a_server(recipe, external, tmp_path):
+@pytest.mark.parametrize(
+    "env",
+    [
+        pytest.param(harness.ASKING, id="agent"),
+        pytest.param(GUESSING, id="class", marks=pytest.mark.campaign("servers")),
+    ],
+)
+def test_episodes_of_three_turns_are_played_on_a_server(recipe, external, tmp_path, env):
     """Two replicas that play against one server; what it drew is what the trainer computes."""
-    steps = train(recipe, tmp_path, *SGLANG, *external, *GUESSING, "trainer.steps=2")
+    steps = train(recipe, tmp_path, *SGLANG, *external, *env, "algorithm.kl.use=none", "trainer.steps=2")
     for step in (1, 2):
         numbers = steps[step]
         assert numbers["env/turns/max"] == 3
