@@ -30,7 +30,7 @@ def make_demonstrations(
         split: `train` or `val`. Further settings are those of `megarl.recipes.arithmetic:make_rows`.
         often: share of demonstrations that call `multiply`, for a first factor of 65 or more.
         seldom: share of demonstrations that call `multiply`, for smaller first factors.
-        seed: seed for both choices and for the held-out products.
+        seed: seed of the choice of demonstrations that call `multiply`, and of the choice of held-out products.
     """
     rows = arithmetic_rows(split, seed=seed, **settings)
     rng = random.Random(f"demonstrations {seed}")

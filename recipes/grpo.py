@@ -56,7 +56,8 @@ def build_graph(config: RunConfig) -> TaskGraph:
 
 
 def add_advantage(p: Pipeline, config: RunConfig) -> None:
-    """Add the advantages of all samples and, if the recipe resamples, the number of copies of each."""
+    """Add the node that computes advantages, with the nodes that the recipe needs before it (expert gate, keys of
+    turns) and after it (resampling, replay)."""
     if config.algorithm.loss.expert_gate is not None and config.data.experts is not None:
         p.add(experts.expert_gate)
     if "turn_keys" in needed_fields(config):

@@ -481,7 +481,7 @@ def unknown_keys(
     owned: Callable[[str], Sequence[str]] = lambda key: (),
 ) -> list[ConfigError]:
     """Return the error for an unknown key, or one error for each key in a section of another project. One of the key's
-    parents may already be unknown; `owned` returns the dotted keys of components with a name.
+    parents may already be unknown; `owned` returns the dotted paths of the components' keys with a given name.
     """
     leaves = list(_leaves(path, value))
     if path[0] in _AROUND or any(meaning_of(leaf) or _keys_ending(leaf) for leaf in leaves):
@@ -540,8 +540,8 @@ def _kwargs_of(path: tuple[str, ...]) -> str | None:
 
 
 def _components_keys(path: tuple[str, ...], owned: Callable[[str], Sequence[str]]) -> list[str]:
-    """Return the keys of components that the unknown key `path` may mean. Inside `reward.kwargs` of built-in rewards
-    the answer is the key with this prefix."""
+    """Return the keys of components that the unknown key `path` may mean. For a key of a built-in reward that was
+    written beside `kwargs`, return the key inside `kwargs`."""
     beside = _kwargs_of(path[:-1])
     keys = [key for key in owned(path[-1]) if key.startswith(f"{path[0]}.")]
     if keys and beside is not None and path[0] == "reward":

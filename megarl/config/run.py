@@ -182,7 +182,7 @@ def _shown(name: str) -> str:
 
 
 class Written(frozenset[str]):
-    """Dotted keys that a recipe file or the user set. All are equal, so that recipes compare by their values only."""
+    """Dotted keys that a recipe file or the user set. Any two compare as equal, so recipes compare by their values."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Written)

@@ -70,7 +70,7 @@ def without_network() -> Iterator[None]:
 
 
 def hub_dataset(source: str) -> str | None:
-    """Return the hub repository that a data source names; None if it is not one."""
+    """Return the hub repository that a data source names; None if the source is not on the hub."""
     path = Path(source).expanduser()
     if source.startswith(TEXT) or path.exists() or Path(source.rpartition("@")[0] or "?").expanduser().is_dir():
         return None

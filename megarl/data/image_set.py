@@ -77,7 +77,7 @@ class ImageSet:
         ).shifted(-first)
 
     def parts(self) -> tuple[Tensor, ...]:
-        """Split the patches by image."""
+        """Return the patches of each image."""
         return self.patches.split(self.sizes)
 
     def to_json(self) -> dict[str, Any]:

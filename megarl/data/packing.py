@@ -17,7 +17,7 @@ __all__ = ["balance", "bundles", "pack", "split_to_count"]
 
 
 def pack(lengths: Lengths, budget: int) -> list[list[int]]:
-    """Pack sequences into micro-batches of at most `budget` tokens by best-fit decreasing, made as even as possible.
+    """Pack sequences into micro-batches of at most `budget` tokens by best-fit decreasing, then make these nearly even.
 
     A sequence longer than the budget gets a micro-batch of its own. Returns the sequence indices of each micro-batch,
     in rising order; every index is in exactly one, and none is empty. The result is deterministic.
@@ -68,7 +68,7 @@ def bundles(
 
 
 def split_to_count(lengths: Lengths, count: int, budget: int | None = None) -> list[list[int]]:
-    """Divide sequences into exactly `count` micro-batches with token totals as even as possible.
+    """Divide sequences into exactly `count` micro-batches with nearly equal token totals.
 
     All ranks can thus run the same number of micro-batches. Returns the sequence indices of each micro-batch.
 

@@ -325,7 +325,7 @@ class Trajectory:
         return cls(**values)
 
     def copy(self) -> Trajectory:
-        """Return a copy that shares no list with this one."""
+        """Return a copy whose lists can be extended and cut without a change to this one."""
         copies: dict[str, Any] = {
             name: value.copy() for name, value in vars(self).items() if isinstance(value, list | dict)
         }

@@ -119,7 +119,7 @@ class Host:
                 self._loop.call_soon_threadsafe(environment.discard)
 
     def close(self) -> None:
-        """Close the environment, and end the threads."""
+        """Close what the environments share, and end the threads."""
         try:
             self._kind.close(self._shared)
         finally:

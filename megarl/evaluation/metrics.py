@@ -52,7 +52,7 @@ def from_reward(
 ) -> Scored:
     """Return the sample of a reward result; its value is part `acc` or `accuracy`, else `overall`, its vote
     `extracted`. Without an extracted answer the whole response, stripped, is the vote. Raise ConfigError if the result
-    has no such part."""
+    lacks the part `select_by`."""
     if select_by is not None and select_by not in result:
         raise ConfigError(
             "the reward returned no part with this name, so it cannot select among the samples of a prompt",

@@ -248,7 +248,8 @@ class ScorerPool:
         batch.outcomes.update({i: ScoringFailure(reason, None, k > 0, fix) for k, i in enumerate(at_work)})
 
     def _expire(self, batch: _Batch, timeout_s: float) -> None:
-        """Fail the samples that are being scored when the deadline passes; waiting samples are not blamed."""
+        """Fail all samples without an outcome, since the deadline has passed; blame only the first sample that each
+        process was scoring."""
         for worker in self._workers:
             for k, i in enumerate(worker.left):
                 at_work = k == 0 or self._mode == "batch"
