@@ -80,7 +80,7 @@ class SFTDataset(PromptDataset):
     """
 
     limit_key: ClassVar[str] = "sft.max_tokens"  # the recipe key that limits an example's tokens, for error messages
-    response_setting: ClassVar[str] = SFT_RESPONSE  # the recipe key that names the column of responses, for the same
+    response_setting: ClassVar[str] = SFT_RESPONSE  # the recipe key of the column of responses, for error messages
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ class Trajectory:
     token_ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    # weight versions that sampled these tokens, as runs; tokens of the environment have the version of the token before
+    # weight versions that sampled `token_ids`, as runs; tokens of the environment have the version of the token before
     # them
     versions: VersionRuns = field(default_factory=list)
     turn_starts: list[int] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Trajectory:
     answer: int | None = None  # number of the turn that reward functions score; None: the last one
     lanes: list[Trajectory] = field(default_factory=list)  # the episode's other sequences, none of them in a turn
     turn_room: int | None = None  # maximum tokens of the next turn or the one being sampled; None: no limit of its own
-    turn_stop: list[str] = field(default_factory=list)  # strings that end that turn
+    turn_stop: list[str] = field(default_factory=list)  # strings that end the next turn or the one being sampled
     spent_s: float = field(default=0.0, compare=False)  # seconds that an interrupted sample's group has been in flight
     images: ImageSet | None = field(default=None, compare=False)  # images of the prompt and of observations
     # routes of the first tokens of prompt and response (`megarl.data.routes`); None: not recorded
@@ -320,7 +320,7 @@ class Trajectory:
         values["lanes"] = [cls.from_json(lane, patches) for lane in fields.get("lanes", [])]
         # checkpoints of older versions do not number the turns
         values.setdefault("turn_numbers", list(range(len(fields.get("turn_ends", [])))))
-        if "drawn" in values:  # its name in checkpoints of older versions
+        if "drawn" in values:  # the name of `sampled` in checkpoints of older versions
             values["sampled"] = values.pop("drawn")
         return cls(**values)
 

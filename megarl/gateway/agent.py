@@ -129,8 +129,8 @@ class Agent(Environment):
 
     Settings = AgentSettings
     times_itself: ClassVar[bool] = True
-    _program: Program  # from `reset` on
-    _turn: PendingTurn  # the last one of the policy
+    _program: Program  # set by `reset`
+    _turn: PendingTurn  # the policy's last turn
 
     def __init__(self, settings: AgentSettings, shared: AgentReplica) -> None:
         super().__init__(settings, shared)
@@ -223,7 +223,7 @@ class Agent(Environment):
         if not self._session.over:
             return
         self.shared.gateway.end(self._key)
-        if (program := getattr(self, "_program", None)) is not None:  # `discard` did not know it
+        if (program := getattr(self, "_program", None)) is not None:  # it started after `discard` was called
             await self.shared.programs.stop(program)
             self.shared.programs.remove(program)
         await self._free()
@@ -300,7 +300,7 @@ class Agent(Environment):
             return
         self._holds = False
         self.shared.gateway.end(self._key)
-        program = getattr(self, "_program", None)  # None: it could not be started
+        program = getattr(self, "_program", None)  # None: no program could be started
         if program is not None:
             await self.shared.programs.stop(program)
             self.shared.programs.remove(program)

@@ -158,7 +158,7 @@ class Programs:
     async def close(self) -> None:
         """End all programs."""
         if self._runner is not None and self._runner.returncode is None:
-            self._runner.kill()  # the guardians end with it, and what they guard
+            self._runner.kill()  # the guardians and the programs that they guard end with this process
         if self._reader is not None:
             await self._reader
         for folder in self._folders:
@@ -172,7 +172,7 @@ class Programs:
             if self._runner is not None and self._runner.returncode is None:
                 return self._runner
             if self._reader is not None:
-                await self._reader  # it resolves the programs of the process before
+                await self._reader  # the reader resolves the programs of the previous process
             function = [] if self.function is None else [self.function]
             pipe = asyncio.subprocess.PIPE
             runner = await asyncio.create_subprocess_exec(
@@ -217,7 +217,7 @@ class Programs:
             runner.kill()
         await runner.wait()
         if self._runner is runner:
-            self._runner = None  # the next program starts another one
+            self._runner = None  # `start` of the next program starts another process
         for program in self._running.values():
             if not program.ended.done():
                 program.error = lost

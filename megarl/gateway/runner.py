@@ -89,7 +89,7 @@ def _start(order: dict[str, Any], function: Any) -> int:
     pid = os.fork()
     if pid:
         return pid
-    code = 70  # of a program that could not be started
+    code = 70  # exit code of a program that could not be started
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

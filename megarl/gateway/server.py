@@ -30,7 +30,7 @@ from megarl.system.plain import nested_deeper
 
 #: The name by which programs call the policy.
 POLICY = "policy"
-_MOST_BYTES = 16 << 20  # of a request
+_MOST_BYTES = 16 << 20  # maximum bytes of a request
 _DEPTH = 100
 _GRACE_S = 60.0  # seconds in which a stream may still become an error, because it has not begun
 _ALIVE_EVERY_S = 3.0  # seconds between signs of life of a stream
@@ -135,7 +135,7 @@ class Gateway:
                     return await _streamed(request, answer, body, name, api.write, headers)
                 replies = await answer
             finally:
-                answer.cancel()  # what is generated goes on: `once` shields it
+                answer.cancel()  # generation continues, because `once` shields it
             with _delivering(replies):
                 whole, _ = api.write(body, replies, name)
                 response = web.json_response(whole, headers=headers)

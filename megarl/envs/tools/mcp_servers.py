@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult
 
 _KEY = "env.mcp"
-#: Seconds in addition to a call's own deadline, which the package enforces: the event loop has to pass the result on.
+#: Seconds in addition to the deadlines of a call: the event loop has to pass the result on.
 _GRACE_S = 5.0
 #: Seconds within which a server must list its tools again after an error; otherwise its connection is closed.
 _CHECK_S = 5.0
@@ -124,7 +124,7 @@ class McpServers:
             ConfigError: the server is gone; `env.on_error` decides what follows, since this is not the tool's result.
         """
         connection = self._holder[name]
-        # The package's deadline is for the call itself; before it a restarting server has its own deadline.
+        # `timeout_s` limits the call itself; a server that has to be started again before it has `start_s` for that.
         limit = self._timeout_s + connection.server.start_s + _END_S + _CHECK_S + _GRACE_S
         limit = max(0.0, min(limit, deadline - time.monotonic()))
         try:

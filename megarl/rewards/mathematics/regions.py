@@ -13,7 +13,7 @@ from megarl.rewards.mathematics.values import DIGITS, Evaluation, OutsideError, 
 
 _MAX_PARTS = 64
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
-#: Points of both signs, not integers, at which a side is evaluated to test that it is linear (|x| and floors are not).
+#: Points of both signs, some not integers, at which a side is evaluated to test that it is linear (not |x| or a floor).
 _TRIED = (Fraction(1), Fraction(2), Fraction(7, 3), Fraction(-5, 2), Fraction(-100003, 7))
 INFINITY = Symbol("infty", "constant")
 
