@@ -8,7 +8,8 @@ marks a test, or with `pytest.param(..., marks=...)` one of its cases. Plain run
     def found(request):
         return compute(chosen(request, "model"))     # what a module computes at once is for those of its cases that run
 
-    agents      more sessions of the gateway
+    agents      the gateway: more sessions, and other
+                clients and engines
     durability  more ways to lose a relay of weights      lora        adapters beside full training
     exports     under transformers 4                      memory      engines of real size
     families    every architecture, drawn configurations  servers     more cases with real SGLang servers

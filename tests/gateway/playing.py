@@ -55,15 +55,16 @@ def episodes_of(
     template: ChatTemplate,
     tokenizer: Any,
     ends: list[int],
-    agent: tuple[Path, str],
+    agent: tuple[Path, str] | list[str],
     rows: list[dict[str, Any]],
     sampling: SamplingConfig,
     on_error: str = "fail",
     env: dict[str, Any] | None = None,
     **limits: Any,
 ) -> list[Trajectory]:
-    """Play an episode of `agent`, a file and a function in it, for each of `rows`."""
-    kind, settings = load_environment({"name": "agent", "function": "{}:{}".format(*agent), **(env or {})})
+    """Play an episode of `agent`, a file and a function in it or a command, for each of `rows`."""
+    program = {"command": agent} if isinstance(agent, list) else {"function": "{}:{}".format(*agent)}
+    kind, settings = load_environment({"name": "agent", **program, **(env or {})})
     most = {"prompt_tokens": 12, "tokens": 40, "turns": 8, "seconds": None, **limits}
     turns = Turns(tokenizer, lambda messages: template.write(messages, Row({}, "here", 0)), ends)
     services = Services(template, turns, tokenizer, most["prompt_tokens"], most["tokens"], most["turns"])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +31,15 @@ def turns_of(episode) -> dict[int, tuple[list[int], list[float]]]:
     }
 
 
-def played(name: str, lines: list[str], tmp_path: Path, engine=None, talk=None, **sampling):
+def played(name: str | list[str], lines: list[str], tmp_path: Path, engine=None, talk=None, **sampling):
     """The episode of an agent, and what it received."""
     talk, file = talk or Talk("qwen3"), tmp_path / "received"
     engine = engine or Scripted(talk.tokenizer, talk.end, *lines)
     settings = SamplingConfig(**{"max_new_tokens": 200, **sampling})
     ends, rows = [talk.end, *settings.stop_token_ids], [{"prompt": "hello", "file": str(file)}]
     how = {"env": {"history": "exact"}, **LIMITS}
-    [episode] = episodes_of(engine, talk.template, talk.tokenizer, ends, (AGENTS, name), rows, settings, **how)
+    agent = name if isinstance(name, list) else (AGENTS, name)
+    [episode] = episodes_of(engine, talk.template, talk.tokenizer, ends, agent, rows, settings, **how)
     return episode, json.loads(file.read_text())
 
 
@@ -62,6 +66,26 @@ def test_other_apis_play_an_episode(agent, thoughts, tmp_path):
     turns = turns_of(episode)
     assert received == [len(turns[number][0]) for number in range(3)]
     assert [lane.turn_numbers for lane in episode.all_lanes] == [[0, 1, 2]]
+
+
+@pytest.mark.campaign("agents")
+@pytest.mark.timeout(300)
+def test_the_package_of_openai_for_node_plays_an_episode(tmp_path):
+    if not (shutil.which("node") and shutil.which("npm")):
+        pytest.skip("node and npm are not installed")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl" / "node-openai"
+    cache.mkdir(parents=True, exist_ok=True)
+    if not (cache / "node_modules" / "openai").is_dir():
+        done = subprocess.run(["npm", "install", "--no-audit", "openai@6"], cwd=cache, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"npm cannot install the package openai: {done.stderr[-500:]}")
+    (tmp_path / "node_modules").symlink_to(cache / "node_modules")
+    agent = shutil.copy(AGENTS.with_name("agent.mjs"), tmp_path)
+    episode, received = played(["node", agent], [CALL, "yes it is", "no", "kind"], tmp_path)
+    turns = turns_of(episode)
+    assert [turns[number] for number in range(4)] == [tuple(entry) for entry in received]
+    assert [lane.turn_numbers for lane in episode.all_lanes] == [[0, 1, 3], [0, 1, 2]]
+    assert episode.info["branches/sibling"] == 1
 
 
 def teach(folder: Path, episode) -> None:
