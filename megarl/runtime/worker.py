@@ -8,7 +8,7 @@ several teams they describe the team's world; `megarl.system.processes` names th
 
 Batch systems and containers may send a signal to every process of a job at once (`scancel`, systemd, `kill -- -GROUP`).
 A worker with a launcher does not end then, but requests a checkpoint. The launcher lets the step finish and be saved
-(megarl/launchers/interrupt.py), and ends its workers by other signals.
+(launchers/interrupt.py), and ends its workers by other signals.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One call of `generate` on one process: the loop that prefills, decodes, samples and retires samples.
 
 State is in device tensors indexed by cache row, results in tensors indexed by sample, so that a decode step is a fixed
-sequence of device operations without a host read; the host reads the finished flags every `check_every` steps. With
-experts the host may still wait in every step, see `MoE.waits`.
+sequence of device operations without a host read; on a GPU the host reads the finished flags every 8 steps.
+With experts the host may still wait in every step, see `MoE.waits`.
 
 A prompt is prefilled up to, not including, its last token. That token enters the first decode step of each of its
 samples, so only decode steps compute logits, and a sample can copy any row that holds the same prompt.

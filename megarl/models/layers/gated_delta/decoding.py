@@ -1,7 +1,7 @@
 """The gated delta net while decoding: a state of fixed size for each row instead of cached positions.
 
 A state is what all tokens so far have left. It cannot be shortened: a row continues only after the last token that it
-has read (`CacheRows.kept`).
+has read.
 """
 
 from __future__ import annotations
