@@ -413,7 +413,9 @@ def own_command() -> dict[str, str]:
 
 
 def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
-    """Return the environment with which every worker process must start, before any library is loaded."""
+    """Return the environment variables that every worker process must have from its start, since libraries read them
+    when they are loaded.
+    """
     threads = config.cluster.threads or max(1, available_cores() // workers_here)
     chosen = {
         "OMP_NUM_THREADS": str(threads),

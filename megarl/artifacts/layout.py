@@ -71,7 +71,7 @@ def context_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> Co
 
 
 def image_problems(layouts: Iterable[ParallelConfig]) -> list[ConfigError]:
-    """Return an error if a team's layout does not support a vision-language model."""
+    """Return the errors of teams' layouts that do not support a vision-language model; empty if all support it."""
     if all(layout.cp == 1 for layout in layouts):
         return []
     return [
@@ -119,7 +119,9 @@ def tensor_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> Con
 
 
 def pipeline_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> ConfigError | None:
-    """Return an error if a pipeline chunk would have no layers, or the first or last one more than there are."""
+    """Return an error if a pipeline chunk would have no layers, if all chunks together would not have the model's
+    layers, or if a first or last stage is set without pipeline stages.
+    """
     chunks = parallel.pp * (parallel.vpp or 1)
     ends = {name: getattr(parallel, name) for name in ("first_stage_layers", "last_stage_layers")}
     ends = {name: count for name, count in ends.items() if count is not None}

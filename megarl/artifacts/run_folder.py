@@ -144,7 +144,7 @@ def refuse_other_files(run_dir: Path) -> None:
 
 
 def drop_start(run_dir: Path) -> None:
-    """Remove the weights of a refused start. One process calls this, when no other one uses them."""
+    """Remove the weights that exist only for a start. One process calls this, when no other one uses them."""
     for name in (NEXT_REFERENCE, START_WEIGHTS):
         shutil.rmtree(run_dir / name, ignore_errors=True)
 

@@ -210,7 +210,9 @@ def check_data(config: RunConfig, job: str, checks: Checklist) -> None:
 
 
 def _check_held_out(config: RunConfig, checks: Checklist) -> None:
-    """Warn when held-out prompts are also trained on, except for data functions, which get the name of their split."""
+    """Check `data.val_split`, and warn when held-out prompts are also trained on; not for data functions, which get the
+    name of their split.
+    """
     data = config.data
     _check_split(config, checks)
     trained = {_same(source) for source in [*data.train_files, *(config.sft.train_files or [])]}
@@ -490,7 +492,7 @@ def _is_reward_model(key: str, found: ModelFacts, policy: ModelFacts | None, che
 
 
 def check_places(config: RunConfig, checks: Checklist) -> None:
-    """Check the folders of a checkpoint and of the run."""
+    """Check the folder of the checkpoint to resume from, the folder of runs, and the run's name."""
     resume = config.trainer.resume
     if resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
         checks.of("resume").fail(

@@ -102,7 +102,9 @@ def _check_length(config: RunConfig, found: ModelFacts | None, checks: Checklist
 
 
 def _check_held_out(config: RunConfig, placement: Placement | None, job: str, checks: Checklist) -> None:
-    """Check that held-out samples can be scored before RL and in other teams, where the reward model is missing."""
+    """Check that held-out samples get a score without the reward model where there is none: in `megarl sft`, in a cold
+    start, and where another team generates.
+    """
     if not config.data.held_out or job in ("eval", "generate"):
         return
     homes = {placement.of_role(role) for role in (Role.REWARD_MODEL, Role.ROLLOUT)} if placement is not None else set()

@@ -469,7 +469,7 @@ def _range(lengths: Iterable[int]) -> str:
 
 
 def is_readable_here(source: str) -> bool:
-    """Return whether a source is a file or folder of files that is quick to read."""
+    """Return whether a source can be read quickly: a text in the recipe, or a small file or folder of files."""
     if source.startswith(TEXT):
         return True
     path = Path(source).expanduser()

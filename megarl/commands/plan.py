@@ -88,7 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def choose_hardware(text: str | None, config: RunConfig, graph: TaskGraph, *, search: bool) -> Hardware:
     """Return the hardware that `--hardware` names, with the recipe's number of devices if `--hardware` gives no number.
-    Raise ConfigError if the hardware is unknown, or the recipe uses a different number of devices.
+    Without `--hardware`, return the kind of GPU with the memory in `cluster.device_memory_gb`, or this CPU if that is
+    not set. Raise ConfigError if the hardware is unknown, or the recipe uses a different number of devices.
     """
     from megarl.dag.placement import place
     from megarl.planning.hardware import KINDS, read_hardware, this_cpu, with_memory

@@ -242,7 +242,7 @@ def address_for_others(machine: str, group: WorkerGroup) -> str:
     Collective.
 
     A machine's name is not enough: others may not resolve it, and on the machine itself it may be a loopback address.
-    Raise WorkerError if a machine has no route to the first machine, or the first machine has none to the others.
+    Raise WorkerError if a machine has no route to the first machine, or the first machine has none back.
 
     Args:
         machine: unique name of this rank's machine.

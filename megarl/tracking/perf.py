@@ -45,8 +45,8 @@ _GPUS: dict[str, tuple[float, float, float]] = {
 
 
 def known_peak(name: str, dtype: str, *, tf32: bool = False) -> float | None:
-    """Return the FLOP/s of the GPU with this marketing name for dtype `bf16` or `fp32`; None when the table
-    lacks it.
+    """Return the peak FLOP/s of the GPU with this marketing name for dtype `bf16` or `fp32`; None when the table lacks
+    it.
     """
     for part, (bf16, tensor32, fp32) in _GPUS.items():
         if part.lower() in name.lower():
@@ -72,8 +72,8 @@ def peak_flops(dtype: str, stated_tflops: float | None = None) -> float:
 
 
 def remeasured_peak(peak: float, dtype: str, stated_tflops: float | None = None) -> float:
-    """Return a CPU's peak measured again, and remember the larger one; for a step that has exceeded `peak`, which was
-    measured while the machine was busy. Other peaks stay.
+    """Measure a CPU's peak again; return the larger one, and remember it. Called when a step has exceeded `peak`, which
+    was measured while the machine was busy. For other peaks, return `peak`.
     """
     if stated_tflops is not None or device.has_cuda():
         return peak

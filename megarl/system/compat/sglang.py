@@ -188,8 +188,9 @@ def server_environment(
 
 
 def numbered(env: Mapping[str, str]) -> dict[str, str]:
-    """Return variables in which GPU UUIDs are replaced by the GPUs' numbers, because SGLang reads numbers. Return
-    an empty dict, which keeps the names, if some name a part of a GPU (MIG) or a GPU that the driver does not list.
+    """Return CUDA_VISIBLE_DEVICES with numbers of GPUs in place of their UUIDs, and the variable for this numbering,
+    because SGLang reads numbers. Return an empty dict, so that the value is kept, if it does not consist of UUIDs of
+    whole GPUs that the driver lists.
     """
     names = [name.strip() for name in env.get(_VISIBLE, "").split(",") if name.strip()]
     if not names or not all(name.startswith("GPU-") for name in names):

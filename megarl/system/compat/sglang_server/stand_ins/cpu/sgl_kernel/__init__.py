@@ -36,8 +36,9 @@ def _mix(state: Tensor, block: Tensor) -> Tensor:
 
 
 def murmur_hash32(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-    """Return int64 [n, m] in [0, 2**32): hash of (seed [n], position [n], column [m]), 16 bytes each, low word
-    first."""
+    """Return int64 [n, m] in [0, 2**32): the hashes of all (seed and position [n], column [m]). The hashed 16 bytes are
+    the seed's low and high word, the position and the column.
+    """
     seed = seed.view(torch.int64)
     state = _mix(torch.zeros_like(seed), seed & _MASK)
     state = _mix(state, (seed >> 32) & _MASK)
