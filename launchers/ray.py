@@ -191,7 +191,7 @@ class RayWorkers:
             raise WorkerError(
                 f"Ray did not free {len(reservation.bundles)} x {reservation.bundles[0]} within "
                 f"cluster.start_timeout_s = {self._limit_s:g} s; available are {ray.available_resources()}. End jobs "
-                "that use the rest, or wait longer"
+                "that use the rest, or raise this key to wait longer"
             )
         self._bundles = list(reservation.places)
         self._actors = [self._new_actor(bundle) for bundle in self._bundles]

@@ -81,7 +81,7 @@ def _check_targets(lora: LoraConfig, facts: ModelFacts, checks: Checklist) -> No
     if missing or lora.targets == []:
         checks.fail(
             "model.lora.targets",
-            f"this model has no layers for {' or '.join(missing)}" if missing else "adapters need a kind of layers",
+            f"this model has no layers for {' or '.join(missing)}" if missing else "no layers for adapters are named",
             found=lora.targets,
             allowed=present,
             fix=f"name layers that the model has, or set model.lora.targets=null: {', '.join(default)}",

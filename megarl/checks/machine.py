@@ -214,7 +214,7 @@ def _check_cache(config: RunConfig, sizes: Sizes, memory: Memory, checks: Checkl
         f"which {memory.free / 1e9:,.1f} GB are free when it starts, but the longest sample has {longest:,}"
     )
     if refuse:
-        allowed = f"{least:g} or more" if least < 1 else "use more ranks per server, or shorter samples"
+        allowed = f"{least:g} or more" if least < 1 else "none; use more ranks per server, or shorter samples"
         checks.fail(key, message, found=fraction, allowed=allowed, fix=fix)
     else:
         checks.warn(key, message, found=fraction, fix=fix)

@@ -133,8 +133,8 @@ def _check_deadlines(config: RunConfig, settings: SimulatorSettings, checks: Che
         if waits > limit:
             checks.fail(
                 f"robot.simulator.{name}",
-                f"other ranks time out after cluster.timeout_s = {limit:g} s, before the simulator has no retries left",
-                found=f"{getattr(settings, name):g}, and {settings.retries} retries",
+                f"other ranks time out after cluster.timeout_s = {limit:g} s, before the simulator's last retry ends",
+                found=f"{getattr(settings, name):g}, with robot.simulator.retries = {settings.retries}",
                 allowed=f"at most {limit / (settings.retries + 1):g}",
                 fix=f"set cluster.timeout_s={2 * waits:g}, or a lower robot.simulator.{name}",
             )

@@ -157,7 +157,7 @@ class RoboTwin(Simulator):
         state = np.asarray(raw["joint_action"]["vector"], np.float32)
         if state.shape != (ACTION,):
             raise ValueError(
-                f"{self.spec.name}: the robot has {state.shape} joints; allowed: {ACTION}, as for aloha-agilex"
+                f"{self.spec.name}: the joints have shape {state.shape}, not {(ACTION,)} as those of aloha-agilex"
             )
         return Observation(frames, state)
 

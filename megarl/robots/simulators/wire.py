@@ -82,7 +82,7 @@ def _arrays(header: dict[str, Any], body: bytes, most: int) -> dict[str, NDArray
             raise Malformed(f"the array {plain.short(name)} has no valid type and shape: {plain.short(entry)}")
         if len(entry[1]) > _MOST_DIMENSIONS:
             raise Malformed(
-                f"the array {plain.short(name)} has {len(entry[1])} dimensions; allowed: {_MOST_DIMENSIONS}"
+                f"the array {plain.short(name)} has {len(entry[1])} dimensions; allowed: at most {_MOST_DIMENSIONS}"
             )
         field = f"a dimension of the array {plain.short(name)}"
         kind, shape = entry[0], [plain.whole(size, range(_ANY), field) for size in entry[1]]
