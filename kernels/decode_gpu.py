@@ -113,8 +113,8 @@ def draw(
         greedy: return the token with the largest logit, without noise.
 
     Returns:
-        float64 [parts, n, 4]: the sampled token's score, vocabulary id and logit, and logsumexp of the part's logits.
-            Float64 is exact for ids.
+        float64 [parts, n, 4]: the sampled token's score, vocabulary id and logit, and logsumexp of the part's logits,
+            all after the factor. Float64 is exact for ids.
     """
     n, columns = logits.shape
     share, at_once, warps = launch

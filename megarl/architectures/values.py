@@ -64,7 +64,7 @@ def mixture(values: Mapping[str, Any]) -> Mixture | None:
 
 
 def dense_width(values: Mapping[str, Any]) -> int:
-    """Return the width of a dense layer's MLP; 0 if the architecture has no dense layers."""
+    """Return the width of a dense layer's MLP, `intermediate_size`; 0 if the architecture does not read this key."""
     width: int = values.get("intermediate_size", 0)
     return width
 

@@ -252,7 +252,7 @@ _COPIED = 1 << 26  # copied bytes, more than caches hold
 
 
 def measure_peak(dtype: str, seconds: float = _MEASURE_S, size: int = _MEASURE_SIZE) -> float:
-    """Return the FLOP/s of the fastest product of two `size` x `size` matrices in `seconds` on this process's device.
+    """Multiply `size` x `size` matrices for `seconds` on this process's device; return the fastest product's FLOP/s.
 
     Matrices of a quarter of the size are used if one product takes longer: a processor without instructions for the
     dtype takes seconds for it, and is equally slow with small matrices.

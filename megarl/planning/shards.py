@@ -178,8 +178,8 @@ def owned_parameters(
 ) -> float:
     """Return the number of parameters of which the fullest rank has optimizer state.
 
-    The distributed optimizer divides dense parameters among the dp * cp ranks that hold the same ones, and expert
-    parameters among fewer ranks.
+    The distributed optimizer divides parameters among the ranks that hold the same ones: dp * cp ranks for dense
+    parameters, another number for expert parameters.
     """
     dense, expert = trained_parameters(facts, parallel, lora, value_head=value_head)
     if not engine.distributed_optimizer:

@@ -134,7 +134,8 @@ class Simulation:
         return max(_BALANCED * sum(shares) / replicas, longest) if self.system.shares_tokens else max(shares)
 
     def walk(self, team: SimTeam, groups: Sequence[int], step: int) -> Steps:
-        """Walk the nodes of a team; each node begins when the nodes of other teams that it depends on have ended."""
+        """Simulate a step of a team's nodes, one after the other; each also waits for the end of the nodes of other
+        teams that it depends on."""
         tokens = self.fullest(groups, team.replicas)
         # The time of the rollout team's nodes is part of the samples' time.
         generating = () if self.system.rollout is None else self.system.rollout.nodes

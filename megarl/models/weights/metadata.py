@@ -244,8 +244,8 @@ def _write_vision_language(folder: Path, hf_config: PretrainedConfig, dtype: str
 def _complete_decoder(file: Path, hf_config: PretrainedConfig, dtype: str) -> None:
     """Add to a vision-language model's config.json what transformers 4 and SGLang read.
 
-    These are the position sections in RoPE's keys, the embedding tie in the decoder's part, `Architecture.written`, and
-    two keys of the encoder's part.
+    These are the position sections in RoPE's keys, `Architecture.written`, the keys that only transformers 4 reads, a
+    key of the encoder's part, and the embedding tie and the dtype at the top level.
     """
     encoder = encoder_of(hf_config)
     assert encoder is not None, "a vision-language model"
