@@ -8,8 +8,9 @@ rollout -> reward_submit -> reward -> dynamic_sampling -> [overlong] ---> [kl_in
                                                   '-> [teacher_logp], [greedy_rollout] ------'
 
 [rollout_correction] comes after [filter] and [old_logp], and before advantage. A filter that reads a model's output
-comes after all these nodes instead, and before [kl_in_reward]. With `async.order: as_ready`, [overlong] and [filter]
-come before dynamic_sampling, which then gets only groups with unequal scores and requests no prompts.
+comes after all these nodes instead, and before [kl_in_reward]. With `async.order: as_ready` or a class of the user's,
+[overlong] and [filter] come before dynamic_sampling, which then gets only groups with unequal scores and requests no
+prompts.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def build_graph(config: RunConfig) -> TaskGraph:
     p.add(rollout.rollout)
     p.add(reward.reward_submit)
     add_reward(p, config)
-    apart = config.async_.order == "as_ready"  # whether scoring and dynamic sampling are in different teams
+    apart = not config.async_.in_order  # whether scoring and dynamic sampling are in different teams
     asks_models = filter_asks_models(config)
     if apart:
         add_overlong(p, config)

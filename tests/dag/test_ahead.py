@@ -123,8 +123,9 @@ def test_a_rollout_in_a_team_of_its_own_can_hand_over_what_is_ready(recipe, more
     assert [team.name for team in placed(recipe, APART, READY, *more).teams] == ["train", "draw"]
 
 
-def test_of_dapo_all_that_scores_is_where_samples_are_drawn():
-    found = placed("dapo_quickstart", APART, READY)
+@pytest.mark.parametrize("order", ["as_ready", "megarl.dag.staleness:AsReady"])
+def test_of_dapo_all_that_scores_is_where_samples_are_drawn(order):
+    found = placed("dapo_quickstart", APART, f"async.order={order}")
     assert found["draw"].nodes == ("rollout", "reward_submit", "reward", "overlong")
     assert found.of_node("dynamic_sampling").name == "train"
 
