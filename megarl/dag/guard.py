@@ -134,7 +134,10 @@ def settle(node: Node, batch: Batch, output: Any, before: Mapping[str, int]) -> 
     made = {**output.fields, **output.columns}
     lost = [field for field in contract.writes if field not in made]
     if lost:
-        raise ContractError(f"{name} declares writes={lost} but did not write them")
+        raise ContractError(
+            f"{name} declares writes={lost} but did not write them\n"
+            "  fix:     set them in every step, or declare them in `may_write`"
+        )
     allowed = {*contract.writes, *contract.may_write}
     new = [field for field in made if field not in batch and field not in allowed]
     if new:

@@ -219,7 +219,7 @@ def _other_numbers(config: RunConfig, devices: int) -> str:
     most = workers_of_machine(config)
     whole = [number for number in (devices // most * most, devices // most * most + most) if number]
     sums = " or ".join(f"{number} ({settings_of_workers(config, number) or 'the run as it is'})" for number in whole)
-    return f"set other numbers of devices, which fill machines of {most}: they add up to {sums}"
+    return f"set numbers of devices that add up to {sums}, so that they fill machines of {most} workers"
 
 
 def _check_names(names: Iterable[str]) -> None:

@@ -246,7 +246,7 @@ class Answers:
             return _NO_OBSERVATION
         (ids, images), most = self._tokens(reply, self.rules.turns.first), self.rules.limits.prompt_tokens
         if not reply.error and not 0 < len(ids) <= most:
-            reply.refuse(f"reset returned {len(ids)} tokens; data.max_prompt_tokens is {most}")
+            reply.refuse(f"reset returned {len(ids)} tokens; data.max_prompt_tokens allows 1 to {most}")
         if not reply.error and self.rules.limits.too_many(0, images):
             images_count = count(_number(images), "image")
             reply.refuse(f"reset returned {images_count}; data.limit_images is {self.rules.limits.images}")

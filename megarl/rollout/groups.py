@@ -195,7 +195,9 @@ class GroupGenerator:
         if number in self._groups:
             raise ValueError(f"group {number} is already in flight")
         if partial is not None and len(partial) != count:
-            raise ValueError(f"group {number} has {count} samples and {len(partial)} partial trajectories")
+            raise ValueError(
+                f"group {number} has {count} samples and {len(partial)} partial trajectories; pass one for each sample"
+            )
         parts = [None] * count if partial is None else partial
         usable = [part is not None and self._is_usable(group, part) for part in parts]
         resumed = [self._resume_partial(group, part if use else None) for part, use in zip(parts, usable, strict=True)]

@@ -62,7 +62,7 @@ def compare(receiver: Receiver, expected: Checksums, reported: Checksums) -> int
         ServerError: a parameter differs or is missing; the message names the first ones.
     """
     if len(expected) != len(reported):
-        raise failure(receiver, PHASE, f"it reported {len(reported)} ranks, expected {len(expected)}")
+        raise failure(receiver, PHASE, f"it reported checksums of {len(reported)} ranks, expected {len(expected)}")
     wrong = [
         f"{param} (rank {rank}: {theirs.get(param, 'missing')}, expected {value})"
         for rank, (ours, theirs) in enumerate(zip(expected, reported, strict=True))

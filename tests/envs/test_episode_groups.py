@@ -188,7 +188,7 @@ REASONS = {
     "object": "allowed: text, chat messages, token ids",
     "letters": "no token for 'a', which the environment returned",
     "tuple": r"allowed: Step\(observation, reward, done, info\)",
-    "long": "reset returned 17 tokens; data.max_prompt_tokens is 16",
+    "long": "reset returned 17 tokens; data.max_prompt_tokens allows 1 to 16",
 }
 
 

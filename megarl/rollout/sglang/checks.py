@@ -305,7 +305,7 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
     if stacked and config.sync.fp8:
         checks.fail(
             "sync.fp8",
-            f"the experts of a {facts.model_type} cannot be sent in FP8: a tensor has those of a whole layer",
+            f"the experts of a {facts.model_type} cannot be sent in FP8: one tensor has all experts of a layer",
             found=True,
             allowed=False,
             fix="set sync.fp8=false",
@@ -433,7 +433,7 @@ def _check_speculative(config: RunConfig, checks: Checklist) -> None:
     elif draft.topk == 1 and draft.draft_tokens != (chain := (draft.steps or 0) + 1):
         checks.fail(
             "rollout.sglang.speculative.draft_tokens",
-            f"the model checks a chain (topk: 1) of {draft.steps} steps together with the token before it",
+            f"with topk: 1 the model checks {chain} tokens: those of {draft.steps} steps and the token before them",
             found=draft.draft_tokens,
             allowed=chain,
             fix=f"set draft_tokens to {chain}",
@@ -441,7 +441,7 @@ def _check_speculative(config: RunConfig, checks: Checklist) -> None:
     if serves_own_draft(config) and config.sync.fp8:
         checks.fail(
             "sync.fp8",
-            "SGLang does not quantise the projection of a draft head, which the run trains",
+            "the run trains a draft head, whose projection SGLang does not quantise",
             found=config.sync.fp8,
             allowed="false with actor.mtp and the policy's own draft head",
             fix="set sync.fp8=false",
