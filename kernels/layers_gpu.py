@@ -5,9 +5,9 @@
     rms_norm, rms_norm_backward    2 and 3 per number
 
 All are bound by memory: each reads its inputs once and writes its results once. Tensors are float32, bfloat16 or
-float16, with one dtype per call; arithmetic is in float32, and results are rounded once. `PROGRAMS` programs sum the
-gradient of a norm's weight, each over its own rows, in an order that depends only on the shape, so equal tensors give
-equal bits. `python -m megarl.benchmarks.layers` times the block sizes on a GPU.
+float16, with one dtype per call; arithmetic is in float32, and results are rounded once. Up to `PROGRAMS` programs
+sum the gradient of a norm's weight, each over its own rows, in an order that depends only on the shape, so equal
+tensors give equal bits. `python -m megarl.benchmarks.layers` times the block sizes on a GPU.
 """
 
 import torch
@@ -20,7 +20,7 @@ from megarl.kernels.logits_gpu import fitting
 #: Elements per block and warps per program; for RoPE, pairs of elements per block. A norm's row fits in one block.
 SWIGLU, SWIGLU_BACKWARD, ROPE, NORM, NORM_BACKWARD = (2048, 4), (2048, 8), (1024, 4), (2048, 4), (1024, 4)
 SCALED_SWIGLU_BACKWARD = (1024, 4)
-#: Programs of a norm's backward pass: eight for each of an H100's 132 multiprocessors.
+#: Programs of a norm's backward pass, at most: eight for each of an H100's 132 multiprocessors.
 PROGRAMS = 8 * 132
 _WIDEST = 16_384  # longest row of a norm: 32 numbers per thread of 16 warps
 _MOST_WARPS = 16

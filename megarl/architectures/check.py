@@ -235,20 +235,21 @@ def _check_table(
     if known.rope.partial and not (partial is None or (_number(partial) and 0 < partial <= 1)):
         refuse("partial_rotary_factor", partial, "number above 0, at most 1")
     if not rotated_width(values):
-        refuse(
-            "partial_rotary_factor", partial, f"one or more of {head_width(values)}", "this variant is not supported"
-        )
+        allowed = f"a factor that makes one or more of the {head_width(values)} numbers of a head rotate"
+        refuse("partial_rotary_factor", partial, allowed, "this variant is not supported")
     if kind == "default":
         return
     beside = "original_max_position_embeddings"
     if kind in ("llama3", "yarn") and beside in raw and raw[beside] is None:
-        refuse(beside, None, "integer > 0, or no such key", "transformers would use null for RoPE's own number")
+        text = "transformers would use this null, and not the number in RoPE's settings"
+        refuse(beside, None, "integer > 0, or no such key", text)
     if partial not in (None, 1) and not known.rope.partial:
         refuse("partial_rotary_factor", partial, "1", "this variant is not supported")
     if not _whole(scaling["original_max_position_embeddings"]) or scaling["original_max_position_embeddings"] < 1:
         refuse(key, scaling, "original_max_position_embeddings: integer > 0")
     if kind == "yarn" and rotated_width(values) % 2:
-        refuse("partial_rotary_factor", partial, f"a factor that makes an even number of {head_width(values)} for yarn")
+        allowed = f"for yarn a factor that makes an even number of the {head_width(values)} numbers of a head rotate"
+        refuse("partial_rotary_factor", partial, allowed)
     numbers = {name: scaling.get(name) for name in _ROPE_NEEDS[kind]}
     optional = {name for name in _OPTIONAL.get(kind, ()) if name in scaling}
     for name in (*numbers, *optional):

@@ -104,11 +104,12 @@ class Activations:
         sums = FULL * t * heads
         if self.parallel.cp > 1 and self.gpu and self.element < FULL:
             # Copies of queries and outputs, for both chunks of this rank; copies of the keys and values up to the end
-            # of each chunk, which together are those of all ranks plus one chunk.
+            # of each chunk, which together are those of all ranks plus one chunk. In return the rotated queries and
+            # keys, which are as many as the queries and one chunk of keys and values, are not kept.
             return sums + self.element * t * (q + self.parallel.cp * kv)
         if self.parallel.cp > 1:
             # Copies of queries and outputs in buckets, the keys and values of all ranks, and a mask that each layer
-            # expands.
+            # expands. In return the rotated queries and keys are not kept.
             keys = self.parallel.cp * kv - kv / 2
             return sums + self.element * t * (q + keys + longest)
         if self.gpu or longest > PROBABILITIES:

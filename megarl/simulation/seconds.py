@@ -57,7 +57,7 @@ class Table:
     nodes: Mapping[str, Line] = field(default_factory=dict)  # seconds by node id; other nodes take no time
     push_s: float = 0.0  # seconds of a weight update
     handover_s: Line = field(default_factory=lambda: Line(0.0))  # seconds of a handover, by number of tokens
-    other_s: Mapping[str, float] = field(default_factory=dict)  # by team, seconds of a step in which no phase is open
+    other_s: Mapping[str, float] = field(default_factory=dict)  # by team, seconds of a step outside its nodes
     call_s: float = 0.001  # seconds that the coordinator takes per call
 
     def slower_links(self, times: float) -> Table:
