@@ -191,7 +191,7 @@ class VisionEncoder:
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any], hidden: int, where: str) -> VisionEncoder:
-        """Build the encoder from `raw`, a model's config.json.
+        """Return the encoder that `raw`, a model's config.json, describes.
 
         Args:
             hidden: width of the decoder.

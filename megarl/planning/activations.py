@@ -19,7 +19,7 @@ FULL = 4
 INDEX, PLACE = 8, 4
 """Bytes of integers: token numbers, and row numbers for GPU kernels."""
 WHOLE_PASS, PROBABILITIES = 64, 1024
-"""CPU attention is one compiled pass over the residual stream up to the first length, and matrix products that keep the
+"""CPU attention is one compiled pass over the packed stream up to the first length, and matrix products that keep the
 probabilities up to the second.
 """
 _QUERY_BLOCK = 64

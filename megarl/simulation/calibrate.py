@@ -4,7 +4,7 @@ response_length/mean, /max   distribution of sample lengths (megarl.planning.len
 rollout in trace.json        seconds of a decoding step: seconds of the slowest rank / steps that these lengths take
 timing_s/NODE                seconds of a node, as a line over the tokens of a replica if they depend on these
 timing_s/weight_sync         seconds of a weight update
-team/NAME/busy_s             minus the nodes of the team: its other work
+team/NAME/busy_s             minus the nodes of the team and its weight updates: its other work
 """
 
 from __future__ import annotations

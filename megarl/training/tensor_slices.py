@@ -7,7 +7,8 @@ rank owns of its optimizer state, are at most 2 * dims - 1 slices (the end of a 
     . . . . . .         offset (1, 4) shape (1, 2)
     . . . . a a         offset (2, 0) shape (2, 6)
     b b b b b b   ->    offset (4, 0) shape (1, 3)
-    b b b b b b c c c . . .
+    b b b b b b
+    c c c . . .
 
 So one layout reads what another layout wrote by copying where slices overlap, and no rank gathers a whole tensor.
 """

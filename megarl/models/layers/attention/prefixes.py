@@ -33,7 +33,8 @@ from megarl.models.layers.attention.sinks import Kernel, attend_with_sinks
 from megarl.models.packing import SharedPrefixes
 
 LONG = 512
-"""Keys from which on torch's CPU kernel is faster than products for causal nodes and in bf16; elsewhere always."""
+"""Number of keys from which on torch's CPU kernel is faster than products, for a causal node and for bf16; in other
+cases it always is."""
 
 Place = slice | Tensor
 
