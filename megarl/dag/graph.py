@@ -84,7 +84,7 @@ class TaskGraph:
         return [other for other in self._order if other in ancestors]
 
     def layers(self) -> list[list[str]]:
-        """Group the nodes by their longest distance from the start; nodes of one layer do not depend on each other."""
+        """Return the nodes by their longest distance from the start; nodes of one layer do not depend on each other."""
         depth: dict[str, int] = {}
         for id in self._order:
             depth[id] = 1 + max((depth[dep] for dep in self._parents[id]), default=-1)
@@ -103,7 +103,7 @@ class TaskGraph:
         ]
 
     def _sorted(self) -> list[str]:
-        """Sort the nodes topologically: always take the first listed node whose predecessors are done."""
+        """Return the nodes in topological order: the next is the first listed node whose predecessors are done."""
         order: dict[str, None] = {}
         while left := [id for id in self.nodes if id not in order]:
             ready = next((id for id in left if all(parent in order for parent in self._parents[id])), None)

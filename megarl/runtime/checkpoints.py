@@ -448,6 +448,8 @@ def surplus_file(c: StepContext) -> dict[str, bytes]:
 def read_surplus(c: StepContext, folder: Path, parts: int) -> Batch | None:
     """Read this replica's share of the surplus of dynamic sampling, which `parts` replicas wrote to `folder`.
 
+    None if there is no surplus (`parts` is 0).
+
     Group k of the whole surplus goes to replica k modulo the number of replicas.
 
     Raises:

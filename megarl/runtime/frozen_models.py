@@ -151,7 +151,9 @@ def _kept(c: RankState, checkpoint: Path) -> ReferencePlace:
 
 
 def _rewritten(c: RankState, checkpoint: Path, folder: Path, recorded: Frozen, lines: list[str]) -> ReferencePlace:
-    """Replace the damaged reference in `folder` by the actor's initial weights; call before loading the checkpoint.
+    """Write the reference again, which is damaged in `folder`, from the actor's initial weights, and return its place.
+
+    Call this before loading the checkpoint.
 
     Collective over the actor's team.
 

@@ -298,7 +298,7 @@ def describe_buffered(config: RunConfig, placement: Placement, step: int) -> dic
 
 
 def buffered_entry(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the result of `describe_buffered` from a checkpoint's state; older versions stored it as `drawn`."""
+    """Return the result of `describe_buffered` in a checkpoint's state, or None; older versions named it `drawn`."""
     entry: dict[str, Any] | None = state.get("generated", state.get("drawn"))
     return entry
 

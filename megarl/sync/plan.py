@@ -345,7 +345,8 @@ def _buckets(on_wire: list[list[Entry]], bound: int) -> Iterable[Bucket]:
 
 
 def _in_turn(buckets: Iterable[Bucket], bound: int) -> tuple[Bucket, ...]:
-    """Order a sender's buckets so that, if possible, buckets larger than `bound` (single tensors) have even numbers.
+    """Return a sender's buckets, ordered so that buckets larger than `bound` (single tensors) have even numbers if
+    possible.
 
     Buckets are double-buffered: those with even numbers use the first buffer, so only this buffer has to be large.
     """

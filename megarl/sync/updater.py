@@ -106,7 +106,7 @@ class WeightSync:
             receivers.lead(run_dir / "sync", config.timeout_s)
 
     def push(self, version: int) -> SyncReport:
-        """Send the current parameters to every living receiver, as version `version`. Collective.
+        """Send the current parameters to every living receiver as version `version`; return the report. Collective.
 
         Raises:
             ValueError: the version is older than the last one.
@@ -122,7 +122,10 @@ class WeightSync:
         return self._sync(lambda receiver: True)
 
     def catch_up(self) -> SyncReport:
-        """Send the current version to receivers that lack it and have not failed. Collective; cheap if none lack it."""
+        """Send the current version to receivers that lack it and have not failed, and return the report.
+
+        Collective; cheap if none lack it.
+        """
         if self.version is None:
             raise ValueError("catch_up has no weights to send: call push first")
         return self._sync(lambda receiver: receiver.version != self.version)

@@ -146,7 +146,7 @@ class EngineReceiver:
         return True
 
     def take_changes(self, handles: Sequence[Handle], header: list[Any], step: UpdateStep) -> bool:
-        """Make each rank write those changed elements that belong to its own parts."""
+        """Make each rank write those changed elements that belong to its own parts; return True."""
         self._ranks.ask_each([{"op": "changes", "handle": handle, "header": header} for handle in handles], step)
         return True
 

@@ -82,7 +82,7 @@ class Scheduler:
         return admission
 
     def _pack(self, fresh: dict[int, list[int]]) -> list[Prefill]:
-        """Pack prompts of similar length into prefill passes within the token budget; a longer prompt gets its own."""
+        """Return prefill passes of prompts of similar length, within the token budget; a longer prompt has its own."""
         passes: list[Prefill] = []
         length = {request: self.running[rows[0]].prompt_tokens - 1 for request, rows in fresh.items()}
         for request in sorted(fresh, key=lambda r: length[r]):

@@ -373,7 +373,9 @@ class Session:
             self._reach = int(state.position[:running].max()) if running else 0
 
     def _cut(self, samples: Sequence[int], tokens: Tensor, logprobs: Tensor, room: Tensor) -> list[Sampled]:
-        """Cut rows, which decode on until the next check, at the first end token or stop string, or at their `room`.
+        """Return finished samples, cut at the first end token or stop string, or at their `room`.
+
+        Rows decode on until the next check, so they have more tokens.
 
         Args:
             samples: sample number of each row.

@@ -47,7 +47,7 @@ class SglangFamily(EngineFamily):
         return FilledServers(host)
 
     def most_in_flight(self, config: RunConfig, replicas: int) -> int | None:
-        """Return a replica's share of the requests that all servers accept at a time."""
+        """Return a replica's share of the requests that all servers accept at a time; None: there is no limit."""
         servers = config.rollout.sglang
         return None if servers.max_concurrency is None else servers.max_concurrency * servers.count // replicas
 
@@ -77,7 +77,7 @@ class SglangFamily(EngineFamily):
         check_images(config, encoder, checks)
 
     def silent_servers(self, config: RunConfig) -> str | None:
-        """Return a warning about addresses of `rollout.sglang.urls` that accept no connection now."""
+        """Return a warning about addresses of `rollout.sglang.urls` that accept no connection now; None when all do."""
         from megarl.rollout.sglang.checks import silent_servers
 
         return silent_servers(config)

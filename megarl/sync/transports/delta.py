@@ -92,7 +92,7 @@ class DeltaTransport(Transport):
         self._locks = {host: threading.Lock() for host in relays}
 
     def broken(self) -> str | None:
-        """Return an error message if the relay that this rank started has ended."""
+        """Return an error message if the relay that this rank started has ended, else None."""
         if self._process is None or self._process.poll() is None:
             return None
         return f"the weight relay of {socket.gethostname()} ended ({ending(self._process.returncode)})"
