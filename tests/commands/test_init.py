@@ -106,7 +106,7 @@ def test_the_layout_is_the_first_that_fits(init):
 
 
 @pytest.mark.campaign("families")
-@pytest.mark.parametrize("name", [name for name, raw in KNOWN.items() if "vision_config" not in raw])
+@pytest.mark.parametrize("name", KNOWN)
 def test_every_known_model_has_a_recipe(init, name):
     facts = facts_from_config(KNOWN[name], name)
     if facts.vision is not None or facts.only_in_training:  # a robot's policy; dropout, which is refused
