@@ -196,7 +196,7 @@ def seams(hidden_shape: list[int]) -> Iterator[None]:
 
 
 class _LogitsKernels:
-    """The memory of megarl/kernels/logits_gpu.py."""
+    """The memory of kernels/logits_gpu.py."""
 
     @staticmethod
     def statistics(logits: Tensor, *given: Any, **place: Any) -> None: ...
@@ -207,7 +207,7 @@ class _LogitsKernels:
 
 
 class _LayersKernels:
-    """The memory of megarl/kernels/layers_gpu.py, without the sums of a norm's programs."""
+    """The memory of kernels/layers_gpu.py, without the sums of a norm's programs."""
 
     @staticmethod
     def swiglu(x: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -239,7 +239,7 @@ class _LayersKernels:
 
 
 class _ExpertsKernels:
-    """The memory of megarl/kernels/experts_gpu.py."""
+    """The memory of kernels/experts_gpu.py."""
 
     @staticmethod
     def sum_rows(rows: Tensor, places: Tensor) -> Tensor:
