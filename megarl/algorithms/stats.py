@@ -48,7 +48,7 @@ class GroupStats:
         if not allow_singleton and bool((sizes == 1).any()):
             singletons = [u for u, number in numbers.items() if sizes[number] == 1]
             raise UserError(
-                f"{len(singletons)} prompt groups have only one sample, which has nothing to be compared with",
+                f"prompt groups with only one sample, which has nothing to be compared with: {len(singletons)}",
                 where="algorithm.advantage.allow_singleton",
                 found=singletons[0],
                 fix="raise rollout.sampling.n to 2 or more, or set allow_singleton: true (their advantage is then 0)",

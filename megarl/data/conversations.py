@@ -100,7 +100,7 @@ class Conversations:
         if not message["content"] and not extra_keys(message):
             if end:
                 raise DataError("the response consists of an end token only", where=row.where, fix="remove the row")
-            raise DataError("the text has no tokens", where=row.where, found=content, fix=row.column_fix)
+            raise DataError("the response is empty", where=row.where, found=content, fix=row.column_fix)
         text = json.dumps(message, ensure_ascii=False)
         inside = next((end for end in self._ends if end in text), None)
         if inside is not None:

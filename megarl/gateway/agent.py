@@ -151,7 +151,12 @@ class Agent(Environment):
         if settings.command is not None:
             program = settings.command[0]
             if program != "python" and shutil.which(program, path=None) is None:
-                raise ConfigError("this program does not exist", where="env.command", found=program, fix="install it")
+                raise ConfigError(
+                    "this program does not exist",
+                    where="env.command",
+                    found=program,
+                    fix="install the program, or write its full path",
+                )
             return
         source, colon, name = str(settings.function).rpartition(":")
         if not colon or not callable(getattr(import_source(source, "env.function"), name, None)):
@@ -289,8 +294,8 @@ class Agent(Environment):
             reward, info = math.nan, {}
         if not math.isfinite(reward):
             raise EpisodeFailure(
-                f"the agent left no result: the file MEGARL_RESULT has {text[:100]!r}; allowed: a number, or an object "
-                f'{{"reward": number, "info": {{name: number}}}}. It ended with {program.how_it_ended()}'
+                f"the agent left no valid result: the file MEGARL_RESULT has {text[:100]!r}; allowed: a number, or an "
+                f'object {{"reward": number, "info": {{name: number}}}}. It ended with {program.how_it_ended()}'
             )
         return reward, info
 

@@ -180,7 +180,7 @@ class Gateway:
             names = ", ".join(self._names)
             raise Refusal(
                 404,
-                f"model: found {model!r:.100}; allowed: {names} (env.models of the recipe names more)",
+                f"model: found {model!r:.100}; allowed: {names} (env.models of the recipe can add names)",
                 "model_not_found",
             )
 
@@ -213,7 +213,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not JSON: {error}") from error
     if not isinstance(body, dict) or nested_deeper(body, _DEPTH):
-        raise Refusal(400, f"the body is not a JSON object, or nested more than {_DEPTH} levels deep")
+        raise Refusal(400, f"the body is not a JSON object, or is nested more than {_DEPTH} levels deep")
     return body
 
 

@@ -144,9 +144,10 @@ class ChatSession:
         if self.over:
             raise self._refusal_after_end()
         if len(self._waiting) >= _MOST_WAITING:
-            raise Refusal(429, f"{_MOST_WAITING} calls of this session wait already", "rate_limit", "rate_limit_error")
+            problem = f"{_MOST_WAITING} calls of this session are unanswered: wait for a reply before the next call"
+            raise Refusal(429, problem, "rate_limit", "rate_limit_error")
         if request.messages and request.messages[-1].role == ASSISTANT:
-            raise Refusal(400, "the last message is the assistant's: a reply cannot be begun by the client")
+            raise Refusal(400, "the last message is the assistant's, and replies cannot be continued: remove it")
         call = PendingCall(request, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         self._arrived.set()
