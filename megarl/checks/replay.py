@@ -8,13 +8,15 @@ from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.stage import Role
 from megarl.runtime.stages.replay import replay
+from megarl.system.errors import count
 
 KEY = "data.replay"
 
 
 def check_replay(config: RunConfig, graph: TaskGraph | None, checks: Checklist) -> None:
     """Check correction, ages and updates of a run that trains on groups again."""
-    settings, lag = config.data.replay, config.async_.max_staleness
+    settings = config.data.replay
+    lag = config.rollout.stale_steps + config.async_.max_staleness  # only one of the two can be above 0
     if settings is None:
         return
     if not config.rollout_correction.resolved().bypass:
@@ -28,10 +30,20 @@ def check_replay(config: RunConfig, graph: TaskGraph | None, checks: Checklist) 
     if settings.max_age <= lag:
         checks.fail(
             f"{KEY}.max_age",
-            "no group is ever young enough: a fresh group may be as old as async.max_staleness allows",
+            "no group is ever young enough: a fresh group may already be as old as async.max_staleness or "
+            "rollout.stale_steps allows",
             found=settings.max_age,
             allowed=f"integer > {lag}",
             fix=f"set {KEY}.max_age={lag + 4}",
+        )
+    if not settings.groups(config.data.batch_size):
+        least = 0.5 / (config.data.batch_size + 0.5)
+        checks.fail(
+            f"{KEY}.share",
+            f"a step of {count(config.data.batch_size, 'fresh group')} replays none: the share rounds to 0 groups",
+            found=settings.share,
+            allowed=f"number > {least:.3g}",
+            fix=f"set {KEY}.share={1 / (config.data.batch_size + 1):.2g} for one group, or a larger data.batch_size",
         )
     if graph is not None and not any(node.func is replay for node in graph):
         checks.fail(

@@ -89,6 +89,10 @@ class ReplayConfig(Section):
         description="weight of a group in the draw: 1; 1 / steps since it was trained on; its mean absolute advantage",
     )
 
+    def groups(self, fresh: int) -> int:
+        """Return the number of groups that a step with `fresh` fresh groups replays if enough are stored."""
+        return round(self.share / (1 - self.share) * fresh)
+
 
 class DataConfig(Section):
     """The source of prompts."""

@@ -19,6 +19,7 @@ from megarl.data.batch import Batch
 from megarl.data.groups import ORDINAL, group_numbers, group_places
 from megarl.data.versions import VERSION_FIELDS
 from megarl.data.weighted_draw import weighted_draw
+from megarl.system.errors import count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,8 +52,11 @@ class ReplayStore:
         named = dict(zip((fresh["uid"][group[0]] for group in places), numbers, strict=True))
         fresh = fresh.with_values({ORDINAL: [named[uid] for uid in fresh["uid"]]})
         oldest = c.step - 1 - settings.max_age
+        self._drop_unlike(c, fresh)
         self.groups = [group for group in self.groups if group[0].version >= oldest]
-        drawn = self._drawn(c, self._everywhere(c))
+        self._store(c, fresh, places, numbers)
+        everywhere = self._everywhere(c)
+        drawn = self._drawn(c, [entry for entry in everywhere if entry.step < c.step])
         order = {entry: c.config.data.batch_size + place for place, entry in enumerate(drawn)}
         replayed = [
             batch.with_values(
@@ -61,8 +65,9 @@ class ReplayStore:
             for entry, batch in self.groups
             if entry in order
         ]
+        surplus = {*everywhere[: -settings.capacity]}
+        self.groups = [group for group in self.groups if group[0] not in surplus]
         self._record(c, drawn, replayed)
-        self._store(c, fresh, places, numbers)
         return Batch.concat([fresh, *replayed])
 
     def to_bytes(self) -> bytes:
@@ -88,7 +93,7 @@ class ReplayStore:
     def _drawn(self, c: StepContext, entries: Sequence[StoredGroup]) -> list[StoredGroup]:
         """Return the entries that the step trains on again, drawn without replacement by priority."""
         settings = self.settings
-        wanted = round(settings.share / (1 - settings.share) * c.config.data.batch_size)
+        wanted = settings.groups(c.config.data.batch_size)
         weights = {
             "uniform": [1.0] * len(entries),
             "recent": [1.0 / (c.step - entry.step) for entry in entries],
@@ -97,8 +102,18 @@ class ReplayStore:
         generator = np.random.Generator(np.random.PCG64(c.seeds.replay(c.step)))
         return sorted(entries[place] for place in weighted_draw(weights, wanted, generator))
 
+    def _drop_unlike(self, c: StepContext, fresh: Batch) -> None:
+        """Drop groups whose fields are not those of the fresh samples: a run with other settings stored them."""
+        present = {*fresh.names()} - {ORDINAL}
+        unlike = [batch for _, batch in self.groups if {*batch.names()} != present]
+        if unlike and c.layout.is_lead:
+            differ = ", ".join(sorted({*unlike[0].names()} ^ present))
+            what = f"{count(len(unlike), 'stored group')} of a run with other settings dropped"
+            print(f"replay: {what}; fields that only one of both has: {differ}", flush=True)
+        self.groups = [group for group in self.groups if {*group[1].names()} == present]
+
     def _store(self, c: StepContext, fresh: Batch, places: Sequence[Sequence[int]], numbers: Sequence[int]) -> None:
-        """Store the fresh groups with a signal, and drop the oldest groups beyond the capacity."""
+        """Store the fresh groups with a signal."""
         stored = fresh.drop([ORDINAL]).to("cpu")
         versions = stored[VERSION_FIELDS[0]].unbind()
         for number, group in zip(numbers, places, strict=True):
@@ -108,8 +123,6 @@ class ReplayStore:
             if signal > 0:  # the others would give no gradient
                 version = min(int(versions[place].min()) for place in group)
                 self.groups.append((StoredGroup(c.step, number, version, signal), rows))
-        surplus = {*self._everywhere(c)[: -self.settings.capacity]}
-        self.groups = [group for group in self.groups if group[0] not in surplus]
 
     def _record(self, c: StepContext, drawn: Sequence[StoredGroup], replayed: Sequence[Batch]) -> None:
         c.metrics.sum("replay/stored", len(self.groups) if c.layout.is_lead else 0)

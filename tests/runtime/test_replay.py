@@ -104,6 +104,19 @@ def test_capacity_and_age_drop_the_oldest_groups():
     assert {entry.step for entry, _ in stores[0].groups} == {2, 3}
 
 
+def test_groups_that_a_run_with_other_fields_stored_are_dropped_with_a_message(capsys):
+    stores, group = stores_of(1, share=0.5, max_age=9)
+    walk(stores, group, range(1, 3))
+    stores[0].groups = [(entry, rows.drop(["score"])) for entry, rows in stores[0].groups]
+    (rows,), (metrics,) = walk(stores, group, range(3, 4))
+    assert len(rows) == PROMPTS * N
+    assert metrics.result()["replay/groups"] == 0
+    assert "6 stored groups of a run with other settings dropped; fields that only one of both has: score" in (
+        capsys.readouterr().out
+    )
+    assert walk(stores, group, range(4, 5))[1][0].result()["replay/groups"] == 3
+
+
 @pytest.mark.procs
 @pytest.mark.timeout(600)
 def test_a_run_that_resumes_replays_the_same_groups(tmp_path):

@@ -23,13 +23,14 @@ def handover_bytes(config: RunConfig, handover: Handover) -> int:
 
         samples of a step x (`token_bytes` of all fields x tokens of the longest sample + 256) + groups x 4096
 
-    Text columns count like tokens. Images and other inputs of vision models, and transcripts with more text than the
-    sample's tokens, are not included.
+    Text columns count like tokens, and expert responses like samples. Further sequences of an agent's episode, images
+    and other inputs of vision models, and transcripts with more text than the sample's tokens, are not included.
     """
     sampling = config.rollout.sampling
     longest = config.data.max_prompt_tokens + config.response_tokens(sampling)
     per_sample = sum(token_bytes(config, name) for name in handover.fields) * longest + _BYTES_PER_SAMPLE
-    return config.data.batch_size * (sampling.n * per_sample + _BYTES_PER_GROUP)
+    experts = 0 if config.data.experts is None else config.data.experts.per_group
+    return config.data.batch_size * ((sampling.n + experts) * per_sample + _BYTES_PER_GROUP)
 
 
 def steps_held(config: RunConfig) -> int:
