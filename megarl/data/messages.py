@@ -164,20 +164,17 @@ def response_messages(
             fix=f"set data.prompt_key to {key!r}, too, if it holds the whole conversation",
         )
     if not messages or messages[0]["role"] != ASSISTANT or messages[-1]["role"] != ASSISTANT:
+        supervised = setting == SFT_RESPONSE
+        reader = "supervised fine-tuning and a cold start (sft.steps above 0) read" if supervised else "it is"
         raise DataError(
             f"wrong type in column {key!r}, which must hold a response to train on",
             where=row.where,
             found="null" if value is None else value,
             allowed="text, an integer, or chat messages that begin and end with the assistant's",
-            fix=f"write the response into the column, or remove the row; {_reader(setting)} the column of {setting}",
+            fix=f"write the response into the column, or remove the row; {reader} the column of {setting}",
         )
     _refuse_unlearnt(messages, key, row)
     return messages
-
-
-def _reader(setting: str) -> str:
-    """Return what reads the column that the recipe key `setting` names, and the verb, for error messages."""
-    return "supervised fine-tuning and a cold start (sft.steps above 0) read" if setting == SFT_RESPONSE else "it is"
 
 
 def _refuse_unlearnt(messages: list[Message], key: str, row: Row) -> None:
