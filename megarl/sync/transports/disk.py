@@ -98,11 +98,17 @@ def remove_partial(folder: Path) -> None:
 
 
 def remove_old(folder: Path, version: int) -> None:
-    """Remove partial folders, and all complete versions except `version` and the highest of the others."""
+    """Remove partial folders, and all complete versions except `version` and the one before it.
+
+    Higher versions are of a run that was resumed from an earlier step since.
+    """
     remove_partial(folder)
-    older = sorted(path for path in folder.glob("v????????") if path.name != _name(version))
-    for path in older[: len(older) - _KEPT]:
-        shutil.rmtree(path, ignore_errors=True)
+    complete = sorted(folder.glob("v????????"))
+    older = [path for path in complete if path.name < _name(version)]
+    kept = {folder / _name(version), *older[-_KEPT:]}
+    for path in complete:
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _header(bucket: Bucket) -> bytes:
