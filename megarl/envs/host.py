@@ -210,6 +210,10 @@ class HostSession:
             self._host.check_loop()
         return any(answer.done() for answer in self._answers.values())
 
+    def dropped(self, numbers: Iterable[int]) -> list[int]:
+        """Return those of the episodes whose environment needs no more of the turn in flight."""
+        return [number for number in numbers if number in self._episodes and self._episodes[number].drops_turn]
+
     def answers(self, wait_s: float, to: Iterable[int] = ()) -> dict[int, Reply]:
         """Return the ready replies, after waiting up to `wait_s` seconds for the episodes in `to`, or else for any.
         Raise HostError like `any_answer`.

@@ -140,13 +140,17 @@ class Environment:
             from there; if false, the episode begins again from its prompt.
         times_itself: the environment ends its own calls in time (`EnvSettings.longest_s`), so the run does not.
         is_waiting: this object waits until other episodes end, so a batch must not wait for it.
+        may_drop_turns, drops_turn: the environment may end a turn in flight, and does so now: nobody needs the rest of
+            it, so `step` is called with the tokens that it has.
     """
 
     Settings: ClassVar[type[EnvSettings]] = EnvSettings
     scores: ClassVar[bool] = True
     replayable: ClassVar[bool] = False
     times_itself: ClassVar[bool] = False
+    may_drop_turns: ClassVar[bool] = False
     is_waiting = False
+    drops_turn: bool = False
 
     def __init__(self, settings: Any, shared: Any) -> None:
         """Create the environment of one episode.

@@ -129,8 +129,9 @@ class Agent(Environment):
 
     Settings = AgentSettings
     times_itself: ClassVar[bool] = True
+    may_drop_turns: ClassVar[bool] = True
     _program: Program  # set by `reset`
-    _turn: PendingTurn  # the policy's last turn
+    _turn: PendingTurn | None = None  # the policy's last turn
 
     def __init__(self, settings: AgentSettings, shared: AgentReplica) -> None:
         super().__init__(settings, shared)
@@ -139,6 +140,11 @@ class Agent(Environment):
         self._freeing: asyncio.Future[None] | None = None
         self._late = self._holds = False
         self._deadline = self._last = math.inf  # when calls are refused, and when the program is ended
+
+    @property
+    def drops_turn(self) -> bool:  # type: ignore[override]
+        """Whether the client that waits for the turn in flight has gone, or the program has ended."""
+        return self._turn is not None and (self._turn.is_abandoned or self._program.ended.done())
 
     @classmethod
     def gives_scores(cls, settings: AgentSettings) -> bool:
@@ -208,8 +214,10 @@ class Agent(Environment):
 
     async def step(self, action: Action) -> Any:
         """Give the turn to the program and return the prompt of its next call, or the end."""
-        self._session.reply(self._turn, action)
-        if action.finish_reason == "abort":
+        turn = self._turn
+        assert turn is not None, "the policy has answered it"
+        self._session.reply(turn, action)
+        if action.finish_reason == "abort" and not self.drops_turn:
             self._session.close("its time is up")
         following = await self._next()
         return Step(following) if isinstance(following, Continuation) else following

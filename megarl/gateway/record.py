@@ -32,7 +32,7 @@ class CallNode:
         reply: the message as the client was sent it; None: it is being generated.
         token_ids, logprobs: sampled tokens, end token included.
         finish: `stop`, `length` or `abort`.
-        delivered: the client has received the reply.
+        deliveries: how often a client has received the reply.
     """
 
     number: int
@@ -46,7 +46,12 @@ class CallNode:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: str = ""
-    delivered: bool = False
+    deliveries: int = 0
+
+    @property
+    def delivered(self) -> bool:
+        """Whether a client has received the reply."""
+        return self.deliveries > 0
 
     @property
     def is_open(self) -> bool:

@@ -122,7 +122,12 @@ class Gateway:
             name = f"gen-{secrets.token_hex(12)}"
 
             async def generate() -> list[ChatReply]:
-                return list(await asyncio.gather(*(session.call(wanted) for _ in range(samples))))
+                calls = [asyncio.ensure_future(session.call(wanted)) for _ in range(samples)]
+                try:
+                    return list(await asyncio.gather(*calls))
+                finally:
+                    for call in calls:  # of those that were not refused, if one was
+                        call.cancel()
 
             retries = request.headers.get("x-stainless-retry-count", "0")
             again = retries.strip("0") != "" or "Idempotency-Key" in request.headers
@@ -135,7 +140,7 @@ class Gateway:
                     return await _streamed(request, answer, body, name, api.write, headers)
                 replies = await answer
             finally:
-                answer.cancel()  # generation continues, because `once` shields it
+                answer.cancel()  # generation continues for a while, because `once` shields it
             with _delivering(replies):
                 whole, _ = api.write(body, replies, name)
                 response = web.json_response(whole, headers=headers)
@@ -269,10 +274,10 @@ def _together(events: Sequence[str]) -> Iterator[bytes]:
 def _delivering(replies: Sequence[ChatReply]) -> Iterator[None]:
     """Count the replies as delivered, unless writing them fails. The client may answer before `write` returns."""
     for reply in replies:
-        reply.node.delivered = True
+        reply.node.deliveries += 1
     try:
         yield
     except BaseException:
         for reply in replies:
-            reply.node.delivered = False
+            reply.node.deliveries -= 1
         raise

@@ -26,6 +26,7 @@ from megarl.system.errors import DataError
 
 _MOST_WAITING = 64  # calls of an episode that wait at the same time
 _MOST_KEPT = 64  # replies that are kept for clients that send a request again
+_ABANDONED_S = 2.0  # seconds that a client has to send a request again before its generation is aborted
 
 
 class Refusal(Exception):
@@ -81,6 +82,19 @@ class PendingCall:
     done: asyncio.Future[ChatReply]
 
 
+@dataclass
+class _Answering:
+    """The answer to a request, and how many clients wait for it."""
+
+    task: asyncio.Task[Any]
+    waiting: int = 0
+
+    def abandon(self) -> None:
+        """Cancel the answer if no client waits for it."""
+        if not self.waiting:
+            self.task.cancel()
+
+
 @dataclass(frozen=True)
 class PendingTurn:
     """A call that the policy answers next.
@@ -94,6 +108,11 @@ class PendingTurn:
     node: CallNode
     token_ids: list[int]
     room: int
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether no client waits for the reply any more."""
+        return self.call.done.cancelled()
 
 
 @dataclass(frozen=True)
@@ -133,7 +152,7 @@ class ChatSession:
         self._form, self._window, self.overflowed = form, window, False
         self._waiting: deque[PendingCall] = deque()
         self._arrived = asyncio.Event()
-        self._kept: dict[str, asyncio.Task[Any]] = {}
+        self._kept: dict[str, _Answering] = {}
 
     async def call(self, request: ChatRequest) -> ChatReply:
         """Return the policy's reply to a request.
@@ -156,21 +175,30 @@ class ChatSession:
     async def once(self, key: str, again: bool, answer: Callable[[], Awaitable[Any]]) -> Any:
         """Return what `answer` returns, or with `again` what it returned for an earlier request with the same key.
 
+        An answer for which no client waits is cancelled after a while.
+
         Args:
             key: names the request.
             again: whether the client says that it sends the request again.
         """
-        task = self._kept.get(key) if again else None
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+        kept = self._kept.get(key) if again else None
+        if kept is None or (kept.task.done() and (kept.task.cancelled() or kept.task.exception() is not None)):
             task = asyncio.ensure_future(answer())
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its client may have gone
+            kept = _Answering(task)
             self._kept.pop(key, None)
-            self._kept[key] = task
+            self._kept[key] = kept
             for old in list(self._kept)[:-_MOST_KEPT]:
                 del self._kept[old]
         else:
             self._count("retries")
-        return await asyncio.shield(task)
+        kept.waiting += 1
+        try:
+            return await asyncio.shield(kept.task)
+        finally:
+            kept.waiting -= 1
+            if not kept.task.done():
+                asyncio.get_running_loop().call_later(_ABANDONED_S, kept.abandon)
 
     def count(self, request: ChatRequest) -> int:
         """Return the number of tokens of a request's prompt."""

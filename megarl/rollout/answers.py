@@ -68,7 +68,7 @@ class EpisodeRules:
         texts: decodes turns; returns their texts without and with special tokens.
         share: broadcasts a JSON value from the replica's first rank; collective over the replica.
         on_error: when an environment fails, `fail` ends the run and `mark` ends only the episode.
-        replayable: `Environment.replayable`.
+        replayable, may_drop_turns: those of `Environment`.
         images: inserts the images of observations; None: observations are text only.
     """
 
@@ -83,6 +83,7 @@ class EpisodeRules:
     bodies: bool = False  # whether to record which tokens of an observation are its own text
     # makes the finder of given stop strings, for turns that have stop strings of their own
     stops: Callable[[Sequence[str]], StopStrings] | None = None
+    may_drop_turns: bool = False
 
 
 class Answer(NamedTuple):
@@ -150,6 +151,10 @@ class Answers:
     def any_answer(self) -> bool:
         """Return whether any environment of this rank has replied."""
         return self._session is not None and self._session.any_answer()
+
+    def dropped(self, numbers: Iterable[int]) -> list[int]:
+        """Return those of these episodes whose environment, on this rank, needs no more of the turn in flight."""
+        return [] if self._session is None or not self.rules.may_drop_turns else self._session.dropped(numbers)
 
     def take(self, wait_s: float | None, to: Iterable[int]) -> dict[int, Answer]:
         """Take the answers that have arrived and return them on all ranks of the replica. Collective over the replica.

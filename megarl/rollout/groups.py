@@ -162,8 +162,11 @@ class GroupGenerator:
         self._generation: Generation | None = None
         self._submitted: set[int] = set()  # slots whose turns were submitted to the generation
         self._in_turn: set[int] = set()  # slots whose turn is in flight
-        self._cut: set[int] = set()  # slots whose turn in flight was aborted at the time limit
+        self._cut: set[int] = set()  # slots whose turn in flight was aborted, and will not be continued
         self._late: set[int] = set()  # numbers of groups over their time limit
+        self._dropped: set[int] = set()  # slots whose environment needs no more of the turn in flight
+        # whether turns in flight may be cut, so that ranks must agree on it while they generate
+        self._may_cut = self._seconds is not None or (rules is not None and rules.may_drop_turns)
 
     @property
     def busy(self) -> bool:
@@ -364,7 +367,7 @@ class GroupGenerator:
         generation = self._generation
         assert generation is not None, "the generator is open"
         whole = not generation.is_async
-        enough = None if whole and self._seconds is None else self._is_overdue if whole else self._is_due
+        enough = None if whole and not self._may_cut else self._is_overdue if whole else self._is_due
         try:
             advance(self._take_answers(None if whole else _SOON_S, self._samples))
             while generation.any_busy(bool(self._samples)):
@@ -397,7 +400,7 @@ class GroupGenerator:
         """
         before = len(self._samples)
         ended = self._collect(generation.wait(enough))
-        for slot in self._overdue() if self._late else ():  # the next `generation.wait` returns its tokens
+        for slot in self._overdue():  # the next `generation.wait` returns its tokens
             generation.abort(slot)
             self._cut.add(slot)
         sent = self._send_turns_to_environments(ended)
@@ -452,6 +455,7 @@ class GroupGenerator:
             else:
                 trajectory.end_before_turn(self._eos_ids[0], self._engine.weight_version)
             self._cut.discard(slot)
+            self._dropped.discard(slot)
             if trajectory.ended_by or trajectory.is_unanswered:
                 ended.append(slot)
         return ended
@@ -500,7 +504,7 @@ class GroupGenerator:
     def _close_generation(self) -> None:
         """Close the engine's generation and drop its in-flight turns."""
         generation, self._generation = self._generation, None
-        self._submitted, self._in_turn, self._cut = set(), set(), set()
+        self._submitted, self._in_turn, self._cut, self._dropped = set(), set(), set(), set()
         if generation is not None:
             generation.close()
 
@@ -560,7 +564,7 @@ class GroupGenerator:
         if self._answers is None:
             return 0
         answers, over, rules = self._answers.take(wait_s, to), 0, self._answers.rules
-        self._sync_deadlines()
+        self._sync_cuts()
         for slot, answer in answers.items():
             sample = self._samples[slot]
             if answer.differs:
@@ -620,36 +624,41 @@ class GroupGenerator:
     # -- time --------------------------------------------------------------------------------------------------------
 
     def _is_due(self) -> bool:
-        """Return whether an environment has replied or a turn is over its time limit. Collective over the replica."""
+        """Return whether an environment has replied or a turn must be cut. Collective over the replica."""
         if self._answers is None:
             return False
-        any_answer, late = self._answers.rules.share([self._answers.any_answer(), self._late_now()])
-        self._late.update(late)
-        return bool(any_answer) or self._has_overdue()
+        any_answer, *cuts = self._answers.rules.share([self._answers.any_answer(), *self._cuts_now()])
+        self._note_cuts(*cuts)
+        return bool(any_answer) or bool(self._overdue())
 
     def _is_overdue(self) -> bool:
-        """Return whether an in-flight turn is over its time limit. Collective over the replica."""
-        self._sync_deadlines()
-        return self._has_overdue()
+        """Return whether a turn must be cut. Collective over the replica."""
+        self._sync_cuts()
+        return bool(self._overdue())
 
-    def _sync_deadlines(self) -> None:
-        """Take the groups over their time limit from the replica's first rank. Collective over the replica."""
-        if self._seconds is not None and self._rules is not None:
-            self._late.update(self._rules.share(self._late_now()))
+    def _sync_cuts(self) -> None:
+        """Take from the replica's first rank which turns must be cut. Collective over the replica."""
+        if self._may_cut and self._rules is not None:
+            self._note_cuts(*self._rules.share(self._cuts_now()))
 
-    def _late_now(self) -> list[int]:
-        """Return the numbers of groups over their time limit, by this rank's clock."""
-        if self._seconds is None:
-            return []
-        now = time.monotonic()
-        return [number for number, in_flight in self._groups.items() if in_flight.is_late(self._seconds, now)]
+    def _note_cuts(self, late: Iterable[int], dropped: Iterable[int]) -> None:
+        self._late.update(late)
+        self._dropped = set(dropped)
+
+    def _cuts_now(self) -> tuple[list[int], list[int]]:
+        """Return the numbers of groups over their time limit, by this rank's clock, and the slots whose environment, on
+        this rank, needs no more of the turn in flight."""
+        now, late = time.monotonic(), list[int]()
+        if (seconds := self._seconds) is not None:
+            late = [number for number, in_flight in self._groups.items() if in_flight.is_late(seconds, now)]
+        return late, [] if self._answers is None else self._answers.dropped(sorted(self._in_turn - self._cut))
 
     def _overdue(self) -> list[int]:
-        """Return the slots of in-flight turns whose group is over its time limit."""
-        return [s for s in sorted(self._in_turn - self._cut) if self._samples[s].in_flight.group.number in self._late]
-
-    def _has_overdue(self) -> bool:
-        return bool(self._late) and bool(self._overdue())
+        """Return the slots whose turn in flight must be cut: by its group's time limit, or by its environment."""
+        if not self._late and not self._dropped:
+            return []
+        slots = sorted(self._in_turn - self._cut)
+        return [s for s in slots if s in self._dropped or self._samples[s].in_flight.group.number in self._late]
 
 
 def _count_cached(sample: _Sample, done: Completion) -> None:

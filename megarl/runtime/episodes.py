@@ -34,6 +34,7 @@ class Episodes:
     images: ImagePrompts | None  # prepares images of observations; None: observations are text
     bodies: bool  # whether samples get the mask of the observations' own tokens
     has_lanes: bool = False  # whether an episode may have several sequences
+    may_drop_turns: bool = False  # whether environments may end turns in flight
 
     def close(self) -> None:
         """Stop the environments."""
@@ -86,4 +87,14 @@ def build_episodes(
             allowed="0, or a fast tokenizer (with a tokenizer.json)",
             fix="set algorithm.loss.echo_coef=0",
         )
-    return Episodes(kind.gives_scores(settings), kind.replayable, tools, turns, host, images, bodies, config.has_lanes)
+    return Episodes(
+        kind.gives_scores(settings),
+        kind.replayable,
+        tools,
+        turns,
+        host,
+        images,
+        bodies,
+        config.has_lanes,
+        kind.may_drop_turns,
+    )

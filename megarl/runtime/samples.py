@@ -54,6 +54,7 @@ def open_groups(c: StepContext, rollout: RolloutRole, sampling: SamplingConfig, 
             images,
             episodes.bodies,
             lambda strings: StopStrings(strings, rollout.tokenizer),
+            episodes.may_drop_turns,
         )
     longest = config.data.max_prompt_tokens + config.response_tokens(sampling)
     return GroupGenerator(rollout.engine, sampling, rollout.eos_ids, slots, longest, rules, strings)

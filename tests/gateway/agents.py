@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from typing import Any
 
@@ -83,6 +85,18 @@ def uses_a_slow_tool(task: dict[str, Any]) -> float:
         say([*messages, {"role": "user", "content": "+"}])
     except urllib.error.HTTPError as error:
         return 0.25 if error.code == 410 else 0.0
+    return 1.0
+
+
+def leaves(task: dict[str, Any]) -> float:
+    """Close the connection of a long call after a moment, and make another call."""
+    host = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
+    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": task["row"]["prompt"]}]}).encode()
+    head = f"POST {host.path}/chat/completions HTTP/1.1\r\nHost: {host.netloc}\r\nContent-Length: {len(body)}\r\n"
+    with socket.create_connection((host.hostname, host.port)) as connection:
+        connection.sendall(f"{head}Authorization: Bearer {os.environ['OPENAI_API_KEY']}\r\n\r\n".encode() + body)
+        time.sleep(0.3)
+    say([{"role": "user", "content": task["row"]["prompt"]}], max_tokens=2)
     return 1.0
 
 

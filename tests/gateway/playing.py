@@ -76,6 +76,7 @@ def episodes_of(
             texts=lambda ids: (tokenizer.batch_decode(ids, skip_special_tokens=True), tokenizer.batch_decode(ids)),
             stops=lambda strings: StopStrings(strings, tokenizer),
             limits=EpisodeLimits(**most),
+            may_drop_turns=kind.may_drop_turns,
         )
         groups = [group(f"train-0-{n}", row, [1], n, lambda k, n=n: 100 * n + k) for n, row in enumerate(rows)]
         return play(engine, rules, groups, sampling, [ends[0]])

@@ -54,7 +54,7 @@ class Talk:
     ) -> CallNode:
         node.token_ids = [*self.ids(text), *([self.end] if finish == "stop" else [])]
         node.reply, node.finish = self.form.read(text, text, node.number, tools=tools), finish
-        node.delivered = delivered
+        node.deliveries = int(delivered)
         return node
 
     def say(

@@ -176,14 +176,37 @@ def check_logprobs(chunk, episode) -> None:
         torch.testing.assert_close(again[sampled], torch.tensor(lane.logprobs)[sampled], atol=2e-5, rtol=0)
 
 
+ENGINES = [
+    pytest.param(embedded_engine, id="embedded"),
+    pytest.param(
+        served_engine,
+        id="sglang",
+        marks=[pytest.mark.campaign("agents"), pytest.mark.procs, pytest.mark.servers, pytest.mark.timeout(300)],
+    ),
+]
+
+
+@pytest.mark.parametrize("open_engine", ENGINES)
+def test_the_generation_of_a_client_that_leaves_is_aborted(single_process, open_engine, tmp_path, monkeypatch):
+    from tests.models.tiny import build_tiny, save_tiny
+
+    monkeypatch.setattr("megarl.gateway.session._ABANDONED_S", 0.1)
+    talk, room = Talk("qwen3"), 3000
+    save_tiny(tmp_path / "model", "qwen3", vocab_size=352, max_position_embeddings=4096, num_hidden_layers=1)
+    chunks, rows = build_tiny(tmp_path / "model"), [{"prompt": "hello"}]
+    sampling, agent = SamplingConfig(max_new_tokens=room, ignore_eos=True), (AGENTS.with_name("agents.py"), "leaves")
+    limits = {"prompt_tokens": 300, "tokens": room}
+    with open_engine(chunks, tmp_path / "model", [], monkeypatch) as engine:
+        [episode] = episodes_of(engine, talk.template, talk.tokenizer, [talk.end], agent, rows, sampling, **limits)
+    turns = turns_of(episode)
+    assert len(turns[0][0]) < room
+    assert len(turns[1][0]) == 2
+    assert (episode.ended_by, episode.info["undelivered"], episode.info["timeouts"]) == ("done", 1, 0)
+    assert sum(map(sum, (lane.sampled for lane in episode.all_lanes))) == 2  # only the reply that arrived is trained on
+
+
 @pytest.mark.campaign("agents")
-@pytest.mark.parametrize(
-    "open_engine",
-    [
-        pytest.param(embedded_engine, id="embedded"),
-        pytest.param(served_engine, id="sglang", marks=[pytest.mark.procs, pytest.mark.servers]),
-    ],
-)
+@pytest.mark.parametrize("open_engine", ENGINES)
 @pytest.mark.timeout(300)
 def test_tool_episodes_of_both_packages_are_recorded_as_sampled(single_process, open_engine, tmp_path, monkeypatch):
     """A model that was taught a call of a tool plays with the packages of OpenAI and Anthropic."""

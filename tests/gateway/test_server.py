@@ -7,13 +7,14 @@ import json
 import random
 from collections.abc import Coroutine
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 
 from megarl.envs.protocol import Action
-from megarl.gateway.server import Gateway
+from megarl.gateway.server import Gateway, _delivering
 from megarl.gateway.session import ChatSession, Window
 from tests.gateway.talking import Talk
 
@@ -39,6 +40,7 @@ class Episode:
             turn = self.session.take()
             if turn is None:
                 continue
+            self.turn = turn
             await self.answers.wait()
             text = self.lines[min(turn.node.number, len(self.lines) - 1)]
             tokens = [*self.talk.ids(text), self.talk.end]
@@ -89,6 +91,41 @@ def test_a_request_that_is_sent_again_has_one_generation_and_an_equal_one_anothe
             await client.post("/v1/chat/completions", json=HELLO)
             assert [node.cause for node in episode.nodes] == ["", "sibling"]
             assert episode.session.numbers()["retries"] == 2
+
+    run(work())
+
+
+def test_a_client_that_leaves_gives_up_its_calls_in_flight_and_in_the_queue(monkeypatch):
+    monkeypatch.setattr("megarl.gateway.session._ABANDONED_S", 0.05)
+
+    async def work() -> None:
+        async with served() as (_, episode, client):
+            episode.answers.clear()
+            first = asyncio.ensure_future(client.post("/v1/chat/completions", json=HELLO))
+            await until(lambda: episode.nodes)
+            queued = asyncio.ensure_future(client.post("/v1/chat/completions", json={**HELLO, "n": 2}))
+            await until(lambda: len(episode.session._waiting) == 2)
+            waits = asyncio.ensure_future(client.post("/v1/chat/completions", json=HELLO))
+            await until(lambda: len(episode.session._waiting) == 3)
+            assert not episode.turn.is_abandoned
+            queued.cancel()
+            first.cancel()
+            await until(lambda: episode.turn.is_abandoned)
+            episode.answers.set()
+            assert (await waits).status == 200
+            assert [node.delivered for node in episode.nodes] == [False, True]
+
+    run(work())
+
+
+def test_a_reply_that_arrived_stays_delivered_when_it_is_sent_again_in_vain():
+    async def work() -> None:
+        async with served() as (_, episode, client):
+            await client.post("/v1/chat/completions", json=HELLO)
+            replies = [SimpleNamespace(node=episode.nodes[0])]
+            with pytest.raises(ConnectionError), _delivering(replies):
+                raise ConnectionError
+            assert episode.nodes[0].delivered
 
     run(work())
 
