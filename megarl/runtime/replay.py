@@ -45,7 +45,10 @@ class ReplayStore:
     groups: list[tuple[StoredGroup, Batch]] = field(default_factory=list)
 
     def joined(self, c: StepContext, fresh: Batch) -> Batch:
-        """Return the step's samples with this replica's replayed ones after them, and store the fresh groups."""
+        """Return the step's samples with this replica's replayed ones after them, and store the fresh groups.
+
+        Stored groups that are too old, have other fields, or exceed the capacity are dropped.
+        """
         settings, layout = self.settings, c.layout
         places = group_places(fresh["uid"])
         numbers = group_numbers(fresh, places, layout.dp_rank, layout.dp_size)
@@ -109,7 +112,7 @@ class ReplayStore:
         if unlike and c.layout.is_lead:
             differ = ", ".join(sorted({*unlike[0].names()} ^ present))
             what = f"{count(len(unlike), 'stored group')} of a run with other settings dropped"
-            print(f"replay: {what}; fields that only one of both has: {differ}", flush=True)
+            print(f"replay: {what}; fields that only they or only new samples have: {differ}", flush=True)
         self.groups = [group for group in self.groups if {*group[1].names()} == present]
 
     def _store(self, c: StepContext, fresh: Batch, places: Sequence[Sequence[int]], numbers: Sequence[int]) -> None:
