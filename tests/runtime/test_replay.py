@@ -111,7 +111,9 @@ def test_groups_that_a_run_with_other_fields_stored_are_dropped_with_a_message(c
     (rows,), (metrics,) = walk(stores, group, range(3, 4))
     assert len(rows) == PROMPTS * N
     assert metrics.result()["replay/groups"] == 0
-    assert "settings dropped; fields that only they or only new samples have: score" in (capsys.readouterr().out)
+    output = capsys.readouterr().out
+    assert "replay: 6 stored groups of a run with other settings dropped" in output
+    assert "fields that only they or only new samples have: score" in output
     assert walk(stores, group, range(4, 5))[1][0].result()["replay/groups"] == 3
 
 
