@@ -200,7 +200,8 @@ def make_run_dir(
     Folders of eval and generate, which produce no model, end in `-eval` or `-generate`; with `inside`, the folder of
     the run whose model they use, they are created in it.
     """
-    key = "tracking.dir" if run_dir is None and inside is None else "--run-dir"
+    key = "--run-dir" if run_dir is not None else "tracking.dir" if inside is None else "RECIPE"
+    another = "name another folder" if run_dir is not None else "set tracking.dir to another folder"
     parent = run_dir or inside or Path(config.tracking.dir) / re.sub(r"[^\w.+-]+", "-", config.name)
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -210,21 +211,19 @@ def make_run_dir(
         obstacle = next(path for path in (parent, *parent.parents) if path.exists())
         raise ConfigError(
             "this is a file, but a run needs a folder",
-            where="tracking.dir" if run_dir is None else "--run-dir",
+            where=key,
             found=str(obstacle),
             allowed="a folder, or a path that does not exist yet",
-            fix="name another folder"
-            if run_dir is None
-            else f"name another path, or the folder of the file: {obstacle.parent}",
+            fix=another if run_dir is None else f"{another}, or the folder of the file: {obstacle.parent}",
         ) from error
     except OSError as error:
         raise ConfigError(
             f"the run folder cannot be written ({error.strerror or error})",
             where=key,
             found=str(parent),
-            fix=f"free at least {_LEAST_ROOM >> 20} MB there, or name a folder on another disk"
+            fix=f"free at least {_LEAST_ROOM >> 20} MB there, or {another} on another disk"
             if is_full(error)
-            else "name a folder that you may write to",
+            else f"{another} that you may write to",
         ) from error
     if run_dir is not None:
         return run_dir.resolve()
@@ -236,9 +235,9 @@ def make_run_dir(
             return candidate.resolve()
     raise ConfigError(
         f"999 runs have started in the same second: the folders {stamp} to {stamp}-999 exist",
-        where="tracking.dir",
+        where=key,
         found=str(parent),
-        fix="name another folder, or start fewer runs at the same time",
+        fix=f"{another}, or start fewer runs at the same time",
     )
 
 

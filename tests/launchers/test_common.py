@@ -61,8 +61,12 @@ def test_a_file_is_no_run_folder(tmp_path: Path, name: str) -> None:
 
 def test_a_full_disk_is_found_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common.tempfile, "TemporaryFile", lambda dir: Path("/dev/full").open("wb"))  # noqa: SIM115
-    with pytest.raises(ConfigError, match=r"No space left on device(?s:.*)free at least 1 MB there"):
+    with pytest.raises(
+        ConfigError, match=r"^tracking.dir: (?s:.*)No space left on device(?s:.*)free at least 1 MB there"
+    ):
         make_run_dir(config(tmp_path))
+    with pytest.raises(ConfigError, match=r"^RECIPE: (?s:.*)set tracking.dir to another folder on another disk"):
+        make_run_dir(config(tmp_path), job="eval", inside=tmp_path)
 
 
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
