@@ -187,6 +187,7 @@ FIELDS: dict[str, Field] = {
     "episode": Field("str", "[B]", "rollout", "name of the episode, of which the row is one sequence", '"0:17#3"'),
     "lane": Field("int64", "[B]", "rollout", "number of the row in its episode; 0 has the episode's reward", "0"),
     "env_error": Field("str", "[B]", "rollout", "text of the environment's failure; empty: none", '""'),
+    "env_output": Field("str", "[B]", "rollout", "end of what an agent has printed; empty: nothing", '"2 of 3 passed"'),
     "transcript": Field("str", "[B]", "rollout", "text of all turns and observations", '"<call>..."'),
     "data_prompt_ids": Field(
         "int64", "[B, prompt]", "rollout", "the data's prompt, before the first observation", "[5, 9]"

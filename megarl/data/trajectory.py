@@ -59,6 +59,7 @@ class Trajectory:
     # why the episode ended: done, turns, tokens, images, seconds, image_token, error or `PLAIN`; empty before its end
     ended_by: str = ""
     error: str = ""  # the failure's text, when `ended_by` is error
+    output: str = ""  # the end of what the environment has written, for the report
     # metrics of the environment, summed over turns; with servers also `cached`, the fraction of the tokens before the
     # policy's turns that was in the prefix cache
     info: dict[str, float] = field(default_factory=dict)
@@ -392,6 +393,7 @@ def trajectory_values(
         "ended_by": [t.ended_by for t in trajectories],
         "env_info": [t.info for t in trajectories],
         "env_error": [t.error for t in trajectories],
+        "env_output": [t.output for t in trajectories],
     }
 
 

@@ -81,10 +81,12 @@ class Ending:
     Attributes:
         untrained: numbers of turns, counted as in `Continuation`, that are not trained on.
         answer: number of the turn that reward functions score; None: the last one.
+        output: what the environment has written during the episode, for the report.
     """
 
     untrained: tuple[int, ...] = ()
     answer: int | None = None
+    output: str = ""
 
 
 @dataclass(frozen=True)

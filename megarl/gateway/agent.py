@@ -7,7 +7,6 @@ reset -> start the program --> its first call --> prompt        step(turn) -> re
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import shutil
 from typing import Any, ClassVar, Literal
@@ -18,6 +17,8 @@ from megarl.envs.protocol import Action, Continuation, Ending, Environment, EnvS
 from megarl.envs.registry import import_source
 from megarl.gateway.chat import ChatForm
 from megarl.gateway.programs import Program, Programs
+from megarl.gateway.results import ResultError, parse_result
+from megarl.gateway.sandbox import PORT, Limits, Sandbox, template_error
 from megarl.gateway.server import POLICY, Gateway
 from megarl.gateway.session import ChatSession, PendingTurn, Window
 from megarl.system.errors import ConfigError, MegarlError
@@ -56,9 +57,29 @@ class AgentSettings(EnvSettings):
         None, description="maximum calls of an episode; further calls are refused; null: rollout.limits.turns"
     )
     max_running: PositiveInt = Field(32, description="maximum agents that run at the same time per replica")
-    memory_mb: PositiveInt | None = Field(
-        None, description="maximum memory (address space) of each of the agent's processes; null: no limit"
+    sandbox: Literal["none", "bubblewrap", "docker", "apptainer"] | list[str] = Field(
+        "none",
+        description="where the agent runs. none: as the user who started the run; bubblewrap, docker, apptainer: "
+        "without network but for the endpoint, and with no files of this machine but its own; a list: a command that "
+        "makes another sandbox, with {command} and {shared} (docs/agents.md)",
     )
+    image: str | None = Field(None, description="image of the sandboxes docker and apptainer; it has python3")
+    readable: list[str] = Field(
+        default_factory=list, description="files and folders that the agent may read in a sandbox, beside its own"
+    )
+    memory_mb: PositiveInt | None = Field(
+        None,
+        description="maximum memory of each of the agent's processes (address space) and of all together; null: in a "
+        "sandbox 2048, else no limit",
+    )
+    processes: PositiveInt | None = Field(
+        None, description="maximum number of the agent's processes and threads; null: in a sandbox 128, else no limit"
+    )
+    cpu_s: PositiveFloat | None = Field(
+        None, description="maximum CPU time of all of the agent's processes; null: no limit but `timeout_s`"
+    )
+    output_mb: PositiveInt = Field(16, description="what an agent may write to stdout and stderr; more ends it")
+    disk_mb: PositiveInt = Field(64, description="what an agent may write to files in a sandbox")
     train: Literal["all", "main"] = Field(
         "all",
         description="turns that are trained on. main: only those of sequences that begin with the system message of "
@@ -98,6 +119,39 @@ class AgentSettings(EnvSettings):
             raise ValueError("env.command names no program")
         return self
 
+    @model_validator(mode="after")
+    def _one_sandbox(self) -> AgentSettings:
+        if isinstance(self.sandbox, list):
+            if error := template_error(self.sandbox):
+                raise ValueError(error)
+        elif (self.sandbox in ("docker", "apptainer")) != (self.image is not None):
+            raise ValueError(
+                f"env.image goes with the sandboxes docker and apptainer, which need it; found: {self.image}, and "
+                f"env.sandbox={self.sandbox}"
+            )
+        if self.sandbox == "none" and self.readable:
+            raise ValueError("env.readable is for sandboxes: without one the agent may read what the user can")
+        return self
+
+    @property
+    def limits(self) -> Limits:
+        """What each agent may use."""
+        sandboxed = self.sandbox != "none"
+        return Limits(
+            self.memory_mb or (2048 if sandboxed else None),
+            self.cpu_s,
+            self.processes or (128 if sandboxed else None),
+            self.output_mb,
+            self.disk_mb,
+            self.longest_s,
+        )
+
+    def sandbox_of(self) -> Sandbox | None:
+        """Return the sandbox; None: agents run in none."""
+        if self.sandbox == "none":
+            return None
+        return Sandbox(self.sandbox, self.limits, self.readable, self.cwd, self.image)
+
 
 class AgentReplica:
     """The endpoint of a replica, and the programs that it runs."""
@@ -106,9 +160,11 @@ class AgentReplica:
         self.form = ChatForm(services.template, services.turns, settings.parser, settings.announce, settings.history)
         calls = settings.max_calls or services.turns_limit
         self.window = Window(services.prompt_tokens, services.tokens, calls)
-        self.gateway = Gateway(settings.models)
+        sandbox = settings.sandbox_of()
+        self.gateway = Gateway(settings.models, path=None if sandbox is None else sandbox.open())
+        self.url = self.gateway.url if sandbox is None else f"http://127.0.0.1:{PORT}"  # as programs reach it
         self.programs = Programs(
-            settings.command, settings.function, settings.cwd, settings.pass_env, settings.memory_mb
+            settings.command, settings.function, settings.cwd, settings.pass_env, settings.limits, sandbox
         )
         self.free = asyncio.Semaphore(settings.max_running)
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -153,17 +209,18 @@ class Agent(Environment):
 
     @classmethod
     def check(cls, settings: AgentSettings) -> None:
-        """Find the program, or import the function."""
+        """Find the program, or import the function; start the sandbox once."""
         if settings.command is not None:
-            program = settings.command[0]
-            if program != "python" and shutil.which(program, path=None) is None:
-                raise ConfigError(
-                    "this program does not exist",
-                    where="env.command",
-                    found=program,
-                    fix="install the program, or write its full path",
-                )
-            return
+            program, of_image = settings.command[0], settings.image is not None
+            if program != "python" and not of_image and shutil.which(program, path=None) is None:
+                raise ConfigError("this program does not exist", where="env.command", found=program, fix="install it")
+        else:
+            cls._check_function(settings)
+        if (sandbox := settings.sandbox_of()) is not None:
+            sandbox.check(settings.command or [], settings.function)
+
+    @staticmethod
+    def _check_function(settings: AgentSettings) -> None:
         source, colon, name = str(settings.function).rpartition(":")
         if not colon or not callable(getattr(import_source(source, "env.function"), name, None)):
             raise ConfigError(
@@ -196,7 +253,7 @@ class Agent(Environment):
         await self._refuse_after_end()
         await shared.start()
         self._key = shared.gateway.open(self._session)
-        url = shared.gateway.url
+        url = shared.url
         task = {"row": {name: value for name, value in row.items() if name != "images"}, "seed": seed}
         self._program = await shared.programs.start(
             task,
@@ -271,15 +328,18 @@ class Agent(Environment):
     async def _end(self, program: Program) -> Step:
         """Return the last step: the program's result, or why it has none."""
         session = self._session
-        limited = bool(session.over) or self._late or session.overflowed
+        limited = bool(session.over) or self._late or session.overflowed or bool(program.limit)
         session.close("its program has ended")
         try:
             reward, info = self._result(program, limited)
+            output = program.output
         finally:
             await self._free()
         numbers = {**session.numbers(), "timeouts": float(self._late), **info}
+        if program.limit:
+            numbers[f"limits/{program.limit}"] = 1.0
         untrained = session.untrained(main=self.settings.train == "main", last=self.settings.credit == "last")
-        return Step(Ending(untrained, session.answer()), reward, True, numbers)
+        return Step(Ending(untrained, session.answer(), output), reward, True, numbers)
 
     def _result(self, program: Program, limited: bool) -> tuple[float, dict[str, float]]:
         """Return the reward and numbers that a program has left.
@@ -288,24 +348,17 @@ class Agent(Environment):
             limited: a limit ended the episode, so that a program without a result counts as 0.
         """
         scores = self.gives_scores(self.settings)
-        text = program.result.read_text(errors="replace").strip() if program.result.is_file() else ""
+        if not program.has_begun and not limited:
+            raise EpisodeFailure(f"the sandbox did not start the agent: {program.how_it_ended()}")
         if not limited and program.ended.done() and program.ended.result() != 0:
             raise EpisodeFailure(f"the agent ended with {program.how_it_ended()}")
-        if not text and (limited or not scores):
-            return 0.0, {}
         try:
-            value = json.loads(text)
-            fields = value if isinstance(value, dict) else {"reward": value}
-            reward = float(fields.get("reward", 0.0 if not scores else math.nan))
-            info = {str(name): float(number) for name, number in dict(fields.get("info") or {}).items()}
-        except (ValueError, TypeError, RecursionError):
-            reward, info = math.nan, {}
-        if not math.isfinite(reward):
-            raise EpisodeFailure(
-                f"the agent left no valid result: the file MEGARL_RESULT has {text[:100]!r}; allowed: a number, or an "
-                f'object {{"reward": number, "info": {{name: number}}}}. It ended with {program.how_it_ended()}'
-            )
-        return reward, info
+            text = program.read_result()
+            if not text and (limited or not scores):
+                return 0.0, {}
+            return parse_result(text, scored=scores)
+        except (ResultError, ValueError) as error:
+            raise EpisodeFailure(f"the agent left no result: {error}. It ended with {program.how_it_ended()}") from error
 
     async def _free(self) -> None:
         """End the program and the session, and let another episode begin."""

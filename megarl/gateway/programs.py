@@ -1,8 +1,4 @@
-"""The programs of a replica's episodes, as the environments' event loop sees them; `runner.py` starts them.
-
-`wrap` is the place for a sandbox: it turns a program's arguments and environment into those of the sandbox that starts
-it.
-"""
+"""The programs of a replica's episodes, as the environments' event loop sees them; `runner.py` starts them."""
 
 from __future__ import annotations
 
@@ -14,11 +10,13 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megarl.gateway.sandbox import INHERITED as INHERITED_IN_SANDBOX
+from megarl.gateway.sandbox import RESULT_BYTES, Launch, Limits, Sandbox
 from megarl.system.errors import MegarlError
 from megarl.system.leftovers import PREFIX
 from megarl.system.parents import as_parent
@@ -41,8 +39,8 @@ INHERITED = (
     "PYTHONPATH",
     "VIRTUAL_ENV",
 )
-#: (arguments, environment, the episode's folder) -> arguments and environment of what is started
-Wrap = Callable[[list[str], dict[str, str], Path], tuple[list[str], dict[str, str]]]
+#: Processes of a sandbox itself, which do not count as the program's.
+_SANDBOX_PROCESSES = 3
 
 
 @dataclass
@@ -52,18 +50,41 @@ class Program:
     Attributes:
         folder: the episode's folder, with its task, result and output.
         ended: its exit code, negative for a signal.
+        sandboxed: it runs in a sandbox.
         error: why it did not start, or why its end is not known; empty: it ended by itself.
+        limit: the limit that it exceeded, so that it was ended: memory, processes, cpu or output; empty: none.
     """
 
     number: int
     folder: Path
     ended: asyncio.Future[int] = field(repr=False)
+    sandboxed: bool = False
     error: str = ""
+    limit: str = ""
 
     @property
     def result(self) -> Path:
         """The file in which the program leaves its result."""
         return self.folder / "result.json"
+
+    def read_result(self) -> str:
+        """Return the result; empty: there is none.
+
+        Raises:
+            ValueError: it is too long.
+        """
+        if not self.result.is_file():
+            return ""
+        with self.result.open("rb") as opened:
+            data = opened.read(RESULT_BYTES + 2)
+        if len(data) > RESULT_BYTES + self.sandboxed:  # a sandbox writes a line feed first
+            raise ValueError(f"the result is too long; allowed: {RESULT_BYTES} bytes")
+        return data.decode(errors="replace").strip()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its sandbox, if it has one, has started it."""
+        return not self.sandboxed or (self.result.is_file() and self.result.stat().st_size > 0)
 
     @property
     def output(self) -> str:
@@ -91,15 +112,15 @@ class Programs:
         function: `file.py:fn` or `pkg.mod:fn`.
         cwd: folder in which a program starts; None: the current one.
         pass_env: further variables of the trainer's environment that programs get.
-        memory_mb: maximum address space of each process; None: no limit.
+        sandbox: where they run; None: in none.
     """
 
     argv: Sequence[str] | None
     function: str | None
     cwd: str | None = None
     pass_env: Sequence[str] = ()
-    memory_mb: int | None = None
-    wrap: Wrap | None = None
+    limits: Limits = Limits()
+    sandbox: Sandbox | None = None
     _runner: asyncio.subprocess.Process | None = None
     _reader: asyncio.Task[None] | None = None
     _running: dict[int, Program] = field(default_factory=dict)
@@ -119,30 +140,35 @@ class Programs:
         runner = await self._ready()
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         self._folders.add(folder)
-        program = Program(next(self._numbers), folder, asyncio.get_running_loop().create_future())
-        (folder / "task.json").write_text(json.dumps(task, default=str), encoding="utf-8")
-        paths = {"MEGARL_TASK": str(folder / "task.json"), "MEGARL_RESULT": str(program.result)}
-        variables = {**self._inherited(), **paths, **environment}
-        argv = (
-            None
-            if self.argv is None
-            else [sys.executable if self.argv[0] == "python" else self.argv[0], *self.argv[1:]]
-        )
-        if argv is not None and self.wrap is not None:
-            argv, variables = self.wrap(argv, variables, folder)
+        sandboxed = self.sandbox is not None
+        program = Program(next(self._numbers), folder, asyncio.get_running_loop().create_future(), sandboxed)
+        launch = self._launch(folder, task, environment)
+        limits = self.limits
+        if sandboxed and limits.processes is not None:
+            limits = replace(limits, processes=limits.processes + _SANDBOX_PROCESSES)
         self._running[program.number] = program
         order = {
             "start": program.number,
-            "argv": argv,
-            "task": paths["MEGARL_TASK"],
-            "result": paths["MEGARL_RESULT"],
-            "environment": variables,
-            "cwd": os.path.abspath(self.cwd or "."),
-            "output": str(folder / "output.txt"),
-            "memory_mb": self.memory_mb,
+            "folder": str(folder),
+            "task": json.loads(json.dumps(task, default=str)) if sandboxed else None,
+            "launch": asdict(launch),
+            "limits": asdict(limits),
+            "cwd": "/" if sandboxed else os.path.abspath(self.cwd or "."),
+            "sandboxed": sandboxed,
         }
         self._send(runner, order)
         return program
+
+    def _launch(self, folder: Path, task: dict[str, Any], environment: dict[str, str]) -> Launch:
+        """Return how a program is started; without a sandbox its task is left in the episode's folder."""
+        argv = None if self.argv is None else list(self.argv)
+        if self.sandbox is not None:
+            return self.sandbox.launch(argv or [], self.function, self._inherited(INHERITED_IN_SANDBOX) | environment)
+        (folder / "task.json").write_text(json.dumps(task, default=str), encoding="utf-8")
+        paths = {"MEGARL_TASK": str(folder / "task.json"), "MEGARL_RESULT": str(folder / "result.json")}
+        if argv is not None and argv[0] == "python":
+            argv[0] = sys.executable
+        return Launch(argv, self._inherited() | paths | environment)
 
     async def stop(self, program: Program) -> None:
         """End a program with everything that it has started, and wait up to 10 seconds for its end."""
@@ -163,17 +189,19 @@ class Programs:
             await self._reader
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
+        if self.sandbox is not None:
+            self.sandbox.close()
 
-    def _inherited(self) -> dict[str, str]:
-        return {name: os.environ[name] for name in (*INHERITED, *self.pass_env) if name in os.environ}
+    def _inherited(self, names: Sequence[str] = INHERITED) -> dict[str, str]:
+        return {name: os.environ[name] for name in (*names, *self.pass_env) if name in os.environ}
 
     async def _ready(self) -> asyncio.subprocess.Process:
         async with self._starting:
             if self._runner is not None and self._runner.returncode is None:
                 return self._runner
             if self._reader is not None:
-                await self._reader  # the reader resolves the programs of the previous process
-            function = [] if self.function is None else [self.function]
+                await self._reader  # it resolves the programs of the process before
+            function = [] if self.function is None or self.sandbox is not None else [self.function]
             pipe = asyncio.subprocess.PIPE
             runner = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "megarl.gateway.runner", *function),
@@ -210,7 +238,7 @@ class Programs:
                 news = json.loads(line)
                 program = self._running.pop(news["ended"], None)
                 if program is not None and not program.ended.done():
-                    program.error = news.get("error", "")
+                    program.error, program.limit = news.get("error", ""), news.get("limit", "")
                     program.ended.set_result(news["code"])
         except Exception as error:
             lost = f"the process that started it sent a line that is not a message: {error!r}"

@@ -1,13 +1,17 @@
 """The process that starts a replica's programs: `python -m megarl.gateway.runner [SOURCE:FUNCTION]`.
 
-    stdin    {"start": 3, "argv": [...] or null, "task": ..., "result": ..., "environment": {...}, "cwd", "output",
-              "memory_mb"}                                                            {"stop": 3}
+    stdin    {"start": 3, "folder": ..., "launch": {"argv": [...] or null, "environment": {...}, ...}, "limits": {...},
+              "cwd": ..., "sandboxed": false}                                                  {"stop": 3}
     stdout   {"ready": true}
              {"ended": 3, "code": 0}        {"ended": 4, "code": 71, "error": "why it did not start"}
+             {"ended": 5, "code": -9, "limit": "memory"}
 
 Every program is forked from here, with a guardian that ends it with everything that it has started, in any group or
 session (`megarl.system.reaper`). A function's module is imported once, before the first fork; what it prints goes to
 stderr. The process ends with all programs when its stdin closes, which happens when the trainer ends.
+
+Of a program's output the end is kept. A program that uses more than it may is ended; the sandbox, where there is one,
+refuses what a few tenths of a second could harm.
 """
 
 from __future__ import annotations
@@ -16,16 +20,56 @@ import contextlib
 import json
 import os
 import resource
-import select
+import selectors
 import signal
+import subprocess
 import sys
+import time
 import traceback
+from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.gateway.enter import enter
+from megarl.gateway.usage import Usage, usage_of
 from megarl.system.imports import import_file, import_module
 from megarl.system.reaper import guarded
 
 _NO_FORK = 71  # exit code of a program that could not be forked
+_PIECE = 1 << 16  # bytes that are read at once
+_KEPT = 1 << 14  # bytes at the end of a program's output that are kept
+_LOOK_EVERY_S = 0.25  # how often it is measured what programs use
+_END_S = 3.0  # time for a sandbox to end by itself and pass on the result
+_OPEN_FILES = 1024
+
+
+@dataclass
+class _Program:
+    """A program that runs.
+
+    Attributes:
+        guardian: process id of its guardian.
+        output: descriptor to read its output from.
+        input: descriptor of the sandbox's stdin, which ends the sandbox when it is closed; -1: there is no sandbox.
+        unsent: part of the task that is still to be written to `input`.
+        limit: the limit that it has exceeded.
+        kill_at: when it is killed that was asked to end.
+    """
+
+    order: dict[str, Any]
+    guardian: int
+    output: int
+    input: int = -1
+    unsent: bytes = b""
+    kept: bytearray = field(default_factory=bytearray)
+    written: int = 0
+    limit: str = ""
+    kill_at: float = float("inf")
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it must be measured what it uses."""
+        limits = self.order["limits"]
+        return not self.limit and any(limits[name] is not None for name in ("memory_mb", "cpu_s", "processes"))
 
 
 def main() -> None:
@@ -36,36 +80,184 @@ def main() -> None:
         source, _, attribute = sys.argv[1].rpartition(":")
         module = import_file(source) if source.endswith(".py") else import_module(source)
         function = getattr(module, attribute)
-    running: dict[int, int] = {}  # process id of a guardian -> number of its program
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides what an interrupt ends
-    waiting = b""
-    _tell(news, {"ready": True})
-    while True:
-        ready, _, _ = select.select([orders, wake], [], [])
-        if wake in ready:
-            os.read(wake, 4096)
-        if orders in ready:
-            data = os.read(orders, 1 << 16)
-            if not data:
-                break
-            *lines, waiting = (waiting + data).split(b"\n")
-            for line in lines:
-                order = json.loads(line)
-                if "start" in order:
-                    try:
-                        running[_start(order, function)] = order["start"]
-                    except OSError as error:
-                        _tell(news, {"ended": order["start"], "code": _NO_FORK, "error": f"it did not start: {error}"})
+    Runner(orders, news, wake, function).run()
+
+
+class Runner:
+    """Starts programs and watches them.
+
+    Args:
+        orders, news: descriptors of the messages.
+        wake: descriptor that becomes readable when a child ends.
+        function: what programs without arguments call.
+    """
+
+    def __init__(self, orders: int, news: int, wake: int, function: Any) -> None:
+        self._orders, self._news, self._wake, self._function = orders, news, wake, function
+        self._running: dict[int, _Program] = {}  # by their guardians' process ids
+        self._poll = selectors.DefaultSelector()
+        self._poll.register(orders, selectors.EVENT_READ)
+        self._poll.register(wake, selectors.EVENT_READ)
+        self._looked = time.monotonic()
+
+    def run(self) -> None:
+        """Start and stop programs until the orders end."""
+        _tell(self._news, {"ready": True})
+        waiting = b""
+        while True:
+            busy = any(program.is_measured or program.kill_at < float("inf") for program in self._running.values())
+            for key, _ in self._poll.select(_LOOK_EVERY_S if busy else None):
+                if key.fd == self._wake:
+                    os.read(self._wake, 4096)
+                elif key.fd == self._orders:
+                    data = os.read(self._orders, _PIECE)
+                    if not data:
+                        self._end()
+                        return
+                    *lines, waiting = (waiting + data).split(b"\n")
+                    for line in lines:
+                        self._obey(json.loads(line))
+                elif key.data.output == key.fd:
+                    self._read(key.data)
                 else:
-                    _stop([pid for pid, number in running.items() if number == order["stop"]])
-        for pid, code in _ended():
-            if pid in running:  # others are processes that the function's module started
-                _tell(news, {"ended": running.pop(pid), "code": code})
-    _stop(list(running))
+                    self._write(key.data)
+            self._watch()
+            for pid, code in _ended():
+                if pid in self._running:  # others are processes that the function's module started
+                    self._finish(self._running.pop(pid), code)
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        if "start" in order:
+            try:
+                program = _start(order, self._function)
+            except OSError as error:
+                _tell(self._news, {"ended": order["start"], "code": _NO_FORK, "error": f"it did not start: {error}"})
+                return
+            self._running[program.guardian] = program
+            self._poll.register(program.output, selectors.EVENT_READ, program)
+            if program.input >= 0:
+                self._poll.register(program.input, selectors.EVENT_WRITE, program)
+        else:
+            for program in self._running.values():
+                if program.order["start"] == order["stop"]:
+                    self._stop(program)
+
+    def _stop(self, program: _Program) -> None:
+        """End a program; a sandbox first passes on the result."""
+        if program.input >= 0 and program.kill_at == float("inf"):
+            self._close_input(program)
+            program.kill_at = time.monotonic() + _END_S
+        else:
+            program.kill_at = float("inf")
+            _terminate(program)
+
+    def _close_input(self, program: _Program) -> None:
+        if program.input in self._poll.get_map():
+            self._poll.unregister(program.input)
+        os.close(program.input)
+        program.input = -2  # there was one
+
+    def _write(self, program: _Program) -> None:
+        """Write more of the task to a sandbox."""
+        try:
+            program.unsent = program.unsent[os.write(program.input, program.unsent[:_PIECE]) :]
+        except BlockingIOError:
+            return
+        except OSError:  # it has ended
+            program.unsent = b""
+        if not program.unsent:
+            self._poll.unregister(program.input)
+
+    def _read(self, program: _Program) -> bool:
+        """Read a program's output and keep its end; return whether there may be more."""
+        try:
+            data = os.read(program.output, _PIECE)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._poll.unregister(program.output)
+            return False
+        program.written += len(data)
+        program.kept += data
+        del program.kept[:-_KEPT]
+        if program.written > program.order["limits"]["output_mb"] << 20 and not program.limit:
+            self._exceed(program, "output")
+        return True
+
+    def _exceed(self, program: _Program, limit: str) -> None:
+        """End a program at once: a sandbox would need time to pass on the result."""
+        program.limit = limit
+        _terminate(program)
+
+    def _watch(self) -> None:
+        """Measure what programs use, and kill those that had to end."""
+        now = time.monotonic()
+        for program in self._running.values():
+            if now >= program.kill_at:
+                self._stop(program)
+        measured = {pid: program for pid, program in self._running.items() if program.is_measured}
+        if not measured or now - self._looked < _LOOK_EVERY_S:
+            return
+        self._looked = now
+        above = {
+            pid: program.order["limits"]["memory_mb"] << 20
+            for pid, program in measured.items()
+            if program.order["limits"]["memory_mb"] is not None
+        }
+        for pid, used in usage_of(measured, above).items():
+            if limit := _exceeded(used, measured[pid].order["limits"]):
+                self._exceed(measured[pid], limit)
+
+    def _finish(self, program: _Program, code: int) -> None:
+        while program.output in self._poll.get_map() and self._read(program):
+            pass
+        if program.output in self._poll.get_map():
+            self._poll.unregister(program.output)
+        os.close(program.output)
+        if program.input >= 0:
+            self._close_input(program)
+        after = program.order["launch"]["after"]
+        if after and code < 0:  # a container ends with its program, but not with its client
+            _start_after(after)
+        with contextlib.suppress(OSError), open(os.path.join(program.order["folder"], "output.txt"), "wb") as file:
+            file.write(program.kept)
+        news = {"ended": program.order["start"], "code": code}
+        _tell(self._news, {**news, "limit": program.limit} if program.limit else news)
+
+    def _end(self) -> None:
+        for program in self._running.values():
+            _terminate(program)
+            if after := program.order["launch"]["after"]:
+                _start_after(after)
+
+
+def _terminate(program: _Program) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(program.guardian, signal.SIGTERM)
+
+
+def _start_after(argv: list[str]) -> None:
+    """Start what ends a container, without waiting for it."""
+    with contextlib.suppress(OSError):
+        subprocess.Popen(argv, stdin=0, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+
+
+def _exceeded(used: Usage, limits: dict[str, Any]) -> str:
+    """Return the name of a limit that is exceeded; empty: none is."""
+    memory = limits["memory_mb"]
+    for name, value, most in (
+        ("processes", used.processes, limits["processes"]),
+        ("memory", used.memory, None if memory is None else memory << 20),
+        ("cpu", used.cpu_s, limits["cpu_s"]),
+    ):
+        if most is not None and value > most:
+            return name
+    return ""
 
 
 def _taken() -> tuple[int, int]:
@@ -85,34 +277,33 @@ def _tell(news: int, message: dict[str, Any]) -> None:
     os.write(news, json.dumps(message).encode() + b"\n")
 
 
-def _start(order: dict[str, Any], function: Any) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 70  # exit code of a program that could not be started
+def _start(order: dict[str, Any], function: Any) -> _Program:
+    """Fork a program with its guardian."""
+    output, written = os.pipe()
+    given, input_ = os.pipe() if order["sandboxed"] else (os.open(os.devnull, os.O_RDONLY), -1)
     try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        for number, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), output, output)):
-            os.dup2(descriptor, number)
-        os.closerange(3, 256)
-        guarded()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.setsid()
-        os.environ.clear()
-        os.environ.update(order["environment"])
-        os.chdir(order["cwd"])
-        if order["memory_mb"] is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (order["memory_mb"] << 20,) * 2)
-        if order["argv"] is not None:
-            os.execvp(order["argv"][0], order["argv"])
-        _call(function, order)
-        code = 0
+        pid = os.fork()
+    except OSError:
+        for descriptor in (output, written, given, *([input_] if input_ >= 0 else [])):
+            os.close(descriptor)
+        raise
+    if pid:
+        os.close(written)
+        os.close(given)
+        os.set_blocking(output, False)
+        program = _Program(order, pid, output, input_)
+        if input_ >= 0:
+            os.set_blocking(input_, False)
+            program.unsent = json.dumps(order["task"]).encode() + b"\n"
+        return program
+    code = 70  # of a program that could not be started
+    try:
+        _become(order, given, written)
+        code = _run(order, function)
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except BaseException:
-        code = 1 if order["argv"] is None else code
+        code = 1 if order["launch"]["argv"] is None else code
         traceback.print_exc()
     finally:
         with contextlib.suppress(BaseException):
@@ -121,19 +312,53 @@ def _start(order: dict[str, Any], function: Any) -> int:
         os._exit(code)
 
 
-def _call(function: Any, order: dict[str, Any]) -> None:
-    """Call the user's function with the task; what it returns is the result."""
-    with open(order["task"], encoding="utf-8") as file:
+def _become(order: dict[str, Any], given: int, written: int) -> None:
+    """Turn a fork into the process of a program: descriptors, guardian, environment, user, limits."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    result = written
+    if order["sandboxed"]:
+        result = os.open(os.path.join(order["folder"], "result.json"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for number, descriptor in enumerate((given, result, written)):
+        os.dup2(descriptor, number)
+    os.closerange(3, 1 << 16)
+    guarded()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.setsid()
+    launch, limits = order["launch"], order["limits"]
+    os.environ.clear()
+    os.environ.update(launch["environment"])
+    os.chdir(order["cwd"])
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # when memory is short, the kernel ends this process and not the trainer
+    enter(launch["mounts"], as_nobody=launch["as_nobody"])
+    if not launch["after"]:  # else the limits are those of a container, not of its client
+        _limit(limits, sandboxed=order["sandboxed"])
+
+
+def _limit(limits: dict[str, Any], *, sandboxed: bool) -> None:
+    if limits["memory_mb"] is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (limits["memory_mb"] << 20,) * 2)
+    if sandboxed:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limits["disk_mb"] << 20,) * 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        files = min(_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+
+
+def _run(order: dict[str, Any], function: Any) -> int:
+    argv = order["launch"]["argv"]
+    if argv is not None:
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, which programs would inherit
+            signal.signal(number, signal.SIG_DFL)
+        os.execvp(argv[0], argv)
+    environment = order["launch"]["environment"]
+    with open(environment["MEGARL_TASK"], encoding="utf-8") as file:
         result = function(json.load(file))
     if result is not None:
-        with open(order["result"], "w", encoding="utf-8") as file:
+        with open(environment["MEGARL_RESULT"], "w", encoding="utf-8") as file:
             json.dump(result, file)
-
-
-def _stop(pids: list[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
+    return 0
 
 
 def _ended() -> list[tuple[int, int]]:

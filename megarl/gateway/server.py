@@ -18,6 +18,7 @@ import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -58,13 +59,14 @@ class Gateway:
     Args:
         names: names that requests may give the model, in addition to `policy`; `*`: any.
         host: address to listen at.
+        path: a Unix socket to listen at, too, for programs in a sandbox.
 
     Attributes:
         url: where it listens.
     """
 
-    def __init__(self, names: Sequence[str] = (), host: str = "127.0.0.1") -> None:
-        self._names = (POLICY, *names)
+    def __init__(self, names: Sequence[str] = (), host: str = "127.0.0.1", path: Path | None = None) -> None:
+        self._names, self._path = (POLICY, *names), path
         self._sessions: dict[str, ChatSession] = {}
         self._ended: deque[str] = deque(maxlen=_ENDED_KEPT)
         self._socket = socket.create_server((host, 0))
@@ -95,6 +97,9 @@ class Gateway:
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
         await web.SockSite(self._runner, self._socket).start()
+        if self._path is not None:
+            await web.UnixSite(self._runner, str(self._path)).start()
+            self._path.chmod(0o666)  # the sandbox may be another user's; keys name the sessions
 
     def open(self, session: ChatSession) -> str:
         """Serve a session; return its key."""

@@ -116,6 +116,7 @@ class Branch(NamedTuple):
     stop: Sequence[str] = ()
     untrained: Sequence[int] = ()
     answer: int | None = None
+    output: str = ""
 
 
 class Answers:
@@ -354,7 +355,7 @@ def apply_branch(trajectory: Trajectory, answer: Answer, branch: Branch, prompt:
         trajectory.info[name] = trajectory.info.get(name, 0.0) + value
     if reply.done:
         trajectory.leave_out(branch.untrained)
-        trajectory.answer = branch.answer
+        trajectory.answer, trajectory.output = branch.answer, branch.output
         trajectory.end("done")
         return trajectory
     if not trajectory.turns:

@@ -29,7 +29,7 @@ def shows_groups(config: RunConfig, step: int, *, early: bool = False) -> bool:
 def group_rows(c: RankState, samples: Batch) -> list[dict[str, Any]]:
     """Return the samples of the first groups of a step, as lines of training_samples.jsonl.
 
-    A line has the `group`, `prompt`, `answer`, `score`, `finish_reason`, the response's number of `tokens` and the mean
+    A line has the `group`, `prompt`, `answer`, `score`, `finish_reason`, an agent's `output`, the response's number of `tokens` and the mean
     `advantage` of those that are trained on. `pieces` are the texts of the first tokens; `advantages`, `ratios`
     (pi_old / pi_rollout, before an update) and `ages` (steps between the weights that generated a token and those that
     are trained) are values per token, None for a token that is not trained on. Fields the samples lack are omitted.
@@ -60,6 +60,8 @@ def _row(c: RankState, shown: Batch, number: int) -> dict[str, Any]:
         score = shown["score"][number] if "score" in shown else shown["token_rewards"].unbind()[number].sum()
         row["score"] = _short(float(score))
     row |= {name: shown[name][number] for name in ("answer", "finish_reason") if name in shown}
+    if "env_output" in shown and shown["env_output"][number]:
+        row["output"] = shown["env_output"][number]
     row["pieces"] = c.tokenizer.batch_decode([[token] for token in ids[:_MOST_TOKENS]])
 
     def of_tokens(values: list[float]) -> list[float | None]:

@@ -100,6 +100,9 @@ def _report_rows(c: RankState, samples: Batch, results: list[dict[str, Any]], co
         {"prompt": prompt, "response": response, "answer": answer, "score": result["overall"]}
         for prompt, response, answer, result in zip(*columns, strict=True)
     ]
+    if "env_output" in shown and any(shown["env_output"]):
+        for row, output in zip(rows, shown["env_output"], strict=True):
+            row["output"] = output
     if PATCHES in shown and c.layout.rank == 0:
         for row, images in zip(rows, image_sets(shown), strict=True):
             if images is not None:

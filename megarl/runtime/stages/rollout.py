@@ -33,7 +33,9 @@ SAMPLE_FIELDS = (
     "finish_reason",
 )
 #: Fields that only episodes have.
-TURN_FIELDS = ("turn_starts", "turn_ends", "turn_rewards", "ended_by", "env_info", "env_error", "transcript")
+TURN_FIELDS = (
+    *("turn_starts", "turn_ends", "turn_rewards", "ended_by", "env_info", "env_error", "env_output", "transcript"),
+)
 #: The data row's prompt, kept because an episode's prompt includes the environment's first observation, which may
 #: replace it; its images are in DATA_IMAGES.
 DATA_PROMPT = ("data_prompt_ids", "data_prompt_text")
