@@ -358,7 +358,9 @@ class Agent(Environment):
                 return 0.0, {}
             return parse_result(text, scored=scores)
         except (ResultError, ValueError) as error:
-            raise EpisodeFailure(f"the agent left no result: {error}. It ended with {program.how_it_ended()}") from error
+            raise EpisodeFailure(
+                f"the agent left no result: {error}. It ended with {program.how_it_ended()}"
+            ) from error
 
     async def _free(self) -> None:
         """End the program and the session, and let another episode begin."""

@@ -10,9 +10,12 @@ The program has a folder of its own, with its task and result. When it ends, eve
 the result is read, so that nothing can change the result later. This file imports nothing but the standard library and
 runs with Python 3.8, because an image of a container may have an old one.
 
-`python inside.py --call SOURCE:FUNCTION` calls a function with the task; it is a program of the process above.
+The program may be `--call SOURCE:FUNCTION`: a function, which a fork of this process calls with the task.
 """
 
+from __future__ import annotations
+
+import contextlib
 import errno
 import json
 import os
@@ -23,6 +26,7 @@ import socket
 import stat
 import sys
 import time
+from typing import Any, NoReturn
 
 _PIECE = 1 << 16  # bytes that are read at once
 _TICK_S = 0.5  # a child's end is noticed at once; this bounds the wait for the deadline
@@ -30,13 +34,10 @@ _PR_SET_DUMPABLE = 4
 _NO_PROGRAM = 127  # exit code, as a shell has it
 
 
-def main():
+def main() -> NoReturn:
     """Run the program, relay its connections, and write its result to stdout."""
-    if sys.argv[1] == "--call":
-        call(sys.argv[2])
-        return
     settings, argv = json.loads(sys.argv[1]), sys.argv[2:]
-    _hide()
+    _allow_looks(False)
     task = _line()
     os.makedirs(settings["folder"], exist_ok=True)
     paths = {name: os.path.join(settings["folder"], name + ".json") for name in ("task", "result")}
@@ -55,17 +56,16 @@ def main():
     os._exit(code)
 
 
-def _hide():
-    """Refuse other processes of this user a look into this one (Linux)."""
-    try:
+def _allow_looks(allowed: bool) -> None:
+    """Allow or refuse other processes of this user a look into this one (Linux)."""
+    # An image may lack ctypes: the program could then change its own result, as it may in any case.
+    with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
 
-        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    except (ImportError, OSError, AttributeError):
-        pass  # an image without ctypes: the program could change its own result, as it may in any case
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, int(allowed), 0, 0, 0)
 
 
-def _line():
+def _line() -> bytes:
     task = b""
     while not task.endswith(b"\n"):
         piece = os.read(0, _PIECE)
@@ -75,7 +75,7 @@ def _line():
     return task
 
 
-def _listener(port):
+def _listener(port: int) -> socket.socket:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -87,8 +87,8 @@ def _listener(port):
     return listener
 
 
-def _start(settings, argv, paths):
-    """Fork the program, with the limit of processes."""
+def _start(settings: dict[str, Any], argv: list[str], paths: dict[str, str]) -> int:
+    """Fork the program, with the limit of processes; return its process id."""
     child = os.fork()
     if child:
         return child
@@ -108,59 +108,111 @@ def _start(settings, argv, paths):
         # Set here and not before the sandbox began: the kernel then counts the processes of this sandbox only.
         if settings["processes"] is not None:
             resource.setrlimit(resource.RLIMIT_NPROC, (settings["processes"],) * 2)
-        os.execvp(argv[0], argv)
+        if argv[0] != "--call":
+            os.execvp(argv[0], argv)
+        _allow_looks(True)
+        code = _call(argv[1])
     except BaseException as error:
         os.write(2, f"the program did not start: {argv[0]}: {error}\n".encode())
     os._exit(code)
 
 
-def _serve(child, listener, wake, gateway, deadline):
+class Relay:
+    """Connections between a TCP port, at which the program finds the endpoint, and the gateway's Unix socket.
+
+    Args:
+        gateway: path of the Unix socket.
+    """
+
+    def __init__(self, listener: socket.socket, gateway: str, poll: selectors.BaseSelector) -> None:
+        self._listener, self._gateway, self._poll = listener, gateway, poll
+        self._peers: dict[socket.socket, socket.socket] = {}  # where the data of each end goes
+        self._waiting: dict[socket.socket, bytes] = {}  # what each end has not taken yet
+        poll.register(listener, selectors.EVENT_READ)
+
+    def handle(self, end: Any, events: int) -> None:
+        """Move what a ready socket has, or can take."""
+        if end is self._listener:
+            self._accept()
+        elif end in self._peers:
+            try:
+                self._move(end, events)
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._drop(end)
+            else:
+                self._watch(end)
+                self._watch(self._peers[end])
+
+    def _accept(self) -> None:
+        try:
+            near = self._listener.accept()[0]
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(0.05)  # the program holds too many connections: others wait
+            return
+        far = socket.socket(socket.AF_UNIX)
+        try:
+            far.connect(self._gateway)
+        except OSError:
+            near.close()
+            far.close()
+            return
+        for end, peer in ((near, far), (far, near)):
+            end.setblocking(False)
+            self._peers[end], self._waiting[end] = peer, b""
+        self._watch(near)
+        self._watch(far)
+
+    def _move(self, end: socket.socket, events: int) -> None:
+        """Move data from an end to its peer, and what waits for the end to it. Raise OSError when it is closed."""
+        if events & selectors.EVENT_WRITE:
+            self._waiting[end] = self._waiting[end][end.send(self._waiting[end]) :]
+        if events & selectors.EVENT_READ:
+            data = end.recv(_PIECE)
+            if not data:
+                raise ConnectionResetError
+            peer, sent = self._peers[end], 0
+            with contextlib.suppress(BlockingIOError):
+                sent = peer.send(data)
+            self._waiting[peer] = data[sent:]
+
+    def _watch(self, end: socket.socket) -> None:
+        """Read from an end unless its peer still has to take data; write where data waits."""
+        reads = 0 if self._waiting[self._peers[end]] else selectors.EVENT_READ
+        events = reads | (selectors.EVENT_WRITE if self._waiting[end] else 0)
+        known = end in self._poll.get_map()
+        if known and events:
+            self._poll.modify(end, events)
+        elif known:
+            self._poll.unregister(end)
+        elif events:
+            self._poll.register(end, events)
+
+    def _drop(self, end: socket.socket) -> None:
+        for closed in (end, self._peers[end]):
+            if closed in self._poll.get_map():
+                self._poll.unregister(closed)
+            del self._peers[closed], self._waiting[closed]
+            closed.close()
+
+
+def _serve(child: int, listener: socket.socket, wake: int, gateway: str, deadline: float) -> int:
     """Relay connections until the program has ended; return its exit code, 128 and more for a signal."""
     poll = selectors.DefaultSelector()
-    poll.register(listener, selectors.EVENT_READ)
     poll.register(wake, selectors.EVENT_READ)
     poll.register(0, selectors.EVENT_READ)
-    pairs = {}  # socket -> the socket that its data goes to
-    waiting = {}  # socket -> bytes that it has not taken yet
-
-    def watch(end):
-        """Read from an end unless its peer still has to take data; write where data waits."""
-        events = (0 if waiting[pairs[end]] else selectors.EVENT_READ) | (selectors.EVENT_WRITE if waiting[end] else 0)
-        known = end in poll.get_map()
-        if known and events:
-            poll.modify(end, events)
-        elif known:
-            poll.unregister(end)
-        elif events:
-            poll.register(end, events)
-
-    def drop(end):
-        for one in (end, pairs[end]):
-            if one in poll.get_map():
-                poll.unregister(one)
-            del pairs[one], waiting[one]
-            one.close()
-
+    relay = Relay(listener, gateway, poll)
     while time.monotonic() < deadline:
         for key, events in poll.select(_TICK_S):
-            end = key.fileobj
-            if end is listener:
-                _accept(listener, gateway, pairs, waiting, watch)
-            elif end == wake:
+            if key.fileobj == wake:
                 os.read(wake, _PIECE)
-            elif end == 0:
+            elif key.fileobj == 0:
                 if not os.read(0, _PIECE):
                     return 128 + signal.SIGTERM
-            elif end in pairs:
-                try:
-                    _move(end, pairs[end], waiting, events)
-                except BlockingIOError:
-                    pass
-                except OSError:
-                    drop(end)
-                else:
-                    watch(end)
-                    watch(pairs[end])
+            else:
+                relay.handle(key.fileobj, events)
         code = _ended(child)
         if code is not None:
             return code
@@ -168,43 +220,7 @@ def _serve(child, listener, wake, gateway, deadline):
     return 128 + signal.SIGTERM
 
 
-def _accept(listener, gateway, pairs, waiting, watch):
-    try:
-        near = listener.accept()[0]
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            time.sleep(0.05)  # the program holds too many connections: others wait
-        return
-    far = socket.socket(socket.AF_UNIX)
-    try:
-        far.connect(gateway)
-    except OSError:
-        near.close()
-        far.close()
-        return
-    for end, peer in ((near, far), (far, near)):
-        end.setblocking(False)
-        pairs[end], waiting[end] = peer, b""
-    watch(near)
-    watch(far)
-
-
-def _move(end, peer, waiting, events):
-    """Move data from an end to its peer, and what waits for the end to it. Raise OSError at the connection's end."""
-    if events & selectors.EVENT_WRITE:
-        waiting[end] = waiting[end][end.send(waiting[end]) :]
-    if events & selectors.EVENT_READ:
-        data = end.recv(_PIECE)
-        if not data:
-            raise ConnectionResetError
-        try:
-            sent = peer.send(data)
-        except BlockingIOError:
-            sent = 0
-        waiting[peer] = data[sent:]
-
-
-def _ended(child):
+def _ended(child: int) -> int | None:
     """Return the program's exit code, or None; forget the orphans that have ended."""
     code = None
     while True:
@@ -218,12 +234,10 @@ def _ended(child):
             code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
-def _end_all(child):
+def _end_all(child: int) -> None:
     """End what the program has started: everything in the sandbox, if this is its first process."""
-    try:
+    with contextlib.suppress(OSError):  # nothing is left
         os.kill(-1 if os.getpid() == 1 else -child, signal.SIGKILL)
-    except OSError:
-        pass  # nothing is left
     deadline = time.monotonic() + 2
     while time.monotonic() < deadline:
         try:
@@ -233,7 +247,7 @@ def _end_all(child):
             return
 
 
-def _result(path, most):
+def _result(path: str, most: int) -> bytes:
     """Return the result, with one byte too many if it is too long."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -242,24 +256,36 @@ def _result(path, most):
     return os.read(number, most + 1) if stat.S_ISREG(os.fstat(number).st_mode) else b""
 
 
-def call(name):
-    """Call a function with the task; what it returns is the result."""
-    import importlib
+def _call(name: str) -> int:
+    """Call a function with the task; what it returns is the result. Return the exit code."""
     import importlib.util
+    import traceback
 
-    source, _, attribute = name.rpartition(":")
-    if source.endswith(".py"):
-        spec = importlib.util.spec_from_file_location("megarl_agent", source)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(source)
-    with open(os.environ["MEGARL_TASK"], encoding="utf-8") as file:
-        result = getattr(module, attribute)(json.load(file))
-    if result is not None:
-        with open(os.environ["MEGARL_RESULT"], "w", encoding="utf-8") as file:
-            json.dump(result, file)
+    code = 0
+    try:
+        sys.path = [folder for folder in sys.path if folder != os.path.dirname(os.path.abspath(__file__))]
+        source, _, attribute = name.rpartition(":")
+        if source.endswith(".py"):
+            spec = importlib.util.spec_from_file_location("megarl_agent", source)
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(source)
+        with open(os.environ["MEGARL_TASK"], encoding="utf-8") as file:
+            result = getattr(module, attribute)(json.load(file))
+        if result is not None:
+            with open(os.environ["MEGARL_RESULT"], "w", encoding="utf-8") as file:
+                json.dump(result, file)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    return code
 
 
 if __name__ == "__main__":

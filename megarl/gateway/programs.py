@@ -119,7 +119,7 @@ class Programs:
     function: str | None
     cwd: str | None = None
     pass_env: Sequence[str] = ()
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     sandbox: Sandbox | None = None
     _runner: asyncio.subprocess.Process | None = None
     _reader: asyncio.Task[None] | None = None

@@ -219,13 +219,12 @@ class Sandbox:
         Args:
             python: the interpreter in the sandbox.
         """
-        inside = str(self._shared / "inside.py")
+        begin = [str(self._shared / "inside.py"), json.dumps(self.settings(own_processes=own_processes))]
         if not program:
-            program = [python, inside, "--call", _absolute(str(function), self.cwd)]
-        elif program[0] == "python":
+            return [python, *begin, "--call", _absolute(str(function), self.cwd)]
+        if program[0] == "python":
             program = [python, *program[1:]]
-        settings = json.dumps(self.settings(own_processes=own_processes))
-        return [python, "-I", "-S", inside, settings, *(_absolute(part, self.cwd) for part in program)]
+        return [python, "-I", "-S", *begin, *(_absolute(part, self.cwd) for part in program)]
 
     def paths(self, program: Sequence[str], function: str | None) -> list[str]:
         """Return the absolute paths that a program needs or may read, none of them in another one."""
@@ -411,7 +410,11 @@ def _with_module(environment: dict[str, str], function: str) -> dict[str, str]:
         return environment
     top = next(_module_paths(source.partition(".")[0]), None)
     known = [part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part]
-    return environment if top is None else {
-        **environment,
-        "PYTHONPATH": os.pathsep.join([*known, os.path.dirname(top)]),
-    }
+    return (
+        environment
+        if top is None
+        else {
+            **environment,
+            "PYTHONPATH": os.pathsep.join([*known, os.path.dirname(top)]),
+        }
+    )

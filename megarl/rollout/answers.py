@@ -339,6 +339,13 @@ def apply_answer(trajectory: Trajectory, answer: Answer, limits: EpisodeLimits, 
         trajectory.prompt_ids, trajectory.images = ids, images
 
 
+def end_without_turn(trajectory: Trajectory, answer: Answer, end_token: int, version: int) -> None:
+    """End an episode whose environment ended it before the first turn; it becomes one end token."""
+    trajectory.end_without_turn(end_token, version, answer.reply.reward)
+    trajectory.info |= answer.reply.info
+    trajectory.output = "" if answer.branch is None else answer.branch.output
+
+
 def apply_branch(trajectory: Trajectory, answer: Answer, branch: Branch, prompt: int, version: int) -> Trajectory:
     """Add an answer of an environment that keeps a tree of turns; return the trajectory in which the episode goes on.
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.config.rollout import SamplingConfig
 from megarl.data.trajectory import PLAIN, Trajectory
 from megarl.data.versions import first_runs
-from megarl.rollout.answers import Answer, Answers, Branch, EpisodeRules, apply_answer, apply_branch
+from megarl.rollout.answers import Answer, Answers, Branch, EpisodeRules, apply_answer, apply_branch, end_without_turn
 from megarl.rollout.engine import Completion, Generation, Request, RolloutEngine, ignore_progress
 from megarl.rollout.stop_strings import StopStrings
 from megarl.system.errors import MegarlError, UserError
@@ -573,8 +573,7 @@ class GroupGenerator:
             if answer.reply.error:
                 self._fail(rules, sample, answer)
             elif answer.reply.done and not sample.trajectory.turns:
-                version = self._engine.weight_version
-                sample.trajectory.end_without_turn(self._eos_ids[0], version, answer.reply.reward)
+                end_without_turn(sample.trajectory, answer, self._eos_ids[0], self._engine.weight_version)
             elif answer.branch is not None:
                 self._apply_branch(slot, answer, answer.branch, rules.limits.prompt_tokens)
             else:

@@ -29,10 +29,11 @@ def shows_groups(config: RunConfig, step: int, *, early: bool = False) -> bool:
 def group_rows(c: RankState, samples: Batch) -> list[dict[str, Any]]:
     """Return the samples of the first groups of a step, as lines of training_samples.jsonl.
 
-    A line has the `group`, `prompt`, `answer`, `score`, `finish_reason`, an agent's `output`, the response's number of `tokens` and the mean
-    `advantage` of those that are trained on. `pieces` are the texts of the first tokens; `advantages`, `ratios`
-    (pi_old / pi_rollout, before an update) and `ages` (steps between the weights that generated a token and those that
-    are trained) are values per token, None for a token that is not trained on. Fields the samples lack are omitted.
+    A line has the `group`, `prompt`, `answer`, `score`, `finish_reason`, an agent's `output`, the response's number of
+    `tokens` and the mean `advantage` of those that are trained on. `pieces` are the texts of the first tokens;
+    `advantages`, `ratios` (pi_old / pi_rollout, before an update) and `ages` (steps between the weights that generated
+    a token and those that are trained) are values per token, None for a token that is not trained on. Fields the
+    samples lack are omitted.
 
     Args:
         samples: this replica's samples after the step.

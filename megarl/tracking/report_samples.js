@@ -96,7 +96,8 @@ function groupCard(group, values, tint) {
     el("div", { class: "facts" }, score(row.score), el("span", {}, "advantage ", el("b", { text: fmt(row.advantage) })),
       el("span", { text: `${row.tokens} tokens` }), row.finish_reason ? el("span", { text: row.finish_reason }) : null),
     el("div", { class: "tokens" }, ...row.pieces.map((piece, i) => token(row, piece, i, values, tint)),
-      row.pieces.length < row.tokens ? el("span", { class: "more", text: ` … ${row.tokens - row.pieces.length} more tokens` }) : null)));
+      row.pieces.length < row.tokens ? el("span", { class: "more", text: ` … ${row.tokens - row.pieces.length} more tokens` }) : null),
+    row.output ? el("pre", { class: "hint", text: row.output }) : null));
   return el("div", { class: "card group" }, el("div", { class: "head" }, el("h3", { text: `Group ${first.group}` }), el("span", { class: "hint", text: about })),
     el("div", { class: "prompt cut", text: first.prompt }), answer, ...rows);
 }

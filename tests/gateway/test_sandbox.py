@@ -1,0 +1,241 @@
+"""Agents in a sandbox: what they may do there is refused or ended, the episode is marked, and the run goes on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.envs.registry import load_environment
+from megarl.gateway.results import ResultError, parse_result
+from megarl.gateway.sandbox import Limits, Sandbox
+from megarl.system.errors import ConfigError
+from tests.campaigns import chosen
+from tests.gateway.test_agent import AGENTS, TOKENIZER, scripted, trajectories
+
+BAD = Path(__file__).with_name("misbehaving.py")
+LIMITS = {"memory_mb": 200, "processes": 24, "cpu_s": 1.5, "output_mb": 1, "disk_mb": 4, "max_calls": 1, "grace_s": 0.5}
+
+
+def _unusable() -> str:
+    if sys.platform != "linux" or shutil.which("bwrap") is None:
+        return "bubblewrap is not installed (apt-get install bubblewrap)"
+    try:
+        Sandbox("bubblewrap", Limits()).check([], None)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+UNUSABLE = _unusable()
+boxed = pytest.mark.skipif(bool(UNUSABLE), reason=UNUSABLE or "bubblewrap works here")
+
+
+@pytest.fixture(scope="module")
+def misbehaved(request, tmp_path_factory):
+    """The episodes of agents that do harm, side by side, by what they did."""
+    names = chosen(request, "how")
+    secret = tmp_path_factory.mktemp("run") / "secret"
+    secret.write_text("key")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as abstract,
+    ):
+        patch.setenv("A_SECRET", "1")
+        abstract.bind(f"\0megarl-test-{os.getpid()}")
+        abstract.listen()
+        row = {
+            "secrets": [str(secret), str(Path(__file__).parents[2] / "README.md")],
+            "port": server.getsockname()[1],
+            "abstract": f"megarl-test-{os.getpid()}",
+            "pid": os.getpid(),
+            "disk_mb": LIMITS["disk_mb"],
+        }
+        rows = [{"prompt": "1", "how": how, **row} for how in names]
+        env = {"sandbox": "bubblewrap", **LIMITS}
+        episodes = trajectories(scripted("1"), "play", rows, file=BAD, on_error="mark", env=env)
+    assert secret.read_text() == "key"
+    return dict(zip(names, episodes, strict=True))
+
+
+def _heavy(*case):
+    return pytest.param(*case, marks=pytest.mark.campaign("agents"))
+
+
+@boxed
+@pytest.mark.parametrize(
+    ("how", "limit"),
+    [
+        ("fork_bomb", "limits/processes"),
+        ("memory_bomb", "limits/memory"),
+        ("endless_loop", "limits/cpu"),
+        ("endless_output", "limits/output"),
+        ("sleeps", "refused_calls"),
+    ],
+)
+def test_an_agent_that_uses_more_than_it_may_is_ended_and_its_episode_says_by_which_limit(misbehaved, how, limit):
+    episode = misbehaved[how]
+    assert {name: n for name, n in episode.info.items() if n and name != "calls"} == {limit: 1}
+    assert (episode.ended_by, episode.turn_rewards) == ("done", [0.75 if how == "sleeps" else 0.0])
+    assert episode.output.startswith("does ") or how == "endless_output"
+    assert len(episode.output) <= 2000
+
+
+@boxed
+@pytest.mark.parametrize(
+    "how",
+    ["host_files", "network", "signals", "privileges", "disk", "large_allocation"],
+)
+def test_what_a_sandbox_refuses(misbehaved, how):
+    assert (misbehaved[how].error, sum(misbehaved[how].turn_rewards)) == ("", 1.0)
+
+
+@boxed
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("late_result", ""),
+        ("long_result", "too long; allowed: 65536 bytes"),
+        _heavy("link_as_result", "left no result"),
+        _heavy("foreign_metric", "'calls', which megarl writes itself"),
+    ],
+)
+def test_what_an_agent_leaves_cannot_be_changed_later_and_must_be_a_result(misbehaved, how, message):
+    episode = misbehaved[how]
+    assert message in episode.error
+    assert (episode.ended_by, episode.turn_rewards) == (("error", [0.0]) if message else ("done", [0.5]))
+
+
+@boxed
+@pytest.mark.campaign("agents")
+@pytest.mark.parametrize("how", ["fork_bomb", "memory_bomb", "endless_output"])
+def test_eight_sandboxes_that_misbehave_at_once_are_ended_and_those_of_others_go_on(how):
+    rows = [{"prompt": "1", "how": how if place % 2 else "late_result"} for place in range(16)]
+    env = {"sandbox": "bubblewrap", **LIMITS, "cpu_s": None}
+    episodes = trajectories(scripted("1"), "play", rows, file=BAD, on_error="mark", env=env)
+    for place, episode in enumerate(episodes):
+        assert episode.turn_rewards == [0.0 if place % 2 else 0.5]
+        assert sum(n for name, n in episode.info.items() if name.startswith("limits/")) == place % 2
+
+
+@boxed
+def test_a_command_in_a_sandbox_plays_an_episode_and_sees_its_own_file_only(tmp_path, monkeypatch):
+    (tmp_path / "key").write_text("secret")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "n").write_text("2")
+    (tmp_path / "agent.py").write_text(
+        "import json, os, sys\nfrom pathlib import Path\n"
+        "sys.path.insert(0, 'agents')\nimport agents\n"
+        "task = json.loads(Path(os.environ['MEGARL_TASK']).read_text())\n"
+        "reward = agents.guess(task)['reward'] + (Path.cwd() == Path(os.environ['HOME']))\n"
+        f"reward += 10 * int(Path({str(tmp_path / 'data' / 'n')!r}).read_text())\n"
+        f"reward -= 1000 * Path({str(tmp_path / 'key')!r}).exists()\n"
+        "Path(os.environ['MEGARL_RESULT']).write_text(str(reward))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(AGENTS.parent))
+    env = {
+        "sandbox": "bubblewrap",
+        "command": ["python", "agent.py"],
+        "function": None,
+        "readable": ["data", str(AGENTS)],
+    }
+    [episode] = trajectories(scripted("3", "5"), "", [{"prompt": "1+1"}], env=env)
+    assert TOKENIZER.decode(episode.token_ids) == "3<eos>+=5<eos>"
+    assert sum(episode.turn_rewards) == TOKENIZER("5", add_special_tokens=False)["input_ids"][0] + 21
+    assert episode.output.strip() == "said 3 5"
+
+
+@boxed
+def test_a_sandbox_by_a_template_plays_an_episode():
+    template = [
+        *("bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"),
+        *("--ro-bind", "{shared}", "{shared}", "--setenv", "PYTHON_LIMIT", "{processes}", "{command}"),
+    ]
+    [episode] = trajectories(scripted("3", "5"), "guess", [{"prompt": "1+1"}], env={"sandbox": template})
+    assert (episode.error, episode.info["asked"]) == ("", 2)
+
+
+def _arguments(kind: str, monkeypatch, tmp_path, **how) -> list[str]:
+    agent = tmp_path / "agent.py"
+    agent.write_text("")
+    monkeypatch.chdir(tmp_path)
+    sandbox = Sandbox(kind, Limits(256, 3.0, 20, disk_mb=8), image="python:3.12", **how)
+    try:
+        launch = sandbox.launch(["python", "agent.py"], None, {"OPENAI_API_KEY": "k", "PATH": "/here"})
+        return [part.replace(str(sandbox.shared), "SHARED").replace(str(tmp_path), "HERE") for part in launch.argv]
+    finally:
+        sandbox.close()
+
+
+def test_the_command_of_docker(monkeypatch, tmp_path):
+    argv = _arguments("docker", monkeypatch, tmp_path, readable=["data"])
+    name, place = argv[argv.index("--name") + 1], argv.index("python:3.12")
+    expected = f"""
+        docker run --rm --interactive --name {name} --network none --read-only --cap-drop ALL
+        --security-opt no-new-privileges --user 65534:65534 --memory 256m --memory-swap 256m --pids-limit 28
+        --ulimit cpu=3 --ulimit nofile=1024 --ulimit core=0 --ulimit fsize=8388608
+        --tmpfs /tmp:rw,exec,nosuid,nodev,mode=1777,size=8m --shm-size 8m
+        --volume HERE/data:HERE/data:ro --volume HERE/agent.py:HERE/agent.py:ro --volume SHARED:SHARED:ro
+        --env OPENAI_API_KEY --workdir /tmp python:3.12
+    """
+    assert sorted(argv[: place + 1]) == sorted(expected.split())
+    assert argv[place + 1 : place + 5] == ["python3", "-I", "-S", "SHARED/inside.py"]
+    assert argv[-2:] == ["python3", "HERE/agent.py"]
+
+
+def test_the_command_of_apptainer(monkeypatch, tmp_path):
+    monkeypatch.setattr("megarl.gateway.sandbox.is_root", lambda: False)
+    argv = _arguments("apptainer", monkeypatch, tmp_path)
+    place = argv.index("python:3.12")
+    assert " ".join(argv[:9]) == "apptainer exec --containall --no-home --net --network none --no-privs --bind"
+    assert {"HERE/agent.py:HERE/agent.py:ro", "SHARED:SHARED:ro"} == set(argv[9:place:2][:2])
+    assert argv[-2:] == ["python3", "HERE/agent.py"]
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"sandbox": "docker"}, "env.image goes with"),
+        ({"image": "x"}, "env.image goes with"),
+        ({"readable": ["data"]}, "env.readable is for sandboxes"),
+        ({"sandbox": ["firejail"]}, "one of its parts must be {command}"),
+        (
+            {"sandbox": ["firejail", "{folder}", "{command}"]},
+            r"unknown placeholder {folder}; allowed: {command}, {shared}",
+        ),
+        ({"sandbox": "chroot"}, "env.sandbox"),
+    ],
+)
+def test_settings_that_make_no_sandbox_are_refused(env, message):
+    with pytest.raises(ConfigError) as caught:
+        load_environment({"name": "agent", "command": ["python"], **env})
+    assert message in str(caught.value)
+
+
+def test_a_sandbox_whose_program_is_missing_is_refused_and_never_left_out(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    kind, settings = load_environment({"name": "agent", "command": ["python"], "sandbox": "bubblewrap"})
+    with pytest.raises(ConfigError, match=r"env.sandbox: .* does not exist[\s\S]*bwrap[\s\S]*apt-get install"):
+        kind.check(settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"reward": 1, "info": {"limits/cpu": 1}}', "'limits/cpu', which megarl writes itself"),
+        ('{"reward": 1, "info": {"a b": 1}}', "the name 'a b'"),
+        ('{"reward": 1, "info": {"a": NaN}}', "finite"),
+        ("[1]", "allowed: a number"),
+        (f'{{"reward": 1, "info": {{{", ".join(f"{chr(34)}n{k}{chr(34)}: 1" for k in range(65))}}}}}', "65 numbers"),
+    ],
+)
+def test_a_result_with_other_content_is_refused(text, message):
+    with pytest.raises(ResultError) as caught:
+        parse_result(text, scored=True)
+    assert message in str(caught.value)
