@@ -135,7 +135,7 @@ class AgentSettings(EnvSettings):
 
     @property
     def limits(self) -> Limits:
-        """What each agent may use."""
+        """Return what each agent may use."""
         sandboxed = self.sandbox != "none"
         return Limits(
             self.memory_mb or (2048 if sandboxed else None),

@@ -1,4 +1,4 @@
-"""What a process does before it starts a sandbox: bind folders, become another user, take on limits (Linux).
+"""Prepares a process to start a sandbox: it binds folders and becomes another user (Linux).
 
 A sandbox of root is started by a user without rights, because the user in the sandbox has the rights of the user who
 started it: root could read root's files and write kernel settings in /proc.

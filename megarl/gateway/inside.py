@@ -117,7 +117,7 @@ def _start(settings: dict[str, Any], argv: list[str], paths: dict[str, str]) -> 
     os._exit(code)
 
 
-class Relay:
+class SocketRelay:
     """Connections between a TCP port, at which the program finds the endpoint, and the gateway's Unix socket.
 
     Args:
@@ -203,7 +203,7 @@ def _serve(child: int, listener: socket.socket, wake: int, gateway: str, deadlin
     poll = selectors.DefaultSelector()
     poll.register(wake, selectors.EVENT_READ)
     poll.register(0, selectors.EVENT_READ)
-    relay = Relay(listener, gateway, poll)
+    relay = SocketRelay(listener, gateway, poll)
     while time.monotonic() < deadline:
         for key, events in poll.select(_TICK_S):
             if key.fileobj == wake:

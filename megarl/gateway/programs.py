@@ -161,12 +161,12 @@ class Programs:
 
     def _launch(self, folder: Path, task: dict[str, Any], environment: dict[str, str]) -> Launch:
         """Return how a program is started; without a sandbox its task is left in the episode's folder."""
-        argv = None if self.argv is None else list(self.argv)
+        argv = list(self.argv or [])
         if self.sandbox is not None:
-            return self.sandbox.launch(argv or [], self.function, self._inherited(INHERITED_IN_SANDBOX) | environment)
+            return self.sandbox.launch(argv, self.function, self._inherited(INHERITED_IN_SANDBOX) | environment)
         (folder / "task.json").write_text(json.dumps(task, default=str), encoding="utf-8")
         paths = {"MEGARL_TASK": str(folder / "task.json"), "MEGARL_RESULT": str(folder / "result.json")}
-        if argv is not None and argv[0] == "python":
+        if argv and argv[0] == "python":
             argv[0] = sys.executable
         return Launch(argv, self._inherited() | paths | environment)
 

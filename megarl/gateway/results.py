@@ -47,9 +47,9 @@ def parse_result(text: str, *, scored: bool) -> tuple[float, dict[str, float]]:
             raise ResultError(f"its info has the name {name[:100]!r}; allowed: letters, digits and _ . / -, up to 100")
         if not math.isfinite(number):
             raise ResultError(f"its info has {name}={number}; allowed: finite numbers")
-        if any(name.startswith(taken) if taken.endswith("/") else name == taken for taken in RESERVED):
+        if any(name == reserved or (reserved[-1] == "/" and name.startswith(reserved)) for reserved in RESERVED):
             raise ResultError(
                 f"its info has the name {name!r}, which megarl writes itself; allowed: names other than "
-                + ", ".join(f"{taken}*" if taken.endswith("/") else taken for taken in RESERVED)
+                + ", ".join(f"{reserved}*" if reserved[-1] == "/" else reserved for reserved in RESERVED)
             )
     return reward, info

@@ -1,6 +1,6 @@
 """The process that starts a replica's programs: `python -m megarl.gateway.runner [SOURCE:FUNCTION]`.
 
-    stdin    {"start": 3, "folder": ..., "launch": {"argv": [...] or null, "environment": {...}, ...}, "limits": {...},
+    stdin    {"start": 3, "folder": ..., "launch": {"argv": [...], "environment": {...}, ...}, "limits": {...},
               "cwd": ..., "sandboxed": false}                                                  {"stop": 3}
     stdout   {"ready": true}
              {"ended": 3, "code": 0}        {"ended": 4, "code": 71, "error": "why it did not start"}
@@ -51,6 +51,8 @@ class _Program:
         output: descriptor to read its output from.
         input: descriptor of the sandbox's stdin, which ends the sandbox when it is closed; -1: there is no sandbox.
         unsent: part of the task that is still to be written to `input`.
+        tail: end of its output.
+        written: bytes of all its output.
         limit: the limit that it has exceeded.
         kill_at: when it is killed that was asked to end.
     """
@@ -60,7 +62,7 @@ class _Program:
     output: int
     input: int = -1
     unsent: bytes = b""
-    kept: bytearray = field(default_factory=bytearray)
+    tail: bytearray = field(default_factory=bytearray)
     written: int = 0
     limit: str = ""
     kill_at: float = float("inf")
@@ -117,7 +119,9 @@ class Runner:
                 elif key.fd == self._orders:
                     data = os.read(self._orders, _PIECE)
                     if not data:
-                        self._end()
+                        for program in self._running.values():
+                            _terminate(program)
+                            _start_after(program)
                         return
                     *lines, waiting = (waiting + data).split(b"\n")
                     for line in lines:
@@ -183,8 +187,8 @@ class Runner:
             self._poll.unregister(program.output)
             return False
         program.written += len(data)
-        program.kept += data
-        del program.kept[:-_KEPT]
+        program.tail += data
+        del program.tail[:-_KEPT]
         if program.written > program.order["limits"]["output_mb"] << 20 and not program.limit:
             self._exceed(program, "output")
         return True
@@ -221,19 +225,12 @@ class Runner:
         os.close(program.output)
         if program.input >= 0:
             self._close_input(program)
-        after = program.order["launch"]["after"]
-        if after and code < 0:  # a container ends with its program, but not with its client
-            _start_after(after)
+        if code < 0:  # a container ends with its program, but not with its client
+            _start_after(program)
         with contextlib.suppress(OSError), open(os.path.join(program.order["folder"], "output.txt"), "wb") as file:
-            file.write(program.kept)
+            file.write(program.tail)
         news = {"ended": program.order["start"], "code": code}
         _tell(self._news, {**news, "limit": program.limit} if program.limit else news)
-
-    def _end(self) -> None:
-        for program in self._running.values():
-            _terminate(program)
-            if after := program.order["launch"]["after"]:
-                _start_after(after)
 
 
 def _terminate(program: _Program) -> None:
@@ -241,10 +238,13 @@ def _terminate(program: _Program) -> None:
         os.kill(program.guardian, signal.SIGTERM)
 
 
-def _start_after(argv: list[str]) -> None:
-    """Start what ends a container, without waiting for it."""
-    with contextlib.suppress(OSError):
-        subprocess.Popen(argv, stdin=0, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+def _start_after(program: _Program) -> None:
+    """Start what ends a program's container, if it has one, without waiting for it."""
+    argv = program.order["launch"]["after"]
+    if argv:
+        nothing = subprocess.DEVNULL
+        with contextlib.suppress(OSError):
+            subprocess.Popen(argv, stdin=0, stdout=nothing, stderr=nothing, start_new_session=True)
 
 
 def _exceeded(used: Usage, limits: dict[str, Any]) -> str:
@@ -303,7 +303,7 @@ def _start(order: dict[str, Any], function: Any) -> _Program:
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except BaseException:
-        code = 1 if order["launch"]["argv"] is None else code
+        code = 1 if not order["launch"]["argv"] else code
         traceback.print_exc()
     finally:
         with contextlib.suppress(BaseException):
@@ -348,7 +348,7 @@ def _limit(limits: dict[str, Any], *, sandboxed: bool) -> None:
 
 def _run(order: dict[str, Any], function: Any) -> int:
     argv = order["launch"]["argv"]
-    if argv is not None:
+    if argv:
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, which programs would inherit
             signal.signal(number, signal.SIG_DFL)
         os.execvp(argv[0], argv)

@@ -49,7 +49,7 @@ _PLACE = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use.
+    """The limits of a program.
 
     Attributes:
         memory_mb: address space of each of its processes, and memory of all of them together.
@@ -75,13 +75,13 @@ class Launch:
     """How a program is started.
 
     Attributes:
-        argv: the command; None: the runner calls its function.
+        argv: the command; empty: the runner calls its function.
         mounts: (source, target) of folders and files that root binds for the user that the sandbox runs as.
         as_nobody: the sandbox is started by this user, because the trainer is root.
         after: a command that ends what is left when the program was ended; empty: none.
     """
 
-    argv: list[str] | None
+    argv: list[str]
     environment: dict[str, str]
     mounts: Sequence[tuple[str, str]] = ()
     as_nobody: bool = False
@@ -163,7 +163,6 @@ class Sandbox:
             return  # what they do here is not what they do where the episodes are played: images, daemons
         try:
             launch = self.launch(program, function, {})
-            assert launch.argv is not None
             argv = [*launch.argv[: launch.argv.index("--") + 1], "/bin/true"]
             done = subprocess.run(
                 argv,
@@ -210,7 +209,7 @@ class Sandbox:
 
     @property
     def _shared(self) -> Path:
-        assert self.shared is not None, "`open` comes first"
+        assert self.shared, "`open` comes first"
         return self.shared
 
     def command(self, python: str, program: list[str], function: str | None, *, own_processes: bool) -> list[str]:
@@ -233,8 +232,8 @@ class Sandbox:
             paths.append(os.path.abspath(self.cwd))
         if program:
             paths += [_absolute(part, self.cwd) for part in program if os.path.isfile(_absolute(part, self.cwd))]
-            found = shutil.which(program[0])
-            paths += [os.path.abspath(found)] if found and program[0] != "python" else []
+            executable = shutil.which(program[0])
+            paths += [os.path.abspath(executable)] if executable and program[0] != "python" else []
         elif function is not None:
             source = function.rpartition(":")[0]
             paths += [os.path.abspath(source)] if source.endswith(".py") else list(_module_paths(source))
@@ -251,7 +250,7 @@ def _bubblewrap(sandbox: Sandbox, program: list[str], function: str | None, envi
     interpreter = [sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))]
     paths = _outermost([*interpreter, *sandbox.paths(program, function)])
     root = is_root()
-    hidden = [path for path in paths if root and not _is_reachable(path)]  # such as a Python below /root
+    hidden = _unreachable(paths) if root else []  # such as a Python below /root
     targets = {path: str(shared / "mounts" / str(paths.index(path))) if path in hidden else path for path in paths}
     for path in hidden:
         place = Path(targets[path])
@@ -260,7 +259,7 @@ def _bubblewrap(sandbox: Sandbox, program: list[str], function: str | None, envi
         *("bwrap", "--unshare-user", "--unshare-all", "--disable-userns", "--uid", "1000", "--gid", "1000"),
         *("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--as-pid-1", "--hostname", "sandbox"),
         *("--ro-bind", "/usr", "/usr"),
-        *(part for folder in _SYSTEM[1:] for part in _system(folder)),
+        *_system_folders(),
         *("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--ro-bind-try", "/etc/alternatives"),
         *("/etc/alternatives", "--ro-bind-try", "/etc/ssl", "/etc/ssl", "--ro-bind-try", "/etc/localtime"),
         *("/etc/localtime", "--ro-bind", str(shared / "passwd"), "/etc/passwd"),
@@ -360,11 +359,13 @@ def _of_image(environment: Mapping[str, str]) -> list[str]:
     return [name for name in environment if name not in ("PATH", "PYTHONPATH", "VIRTUAL_ENV")]
 
 
-def _system(folder: str) -> tuple[str, ...]:
-    """Return how a folder of the system appears: as the link that it is on most systems, or itself."""
-    if os.path.islink(folder):
-        return ("--symlink", os.readlink(folder).lstrip("/"), folder)
-    return ("--ro-bind-try", folder, folder)
+def _system_folders() -> Iterator[str]:
+    """Yield the options for folders of the system beside /usr, which are links to folders in it on most systems."""
+    for folder in _SYSTEM[1:]:
+        is_link = os.path.islink(folder)
+        yield "--symlink" if is_link else "--ro-bind-try"
+        yield os.readlink(folder).lstrip("/") if is_link else folder
+        yield folder
 
 
 def _absolute(part: str, cwd: str | None) -> str:
@@ -378,16 +379,20 @@ def _absolute(part: str, cwd: str | None) -> str:
 
 def _outermost(paths: Sequence[str]) -> list[str]:
     """Return the paths that are in no other one and not in a folder of the system, each once."""
-    kept: list[str] = []
+    outermost: list[str] = []
     for path in sorted(set(paths), key=len):
-        if not any(path == above or path.startswith(above.rstrip("/") + "/") for above in (*_SYSTEM, *kept)):
-            kept.append(path)
-    return kept
+        if not any(path == above or path.startswith(above.rstrip("/") + "/") for above in (*_SYSTEM, *outermost)):
+            outermost.append(path)
+    return outermost
 
 
-def _is_reachable(path: str) -> bool:
-    """Return whether a user without rights can reach a path."""
-    return all(parent.stat().st_mode & stat.S_IXOTH for parent in Path(path).resolve().parents)
+def _unreachable(paths: Sequence[str]) -> list[str]:
+    """Return the paths that a user without rights cannot reach."""
+    return [
+        path
+        for path in paths
+        if not all(parent.stat().st_mode & stat.S_IXOTH for parent in Path(path).resolve().parents)
+    ]
 
 
 def _module_paths(name: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What the programs of a runner use: memory, CPU time, processes (Linux; elsewhere nothing is measured)."""
+"""Measures what the programs of a runner use: memory, CPU time, processes (Linux; elsewhere nothing)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Usage:
-    """What a process's descendants use together.
+    """The resources that a process's descendants use together.
 
     Attributes:
         memory: bytes. Pages that several of them share count for each of them, unless the sum is above `shared_above`.

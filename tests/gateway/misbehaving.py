@@ -72,7 +72,7 @@ def endless_output(row: dict[str, Any]) -> None:
 
 def host_files(row: dict[str, Any]) -> float:
     """1 if no file of the machine can be read or changed but those of the system's programs."""
-    secrets = [*row["secrets"], "/etc/shadow", "/root/.bashrc", "/proc/1/environ", "/proc/1/mem", "/proc/kcore"]
+    secrets = [*row["secrets"], "/etc/shadow", "/proc/1/environ", "/proc/1/mem", "/proc/kcore"]
     for path in secrets:
         with contextlib.suppress(OSError):
             Path(path).read_bytes()
