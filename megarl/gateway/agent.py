@@ -213,7 +213,12 @@ class Agent(Environment):
         if settings.command is not None:
             program, of_image = settings.command[0], settings.image is not None
             if program != "python" and not of_image and shutil.which(program, path=None) is None:
-                raise ConfigError("this program does not exist", where="env.command", found=program, fix="install it")
+                raise ConfigError(
+                    "this program does not exist",
+                    where="env.command",
+                    found=program,
+                    fix="install the program, or write its full path",
+                )
         else:
             cls._check_function(settings)
         if (sandbox := settings.sandbox_of()) is not None:
@@ -359,7 +364,7 @@ class Agent(Environment):
             return parse_result(text, scored=scores)
         except (ResultError, ValueError) as error:
             raise EpisodeFailure(
-                f"the agent left no result: {error}. It ended with {program.how_it_ended()}"
+                f"the agent left no valid result: {error}. It ended with {program.how_it_ended()}"
             ) from error
 
     async def _free(self) -> None:

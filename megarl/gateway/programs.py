@@ -200,7 +200,7 @@ class Programs:
             if self._runner is not None and self._runner.returncode is None:
                 return self._runner
             if self._reader is not None:
-                await self._reader  # it resolves the programs of the process before
+                await self._reader  # the reader resolves the programs of the previous process
             function = [] if self.function is None or self.sandbox is not None else [self.function]
             pipe = asyncio.subprocess.PIPE
             runner = await asyncio.create_subprocess_exec(

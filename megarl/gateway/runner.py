@@ -296,7 +296,7 @@ def _start(order: dict[str, Any], function: Any) -> _Program:
             os.set_blocking(input_, False)
             program.unsent = json.dumps(order["task"]).encode() + b"\n"
         return program
-    code = 70  # of a program that could not be started
+    code = 70  # exit code of a program that could not be started
     try:
         _become(order, given, written)
         code = _run(order, function)

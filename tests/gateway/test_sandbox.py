@@ -101,7 +101,7 @@ def test_what_a_sandbox_refuses(misbehaved, how):
     [
         ("late_result", ""),
         ("long_result", "too long; allowed: 65536 bytes"),
-        _heavy("link_as_result", "left no result"),
+        _heavy("link_as_result", "left no valid result"),
         _heavy("foreign_metric", "'calls', which megarl writes itself"),
     ],
 )
