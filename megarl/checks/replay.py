@@ -66,12 +66,8 @@ def check_replay(config: RunConfig, graph: TaskGraph | None, checks: Checklist) 
 
 def _conflicts(config: RunConfig, graph: TaskGraph | None) -> dict[str, tuple[object, str]]:
     """Return key -> the value that does not go with replay, None if there is none, and why it does not."""
-    mini, sampling = config.actor.mini_batch_size, config.algorithm.dynamic_sampling
+    sampling = config.algorithm.dynamic_sampling
     return {
-        "actor.mini_batch_size": (
-            mini if mini is not None and mini < config.data.batch_size else None,
-            "all replayed groups would be in the last mini-batch",
-        ),
         "data.experts": (None if config.data.experts is None else "a section", "the age of an expert is unknown"),
         "algorithm.resampling.name": (
             config.algorithm.resampling.name if config.algorithm.resampling.active else None,

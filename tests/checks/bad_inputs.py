@@ -259,7 +259,6 @@ algorithm.loss.expert_coef=1
 algorithm.loss.expert_gate=0
 data.replay={} -> rollout_correction.mode
 data.replay.share=1
-data.replay={} & rollout_correction.preset=ppo_is_bypass & actor.mini_batch_size=2 -> actor.mini_batch_size
 data.replay={max_age: 1} & rollout_correction.preset=ppo_is_bypass & async.max_staleness=1 -> data.replay.max_age
 data.replay={max_age: 1} & rollout_correction.preset=ppo_is_bypass & rollout.stale_steps=1 -> data.replay.max_age
 data.replay={share: 0.1} & rollout_correction.preset=ppo_is_bypass & data.batch_size=4 -> data.replay.share

@@ -12,6 +12,7 @@ from megarl.data.batch import Batch, Jagged
 from megarl.data.versions import version_values
 from megarl.rollout.seeds import Seeds
 from megarl.runtime.replay import ReplayStore
+from megarl.runtime.stages.update import mini_batches
 from megarl.system.metrics import Metrics
 from tests.runtime import harness
 
@@ -45,6 +46,15 @@ def fresh(step: int, replica: int, replicas: int) -> Batch:
     return Batch(fields, {"uid": [f"train-{step}-{number}" for number in numbers]})
 
 
+def context(
+    step: int, replica: int, stores: list[ReplayStore], group: Replicas, *, metrics: Metrics, **actor: object
+) -> SimpleNamespace:
+    layout = SimpleNamespace(dp_group=group, dp_rank=replica, dp_size=len(stores), rank=replica, is_lead=True)
+    data = SimpleNamespace(batch_size=PROMPTS, replay=stores[0].settings)
+    config = SimpleNamespace(data=data, actor=SimpleNamespace(**actor))
+    return SimpleNamespace(step=step, layout=layout, config=config, seeds=Seeds(3), metrics=metrics)
+
+
 def walk(stores: list[ReplayStore], group: Replicas, steps: range) -> tuple[list[list], list[Metrics]]:
     """What each step trains on, over all replicas: uid, log-probs and advantages by the number of the group."""
     whole, metrics = [], []
@@ -52,12 +62,7 @@ def walk(stores: list[ReplayStore], group: Replicas, steps: range) -> tuple[list
         rows = []
         bag = Metrics()
         for replica, store in enumerate(stores):
-            layout = SimpleNamespace(dp_group=group, dp_rank=replica, dp_size=len(stores), rank=replica, is_lead=True)
-            data = SimpleNamespace(batch_size=PROMPTS)
-            c = SimpleNamespace(
-                step=step, layout=layout, config=SimpleNamespace(data=data), seeds=Seeds(3), metrics=bag
-            )
-            joined = store.joined(c, fresh(step, replica, len(stores)))
+            joined = store.joined(context(step, replica, stores, group, metrics=bag), fresh(step, replica, len(stores)))
             columns = joined["ordinal"], joined["uid"], joined["rollout_logp"].unbind(), joined["advantages"].unbind()
             rows += [(n, uid, logp.tolist(), a.tolist()) for n, uid, logp, a in zip(*columns, strict=True)]
         whole.append(sorted(rows))
@@ -117,6 +122,28 @@ def test_groups_that_a_run_with_other_fields_stored_are_dropped_with_a_message(c
     assert walk(stores, group, range(4, 5))[1][0].result()["replay/groups"] == 3
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_mini_batch_gets_its_share_of_the_replayed_groups_on_any_number_of_replicas(shuffle):
+    def minis(replicas: int, step: int, epoch: int) -> list[list[str]]:
+        stores, group = stores_of(replicas, share=0.6, max_age=9)
+        walk(stores, group, range(1, step))
+        whole: list[list[str]] = [[], []]
+        for replica, store in enumerate(stores):
+            c = context(step, replica, stores, group, metrics=Metrics(), mini_batch_size=2, shuffle=shuffle)
+            samples = store.joined(c, fresh(step, replica, replicas))
+            for mini, part in zip(whole, mini_batches(c, samples, "actor", epoch), strict=True):
+                mini += part["uid"]
+        return [sorted(mini) for mini in whole]
+
+    # At step 2 fewer groups are stored than a step replays, of which a random order may put all into one mini-batch.
+    for step, replayed in ((2, [2, 1]), (4, [3, 3]))[shuffle:]:
+        one = minis(1, step, 0)
+        assert [sum("@" in uid for uid in mini) for mini in one] == [n * N for n in replayed]
+        assert [sum("@" not in uid for uid in mini) for mini in one] == [2 * N, 2 * N]
+        assert minis(2, step, 0) == one
+        assert (minis(1, step, 1) != one) == shuffle
+
+
 @pytest.mark.procs
 @pytest.mark.timeout(600)
 def test_a_run_that_resumes_replays_the_same_groups(tmp_path):
@@ -124,6 +151,7 @@ def test_a_run_that_resumes_replays_the_same_groups(tmp_path):
     settings = [
         *("data.replay={share: 0.5, max_age: 3}", "rollout_correction.preset=ppo_is_bypass", "sft.steps=0"),
         *("cluster.nproc=1", "trainer.export_hf=false", "validation.every=0", "trainer.steps=4"),
+        "actor.mini_batch_size=2",
     ]
     whole = harness.train(recipe, tmp_path / "run", *settings)
     assert [whole[step]["replay/groups"] for step in (1, 2, 3, 4)] == [0, 4, 4, 4]

@@ -90,7 +90,8 @@ def mini_batches(c: StepContext, samples: Batch, role: Literal["actor", "critic"
     """Yield this rank's part of each mini-batch of a role's `mini_batch_size` prompts (null: one mini-batch of all).
 
     All samples of a prompt are in one mini-batch, in the order of the data, or with `shuffle` in a random order for
-    each epoch. Samples with 0 copies are left out. Every rank yields equally many parts; a part may be empty.
+    each epoch. Groups of `data.replay` come in addition, dealt to the mini-batches in turn. Samples with 0 copies are
+    left out. Every rank yields equally many parts; a part may be empty.
     """
     settings = getattr(c.config, role)
     size = settings.mini_batch_size
@@ -105,29 +106,46 @@ def mini_batches(c: StepContext, samples: Batch, role: Literal["actor", "critic"
 
 
 def _in_order(c: StepContext, samples: Batch, size: int) -> Iterator[Batch]:
-    groups = group_places(samples["uid"])
-    order = [place for group in groups for place in group]
+    groups, replayed = _groups(c, samples)
+    share, count = size // c.layout.dp_size, c.config.data.batch_size // size
+    minis = [groups[i * share : (i + 1) * share] for i in range(count)]
+    minis[-1] += groups[count * share :]  # the remainder joins the last mini-batch
+    for place, group in replayed:
+        minis[place % count].append(group)
+    order = [place for mini in minis for group in mini for place in group]
     if order != list(range(len(samples))):
         samples = samples.select(order)
-    share, count = size // c.layout.dp_size, c.config.data.batch_size // size
-    sizes = [sum(map(len, groups[i * share : (i + 1) * share])) for i in range(count)]
-    sizes[-1] += len(samples) - sum(sizes)  # the remainder joins the last mini-batch
-    yield from samples.split(sizes)
+    yield from samples.split([sum(map(len, mini)) for mini in minis])
 
 
 def _shuffled(c: StepContext, samples: Batch, size: int, seed: int) -> Iterator[Batch]:
     """Yield mini-batches of prompts in a random order that depends on `seed`, not on which rank holds a prompt."""
     import numpy as np
 
-    order = np.random.Generator(np.random.PCG64(seed)).permutation(c.config.data.batch_size).tolist()
-    groups, count = group_places(samples["uid"]), c.config.data.batch_size // size
+    generator, replay = np.random.Generator(np.random.PCG64(seed)), c.config.data.replay
+    batch = c.config.data.batch_size
+    order, again = (generator.permutation(n).tolist() for n in (batch, replay.groups(batch) if replay else 0))
+    (groups, replayed), count = _groups(c, samples), batch // size
     numbers = group_numbers(samples, groups, c.layout.dp_rank, c.layout.dp_size)
     # Prompts beyond a whole batch, and those that do not divide into mini-batches, are in the last one.
     places = [order[number] if number < len(order) else number for number in numbers]
     ranked = sorted(zip(places, groups, strict=True))
     for mini in range(count):
         members = [group for place, group in ranked if min(place // size, count - 1) == mini]
+        members += [group for place, group in replayed if again[place] % count == mini]
         yield samples.select([place for group in members for place in group])
+
+
+def _groups(c: StepContext, samples: Batch) -> tuple[list[list[int]], list[tuple[int, list[int]]]]:
+    """Return the positions of each fresh group's samples, and (number among the step's replayed groups, positions) of
+    each replayed one. The number is the same on any number of replicas, so it decides on the mini-batch.
+    """
+    groups, fresh = group_places(samples["uid"]), c.config.data.batch_size
+    if c.config.data.replay is None:
+        return groups, []
+    numbers = group_numbers(samples, groups, c.layout.dp_rank, c.layout.dp_size)
+    pairs = [*zip(numbers, groups, strict=True)]
+    return [group for n, group in pairs if n < fresh], [(n - fresh, group) for n, group in pairs if n >= fresh]
 
 
 def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
