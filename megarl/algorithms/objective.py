@@ -67,6 +67,7 @@ class TokenInputs:
     outside: Tensor | None = None  # bool, tokens without a rollout log-prob, which correction does not touch
     expert_mask: Tensor | None = None  # bool, tokens of expert responses
     expert_weights: Tensor | None = None  # float32, weights of expert tokens in their cross-entropy
+    replayed: Tensor | None = None  # bool, tokens of replayed samples
     copies: Tensor | None = None  # int64 [B], how often each sample counts; None: each counts once
     # further inputs of the policy loss by name: fields that it reads, and the results of its `prepare`
     own: Mapping[str, Any] = field(default_factory=dict)
@@ -250,6 +251,7 @@ class Objective:
             is_weights=is_weights,
         )
         loss = self._with_cross_entropy(loss, logp, inputs, metrics)
+        metrics.merge(source_metrics(logp, old_logp, mask, inputs))
         if correction is not None:
             metrics.merge(correction.moments)
         if late:  # the weights must be divided by the tokens for token-mean, otherwise by the sequences
@@ -314,6 +316,30 @@ class Objective:
 
         mode, sum_norm = self.settings.aggregation, self.settings.sum_norm
         return aggregation_weights(mode, mask, counts, offsets=inputs.offsets, sum_norm=sum_norm, copies=inputs.copies)
+
+
+def source_metrics(logp: Tensor, old_logp: Tensor, mask: Tensor, inputs: TokenInputs) -> Metrics:
+    """Return how far the policy is from the one that wrote replayed samples, and expert responses with log-probs:
+    `SOURCE/ppo_kl`, the mean of old_logp - logp over the source's tokens, and `SOURCE/ratio_mean` and `ratio_max`.
+
+    Args:
+        mask: bool [N], tokens that are trained on.
+    """
+    metrics = Metrics()
+    for source, tokens in (("replay", inputs.replayed), ("experts", inputs.expert_mask)):
+        if tokens is None or not len(tokens):
+            continue
+        known = mask & tokens if inputs.outside is None else mask & tokens & ~inputs.outside
+        p = LossInputs.of(logp.detach(), old_logp, torch.zeros_like(logp), known)
+        ratio = torch.where(known, p.ratio, 0)
+        # One transfer for all numbers: each transfer stalls the GPU.
+        numbers = [known.sum(), p.log_ratio.sum(), ratio.sum(), ratio.max()]
+        count, log_ratios, total, most = torch.stack([x.double() for x in numbers]).tolist()
+        if count:
+            metrics.mean(f"{source}/ppo_kl", 0.0 - log_ratios, count)
+            metrics.mean(f"{source}/ratio_mean", total, count)
+            metrics.max(f"{source}/ratio_max", most)
+    return metrics
 
 
 def echo_loss(logp: Tensor, weights: Tensor, coef: float, metrics: Metrics, name: str = "actor/echo_loss") -> Tensor:

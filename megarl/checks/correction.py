@@ -120,6 +120,7 @@ def _unweighted_terms(config: RunConfig) -> list[str]:
     terms = {
         "algorithm.loss.entropy_coef": algorithm.loss.entropy_coef != 0,
         "algorithm.loss.echo_coef": algorithm.loss.echo_coef > 0,
+        "algorithm.loss.expert_coef": algorithm.loss.expert_coef > 0,
         "algorithm.kl.use=loss": algorithm.kl.use == "loss",
         "algorithm.distillation.coef": algorithm.distillation.coef > 0,
     }

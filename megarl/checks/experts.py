@@ -69,6 +69,16 @@ def _check_use(config: RunConfig, experts: ExpertsConfig, checks: Checklist, *, 
             allowed="number > 0, or the loss luffy with data.experts.in_group: true",
             fix=f"set {_COEF}=0.1, or algorithm.loss.name=luffy {KEY}.in_group=true",
         )
+    if loss.expert_coef and correction.bypass and correction.rejects:
+        checks.fail(
+            _COEF,
+            "with mode bypass and rejection the gradient is divided by the number of trained tokens, which is known "
+            "only after the update; the cross-entropy on expert responses has another divisor",
+            found=loss.expert_coef,
+            allowed="0, or more with mode decoupled or without rejection",
+            fix="set rollout_correction.mode=decoupled with loss: ppo, or algorithm.loss.name=luffy "
+            f"{KEY}.in_group=true {_COEF}=0",
+        )
     if experts.logp_key is not None and (reads or not experts.in_group):
         checks.fail(
             f"{KEY}.logp_key",

@@ -133,8 +133,10 @@ class ReplayStore:
             c.metrics.max("replay/groups", len(drawn))
             if drawn:
                 c.metrics.mean("replay/age", sum(c.step - 1 - entry.version for entry in drawn), len(drawn))
+                c.metrics.mean("replay/signal", sum(entry.signal for entry in drawn), len(drawn))
         for batch in replayed:
             c.metrics.mean("replay/score/mean", float(batch["score"].double().sum()), len(batch))
+        c.metrics.sum("replay/samples", sum(map(len, replayed)))
 
 
 def replay_file(c: StepContext) -> dict[str, bytes]:

@@ -253,6 +253,8 @@ data.experts={files: [good.jsonl], in_group: true, logp_key: p} -> data.experts.
 data.experts={files: [good.jsonl], logp_key: p} & algorithm.loss.expert_coef=1 -> data.experts.logp_key
 data.experts={files: [good.jsonl], in_group: true} & algorithm.loss={name: luffy, expert_gate: 0} -> algorithm.loss.expert_gate
 data.experts.files=[good.jsonl] & algorithm.loss.expert_coef=1 & rollout.replay_kept_tokens=true -> rollout.replay_kept_tokens
+data.experts.files=[good.jsonl] & algorithm.loss.expert_coef=1 & rollout_correction.preset=bypass_ppo_clip_geo_rs -> algorithm.loss.expert_coef
+data.experts.files=[good.jsonl] & algorithm.loss.expert_coef=1 & rollout_correction={preset: pg_is, is_batch_normalize: true} -> rollout_correction.is_batch_normalize
 data.experts.share=0
 algorithm.loss.name=luffy
 algorithm.loss.expert_coef=1

@@ -330,12 +330,17 @@ def test_a_few_steps(name: str, folder: Path, teacher: Path, tmp_path: Path) -> 
         assert 0 < lines[-1]["actor/kl_loss"] <= 0.5
     if name in ("loss luffy", "HPT", "experts with log-probs"):
         assert all(line["experts/samples"] > 0 and line["experts/score/mean"] > 1 for line in lines)
+        assert all(0 < line["experts/token_share"] < 1 <= line["experts/response_length/mean"] for line in lines)
+        assert ("experts/ratio_max" in lines[0]) == (name == "experts with log-probs")
         assert all(line["critic/score/max"] < 1 for line in lines), "the policy's own samples only"
     if name == "loss luffy":
         assert lines[0]["actor/expert_prob"] == pytest.approx(1 / 20, rel=0.3)  # of a fresh model with 20 tokens
     if name == "replay":
         assert [line["replay/groups"] for line in lines] == [0, 4]
         assert lines[1]["replay/age"] == 1
+        assert lines[0]["replay/token_share"] == 0 < lines[1]["replay/token_share"] < 1
+        assert lines[1]["replay/ratio_max"] == lines[1]["actor/ratio_max"] != 1, "fresh samples have a ratio of 1"
+        assert lines[1]["rollout_corr/staleness/1"] == pytest.approx(lines[1]["replay/token_share"])
         assert 0 < lines[1]["replay/score/mean"] < 1
         assert lines[0]["actor/ratio_max"] == pytest.approx(1, abs=1e-5) != lines[1]["actor/ratio_max"]
     if name == "HPT":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megarl.algorithms.objective import TokenInputs, source_metrics
 from megarl.config.data import ReplayConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.data.versions import version_values
@@ -93,6 +95,8 @@ def test_a_resumed_run_replays_what_the_undisturbed_one_does(priority):
             assert abs(advantages[0]) == int(number) + 1, "of the original group"
     assert metrics[6].result()["replay/groups"] == 4
     assert 1 <= metrics[6].result()["replay/age"] <= 3
+    assert metrics[6].result()["replay/samples"] == 4 * N
+    assert 1 <= metrics[6].result()["replay/signal"] <= 3
     first, first_group = stores_of(1, **settings)
     walk(first, first_group, range(1, 4))
     resumed, resumed_group = stores_of(1, **settings)
@@ -142,6 +146,28 @@ def test_every_mini_batch_gets_its_share_of_the_replayed_groups_on_any_number_of
         assert [sum("@" not in uid for uid in mini) for mini in one] == [2 * N, 2 * N]
         assert minis(2, step, 0) == one
         assert (minis(1, step, 1) != one) == shuffle
+
+
+def test_ratios_of_a_source_are_those_of_its_trained_tokens_with_known_log_probs():
+    new = torch.tensor([-1.0, -2.0, -0.5, -0.25, math.nan, -3.0])
+    old = torch.tensor([-1.5, -1.0, -0.5, -9.0, -1.0, -3.5])
+    trained = torch.tensor([True, True, True, True, False, True])
+    of = {"replay": [0, 1, 4], "experts": [2, 3, 5]}
+    masks = {name: torch.tensor([place in places for place in range(6)]) for name, places in of.items()}
+    inputs = TokenInputs(
+        *(torch.tensor([0, 6]), torch.zeros(6), trained, trained),
+        replayed=masks["replay"],
+        expert_mask=masks["experts"],
+        outside=torch.tensor([place == 3 for place in range(6)]),
+    )
+    found = source_metrics(new, old, trained, inputs).result()
+    for source, places in {"replay": [0, 1], "experts": [2, 5]}.items():
+        ratios = [math.exp(float(new[place] - old[place])) for place in places]
+        assert found[f"{source}/ppo_kl"] == pytest.approx(-sum(map(math.log, ratios)) / 2)
+        assert found[f"{source}/ratio_mean"] == pytest.approx(sum(ratios) / 2)
+        assert found[f"{source}/ratio_max"] == pytest.approx(max(ratios))
+    assert len(found) == 6
+    assert not [*source_metrics(new, old, trained & False, inputs)]
 
 
 @pytest.mark.procs

@@ -97,5 +97,6 @@ def ages(c: StepContext, samples: Batch) -> Metrics:
     mask = samples["response_mask"].values
     mask = mask & ~samples[EXPERT_MASK].values if EXPERT_MASK in samples else mask
     versions, tokens = tokens_by_version(samples, mask)
-    buckets = c.config.rollout.stale_steps + c.config.async_.max_staleness + 2
+    replay = c.config.data.replay
+    buckets = max(c.config.rollout.stale_steps + c.config.async_.max_staleness, replay.max_age if replay else 0) + 2
     return staleness(versions, tokens, c.step - 1, buckets)

@@ -6,7 +6,7 @@ from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
-from megarl.data.fields import DATA_IMAGES, EXPERT, GRIDS, IMAGES, SOURCE
+from megarl.data.fields import DATA_IMAGES, EXPERT, EXPERT_MASK, GRIDS, IMAGES, SOURCE
 from megarl.data.lanes import EPISODE, LANE, leads
 from megarl.data.versions import VERSION_FIELDS, token_versions
 from megarl.runtime.stages.needs import call_fields, echo_fields, expert_fields, needed_fields, replayed_fields
@@ -135,6 +135,8 @@ def with_experts(c: StepContext, rollout: RolloutRole, samples: Batch) -> Batch:
     with_some = len({uid for uid, source in zip(joined["uid"], joined[SOURCE], strict=True) if source == EXPERT})
     c.metrics.mean("experts/groups", with_some, max(1, groups))
     c.metrics.sum("experts/samples", len(joined) - len(samples))
+    tokens = int(joined[EXPERT_MASK].values.sum())
+    c.metrics.mean("experts/response_length/mean", tokens, max(1, len(joined) - len(samples)))
     return joined
 
 

@@ -65,10 +65,32 @@ def actor_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     from megarl.runtime.exchange import record_tokens
 
     record_tokens(c, samples)
+    _record_sources(c, samples)
     if c.step <= c.resting:
         return samples
     train_actor(c, samples, lambda mini: actor_step(c, mini, actor))
     return samples
+
+
+def _record_sources(c: StepContext, samples: Batch) -> None:
+    """Record which share of the step's trained tokens are an expert's, and which share is replayed."""
+    trained, expert = trained_mask(samples).values, samples[EXPERT_MASK] if EXPERT_MASK in samples.names() else None
+    for source, tokens in (("experts", expert), ("replay", _replayed(c, samples))):
+        # the supervised term learns expert tokens that the policy loss does not
+        learnt = trained if source == "replay" or tokens is None else trained | tokens.values
+        if tokens is not None and (count := int(learnt.sum())):
+            c.metrics.mean(f"{source}/token_share", int((tokens.values & learnt).sum()), count)
+
+
+def _replayed(c: StepContext, samples: Batch) -> Jagged | None:
+    """Return the mask of the tokens of replayed samples, bool Jagged; None without `data.replay`."""
+    import torch
+
+    if c.config.data.replay is None:
+        return None
+    mask, fresh = samples["response_mask"], c.config.data.batch_size
+    again = torch.tensor([number >= fresh for number in samples[ORDINAL]], dtype=torch.bool)
+    return mask.like(torch.repeat_interleave(again, mask.lengths))
 
 
 def train_actor(c: StepContext, samples: Batch, step: Callable[[Batch], Metrics], *, head: bool = True) -> None:
@@ -157,6 +179,8 @@ def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
     objective = Objective.of(c.config.algorithm, c.config.rollout_correction.resolved())
     mask = trained_mask(mini)
     mini.set("loss_mask", mask)
+    if (again := _replayed(c, mini)) is not None:
+        mini.set("replayed", again)
     fields = {name: name for name in objective.reads}
     inputs = token_inputs(mini, {name: name for name in objective.prepare_reads})
     tokens, weights = objective.weigh(inputs, c.all_sum)
@@ -258,5 +282,6 @@ _INPUTS = {
     "echo_weights": "echo_weights",
     "expert_mask": EXPERT_MASK,
     "expert_weights": "expert_weights",
+    "replayed": "replayed",
     "copies": COPIES,
 }
