@@ -163,7 +163,8 @@ class StepFormulas:
     def room(self) -> ServerRoom:
         """The memory of an engine or a server for keys and values (formula K1 of docs/planning.md)."""
         decoder, work = self.decoder, self.work
-        token, servers = decoder.key_bytes, self.config.rollout.servers
+        # of a model whose layers are all recurrent, a token has no keys, and any number of tokens fits
+        token, servers = max(decoder.key_bytes, 1.0), self.config.rollout.servers
         if servers is None:
             layers = decoder.facts.layers
             most = self.placement.home(Role.ROLLOUT).parallel.most_layers(layers)

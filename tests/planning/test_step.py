@@ -193,6 +193,14 @@ def test_servers_have_what_the_recipe_gives_them():
     assert planned(BIG, "rollout.sglang.max_concurrency=100").room.slots == 100
 
 
+@pytest.mark.parametrize("engine", ["embedded", "sglang"])
+def test_a_model_of_delta_nets_only_has_room_for_any_number_of_tokens(engine):
+    recurrent = "model.hf_config={model_type: qwen3_5_text, num_hidden_layers: 2, full_attention_interval: 3}"
+    plan = planned("grpo_quickstart", "model.hf_config=null", recurrent, f"rollout.engine={engine}", "cluster.nproc=8")
+    assert plan.room.fits
+    assert plan.room.slots >= 8
+
+
 def test_a_small_cache_lets_fewer_samples_run():
     tight = planned(BIG, "rollout.sglang.memory_fraction=0.25")
     assert tight.room.slots < 128
