@@ -155,6 +155,8 @@ def wrong_in_sglang(values: Mapping[str, Any]) -> str | None:
     width = values["hidden_size"] // values["num_attention_heads"]
     if not served.head_dim and head_width(values) != width:
         return f"SGLang expects heads of hidden_size / num_attention_heads = {width} numbers, not {head_width(values)}"
+    if (rotated := rotated_width(values)) % 2:
+        return f"SGLang expects rotary positions of an even number of a head's numbers, not {rotated}"
     for scaling in rope_tables(values).values():
         kind, theta, factor = scaling["rope_type"], scaling["rope_theta"], scaling.get("attention_factor")
         if served.rope_types is not None and kind not in served.rope_types:

@@ -375,6 +375,12 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
         ),
         ("qwen3_5_text", {}, [], "kernels for this model on GPUs only"),
         ("qwen3_next", {}, [_ON_GPUS], None),
+        (
+            "qwen3_next",
+            {"head_dim": 12, "partial_rotary_factor": 0.25},
+            [_ON_GPUS],
+            "an even number of a head's numbers, not 3",
+        ),
         ("qwen3_next", {"layer_types": _LAYERS}, [_ON_GPUS], "in every n-th layer"),
     ],
 )
