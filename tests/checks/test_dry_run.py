@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -241,6 +242,9 @@ def test_optimizer_state_is_shared_by_the_replicas():
         "reward_model_quickstart",
         "grpo_tools_quickstart",
         "grpo_agent_quickstart",
+        pytest.param(
+            "grpo_code_quickstart", marks=pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+        ),
         "grpo_gsm8k_calc",
         "grpo_qwen3_8b_8gpu",
         "grpo_qwen3_30b_a3b_32gpu",

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 
-def ask() -> str:
+def ask(text: str = "1") -> str:
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-        json.dumps({"model": "policy", "messages": [{"role": "user", "content": "1"}]}).encode(),
+        json.dumps({"model": "policy", "messages": [{"role": "user", "content": text}]}).encode(),
         {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request) as response:
@@ -157,3 +158,17 @@ def play(task: dict[str, Any]) -> Any:
     print("does", task["row"]["how"], flush=True)
     deed: Callable[[dict[str, Any]], Any] = globals()[task["row"]["how"]]
     return deed(task["row"])
+
+
+def by_chance(task: dict[str, Any]) -> Any:
+    """Call the policy, and then do harm in half of the episodes."""
+    reply = ask(task["row"]["prompt"])
+    harm = random.SystemRandom().choice([*HARMS, *[""] * len(HARMS)])
+    print("does", harm, flush=True)
+    return HARMS[harm]({}) if harm else len(reply) / 100
+
+
+HARMS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    deed.__name__: deed
+    for deed in (fork_bomb, memory_bomb, endless_loop, endless_output, sleeps, long_result, foreign_metric)
+}

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megarl.config.load import load_config
+from megarl.config.rollout import SamplingConfig
+from megarl.data.templates import chat_renderer
+from megarl.data.tokenizer import load_tokenizer
 from megarl.envs.registry import load_environment
 from megarl.gateway.results import ResultError, parse_result
 from megarl.gateway.sandbox import Limits, Sandbox
+from megarl.recipes.code_agent import make_demonstrations, make_rows, run
 from megarl.system.errors import ConfigError
 from tests.campaigns import chosen
+from tests.gateway.playing import Scripted, episodes_of
 from tests.gateway.test_agent import AGENTS, TOKENIZER, scripted, trajectories
+from tests.runtime import harness
 
 BAD = Path(__file__).with_name("misbehaving.py")
 LIMITS = {"memory_mb": 200, "processes": 24, "cpu_s": 1.5, "output_mb": 1, "disk_mb": 4, "max_calls": 1, "grace_s": 0.5}
@@ -24,11 +33,8 @@ LIMITS = {"memory_mb": 200, "processes": 24, "cpu_s": 1.5, "output_mb": 1, "disk
 def _unusable() -> str:
     if sys.platform != "linux" or shutil.which("bwrap") is None:
         return "bubblewrap is not installed (apt-get install bubblewrap)"
-    try:
-        Sandbox("bubblewrap", Limits()).check([], None)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    argv = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
+    return subprocess.run(argv, capture_output=True, text=True, check=False).stderr
 
 
 UNUSABLE = _unusable()
@@ -121,6 +127,71 @@ def test_eight_sandboxes_that_misbehave_at_once_are_ended_and_those_of_others_go
     for place, episode in enumerate(episodes):
         assert episode.turn_rewards == [0.0 if place % 2 else 0.5]
         assert sum(n for name, n in episode.info.items() if name.startswith("limits/")) == place % 2
+
+
+@boxed
+@pytest.mark.campaign("agents")
+def test_a_run_goes_on_whose_agents_do_harm_in_half_of_the_episodes(tmp_path):
+    env = f"env={{name: agent, history: exact, sandbox: bubblewrap, function: '{BAD}:by_chance', on_error: mark"
+    keys = ", ".join(f"{name}: {value}" for name, value in LIMITS.items())
+    overrides = [f"{env}, {keys}}}", *harness.ASKING[1:], "data.val_files=[]", "sft.steps=0", "trainer.steps=6"]
+    steps = harness.of_training(harness.run(harness.write_recipe(tmp_path), tmp_path / "run", *overrides))
+    assert len(steps) == 6
+    for name in ("errors", "limits/processes", "limits/memory", "limits/cpu", "limits/output", "refused_calls"):
+        assert sum(numbers.get(f"env/{name}", 0) for numbers in steps.values()) > 0, name
+    assert all(numbers["actor/grad_norm"] > 0 for numbers in steps.values())
+
+
+#: Code that counts what it can get of the agent: its key, its task, its memory.
+STEALING = (
+    "import os;r=lambda p:os.access(p,os.R_OK);"
+    "f=lambda x:('OPENAI_API_KEY' in os.environ)+r('/tmp/episode/task.json')+r(f'/proc/{os.getppid()}/environ')"
+)
+
+
+@boxed
+def test_an_agent_runs_the_policy_s_code_and_shows_it_a_test_that_failed():
+    config = load_config("grpo_code_quickstart")
+    tokenizer, template = load_tokenizer(config.model), config.data.override_chat_template
+    lines = ("def f(x):return x+9", STEALING, "def f(x):return x*4")
+    engine = Scripted(tokenizer, tokenizer.eos_token_id, *lines)
+    [episode] = episodes_of(
+        *(engine, chat_renderer(tokenizer, template), tokenizer, [tokenizer.eos_token_id]),
+        *(
+            (Path("megarl.recipes.code_agent"), "play"),
+            [{"prompt": "f(3)=12\n", "tests": [[3, 12], [5, 20], [70, 280]]}],
+        ),
+        SamplingConfig(max_new_tokens=200),
+        prompt_tokens=16,
+        tokens=400,
+        turns=3,
+        env={"sandbox": "bubblewrap"},
+    )
+    assert tokenizer.decode(episode.token_ids) == (
+        f"{lines[0]}<eos>f(5)=20,not 14\n{lines[1]}<eos>f(5)=20,not 0\n{lines[2]}<eos>"
+    )
+    assert (episode.turn_rewards, episode.info["shown_passed"], episode.info["code_errors"]) == ([0.0, 0.0, 1.0], 1, 0)
+
+
+def test_code_is_run_with_limits_and_its_errors_have_names():
+    assert run("def f(x):return x*4", [1, 2]) == [4, 8]
+    assert run("def f(x):return x+", [1]) == ["SyntaxError"]
+    assert run("f=lambda x:b'1'*10**10", [1, 2]) == ["MemoryError"] * 2
+    assert run("while 1:pass", [1]) == ["Error"]
+    assert run("f=lambda x:True", [1]) == ["bool"]
+
+
+def test_tasks_of_the_code_quickstart_are_held_out_and_their_demonstrations_are_right():
+    train, held_out = (
+        {json.dumps([*row["tests"][:2], row["answer"]]) for row in make_rows(split)} for split in ("train", "val")
+    )
+    assert len(held_out) == 512
+    assert not train & held_out
+    for row, talk in zip(make_rows()[:6], make_demonstrations()[:6], strict=True):
+        first = talk["answer"][0]["content"]
+        assert row["prompt"] == talk["prompt"]
+        assert run(first, [row["tests"][0][0]]) == [row["tests"][0][1]]
+        assert run(row["answer"], [x for x, _ in row["tests"]]) == [y for _, y in row["tests"]]
 
 
 @boxed
