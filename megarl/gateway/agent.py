@@ -78,7 +78,9 @@ class AgentSettings(EnvSettings):
     cpu_s: PositiveFloat | None = Field(
         None, description="maximum CPU time of all of the agent's processes; null: no limit but `timeout_s`"
     )
-    output_mb: PositiveInt = Field(16, description="what an agent may write to stdout and stderr; more ends it")
+    output_mb: PositiveInt | None = Field(
+        None, description="what an agent may write to stdout and stderr; null: in a sandbox 16, else no limit"
+    )
     disk_mb: PositiveInt = Field(64, description="what an agent may write to files in a sandbox")
     train: Literal["all", "main"] = Field(
         "all",
@@ -141,7 +143,7 @@ class AgentSettings(EnvSettings):
             self.memory_mb or (2048 if sandboxed else None),
             self.cpu_s,
             self.processes or (128 if sandboxed else None),
-            self.output_mb,
+            self.output_mb or (16 if sandboxed else None),
             self.disk_mb,
             self.longest_s,
         )

@@ -69,9 +69,13 @@ class _Program:
 
     @property
     def is_measured(self) -> bool:
-        """Whether it must be measured what it uses."""
+        """Whether it must be measured what it uses; containers have their own limits."""
         limits = self.order["limits"]
-        return not self.limit and any(limits[name] is not None for name in ("memory_mb", "cpu_s", "processes"))
+        return (
+            not self.order["launch"]["after"]
+            and not self.limit
+            and any(limits[name] is not None for name in ("memory_mb", "cpu_s", "processes"))
+        )
 
 
 def main() -> None:
@@ -189,7 +193,8 @@ class Runner:
         program.written += len(data)
         program.tail += data
         del program.tail[:-_KEPT]
-        if program.written > program.order["limits"]["output_mb"] << 20 and not program.limit:
+        most = program.order["limits"]["output_mb"]
+        if most is not None and program.written > most << 20 and not program.limit:
             self._exceed(program, "output")
         return True
 

@@ -65,7 +65,7 @@ class Limits:
     memory_mb: int | None = None
     cpu_s: float | None = None
     processes: int | None = None
-    output_mb: int = 16
+    output_mb: int | None = None
     disk_mb: int = 64
     seconds: float = 600.0
 
