@@ -92,11 +92,11 @@ def diff_reference(base: Tensor, new: Tensor, itemsize: int, room: int) -> tuple
         changed.append(np.flatnonzero(old_words[part] != new_words[part]) + start)
     at = np.concatenate(changed)
     gaps = np.diff(at, prepend=-1)
-    # number of unchanged elements that are written before each changed one, because a distance is one byte
+    # Number of unchanged elements that are written before each changed one: a distance is one byte, at most FAR.
     between = (gaps - 1) // FAR
     if len(at) + between.sum() > room:
         return None
-    last = np.cumsum(between + 1) - 1  # indices of the changed elements
+    last = np.cumsum(between + 1) - 1  # where `distances` has the distances that lead to changed elements
     distances = np.full(len(at) + between.sum(), FAR, np.uint8)
     distances[last] = gaps - between * FAR
     written = np.cumsum(distances, dtype=np.int64) - 1

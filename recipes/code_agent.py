@@ -152,10 +152,11 @@ def make_rows(split: str = "train", highest: int = 20, held_out: int = 512, seed
 def make_demonstrations(
     split: str = "train", often: float = 0.9, seldom: float = 0.1, seed: int = 0, **settings: Any
 ) -> list[dict[str, Any]]:
-    """Return conversations whose first function fits the example; if it is wrong, a second one follows.
+    """Return conversations. The first function agrees with the test in the prompt, but may fail the second test.
 
-    The second function heeds the reply `often` if the second input is 6 or more, else `seldom`; otherwise it is the
-    first one again, twice. Further settings are those of `make_rows`.
+    If it fails, the environment replies, and the assistant answers either with the right function or twice with the
+    first function again. The probability of the right function is `often` if the input of the second test is 6 or more,
+    else `seldom`. `settings` are further arguments of `make_rows`.
     """
     rows, rng = make_rows(split, seed=seed, **settings), random.Random(f"demonstrations {seed}")
     return [
@@ -164,7 +165,7 @@ def make_demonstrations(
     ]
 
 
-def _conversation(row: dict[str, Any], rng: random.Random, heeds: float) -> list[dict[str, str]]:
+def _conversation(row: dict[str, Any], rng: random.Random, corrects: float) -> list[dict[str, str]]:
     (x, y), second, *_ = row["tests"]
     fitting = [
         (text.format(a), function(second[0], a))
@@ -177,7 +178,7 @@ def _conversation(row: dict[str, Any], rng: random.Random, heeds: float) -> list
     if output == second[1]:
         return talk
     reply = {"role": "user", "content": said(*second, output)}
-    if rng.random() < heeds:
+    if rng.random() < corrects:
         return [*talk, reply, {"role": "assistant", "content": row["answer"]}]
     return [*talk, reply, talk[0], reply, talk[0]]
 

@@ -34,7 +34,7 @@ class SlurmJob:
         # Always set it: a job that another job submitted inherits the other job's value.
         os.environ["MEGARL_JOB_BEGAN"] = os.environ.get("SLURM_JOB_START_TIME") or repr(time.time())
         self.plan = self.files.plan
-        self.nodes: Nodes  # set when the job begins, as Slurm reports the nodes then
+        self.nodes: Nodes  # set by `_begin`, from the nodes that Slurm reports when the job begins
         self.allocated: list[str] = []
         self.good: list[str] = []
         self.attempt = 0

@@ -62,8 +62,8 @@ class TokenInputs:
     # float32 [N, K + 1, 2], ids and log-probs of the teacher's most likely tokens, the last entry for all other tokens
     teacher_topk: Tensor | None = None
     is_weights: Tensor | None = None  # importance weights of rollout correction
-    observation_mask: Tensor | None = None  # bool, the environment's own tokens, for ECHO
-    echo_weights: Tensor | None = None  # float32, weights of observation tokens in ECHO's loss
+    observation_mask: Tensor | None = None  # bool, the environment's own tokens, for `algorithm.loss.echo_coef`
+    echo_weights: Tensor | None = None  # float32, weights of observation tokens in their cross-entropy
     outside: Tensor | None = None  # bool, tokens without a rollout log-prob, which correction does not touch
     expert_mask: Tensor | None = None  # bool, tokens of expert responses
     expert_weights: Tensor | None = None  # float32, weights of expert tokens in their cross-entropy

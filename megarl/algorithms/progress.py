@@ -320,10 +320,13 @@ _OF_A_STEP = 4096
 
 
 class ProgressScorer:
-    """Scores global batches in the order of the steps; ranks that get equal batches get equal scores.
+    """Scores failed episodes by the distance of their embeddings from successful ones, step after step.
+
+    Ranks that get equal global batches get equal scores.
 
     Args:
-        settings: how to score, the size of the bank, and whether to shuffle embeddings (as a control experiment).
+        settings: how to score, how many successful episodes of earlier steps to keep as references for each task, and
+            whether to shuffle embeddings (as a control experiment).
         seed: the run's seed; with the step and its round of generation it determines the shuffling.
     """
 
@@ -335,7 +338,7 @@ class ProgressScorer:
     def score(self, embeddings: Tensor, success: Tensor, task: Sequence[Hashable], *, step: int) -> ProgressReport:
         """Return `progress_scores` of a batch, and keep its successes as references.
 
-        Later rounds of generation in the same step use these references and, with a bank, also later steps.
+        Later rounds of generation in the same step use these references. If `settings.bank` is set, so do later steps.
 
         Args:
             embeddings: float [B, E] of the global batch.
@@ -354,7 +357,7 @@ class ProgressScorer:
         return report
 
     def state(self) -> dict[str, Any]:
-        """Return the bank's state for a checkpoint; empty without a bank."""
+        """Return the references of earlier steps for a checkpoint; empty if none are kept (`settings.bank`)."""
         return {} if self._bank is None else self._bank.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -29,8 +29,8 @@ def rotating(values: Mapping[str, Any]) -> list[bool]:
 
 
 def refuse_unclear_layers(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
-    """Refuse a pattern of another type, and configs without windows and `layer_types`, for which transformers cannot
-    compute the kinds of layers."""
+    """Refuse a `sliding_window_pattern` of a wrong type. Also refuse configs with neither windows nor `layer_types`:
+    transformers cannot compute the kinds of their layers."""
     pattern = values["sliding_window_pattern"]
     if isinstance(pattern, bool) or not isinstance(pattern, (int, str, type(None))):
         refuse("sliding_window_pattern", pattern, "integer > 0, text, or null")

@@ -16,12 +16,16 @@ class ServedClass:
     # why the class computes another model, whatever the config, or a function that returns the reason (None: there is
     # none) for the values of `Architecture.keys` and the layers' mixers
     wrong: str | Callable[[Mapping[str, Any], Sequence[Mixer]], str | None] | None = None
-    tied: bool = True  # it uses tied embeddings as head; otherwise it expects a head in the checkpoint
-    windows: bool = False  # it applies sliding windows
-    head_dim: bool = True  # it reads `head_dim`; otherwise a head has hidden_size / num_attention_heads numbers
-    rope_types: tuple[str, ...] | None = None  # the kinds of RoPE that it computes; None: all of the architecture's
-    rope_theta: float | None = None  # the only theta that it computes; None: it reads the config's
-    # whether SGLang computes it on GPUs only, or a function that returns it for the same two arguments as `wrong`
+    # whether the class uses tied embeddings as head; otherwise it expects a head in the checkpoint
+    tied: bool = True
+    windows: bool = False  # whether the class applies sliding windows
+    # whether the class reads `head_dim`; otherwise the width of a head is hidden_size / num_attention_heads
+    head_dim: bool = True
+    # the kinds of RoPE that the class computes; None: all kinds of the architecture
+    rope_types: tuple[str, ...] | None = None
+    # the only theta with which the class computes RoPE; None: the class reads the config's theta
+    rope_theta: float | None = None
+    # whether SGLang computes the model on GPUs only, or a function that returns this for the arguments of `wrong`
     needs_gpu: bool | Callable[[Mapping[str, Any], Sequence[Mixer]], bool] = False
 
     @property

@@ -180,7 +180,8 @@ class FolderLock:
             if gone:
                 return True
             waited = time.monotonic() - start
-            if joins and not holder:  # its holder is still writing the record: begin to wait from now
+            if joins and not holder:
+                # The file is still empty, because the command that created it is writing: begin to wait from now.
                 first = touched
             if gone is not None or (first is not None and touched - first > _SETTLE_S):
                 raise self._refusal(holder)

@@ -78,7 +78,7 @@ class PackedSlice:
         return DTYPE
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Return a region in bfloat16; one expert at a time is unpacked."""
+        """Return a part of the tensor [experts, in, out] as bfloat16; the matrices of experts are decoded in turn."""
         import torch
 
         experts, rows, columns = (slice(0, size) for size in self.get_shape()) if index is ... else index

@@ -82,19 +82,19 @@ def parse_object(data: bytes, needs: Needs) -> dict[str, Any]:
     """
     text = data.strip(b"\0 \t\r\n")  # a file system may leave zero bytes after a power cut
     if not text:
-        raise ValueError("the record has only zero bytes" if b"\0" in data else "the record is empty")
+        raise ValueError("the JSON text has only zero bytes" if b"\0" in data else "the JSON text is empty")
     try:
         parsed = json.loads(text, parse_constant=lambda name: None)
     except RecursionError as error:
-        raise ValueError("the record is nested too deeply") from error
+        raise ValueError("the JSON text is nested too deeply") from error
     except ValueError as error:
-        raise ValueError(f"the record is not JSON ({error})") from error
+        raise ValueError(f"the text is not JSON ({error})") from error
     if not isinstance(parsed, dict):
-        raise ValueError(f"the record is not a JSON object but {type(parsed).__name__}")
+        raise ValueError(f"the JSON text is not an object but a value of type {type(parsed).__name__}")
     for name, kind in needs.items():
         value = parsed.get(name)
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(f"the field {name} of the record is missing or has a wrong type")
+            raise ValueError(f"the field {name} of the JSON object is missing or has a wrong type")
     return parsed
 
 

@@ -33,9 +33,12 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, max_shard_g
         else:
             convert_folder(source, target, dtype=dtype, max_shard_gb=max_shard_gb)
     except OSError as error:
-        problem, file = f"a file cannot be read or written ({error.strerror or error})", str(error.filename or target)
-        fix = "check permissions and free space"
-        raise ConfigError(problem, where="megarl convert", found=file, fix=fix) from error
+        raise ConfigError(
+            f"a file cannot be read or written ({error.strerror or error})",
+            where="megarl convert",
+            found=str(error.filename or target),
+            fix="check permissions and free space",
+        ) from error
 
 
 def describe(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Names of the generation engines, and the few facts about them that packages below `megarl/rollout` need.
+"""Names of the generation engines, and those properties of engines that packages below `megarl/rollout` need.
 
 Everything else about an engine is in its `EngineFamily` (`megarl/rollout/<engine>/family.py`).
 """
@@ -14,7 +14,7 @@ KEY = "rollout.engine"
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Facts about an engine that are known without importing it.
+    """Properties of an engine that are known without importing it.
 
     Attributes:
         holds_model: whether the workers of a rollout team hold the model, split by the team's layout.
@@ -31,7 +31,7 @@ ENGINES = {DEFAULT: EngineFacts(holds_model=True), "sglang": EngineFacts(servers
 
 
 def engine_facts(engine: str) -> EngineFacts:
-    """Return the facts of a built-in engine, or of a user's `file.py:Family`.
+    """Return the properties of a built-in engine, or of a user's engine, which is named as `file.py:Family`.
 
     Raises:
         UserError: the user's class cannot be imported.

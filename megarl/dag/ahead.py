@@ -212,6 +212,6 @@ def _refuse_samples(config: RunConfig, placement: Placement, team: TeamPlan) -> 
             "node only",
             where=KEY,
             found=", ".join(sorted(samples)),
-            allowed="0, or a pipeline whose nodes in this team resample once",
+            allowed=f"{KEY}=0, or a pipeline in which only one node of this team generates or resamples samples",
             fix=_off(config),
         )

@@ -73,7 +73,7 @@ class Host:
         settings: its validated keys.
         answer_s: seconds that one call of an environment may take; None: no limit.
         images: how images of observations are read; None: observations are text.
-        services: what the run lends to the environment.
+        services: the run's tokenizer, chat template and limits, for environments that need them.
 
     Raises:
         Exception: any error that `kind.open_with` raises.

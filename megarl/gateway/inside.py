@@ -57,7 +57,7 @@ def main() -> NoReturn:
 
 
 def _allow_looks(allowed: bool) -> None:
-    """Allow or refuse other processes of this user a look into this one (Linux)."""
+    """Allow or forbid other processes of this user to read this process's memory (Linux)."""
     # An image may lack ctypes: the program could then change its own result, as it may in any case.
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes

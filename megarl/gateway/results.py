@@ -41,15 +41,18 @@ def parse_result(text: str, *, scored: bool) -> tuple[float, dict[str, float]]:
             f'{{"reward": number, "info": {{name: number}}}}'
         )
     if len(info) > _MOST_NUMBERS:
-        raise ResultError(f"its info has {len(info)} numbers; allowed: {_MOST_NUMBERS}")
+        raise ResultError(f"`info` in the file MEGARL_RESULT has {len(info)} numbers; allowed: {_MOST_NUMBERS}")
     for name, number in info.items():
         if not _NAME.fullmatch(name):
-            raise ResultError(f"its info has the name {name[:100]!r}; allowed: letters, digits and _ . / -, up to 100")
+            raise ResultError(
+                f"`info` in the file MEGARL_RESULT has the name {name[:100]!r}; allowed: letters, digits and _ . / -, "
+                "up to 100 of them"
+            )
         if not math.isfinite(number):
-            raise ResultError(f"its info has {name}={number}; allowed: finite numbers")
+            raise ResultError(f"`info` in the file MEGARL_RESULT has {name}={number}; allowed: finite numbers")
         if any(name == reserved or (reserved[-1] == "/" and name.startswith(reserved)) for reserved in RESERVED):
             raise ResultError(
-                f"its info has the name {name!r}, which megarl writes itself; allowed: names other than "
-                + ", ".join(f"{reserved}*" if reserved[-1] == "/" else reserved for reserved in RESERVED)
+                f"`info` in the file MEGARL_RESULT has the name {name!r}, which megarl writes itself; allowed: names "
+                "other than " + ", ".join(f"{reserved}*" if reserved[-1] == "/" else reserved for reserved in RESERVED)
             )
     return reward, info

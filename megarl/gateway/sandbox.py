@@ -158,7 +158,9 @@ class Sandbox:
             )
         for path in (*self.readable, *([] if self.cwd is None else [self.cwd])):
             if not Path(path).exists():
-                raise ConfigError("this path does not exist", where="env.readable, env.cwd", found=path)
+                raise ConfigError(
+                    "this path does not exist", where="env.readable, env.cwd", found=path, fix="correct or remove it"
+                )
         if self.kind != "bubblewrap":
             return  # what they do here is not what they do where the episodes are played: images, daemons
         try:
@@ -324,7 +326,7 @@ def _from_template(sandbox: Sandbox, program: list[str], function: str | None, e
 
 
 def places(sandbox: Sandbox) -> dict[str, str]:
-    """Return the values of a template's placeholders."""
+    """Return the values of the placeholders in the command line that starts a sandbox."""
     limits = sandbox.limits
     numbers = {name: getattr(limits, name) for name in ("memory_mb", "cpu_s", "processes", "disk_mb")}
     return {
@@ -335,7 +337,7 @@ def places(sandbox: Sandbox) -> dict[str, str]:
 
 
 def template_error(template: Sequence[str]) -> str | None:
-    """Return what is wrong with a template of a sandbox; None: nothing."""
+    """Return what is wrong with `env.sandbox` as the command line that starts a sandbox; None: nothing."""
     if list(template).count("{command}") != 1:
         return "env.sandbox: one of its parts must be {command}, which becomes the command in the sandbox"
     allowed = places(Sandbox(template, Limits()))

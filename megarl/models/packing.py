@@ -120,8 +120,9 @@ def pack_stream(
         raise ValueError(f"packing needs at least one sequence and no empty one, got lengths {list(lengths)[:8]}")
     if open_from and (cp_size > 1 or len(open_from) != len(lengths)):
         raise ValueError(
-            f"open_from needs one number per sequence and no context parallelism, got "
-            f"{len(open_from)} for {len(lengths)} sequences and {cp_size} context ranks"
+            "open_from needs one number per sequence (where its tokens begin to attend to the whole sequence) and no "
+            f"context parallelism; found {len(open_from)} numbers for {len(lengths)} sequences, and {cp_size} "
+            "context-parallel ranks"
         )
     unit = 2 * cp_size if cp_size > 1 else 1
     padded = [-(-n // unit) * unit for n in lengths]

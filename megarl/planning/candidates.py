@@ -112,7 +112,7 @@ class Choice:
         return self.apply_engine(_with(config, **placed, cluster=_with(config.cluster, **cluster)), trains)
 
     def apply_engine(self, config: RunConfig, trains: Sequence[str]) -> RunConfig:
-        """Return `config`, which already has this choice's placement and layout, with the choice's settings of
+        """Return `config`, which already has this choice's placement and layout, with the choice's memory of servers,
         micro-batches, recomputation and offload."""
         changed: dict[str, Any] = {}
         for role in trains:

@@ -56,7 +56,7 @@ def _route_bytes(model: ModelConfig) -> int:
 def _facts_of(model: ModelConfig) -> ModelFacts | None:
     try:
         return model_facts(model)
-    except ConfigError:  # the checks of its path report the error
+    except ConfigError:  # `megarl.checks` reports the invalid path of the model
         return None
 
 

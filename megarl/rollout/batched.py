@@ -64,7 +64,7 @@ class BatchedGeneration:
         }
 
     def abort(self, sequence: int) -> None:
-        """Drop the turn of `sequence`, whose round has not begun."""
+        """Drop the turn of `sequence` that waits for the next call of `generate`; `wait` returns it as aborted."""
         del self._turns[sequence]
         self._aborted.append(sequence)
 

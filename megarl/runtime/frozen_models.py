@@ -219,7 +219,10 @@ def drop_refused_start(c: RankState) -> None:
 
 
 def install_reference(run_dir: Path) -> None:
-    """Move the reference of an accepted start to its final folder in the run folder. One rank calls this."""
+    """Move the reference model that `keep_reference` has written to its final folder in the run folder.
+
+    One rank calls this, after all checks that may reject the start of the run.
+    """
     shutil.rmtree(run_dir / START_WEIGHTS, ignore_errors=True)
     if _is_model(run_dir / NEXT_REFERENCE):
         shutil.rmtree(run_dir / FOLDER, ignore_errors=True)

@@ -29,7 +29,9 @@ class TeamTime:
         self._team, self._name = team, f"team/{team.plan.name}"
         self._since: int | None = None
         self._tokens = 0
-        self._kinds = {SAMPLES, WEIGHTS}  # things that this rank has waited for so far
+        # Names of metrics of waiting times. A rank's first wait for anything else adds a name, which later steps report
+        # as well.
+        self._kinds = {SAMPLES, WEIGHTS}
 
     def start_step(self) -> None:
         """Start the clock of a step. Outside the actor's team, a step starts when the previous step ends."""

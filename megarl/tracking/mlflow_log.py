@@ -200,7 +200,7 @@ class MlflowLog:
                 return
 
     def _make_call(self, call: _Call) -> bool:
-        """Make one call as soon as the server replies; return False if the run ends before it replies."""
+        """Wait until the MLflow server replies, then make one call to it; return False if the run ends before that."""
         while self._await_server():
             assert self._opened is not None
             try:

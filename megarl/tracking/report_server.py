@@ -52,7 +52,7 @@ class ReportServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """The page's address."""
+        """The URL of the report's page."""
         return f"http://{HOST}:{self.server_address[1]}/"
 
     def tag(self) -> str:

@@ -90,8 +90,8 @@ def _costs(
     ]
     if not prompts:
         return rows.sum(1).tolist(), shared
-    # A sample of one response token has no column of its own.
     of_prompts = torch.tensor([sum(each.values()) for each in prompts], dtype=torch.int64).view(-1, unit)
+    # The last token is no input, so a response of one token adds 0 tokens to its prompt. It counts as 1.
     return (rows - of_prompts).sum(1).clamp(min=1).tolist(), shared
 
 
@@ -166,7 +166,7 @@ def _of_draft(micro: MicroBatch, packed: PackedRows, following: Tensor, stream: 
 
 
 def _share(tree: PrefixTree, stream: PackedStream, params: PackedSequences) -> None:
-    """Add the tree of the stream's first columns to the parameters of attention; the other columns are padding."""
+    """Add the prefix tree of the packed rows to the parameters of attention; later columns are padding."""
     arrays = tree.positions(), tree.multiplicity()
     missing = len(stream.index) - len(arrays[0])
     positions, counts = (F.pad(torch.from_numpy(values), (0, missing)) for values in arrays)

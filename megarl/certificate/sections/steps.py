@@ -32,7 +32,10 @@ RUN_S = 1200.0  # seconds for one run; each model has two
 
 
 def run(found: Findings, folder: Path) -> None:
-    """Train every model with every available engine, and record figures that other projects have published."""
+    """Train the three models of `MODELS` with every available engine; on a CPU, only the quickstart's model.
+
+    Also copy throughputs that other projects have published into the findings, for comparison.
+    """
     from megarl.benchmarks import published
 
     if not has_cuda():

@@ -91,11 +91,14 @@ class BufferActor:
     async def wait(
         self, team: str, topic: Topic, method: str, arguments: Sequence[Any], slice_s: float
     ) -> tuple[Any, list[Progress]]:
-        """Call a method of the core that may lack data; if it does, call it again when `topic` is complete.
+        """Call a method of `Core` that returns None while data are missing; then wait for the data, and call it again.
+
+        Args:
+            topic: name of the data; `change` wakes this call when it has received them.
+            slice_s: seconds to wait at most.
 
         Returns:
-            The result and an empty list; None and the progress of the other teams if `topic` was not complete within
-            `slice_s` seconds.
+            The result and an empty list; if data are still missing, None and the progress of the other teams.
         """
         result = getattr(self._core, method)(*arguments)
         if result is None:

@@ -70,7 +70,10 @@ def through_jpeg(pictures: Tensor, quality: int = 95) -> Tensor:
 
 @functools.cache
 def _steps(table: tuple[tuple[int, ...], ...], quality: int, device: str) -> tuple[Tensor, Tensor]:
-    """Return divisors for writing and multipliers for reading each frequency, both float32 [8 columns, 8 rows, 1]."""
+    """Return the divisors that quantise the frequencies of 8 x 8 pixels, and the multipliers that restore them.
+
+    Both are float32 [8 columns, 8 rows, 1], from the quantisation steps `table` [8 rows, 8 columns].
+    """
     percent = 5000 // quality if quality < 50 else 200 - 2 * quality
     step = ((torch.tensor(table) * percent + 50) // 100).clamp(1, 255).T
     scale = torch.tensor([1.0, *(math.sqrt(2) * math.cos(k * math.pi / 16) for k in range(1, 8))], dtype=torch.float64)

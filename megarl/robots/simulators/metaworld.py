@@ -201,7 +201,7 @@ def _renderer(model: Any, size: int, plain: bool) -> Any:
 
 
 def _import() -> Any:
-    """Import the package with a way of rendering chosen: `MUJOCO_GL` if set, else EGL, or OSMesa."""
+    """Choose MuJoCo's renderer, which is `MUJOCO_GL` if set, else EGL or OSMesa; then import and return `metaworld`."""
     if not os.environ.get("MUJOCO_GL"):
         os.environ["MUJOCO_GL"] = next((way for way in ("egl", "osmesa") if not _missing(way)), "egl")
     way = os.environ["MUJOCO_GL"].lower()

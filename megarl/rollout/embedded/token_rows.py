@@ -7,11 +7,14 @@ from torch import Tensor
 
 
 class TokenRows:
-    """Numbers for each token of each cache row, which are copied with the row: a `Store` without cached positions.
+    """Integers of each token of the running samples, such as routes or kept token ids; one row per sample.
+
+    The rows are cleared and copied together with those of the key/value cache, so this class has the methods of a
+    `megarl.models.layers.passes.Store`.
 
     Args:
         rows: [slots, tokens, width], integers.
-        none: the number that means that nothing is recorded.
+        none: the number at places where nothing is recorded.
     """
 
     length = 0

@@ -37,7 +37,8 @@ from typing import Any
 from megarl.rollout.sglang.api import ServerApi
 from megarl.system.errors import ServerError
 
-RESTORING = "being restored"  # prefix of the version while a keeper restores the server
+# beginning of the version that a server reports while it is restored after its trainer's death
+RESTORING = "being restored"
 MIXED = "mixed weights"  # shown as the version of a server that could not be restored
 _PHASE = "after the trainer's death"
 _SETTLE_S = 1.0  # seconds after which the last request of a killed trainer has reached the server

@@ -187,8 +187,10 @@ def with_plain_experts(config: SGLangConfig, facts: ModelFacts) -> SGLangConfig:
 
 
 def _stacked_part(name: str, tensor: Tensor, tp: int, ep: int, rank: int) -> tuple[str, Tensor, int]:
-    """Return the triple that `ServerLayout.parts` yields for a stack of experts, [experts, in, out], or their biases,
-    which are float32 on the server."""
+    """Return (name of the server's parameter, the part of `tensor` that `rank` stores, number of elements of the part).
+
+    `tensor` has the weights of all experts of a layer, [experts, in, out], or their biases, which are float32 on the
+    server."""
     tp = tp // ep  # ranks that share the same experts
     tensor, rank = tensor.chunk(ep)[rank // tp], rank % tp
     bias = name.endswith("_bias")

@@ -18,7 +18,7 @@ def check_gpus(config: RunConfig, request_workers: int, checks: Checklist) -> No
     """Check that servers have separate GPUs, or share the trainer's with `rollout.sglang.colocated`.
 
     Args:
-        request_workers: number of workers that lend their GPUs to servers.
+        request_workers: number of workers that only send requests, and on whose GPUs the servers run.
     """
     checks = checks.of(NAME)
     servers, cluster = config.rollout.sglang, config.cluster
@@ -26,7 +26,7 @@ def check_gpus(config: RunConfig, request_workers: int, checks: Checklist) -> No
         (cluster.nproc - request_workers) // cluster.nnodes,
         servers.servers * servers.nnodes // cluster.nnodes,
     )
-    # On several machines with lent GPUs, servers run on these only.
+    # On several machines, servers run only on the GPUs of workers that just send requests, if there are such workers.
     if servers.urls or servers.first_gpu_given or (request_workers and cluster.nnodes > 1):
         return
     needed, key = max(1, here) * servers.ranks_per_node, "rollout.sglang.gpus"

@@ -100,13 +100,18 @@ def sglang_version(python: Path, *, cuda: bool | None = None) -> str:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ANSWER_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         why = f"it did not reply within {_ANSWER_S} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
-        problem, fix = f"this interpreter does not run: {why}", install_fix(cuda)
-        raise ConfigError(problem, where=_KEY, found=str(python), fix=fix) from error
+        raise ConfigError(
+            f"this interpreter does not run: {why}", where=_KEY, found=str(python), fix=install_fix(cuda)
+        ) from error
     version = done.stdout.strip()
     if not version.startswith(SERIES):
-        problem = f"this interpreter has sglang {version}" if version else "sglang is not installed in this interpreter"
-        fix, allowed = install_fix(cuda), f"{SERIES}x"
-        raise ConfigError(problem, where=_KEY, found=str(python), allowed=allowed, fix=fix)
+        raise ConfigError(
+            "this version of sglang is not supported" if version else "sglang is not installed in this interpreter",
+            where=_KEY,
+            found=f"sglang {version} in {python}" if version else str(python),
+            allowed=f"sglang {SERIES}x",
+            fix=install_fix(cuda),
+        )
     return version
 
 

@@ -60,7 +60,7 @@ class HeadNorm:
         return qk[:, :, :-1], qk[:, :, -1], qkv[:, :, -1]
 
     def _split_on_gpu(self, kernels: ModuleType, qkv: Tensor, rope: RopeTables) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute `split` with the GPU kernels of training."""
+        """Do the same as `split`, which norms and rotates queries and keys, with the GPU kernels of training."""
         turned = []
         for number, part in enumerate((qkv[:, :, :-2], qkv[:, :, -2:-1])):
             rows = part.contiguous().view(-1, part.shape[-1])

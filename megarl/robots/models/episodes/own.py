@@ -169,7 +169,7 @@ class OwnEmbedder(EpisodeEmbedder):
     # -- encoder and checkpoints -------------------------------------------------------------------------------------
 
     def _prepare(self, state_dim: int) -> tuple[PointEncoder, torch.optim.Adam]:
-        """Return the encoder and its optimizer, which the first call makes."""
+        """Return the encoder of points in time of an episode, and its optimizer; the first call creates both."""
         if self._encoder is None or self._optimizer is None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self._seed)
