@@ -21,8 +21,7 @@ def accept(overrides: list[str]) -> None:
     refuse_plan(config, build_task_graph(config))
 
 
-@pytest.mark.parametrize("engine", ["embedded", "sglang"])
-@pytest.mark.parametrize(("gpus", "tp"), [(1, 1), (8, 2)])
+@pytest.mark.parametrize(("engine", "gpus", "tp"), [("embedded", 8, 2), ("sglang", 1, 1)])
 def test_steps_of_every_model(engine, gpus, tp):
     for model in steps.MODELS:
         accept(steps.on_gpus(model, engine, gpus, tp, 80))

@@ -117,6 +117,7 @@ def test_the_same_run_again_that_is_killed_goes_on_as_if_nothing_had_happened(re
     assert len({*by_chance.values()}) == 4
 
 
+@pytest.mark.campaign("teams")  # in the suite: of a run that is as ready, test_as_ready_loop.py
 def test_a_checkpoint_that_is_asked_for_at_any_step_has_the_parts_of_all_teams(recipe, undisturbed, tmp_path):
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "save").touch()  # by a batch job
@@ -133,6 +134,7 @@ def test_what_was_drawn_ahead_is_trained_on_by_a_run_that_does_so_no_more(recipe
     assert drawn_with(run_dir) == {3: {1}, 4: {3}}
 
 
+@pytest.mark.campaign("teams")  # the other way round: above
 def test_a_run_may_begin_to_run_ahead_when_it_resumes(recipe, tmp_path):
     train(recipe, tmp_path, "async.max_staleness=0", "trainer.steps=1")
     train(recipe, tmp_path, work=noting_versions)

@@ -108,13 +108,19 @@ def alive(pids: list[int]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    ("launcher", "program"),
+    [
+        ("local", False),  # tests/runtime/test_same_run.py starts the program
+        ("torchrun", False),  # a test below starts the program, up to its workers
+        pytest.param("torchrun", True, marks=pytest.mark.campaign("kills")),
+    ],
+)
 def test_ranks_meet_and_the_run_folder_tells_what_happened(
-    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: str, program: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # a cluster of Ray that runs already does not know it
-    # tests/runtime/test_same_run.py starts the program of a local run.
-    result = launch(launcher, "write_environment", tmp_path, program=launcher == "torchrun")
+    result = launch(launcher, "write_environment", tmp_path, program=program)
 
     assert result.code == 0, result.err
     seen = [json.loads((tmp_path / f"seen_{rank}.json").read_text()) for rank in range(2)]
@@ -124,7 +130,7 @@ def test_ranks_meet_and_the_run_folder_tells_what_happened(
     assert all(s["MALLOC_TRIM_THRESHOLD_"] and s["HF_HUB_OFFLINE"] == "1" for s in seen)
     if launcher != "ray":  # whose own processes belong to the cluster
         assert all(s["PYTHONSAFEPATH"] for s in seen)  # folders of the repository hide nobody's packages
-        assert all(s["safe_path"] for s in seen) == (launcher == "torchrun")
+        assert all(s["safe_path"] for s in seen) == program
         listens = [json.loads((tmp_path / f"listens_{rank}.json").read_text()) for rank in range(2)]
         assert len(listens[0]) > 1
         assert {address for of_rank in listens for address in of_rank} == {"127.0.0.1"}

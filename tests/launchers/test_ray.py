@@ -43,7 +43,7 @@ def ray_cluster() -> Iterator[None]:
 
 
 def test_ranks_meet_and_the_run_folder_tells_what_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    every.test_ranks_meet_and_the_run_folder_tells_what_happened("ray", tmp_path, monkeypatch)
+    every.test_ranks_meet_and_the_run_folder_tells_what_happened("ray", False, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,12 @@ def test_ranks_meet_and_the_run_folder_tells_what_happened(tmp_path: Path, monke
         # A killed rank: below, with a new start. An exception: of a team, below.
         pytest.param(every.test_an_exception_is_shown_with_rank_phase_and_step, marks=KILLS),
         pytest.param(every.test_a_killed_rank_is_the_first_error_although_its_peer_fails_too, marks=KILLS),
-        functools.partial(every.test_a_rank_that_ends_with_0_before_its_work_is_done_has_failed, entry="rank_1_leaves"),
+        pytest.param(
+            functools.partial(
+                every.test_a_rank_that_ends_with_0_before_its_work_is_done_has_failed, entry="rank_1_leaves"
+            ),
+            marks=KILLS,
+        ),
         every.test_a_rank_without_progress_is_reported_with_every_phase_and_stack,
         every.test_a_mistake_of_the_user_ends_with_2_and_no_traceback,
     ],
@@ -157,21 +162,24 @@ def test_a_ray_of_our_own_asks_for_no_more_shared_memory_than_there_is(
     assert ("may need 9.7 GB of shared memory, but /dev/shm has" in said) == warns
 
 
+@pytest.mark.parametrize(
+    ("spill", "error"),
+    [
+        (False, "OutOfDiskError"),
+        pytest.param(True, "None", marks=pytest.mark.campaign("memory")),
+    ],  # True: Ray's default
+)
 def test_a_full_store_of_a_ray_of_our_own_takes_files_only_if_it_may(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spill: bool, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS")
-    running = {}
-    for spill, error in ((False, "OutOfDiskError"), (True, "None")):
-        files = tuple(tmp_path / f"{spill}.{stream}" for stream in ("out", "err"))
-        for file in files:
-            file.touch()
-        running[error] = files, Forked(_fill_store, (spill, every.environment(), *map(str, files)))
-    for error, ((out, err), process) in running.items():
-        process.wait(every.DEADLINE_S)
-        said, errors = out.read_text(), err.read_text()
-        assert said == f"ended with {error}\n", errors  # nothing else: steps are read from there
-        assert "starting Ray" in errors
+    out, err = files = [tmp_path / stream for stream in ("out", "err")]
+    for file in files:
+        file.touch()
+    Forked(_fill_store, (spill, every.environment(), *map(str, files))).wait(every.DEADLINE_S)
+    said, errors = out.read_text(), err.read_text()
+    assert said == f"ended with {error}\n", errors  # nothing else: steps are read from there
+    assert "starting Ray" in errors
 
 
 def _fill_store(spill: bool, environment: dict[str, str], output: str, errors: str) -> None:

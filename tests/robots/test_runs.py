@@ -96,7 +96,8 @@ def without_its_last_step(recipe: Path, run_dir: Path, *settings: str) -> dict[i
     return harness.train(recipe, run_dir, *settings)
 
 
-@pytest.mark.parametrize("layout", ["pp: 2", pytest.param("tp: 2, sp: true", marks=pytest.mark.campaign("teams"))])
+@pytest.mark.campaign("teams")  # the model's layouts: tests/robots/models/vla/test_layouts.py
+@pytest.mark.parametrize("layout", ["pp: 2", "tp: 2, sp: true"])
 def test_the_layout_changes_no_episode(layout, recipe, run_dir, tmp_path) -> None:
     """The same seeds draw the same actions; what is summed in another order differs by fp32 rounding."""
     settings = (f"actor.parallel={{{layout}}}", "trainer.steps=2")

@@ -195,8 +195,8 @@ def test_refused_before_any_process_starts(folder: Path, overrides: list[str], w
     [
         ("ray", ["--launcher", "ray"]),
         ("mlflow", ["tracking.mlflow=true"]),
-        ("mpmath", ["reward.name=math"]),
-        ("pyarrow", ["data.train_files=table.parquet"]),
+        pytest.param("mpmath", ["reward.name=math"], marks=pytest.mark.campaign("install")),
+        pytest.param("pyarrow", ["data.train_files=table.parquet"], marks=pytest.mark.campaign("install")),
     ],
 )
 def test_a_missing_package_is_named_with_what_to_do_without_it(

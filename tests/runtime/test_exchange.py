@@ -152,7 +152,8 @@ def without_balance(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, f
 
 @pytest.mark.procs
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["grpo-tp2-dp2", pytest.param("ppo-dp3", marks=pytest.mark.campaign("teams"))])
+@pytest.mark.campaign("teams")  # as with dynamic sampling and of teams, below
+@pytest.mark.parametrize("name", RUNS)
 def test_training_is_the_same_up_to_rounding(recipe, name):
     settings = (*RUNS[name], "actor.mini_batch_size=" + ("4" if "grpo" in name else "12"), *ONE_STEP)
     dealt = harness.train(recipe, recipe.parent / f"{name}-dealt", *settings)

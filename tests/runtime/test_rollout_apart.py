@@ -66,6 +66,7 @@ def test_two_replicas_draw_turns_of_an_environment_as_one_process_does(recipe, t
         assert apart[step] == pytest.approx(numbers, rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.campaign("teams")  # the critic and the reference apart: tests/runtime/test_teams.py
 def test_ppo_with_a_team_for_every_model_changes_no_number(recipe, tmp_path):
     settings = (*harness.PPO, *STEPS, "sft.steps=2")  # a critic, too, begins where the cold start ends
     together = harness.train(recipe, tmp_path / "one", *settings, "cluster.nproc=1")
@@ -128,6 +129,7 @@ def test_a_run_whose_rollout_worker_is_killed_goes_on_by_itself_from_its_newest_
 
 
 @pytest.mark.servers
+@pytest.mark.campaign("servers")  # as ready: tests/runtime/test_sglang_run.py
 def test_servers_are_asked_by_one_team_and_filled_by_another(recipe, tmp_path):
     settings = ("rollout.engine=sglang", "sync.verify=every", "cluster.timeout_s=400", "sft.steps=0")
     with running_server(recipe) as server:

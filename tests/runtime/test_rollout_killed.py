@@ -26,8 +26,6 @@ IN_ORDER = (
     "before_its_part_of_a_checkpoint",
     "while_it_writes_that",
 )
-#: A rollout is killed while it draws in tests/disaggregated/test_in_order_loop.py.
-ONE = IN_ORDER[2:3]
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +33,11 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
-@pytest.mark.parametrize("places", [ONE, pytest.param(IN_ORDER, marks=pytest.mark.campaign("kills"))], ids=len)
-def test_in_order_the_numbers_are_those_of_an_undisturbed_run(recipe, tmp_path, places):
-    settings = (SAVED, last_step(places), "async.max_staleness=2", "validation.every=2")
+@pytest.mark.campaign("kills")  # while it draws: tests/disaggregated/test_in_order_loop.py
+def test_in_order_the_numbers_are_those_of_an_undisturbed_run(recipe, tmp_path):
+    settings = (SAVED, last_step(IN_ORDER), "async.max_staleness=2", "validation.every=2")
     run_dir = tmp_path / "killed"
-    for number, place in enumerate(places):
+    for number, place in enumerate(IN_ORDER):
         aim(run_dir, place, number + 3)
         with pytest.raises(AssertionError, match=r"rank \d|exit codes"):
             test_ahead.train(recipe, run_dir, *settings, work=dying)

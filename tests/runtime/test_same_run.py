@@ -27,23 +27,18 @@ def local(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, d
     return harness.train(recipe, tmp_path_factory.mktemp("local"), STEPS)
 
 
-def test_torchrun_gives_the_same_metrics(recipe, local, tmp_path):
-    assert harness.run(recipe, tmp_path, STEPS, launcher="torchrun") == local
+def test_torchrun_gives_the_same_metrics_under_another_layout(recipe, local, tmp_path):
+    """The same bits under the same layout: tests/launchers/test_slurm_real.py."""
+    layout = ["actor.parallel.tp=2", "actor.parallel.sp=true"]
+    assert_same(harness.run(recipe, tmp_path, STEPS, *layout, launcher="torchrun"), local)
 
 
 def test_the_program_with_one_worker_gives_the_same_metrics(recipe, local, tmp_path):
     assert_same(harness.run(recipe, tmp_path, STEPS, "cluster.nproc=1", program=True), local)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        ["actor.parallel.tp=2", "actor.parallel.sp=true"],
-        ["actor.parallel.cp=2", "actor.engine.micro_batch_tokens=200", "actor.engine.offload=true"],
-    ],
-    ids=["tp2-sp", "cp2-micro-batches-offload"],
-)
-def test_layouts_give_the_same_metrics(recipe, local, tmp_path, layout):
+def test_context_parallelism_small_micro_batches_and_offload_give_the_same_metrics(recipe, local, tmp_path):
+    layout = ["actor.parallel.cp=2", "actor.engine.micro_batch_tokens=200", "actor.engine.offload=true"]
     assert_same(harness.train(recipe, tmp_path, STEPS, *layout), local)
 
 

@@ -64,12 +64,14 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("transport", "last"), [("delta", 6), *OTHERS])
-def test_every_transport_trains_like_the_embedded_engine(transport, last, recipe, external, embedded):
+@pytest.mark.parametrize(
+    ("transport", "last"), [("delta", 3), pytest.param("delta", 6, marks=pytest.mark.campaign("servers")), *OTHERS]
+)
+def test_every_transport_trains_like_the_embedded_engine(transport, last, recipe, external, request):
     settings = (*SGLANG, *external, f"sync.transport={transport}", f"trainer.steps={last}")
     if transport == "delta":  # in two parts: versions go on with the steps
-        train(recipe, recipe.parent / transport, *settings, "trainer.steps=3")
-    steps = train(recipe, recipe.parent / transport, *settings)
+        train(recipe, recipe.parent / f"{transport}-{last}", *settings, f"trainer.steps={last // 2}")
+    steps = train(recipe, recipe.parent / f"{transport}-{last}", *settings)
     for step in range(1, last + 1):
         numbers = steps[step]
         assert numbers["sync/verified_tensors"] > 0
@@ -78,9 +80,11 @@ def test_every_transport_trains_like_the_embedded_engine(transport, last, recipe
         # Both compute in fp32 with other kernels: 4e-6 was measured, and the old weights would differ by 1e-2.
         assert numbers["rollout_corr/logp_diff_max"] < 1e-4
         assert 0 < numbers["sync/probe_gap"] < 1e-4
-    assert steps[1]["critic/score/mean"] == pytest.approx(embedded[1]["critic/score/mean"], abs=0.3)
-    assert gain(embedded) > 0.05
-    assert last < 6 or gain(steps) > 0.05  # it takes so many steps to show
+    if last == 6:  # it takes so many steps to show
+        embedded = request.getfixturevalue("embedded")
+        assert steps[1]["critic/score/mean"] == pytest.approx(embedded[1]["critic/score/mean"], abs=0.3)
+        assert gain(embedded) > 0.05
+        assert gain(steps) > 0.05
 
 
 def test_a_server_generates_with_adapters_merged(recipe, external, tmp_path):

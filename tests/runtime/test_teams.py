@@ -23,6 +23,7 @@ pytestmark = [
 STEPS = 3
 GRPO = ("sft.steps=0", f"trainer.steps={STEPS}", "trainer.export_hf=false")
 PPO = (*harness.PPO, "trainer.steps=3")
+COLD = "sft.steps=1"  # a critic, too, begins where the cold start ends
 #: Another layout sums in another order; metrics of the first steps differ by so little, or by so much of their value.
 ROUNDING = {"abs": 1e-5, "rel": 1e-4}
 
@@ -41,7 +42,7 @@ def grpo(recipe: Path) -> dict[int, dict[str, float]]:
 @pytest.fixture(scope="module")
 def ppo(recipe: Path) -> dict[int, dict[str, float]]:
     """PPO with KL in the reward, all models in one process."""
-    return harness.train(recipe, recipe.parent / "ppo", *PPO, "cluster.nproc=1")
+    return harness.train(recipe, recipe.parent / "ppo", *PPO, COLD, "cluster.nproc=1")
 
 
 def apart(recipe: Path, name: str, settings: tuple[str, ...], **teams: tuple[list[str], int]) -> dict[int, Any]:
@@ -64,6 +65,7 @@ def assert_near(steps: dict[int, dict[str, float]], others: dict[int, dict[str, 
         assert others[step] == pytest.approx(numbers, **ROUNDING, nan_ok=True), f"step {step}"
 
 
+@pytest.mark.campaign("teams")  # as where it is killed, below
 def test_grpo_with_its_reference_in_a_team_of_the_same_layout_is_the_same_run(recipe, grpo):
     steps = apart(recipe, "grpo-apart", GRPO, train=(["actor", "rollout"], 2), frozen=(["reference"], 2))
     assert of_training(steps) == grpo
@@ -91,7 +93,11 @@ def test_a_run_whose_reference_is_killed_starts_it_again_and_is_the_same_run(rec
     assert process.returncode == 0, output[-4000:]
     steps = harness.metrics(run_dir)
     assert of_training(steps) == grpo
+    assert steps[STEPS]["actor/kl_loss"] > 0
     assert steps[STEPS]["team/frozen/restarts"] == 1
+    for numbers in list(steps.values())[1:]:
+        assert 0 < numbers["team/frozen/busy"] < 1
+        assert numbers["team/frozen/wait_s"] > 0
     log = (run_dir / "log.txt").read_text()
     assert re.search(
         r"megarl: worker 3 \(frozen, rank 1\) on .* died .* at step \d: team 'frozen' starts again \(1 of 3\)", log
@@ -102,7 +108,7 @@ def test_a_run_whose_reference_is_killed_starts_it_again_and_is_the_same_run(rec
 def test_ppo_with_a_team_per_model_is_the_same_run_and_goes_on_from_a_checkpoint(recipe, ppo):
     def run(*settings: str) -> dict[int, dict[str, float]]:
         teams = {"train": (["actor", "rollout"], 1), "value": (["critic"], 1), "frozen": (["reference"], 1)}
-        return apart(recipe, "ppo-apart", (*PPO, *settings), **teams)
+        return apart(recipe, "ppo-apart", (*PPO, COLD, *settings), **teams)
 
     first = run()
     assert of_training(first) == ppo
@@ -119,14 +125,14 @@ def test_ppo_with_a_team_per_model_is_the_same_run_and_goes_on_from_a_checkpoint
 def test_ppo_whose_critic_and_reference_have_other_layouts_is_the_same_up_to_rounding(recipe, ppo):
     layouts = ("critic.parallel={tp: 2, sp: true}", "reference.parallel={pp: 2}")
     teams = {"train": (["actor", "rollout"], 1), "value": (["critic"], 2), "frozen": (["reference"], 2)}
-    steps = apart(recipe, "ppo-layouts", (*PPO, *layouts), **teams)
+    steps = apart(recipe, "ppo-layouts", (*PPO, COLD, *layouts), **teams)
     assert_near(ppo, of_training(steps))
 
 
 @pytest.mark.campaign("teams")
 def test_a_run_that_ends_before_the_limit_of_its_job_ends_all_its_teams_and_goes_on(recipe, ppo):
     teams = {"train": (["actor"], 1), "value": (["critic"], 1), "frozen": (["reference"], 1), "draw": (["rollout"], 1)}
-    settings = (*PPO, *placed(teams), "cluster.timeout_s=240")
+    settings = (*PPO, COLD, *placed(teams), "cluster.timeout_s=240")
     run_dir = recipe.parent / "ppo-saved-by"
     for step in (1, 2):
         assert max(harness.run(recipe, run_dir, *settings, "trainer.save_by_s=0.001")) == step

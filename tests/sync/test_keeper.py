@@ -73,7 +73,7 @@ def push_and_die(folder: str, run_dir: str, urls: list[str], transport: str, ver
     [
         pytest.param("tensor", 2, "put", "default", marks=pytest.mark.campaign("durability")),
         ("distributed", 2, "put", "default"),
-        ("delta", 2, "put", "default"),
+        pytest.param("delta", 2, "put", "default", marks=pytest.mark.campaign("durability")),
         ("disk", 2, "put", "1"),  # nothing of the new version was read
         ("disk", 2, "commit", "1"),  # perhaps something was
         ("disk", 1, "put", "default"),  # nothing is known of what the server held before

@@ -55,7 +55,7 @@ CASES = {
 SEEING = {"qwen3_5": WIDE, "qwen3_5_moe": {**WIDE, "shared_expert_intermediate_size": 64}}
 DERIVING = ("deepseek_v3", "glm4_moe_lite")  # these compute further weights after loading, so they take whole tensors
 SHARED = ("model.embed_tokens", "lm_head")  # a server's draft model has these in common with its model
-SOON = [("deepseek_v3", 2), ("gpt_oss", 2, 2), ("minimax_m2", 1), ("qwen3_5", 1), ("qwen3_next", 2)]
+SOON = [("deepseek_v3", 2), ("gpt_oss", 2, 2), ("qwen3_5", 1)]
 LATER = [
     ("gpt_oss of four key/value heads", 4, 2),
     *((name, tp) for name in (*CASES, *SEEING) for tp in (1, 2) if (name, tp) not in SOON),

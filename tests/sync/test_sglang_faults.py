@@ -134,12 +134,15 @@ def push_and_be_killed(folder: str, url: str, run_dir: str, transport: str, die:
     sync.close()
 
 
-def test_a_server_whose_trainer_is_killed_serves_one_version_again(tmp_path):
+@pytest.mark.parametrize(
+    "transports", [("distributed", "disk"), pytest.param(TRANSPORTS, marks=pytest.mark.campaign("servers"))], ids=len
+)
+def test_a_server_whose_trainer_is_killed_serves_one_version_again(tmp_path, transports):
     """Each trainer but the first finds the server as the keeper of the one before it left it."""
     need_interpreter()
     with serving(tmp_path, "qwen3", tie_word_embeddings=False, vocab_size=20_000) as url:
         api, model = ServerApi(url, KEY, "server 0"), tmp_path / "model"
-        for transport in TRANSPORTS:
+        for transport in transports:
             run_dir = tmp_path / transport
             with pytest.raises(AssertionError, match="-9"):
                 run_distributed(push_and_be_killed, 1, 240, str(model), url, str(run_dir), transport, True)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from megarl.rollout.sglang.api import ServerApi
 from megarl.system.errors import ServerError
+from tests.campaigns import split
 from tests.dist import fresh_parallel, run_distributed
 from tests.models.test_layouts import load_folder
 from tests.models.tiny import build_tiny, save_tiny
@@ -70,14 +71,14 @@ TP2, PP2, DP2 = {"tp": 2}, {"pp": 2}, {}
 @pytest.mark.parametrize(
     ("transport", "layouts"),
     [
-        ("tensor", [TP2, PP2]),
+        ("tensor", [TP2]),
         ("distributed", [PP2]),
         ("disk", [DP2]),
         ("delta", [TP2]),
         *(
             pytest.param(transport, layouts, marks=pytest.mark.campaign("teams"))
             for transport, layouts in (
-                ("tensor", [DP2]),
+                ("tensor", [PP2, DP2]),
                 ("distributed", [TP2, DP2]),
                 ("disk", [TP2, PP2]),
                 ("delta", [PP2, DP2]),
@@ -201,7 +202,9 @@ def push_to_restarted(folder: str, run_dir: str, urls: list[str], transport: str
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("transport", ["tensor", "distributed", "disk", "delta"])
+@pytest.mark.parametrize(
+    "transport", split("durability", ["tensor", "distributed", "disk", "delta"], ("tensor", "delta"))
+)
 def test_a_restarted_server_gets_everything(tmp_path, transport):
     save_tiny(tmp_path / "model", "qwen3", vocab_size=20_000)
     with receivers(tmp_path / "r", 2) as urls:
