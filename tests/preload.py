@@ -1,4 +1,7 @@
-"""Imports what nearly every rank of a test needs, once, in the process that ranks are forked from: no thread starts."""
+"""Imports what nearly every rank of a test needs, once, in the process that ranks are forked from: no thread starts.
+
+Most such processes are themselves forked from one that has imported tests.preload_torch.
+"""
 
 import gc
 import importlib
@@ -18,14 +21,9 @@ for name in (
     *("megarl.recipes.components", "megarl.robots.checks.recipe", "megarl.robots.setup", "PIL.PngImagePlugin"),
     *("megarl.recipes.arithmetic", "megarl.training.checkpoint", "megarl.runtime.samples", "megarl.dag.guard"),
     *("megarl.algorithms.objective", "megarl.algorithms.correction", "megarl.robots.films", "megarl.tracking.report"),
-    *("transformers.models.qwen3.configuration_qwen3", "transformers.image_transforms", "transformers.video_utils"),
-    *("rich._emoji_codes", "PIL.ImageOps", "numpy.ctypeslib", "torch.profiler._cupti_monitor"),
-    "torch.fx.experimental.symbolic_shapes",  # the gradient of more than one number asks for it, and it takes a second
-    *("transformers.convert_slow_tokenizer", "transformers.models.auto.tokenization_auto", "rich.console"),
-    "transformers.modeling_utils",  # image encoders and classifiers of rewards need it, and it takes a second
     # What modules of tests import.
-    *("pytest", "hypothesis", "tests.dist", "tests.forked", "tests.training.cases", "tests.runtime.harness"),
-    "tests.disaggregated.buffer.served",
+    *("tests.dist", "tests.forked", "tests.training.cases", "tests.runtime.harness"),
+    *("tests.preload_torch", "tests.disaggregated.buffer.served"),
 ):
     importlib.import_module(name)
 

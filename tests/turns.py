@@ -139,9 +139,10 @@ def write_kinds(file: Path, items: list[pytest.Item], kinds: dict[Path, str]) ->
 class OneTakesTheWide(LoadFileScheduling):
     """The first process takes the files that run singly; beside them the others take those that start no processes.
 
-    So there is something to compute whenever tests with several processes wait. After those that run singly, only the
-    last process goes on with those that start no processes, as long as there are any. The first one goes on with those
-    that start servers: each process that does so imports SGLang, in nine CPU-seconds, to fork them.
+    So there is something to compute whenever tests with several processes wait. After those that run singly, the first
+    process goes on with those that start servers, the last one with those that start no processes, and others with
+    those that start groups of processes. Others start servers when nothing else is left: each process that does so
+    imports SGLang, in nine CPU-seconds, to fork them.
     """
 
     def __init__(self, config: pytest.Config, log: Any, kinds: Path) -> None:
@@ -168,5 +169,5 @@ class OneTakesTheWide(LoadFileScheduling):
         elif singly or node is self.nodes[-1]:  # another kind waits for a turn between two files that run singly
             order = ("", "procs", "servers")
         else:
-            order = ("procs", "servers", "")
+            order = ("procs", "", "servers")
         return min(self.workqueue, key=lambda scope: [*order, *KINDS].index(self._kinds[scope]))

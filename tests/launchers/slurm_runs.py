@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,3 +81,9 @@ def said(run_dir: Path) -> str:
     """What jobs and run have printed."""
     files = [*sorted((run_dir / "launch").glob("job-*.txt")), run_dir / "log.txt"]
     return "\n".join(f"{file.name}: {file.read_text()[-3000:]}" for file in files if file.is_file())
+
+
+def events(run_dir: Path, kind: str) -> list[str]:
+    """The texts of the run's events of this kind."""
+    lines = (run_dir / "launch" / "events.jsonl").read_text().splitlines()
+    return [event["text"] for event in map(json.loads, lines) if event["kind"] == kind]

@@ -1,4 +1,4 @@
-"""What a batch job does on its first node, with stand-ins for Slurm's commands: test_slurm_lost.py has a real Slurm."""
+"""What a batch job does on its first node, with stand-ins for Slurm's commands: test_slurm_real.py has a real Slurm."""
 
 from __future__ import annotations
 

@@ -1,22 +1,22 @@
-"""Nodes that fail, preemption, and the time limit, on a real Slurm with four virtual nodes on this machine."""
+"""Nodes that die, preemption, and the time limit, on a real Slurm with four virtual nodes on this machine: a campaign.
+
+Nodes that spare ones replace: test_slurm_real.py.
+"""
 
 from __future__ import annotations
 
-import json
 import subprocess
 
 import pytest
 
-from megarl import cli
 from megarl.launchers.submit import excluded, jobs_of, state_of
 from tests.launchers import slurm_cluster
-from tests.launchers.forking_python import forking_python
-from tests.launchers.slurm_runs import a_slurm, launch, said, slow_reward, wait, wait_for_end, wait_for_step
+from tests.launchers.slurm_runs import a_slurm, events, launch, said, slow_reward, wait, wait_for_end, wait_for_step
 from tests.rollout.servers import need_interpreter
 from tests.runtime import harness
 
 pytestmark = [
-    pytest.mark.procs,
+    *(pytest.mark.procs, pytest.mark.campaign("slurm")),
     pytest.mark.timeout(1500),  # a job waits for Slurm's own deadlines, and the first test for the run to compare with
     pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing()),
 ]
@@ -47,47 +47,12 @@ def recipe(tmp_path_factory):
     return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
-@pytest.fixture
-def forking(tmp_path):
-    """The key that lets the nodes fork their programs."""
-    return f"launch.slurm.python={forking_python(tmp_path)}"
-
-
 @pytest.fixture(scope="module")
 def local(recipe, tmp_path_factory):
     """Metrics of a run that nothing happens to."""
     return harness.train(recipe, tmp_path_factory.mktemp("local") / "run", *FEW)
 
 
-def events(run_dir, kind):
-    lines = (run_dir / "launch" / "events.jsonl").read_text().splitlines()
-    return [event["text"] for event in map(json.loads, lines) if event["kind"] == kind]
-
-
-def test_a_node_that_fails_its_tests_and_one_that_dies_are_replaced_by_spare_ones(
-    slurm, recipe, local, forking, tmp_path, capsys
-):
-    run_dir = tmp_path / "run"
-    broken = """launch.slurm.setup=['if [ "$SLURMD_NODENAME" = n1 ]; then export TMPDIR=/proc; fi']"""
-    assert launch(recipe, run_dir, *FEW, forking, slow_reward(recipe, 0.4), broken, "launch.spares=2") == 0
-    wait_for_step(run_dir, 4)
-    slurm.lose("n3")
-    assert wait_for_end(run_dir) == "COMPLETED", said(run_dir)
-    assert harness.metrics(run_dir) == local, said(run_dir)
-    assert len(jobs_of(run_dir)) == 1
-    found = excluded(run_dir)
-    assert found["n1"] == "failed its pre-flight: disk: /proc: 0.0 GB free, launch.preflight_disk_gb = 1"
-    assert found["n3"].startswith("lost: ")
-    started = events(run_dir, "started")
-    assert [text.partition(" on ")[2] for text in started] == ["n2, n3, spare: n4", "n2, n4"]
-    capsys.readouterr()
-    assert cli.main(["status", str(run_dir)]) == 0
-    shown = capsys.readouterr().out
-    assert "disk: /proc: 0.0 GB free" in shown
-    assert "lost n3: the run starts again in this job, from the checkpoint of step 3" in shown
-
-
-@pytest.mark.campaign("slurm")
 def test_without_a_spare_node_another_job_or_the_same_one_again_leaves_out_the_one_that_died(
     slurm, recipe, local, tmp_path
 ):
@@ -102,7 +67,6 @@ def test_without_a_spare_node_another_job_or_the_same_one_again_leaves_out_the_o
     assert excluded(run_dir).keys() == {"n2"}
 
 
-@pytest.mark.campaign("slurm")
 @pytest.mark.parametrize("spares", [0, 1])
 def test_the_first_node_of_a_job_dies(slurm, recipe, local, tmp_path, spares):
     """Without spare nodes Slurm itself puts the job into the queue again; with them the guard on another node does."""
@@ -128,7 +92,6 @@ def urgent(seconds, partition="urgent"):
     subprocess.run([*command, f"--wrap=sleep {seconds}"], check=True)
 
 
-@pytest.mark.campaign("slurm")
 @pytest.mark.parametrize("partition", ["debug", "killed"])
 def test_a_preempted_job_goes_on_later(slurm, recipe, local, tmp_path, partition):
     """With time (debug) a checkpoint is written first; without, it goes on from an earlier one."""
@@ -147,7 +110,6 @@ def test_a_preempted_job_goes_on_later(slurm, recipe, local, tmp_path, partition
     assert ("the job is preempted: requesting a checkpoint" in said(run_dir)) == (partition == "debug"), saved
 
 
-@pytest.mark.campaign("slurm")
 @pytest.mark.timeout(1500)
 def test_a_time_limit_of_two_minutes_and_a_chain_of_jobs(slurm, recipe, tmp_path):
     """Nobody but Slurm says when. Its warning comes 45 s before the limit, or up to a minute earlier: a job has at most
@@ -163,7 +125,6 @@ def test_a_time_limit_of_two_minutes_and_a_chain_of_jobs(slurm, recipe, tmp_path
     assert {state_of(job.number).name for job in jobs_of(run_dir)} == {"COMPLETED"}
 
 
-@pytest.mark.campaign("slurm")
 def test_teams_on_nodes_of_two_partitions_are_one_ray(slurm, recipe, tmp_path):
     """A heterogeneous job: the actor on a node of `left`, the reference on one of `right`."""
     run_dir = tmp_path / "run"
@@ -181,7 +142,6 @@ def test_teams_on_nodes_of_two_partitions_are_one_ray(slurm, recipe, tmp_path):
 
 
 @pytest.mark.servers
-@pytest.mark.campaign("slurm")
 def test_servers_of_a_team_on_two_nodes_of_another_partition(slurm, recipe, tmp_path):
     """A heterogeneous job: the workers on nodes of `right` lend what they have to the servers that these start."""
     need_interpreter()

@@ -1,4 +1,4 @@
-"""`megarl launch` on a real Slurm with two virtual nodes on this machine."""
+"""`megarl launch` on a real Slurm with four virtual nodes on this machine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 from megarl import cli
 from megarl.commands.cluster import last_step
-from megarl.launchers.submit import jobs_of, state_of
+from megarl.launchers.submit import excluded, jobs_of, state_of
 from tests.launchers import slurm_cluster, slurm_runs
 from tests.launchers.forking_python import forking_python
-from tests.launchers.slurm_runs import a_slurm, said, slow_reward, wait, wait_for_end, wait_for_step
+from tests.launchers.slurm_runs import a_slurm, events, said, slow_reward, wait, wait_for_end, wait_for_step
 from tests.ray_forks.clusters import offered
 from tests.runtime import harness
 
@@ -27,7 +27,7 @@ FEW = (f"trainer.steps={STEPS}", "trainer.save_every=5", "validation.every=5", "
 
 @pytest.fixture(scope="module", autouse=True)
 def slurm(tmp_path_factory):
-    with a_slurm(tmp_path_factory.mktemp("slurm") / "cluster", 2) as found:
+    with a_slurm(tmp_path_factory.mktemp("slurm") / "cluster", 4) as found:
         yield found
 
 
@@ -49,7 +49,7 @@ def forking(tmp_path_factory):
 
 
 def launch(recipe: Path, run_dir: Path, *keys: str) -> int:
-    """Without tests of the nodes, which test_slurm_lost.py has."""
+    """Without tests of the nodes, which one test below has."""
     return slurm_runs.launch(recipe, run_dir, *FEW, "launch.preflight=false", *keys)
 
 
@@ -112,7 +112,7 @@ def test_a_chain_of_jobs_that_is_cancelled_and_goes_on_has_the_metrics_of_the_lo
     ("keys", "expected"),
     [
         (["launch.slurm.partition=debg"], "did you mean debug?"),
-        (["cluster.nnodes=4", "cluster.nproc=4"], "cluster.nnodes"),
+        (["cluster.nnodes=8", "cluster.nproc=8", "data.batch_size=8"], "cluster.nnodes"),
         (["launch.slurm.time=99-0"], "launch.slurm.time"),
     ],
 )
@@ -120,3 +120,28 @@ def test_what_the_cluster_does_not_have_is_refused_before_anything_is_written(re
     assert launch(recipe, tmp_path / "run", *keys) == 2
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.timeout(1500)  # the job waits for Slurm's own deadlines
+def test_a_node_that_fails_its_tests_and_one_that_dies_are_replaced_by_spare_ones(
+    slurm, recipe, local, forking, tmp_path, capsys
+):
+    run_dir = tmp_path / "run"
+    broken = """launch.slurm.setup=['if [ "$SLURMD_NODENAME" = n1 ]; then export TMPDIR=/proc; fi']"""
+    keys = (*FEW, "trainer.save_every=3", forking, slow_reward(recipe, 0.4), broken, "launch.spares=2")
+    assert slurm_runs.launch(recipe, run_dir, *keys) == 0
+    wait_for_step(run_dir, 4)
+    slurm.lose("n3")
+    assert wait_for_end(run_dir) == "COMPLETED", said(run_dir)
+    assert harness.metrics(run_dir) == local, said(run_dir)
+    assert len(jobs_of(run_dir)) == 1
+    found = excluded(run_dir)
+    assert found["n1"] == "failed its pre-flight: disk: /proc: 0.0 GB free, launch.preflight_disk_gb = 1"
+    assert found["n3"].startswith("lost: ")
+    started = events(run_dir, "started")
+    assert [text.partition(" on ")[2] for text in started] == ["n2, n3, spare: n4", "n2, n4"]
+    capsys.readouterr()
+    assert cli.main(["status", str(run_dir)]) == 0
+    shown = capsys.readouterr().out
+    assert "disk: /proc: 0.0 GB free" in shown
+    assert "lost n3: the run starts again in this job, from the checkpoint of step 3" in shown
