@@ -1,4 +1,4 @@
-"""The task graph of a recipe, built and checked by the function that `algorithm.pipeline` names."""
+"""The task graph of a recipe, built by the function or from the list of nodes in `algorithm.pipeline`, and checked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
-from megarl.recipes import dapo, grpo, ppo, preference, srpo
+from megarl.recipes import dapo, grpo, listed, ppo, preference, srpo
 from megarl.system.errors import ConfigError, UserError
 from megarl.system.imports import import_callable
 
@@ -26,6 +26,8 @@ PIPELINES: dict[str, Callable[[RunConfig], TaskGraph]] = {
 def build_task_graph(config: RunConfig) -> TaskGraph:
     """Return the checked task graph of `algorithm.pipeline`. Raise UserError if the pipeline is unknown or invalid."""
     name = config.algorithm.pipeline
+    if not isinstance(name, str):
+        return _sound_graph(listed.build_graph, config)
     return _sound_graph(PIPELINES.get(name) or _users_function(name), config)
 
 
@@ -45,7 +47,7 @@ def _users_function(name: str) -> Callable[[RunConfig], object]:
 
 def _sound_graph(function: Callable[[RunConfig], object], config: RunConfig) -> TaskGraph:
     """Call the pipeline function, check the task graph that it returns, and return the graph."""
-    name = config.algorithm.pipeline
+    name = config.algorithm.pipeline_name
     try:
         graph = function(config)
     except UserError:
@@ -77,7 +79,7 @@ def _check_correction_node(graph: TaskGraph, config: RunConfig) -> None:
         raise ConfigError(
             "the recipe sets rollout correction, but the pipeline has no node for it",
             where="algorithm.pipeline",
-            found=f"{config.algorithm.pipeline}, nodes {', '.join(graph.order())}",
+            found=f"{config.algorithm.pipeline_name}, nodes {', '.join(graph.order())}",
             allowed="a pipeline with megarl.runtime.stages.correction:rollout_correction after the old log-probs",
             fix="add the nodes with megarl.recipes.grpo.add_scoring, or set rollout_correction.preset=disabled",
         )

@@ -51,7 +51,12 @@ def _of_model(config: RunConfig, facts: ModelFacts) -> tuple[str, object, str, s
         problem = "the draft head of a model that reads images cannot be trained"
         return problem, kind, "a model without its vision encoder", f"set model.vision=false, or {_OFF}"
     if config.trains_reward_model:
-        return "a reward model has no draft head", config.algorithm.pipeline, "a pipeline that trains a policy", _OFF
+        return (
+            "a reward model has no draft head",
+            config.algorithm.pipeline_name,
+            "a pipeline that trains a policy",
+            _OFF,
+        )
     return None
 
 

@@ -36,8 +36,8 @@ def check_curriculum(
     if graph is not None and not any(node.func is curriculum for node in graph):
         checks.fail(
             KEY,
-            f"no node of the {config.algorithm.pipeline} pipeline records how prompts scored, so all rows would stay "
-            "unseen",
+            f"no node of the {config.algorithm.pipeline_name} pipeline records how prompts scored, so all rows would "
+            "stay unseen",
             found=f"nodes {', '.join(graph.order())}",
             allowed="grpo, ppo, dapo, or a pipeline of yours with megarl.runtime.stages.curriculum:curriculum",
             fix="add the nodes with megarl.recipes.grpo.add_reward, or set data.curriculum=null",

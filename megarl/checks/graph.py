@@ -32,7 +32,9 @@ from megarl.system.errors import UserError, close_matches
 def build(config: RunConfig, checks: Checklist) -> TaskGraph | UserError | None:
     """Build the graph of `algorithm.pipeline`; return it, its error, or None (recorded) for an unknown name."""
     name = config.algorithm.pipeline
-    if not check_function_name(name, "algorithm.pipeline", tuple(PIPELINES), "pipeline", checks.of("pipeline")):
+    if isinstance(name, str) and not check_function_name(
+        name, "algorithm.pipeline", tuple(PIPELINES), "pipeline", checks.of("pipeline")
+    ):
         return None
     try:
         return build_task_graph(config)
@@ -92,7 +94,7 @@ def _is_users_mistake(config: RunConfig, missing: MissingFieldError, checks: Che
 
 def _check_estimator(config: RunConfig, missing: MissingFieldError, checks: Checklist) -> None:
     """Record that the estimator reads a field that no node of the pipeline writes."""
-    name, pipeline = config.algorithm.advantage.name, config.algorithm.pipeline
+    name, pipeline = config.algorithm.advantage.name, config.algorithm.pipeline_name
     if missing.field == "values":
         checks.of("estimator").fail(
             "algorithm.advantage.name",
@@ -114,7 +116,7 @@ def _check_estimator(config: RunConfig, missing: MissingFieldError, checks: Chec
 
 
 def _check_critic(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
-    name, pipeline = config.algorithm.advantage.name, config.algorithm.pipeline
+    name, pipeline = config.algorithm.advantage.name, config.algorithm.pipeline_name
     readers = [node for node in graph if "values" in node.reads and node.role is not Role.CRITIC]
     if name in ADVANTAGES.names() and Role.CRITIC in graph.roles and not readers:
         checks.of("estimator").warn(
@@ -128,7 +130,7 @@ def _check_critic(config: RunConfig, graph: TaskGraph, checks: Checklist) -> Non
 def _check_sampling(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
     """Check that dynamic sampling is both a node and a setting: one without the other has no effect."""
     checks = checks.of("dynamic sampling")
-    algorithm, pipeline = config.algorithm, config.algorithm.pipeline
+    algorithm, pipeline = config.algorithm, config.algorithm.pipeline_name
     samples_again = Role.DYNAMIC_SAMPLING in graph.roles
     if samples_again and not algorithm.dynamic_sampling.enabled:
         checks.warn(
@@ -161,7 +163,7 @@ def _check_resampling(config: RunConfig, graph: TaskGraph, checks: Checklist) ->
 
 def _check_filter(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
     """Check that a built-in pipeline has the node `filter` that the filter setting needs."""
-    chosen, pipeline = config.algorithm.filter, config.algorithm.pipeline
+    chosen, pipeline = config.algorithm.filter, config.algorithm.pipeline_name
     if chosen.active and pipeline in PIPELINES and "filter" not in graph:
         checks.of("filter").fail(
             "algorithm.filter",
@@ -177,7 +179,7 @@ _GIVEN = ("dpo", "kto", "reward_model")  # pipelines that train on given respons
 
 def _check_pairs(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
     """Check a run that trains on pairs of responses: its pipeline, and settings that it would ignore."""
-    preference, pipeline = config.preference, config.algorithm.pipeline
+    preference, pipeline = config.preference, config.algorithm.pipeline_name
     if preference is None:
         checks.fail(
             "preference",

@@ -77,7 +77,7 @@ def _refuse_pairs(config: RunConfig, graph: TaskGraph) -> None:
         raise ConfigError(
             "the formulas do not cover runs that generate nothing",
             where="algorithm.pipeline",
-            found=config.algorithm.pipeline,
+            found=config.algorithm.pipeline_name,
             allowed="a pipeline that generates its responses",
             fix="megarl train RECIPE --dry-run estimates the memory of this recipe",
         )

@@ -48,7 +48,7 @@ def check_replay(config: RunConfig, graph: TaskGraph | None, checks: Checklist) 
     if graph is not None and not any(node.func is replay for node in graph):
         checks.fail(
             KEY,
-            f"the {config.algorithm.pipeline} pipeline has no node for replay",
+            f"the {config.algorithm.pipeline_name} pipeline has no node for replay",
             found=f"nodes {', '.join(graph.order())}",
             allowed="grpo, dapo, or a pipeline of yours with megarl.runtime.stages.replay:replay after the advantage",
             fix="add the nodes with megarl.recipes.grpo.add_advantage, or set data.replay=null",

@@ -52,7 +52,7 @@ def check_reward_model(
         checks.fail(
             key,
             "nodes of the task graph compute a reward model's score, and this pipeline lacks them",
-            found=f"reward_model with algorithm.pipeline={config.algorithm.pipeline}",
+            found=f"reward_model with algorithm.pipeline={config.algorithm.pipeline_name}",
             allowed="rewards of functions, or a pipeline with these nodes",
             fix="add the nodes by megarl.recipes.grpo.add_reward",
         )

@@ -551,7 +551,7 @@ def _check_metric(
         end: what would happen in a run without this metric, for messages.
         otherwise: the fix if no known name is similar.
     """
-    if job == "train" and config.algorithm.pipeline not in PIPELINES:
+    if job == "train" and config.algorithm.pipeline_name not in PIPELINES:
         return
     if "/" in name and not name.startswith("val/"):
         _check_step_metric(config, checks.of(subject), key, name, end)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -182,12 +182,13 @@ class OverlongConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """The RL objective. `pipeline` names the task graph."""
+    """The RL objective. `pipeline` names the task graph, or lists its nodes."""
 
-    pipeline: str = Field(
+    pipeline: str | list[str | dict[str, Any]] = Field(
         "grpo",
         description="the task graph: grpo, ppo, dapo, srpo, dpo, kto, reward_model, or file.py:fn or pkg.mod:fn that "
-        "builds a TaskGraph",
+        "builds a TaskGraph; or its nodes in order, each the name of a stage, file.py:fn, pkg.mod:fn, or a section "
+        "with the keys stage, id, after, config and retry",
     )
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="advantage estimator")
     loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="policy loss")
@@ -201,3 +202,8 @@ class AlgorithmConfig(Section):
     )
     resampling: ResamplingConfig = Field(default_factory=ResamplingConfig, description="resampling by score (PF-PPO)")
     overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="DAPO's length penalty")
+
+    @property
+    def pipeline_name(self) -> str:
+        """The name of the task graph, or the reference to the function that builds it; `listed` for a list of nodes."""
+        return self.pipeline if isinstance(self.pipeline, str) else "listed"

@@ -196,6 +196,8 @@ def _with_absolute_path(text: str) -> str:
 
 def _absolute(value: Any, path: tuple[str, ...]) -> Any:
     """Return `value` of the key `path` as an absolute path if it is `file.py:fn` or an existing path."""
+    if isinstance(value, dict):  # an entry of algorithm.pipeline
+        return {key: _absolute(item, path) if key == "stage" else item for key, item in value.items()}
     if not isinstance(value, str) or os.path.isabs(value):
         return value
     places = [value, value.rpartition("@")[0]] if path in _PATHS or path == _TEMPLATE or path[-1] == "path" else []
@@ -505,6 +507,8 @@ def _parse_for(key: Key, raw: str) -> Any:
         if origin is Literal and text in get_args(kind):
             return text
         if origin is list:
+            if str in kinds and not text.startswith("["):
+                return raw
             if not text.startswith("["):
                 return [raw] if str in get_args(kind) else parse_value(f"[{text}]")
             return parse_texts(text) if str in get_args(kind) else parse_value(text)

@@ -108,6 +108,7 @@ class Executor:
     def _call(self, node: Node, context: Any, batch: Batch, more: Iterator[Batch] | None) -> Batch:
         """Run the node, check that it kept to its contract, and return the samples after it."""
         from megarl.dag.guard import GuardedBatch, settle, writes_in_place
+        from megarl.dag.retry import call_again
         from megarl.system.device import ProcessState
 
         before, state = writes_in_place(node, batch), ProcessState.now()
@@ -116,7 +117,11 @@ class Executor:
             extra |= {name: self._roles[name] for name in node.needs_roles}
             if node.declared.refills:
                 extra["more"] = lambda: self._refill(node, context, more)
-            output = node.func(context, GuardedBatch.of(batch, node), **extra, **node.config)  # type: ignore[operator]
+
+            def call() -> Batch:
+                return node.func(context, GuardedBatch.of(batch, node), **extra, **node.config)  # type: ignore[operator]
+
+            output = call_again(node, context, call) if node.retry else call()
             state.check(f"node {node.id!r} ({node.func_name})")
             return settle(node, batch, output, before)
         except Exception as error:

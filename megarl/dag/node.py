@@ -30,6 +30,7 @@ class Node:
     deps: tuple[str, ...] = ()  # ids of nodes that must run before this one, in addition to those that fields imply
     config: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of `func`
     contract: Contract | None = None  # the node's reads and writes; None: as declared by the callable's `@stage`
+    retry: int = 0  # how often a step calls `func` again after an error of its contract's `retries_on`
     needs_roles: tuple[str, ...] = ()  # names of the roles that the function of a resolved node needs
     may_take: tuple[str, ...] = ()  # names of the roles that the function takes if the run has them
 
@@ -54,6 +55,8 @@ class Node:
             )
         if contract.kind is Kind.MODEL_TRAIN:
             _check_trains(contract.role, (*needed, *possible), where)
+        if self.retry:
+            _check_retry(self.retry, contract, where)
         contract = _settled(contract, settings, where)
         return dataclasses.replace(self, func=func, contract=contract, needs_roles=needed, may_take=possible)
 
@@ -147,7 +150,7 @@ def _roles(func: Callable[..., Any], given: Mapping[str, Any], where: str) -> tu
             allowed=ROLES,
             fix=f"did you mean {near[0]!r}?"
             if near
-            else f"add it with p.add(stage, config={{{unknown!r}: ...}}), or give it a default",
+            else f"give the node the config {{{unknown!r}: ...}}, or the argument a default",
         )
     return needed, tuple(a.name for a in named if a.name in ROLES and a.default is not a.empty)
 
@@ -170,6 +173,29 @@ def _check_trains(role: Role, named: tuple[str, ...], where: str) -> None:
         allowed=_TRAINED,
         fix=fix,
     )
+
+
+def _check_retry(retry: int, contract: Contract, where: str) -> None:
+    """Check that the stage of a node that is called again declares after which errors, and works on one rank alone."""
+    if retry < 0 or not contract.retries_on:
+        raise UserError(
+            "the node has a retry, but its stage lists no error after which it may be called again"
+            if retry > 0
+            else "a retry counts calls, so it cannot be negative",
+            where=where,
+            found=f"retry: {retry}",
+            allowed="a stage with @stage(..., retries_on=[ConnectionError, ...]), and an integer >= 0",
+            fix="declare the errors, or remove retry",
+        )
+    if contract.kind is not Kind.COMPUTE or contract.refills or contract.consumes:
+        raise UserError(
+            "this stage cannot be called again by one rank alone: it works with a model, takes further prompts, or "
+            "consumes fields",
+            where=where,
+            found=f"kind {contract.kind.name}, consumes {', '.join(contract.consumes) or 'nothing'}",
+            allowed="a stage of kind COMPUTE that consumes nothing and has no `refills`",
+            fix="remove retry, or put what may fail into a stage of its own",
+        )
 
 
 def _check_call(func: Callable[..., Any], config: Mapping[str, Any], where: str) -> None:

@@ -39,6 +39,7 @@ class Pipeline:
         deps: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
         contract: Contract | None = None,
+        retry: int = 0,
     ) -> Pipeline:
         """Append a node, and return the pipeline.
 
@@ -48,6 +49,7 @@ class Pipeline:
             deps: ids of nodes that must run before this node, in addition to the nodes whose fields it reads.
             config: further keyword arguments of the stage.
             contract: the stage's reads and writes; None: those that its `@stage` declares.
+            retry: how often a step calls the stage again after an error that its `@stage` lists in `retries_on`.
         """
         where = f"pipeline {self.id!r}"
         if id is None:
@@ -66,7 +68,7 @@ class Pipeline:
             raise UserError(
                 "deps must be a list of node ids", where=f"{where}, node {id!r}", found=deps, fix=f"write [{deps!r}]"
             )
-        self._nodes[id] = Node(id, func, tuple(dict.fromkeys(deps)), dict(config or {}), contract)
+        self._nodes[id] = Node(id, func, tuple(dict.fromkeys(deps)), dict(config or {}), contract, retry=retry)
         return self
 
     def build(self, entry: Iterable[str] = LOADER_FIELDS) -> TaskGraph:

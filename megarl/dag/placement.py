@@ -306,7 +306,10 @@ def _handovers(graph: TaskGraph, nodes: dict[str, str], config: RunConfig) -> It
         # With as_ready, groups are dropped before a node that would request more samples.
         if not (node.declared.refills and not config.async_.in_order):
             _check_together(node, None if inputs.samples is None else graph[inputs.samples], graph, nodes)
+        apart = inputs.samples is not None and nodes[inputs.samples] != nodes[id]
         for name, writer in inputs.sources.items():
+            if node.declared.resamples and not node.declared.refills and apart and name not in node.declared.uses:
+                continue  # `_check_together` has made sure that no later node reads it
             if nodes[writer] != nodes[id]:
                 readers[writer].setdefault(name, set()).add(nodes[id])
                 _check_handle(node, name, graph[writer], nodes)
@@ -336,8 +339,9 @@ def _check_together(node: Node, samples: Node | None, graph: TaskGraph, nodes: d
         why = f"requests more samples from {before.id!r} until a step has enough"
     elif samples is None:
         before, why = first, "reads prompts, before samples are generated"
-    elif node.declared.resamples:
-        before, why = samples, f"changes the samples of {samples.id!r}"
+    elif node.declared.resamples and (lost := _lost(node, graph)):
+        before, why = samples, f"changes the samples of {samples.id!r}, and only declares a part of the fields that "
+        why += f"later nodes read ({', '.join(lost)} are missing)"
     else:
         return
     if nodes[node.id] != nodes[before.id]:
@@ -347,6 +351,17 @@ def _check_together(node: Node, samples: Node | None, graph: TaskGraph, nodes: d
             found=f"{before.id} in {nodes[before.id]}, {node.id} in {nodes[node.id]}",
             fix=_one_team(before, node),
         )
+
+
+def _lost(node: Node, graph: TaskGraph) -> list[str]:
+    """Return the fields that nodes after `node`, which resamples, use and that it neither uses nor writes.
+
+    If the samples come from another team, its team does not get these fields.
+    """
+    order = graph.order()
+    later = [graph.inputs(id).sources for id in order[order.index(node.id) + 1 :]]
+    used = dict.fromkeys(name for sources in later for name, writer in sources.items() if writer == node.id)
+    return [name for name in used if name not in {*node.declared.uses, *node.declared.changes}]
 
 
 def _one_team(*nodes: Node) -> str:

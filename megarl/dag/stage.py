@@ -65,6 +65,7 @@ class Contract:
     role: Role = Role.DEFAULT
     resamples: bool = False
     refills: bool = False
+    retries_on: tuple[type[Exception], ...] = ()
     needs: FromConfig | None = None
     gives: FromConfig | None = None
 
@@ -90,6 +91,7 @@ def stage(
     role: Role = Role.DEFAULT,
     resamples: bool = False,
     refills: bool = False,
+    retries_on: Sequence[type[Exception]] = (),
     needs: FromConfig | None = None,
     gives: FromConfig | None = None,
 ) -> Callable[[F], F]:
@@ -108,6 +110,8 @@ def stage(
         role: role to which it belongs.
         resamples: it may return different samples; all their fields are kept, whether it reads them or not.
         refills: it also gets `more`: `more()` returns the next prompts, processed by all stages before it.
+        retries_on: errors after which a node with `retry` calls it again, such as those of a busy service. Other ranks
+            do not call it again, so it must not communicate with them.
         needs: `needs(config)` returns further fields that it needs under these settings.
         gives: `gives(config)` returns further fields that it writes under these settings.
 
@@ -120,7 +124,7 @@ def stage(
         ValueError: a stage of megarl declares a field that `megarl.data.fields` does not list.
     """
     always, sometimes = (tuple(reads), tuple(writes)), (tuple(optional), tuple(may_write), tuple(consumes))
-    contract = Contract(*always, *sometimes, kind, role, resamples, refills, needs, gives)
+    contract = Contract(*always, *sometimes, kind, role, resamples, refills, tuple(retries_on), needs, gives)
 
     def declare(func: F) -> F:
         unknown = [name for name in (*contract.uses, *contract.changes) if known(name) is None]

@@ -85,6 +85,10 @@ class Metrics:
             bag._add(name, kind, value, count)
         return bag
 
+    def go_back_to(self, data: dict[str, list]) -> None:
+        """Set the metrics to those whose `to_json` is `data`."""
+        self._items = Metrics.from_json(data)._items
+
     def __contains__(self, name: str) -> bool:
         return name in self._items
 

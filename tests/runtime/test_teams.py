@@ -159,6 +159,7 @@ RECIPES = {
     "ppo": PPO,
     "dapo": (*harness.DAPO, "trainer.steps=3", "algorithm.kl={use: loss, coef: 0.01}"),
     "distill": ("sft.steps=0", "trainer.steps=3", "algorithm.distillation.coef=0.5"),
+    "replay": ("sft.steps=0", "trainer.steps=4", "data.replay={share: 0.5}", "rollout_correction.preset=ppo_is_bypass"),
 }
 A_R, A, C, F, R, T = ["actor", "rollout"], ["actor"], ["critic"], ["reference"], ["rollout"], ["teacher"]
 #: Recipe, whether it is the same bit for bit, teams with their workers, further settings.
@@ -196,6 +197,9 @@ LAYOUTS: list[tuple[str, bool, list[tuple[list[str], int]], tuple[str, ...]]] = 
     ),
     ("dapo", True, [(A_R, 1), (F, 1)], ()),
     ("dapo", False, [(A_R, 1), (F, 2)], ("reference.parallel={tp: 2}",)),
+    ("replay", True, [(A_R, 1), (F, 1)], ()),
+    ("replay", True, [([*A, *F], 1), (R, 1)], ()),
+    ("replay", False, [(A, 2), (F, 1), (R, 1)], ("actor.parallel={}", "reference.parallel={}")),
     ("distill", True, [(A_R, 1), (F, 1), (T, 1)], ()),
     ("distill", False, [(A_R, 1), ([*F, *T], 2)], ("reference.parallel={tp: 2}", "teacher.parallel={tp: 2}")),
 ]

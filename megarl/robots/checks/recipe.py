@@ -148,7 +148,7 @@ def _check_surroundings(config: RunConfig, placement: Placement | None, checks: 
             problem = f"a recipe with the section `robot` cannot have this: {why}"
             checks.fail(key, problem, found=value, allowed=allowed, fix=f"set {key}={str(allowed).partition(',')[0]}")
 
-    rollout, pipeline = config.rollout, config.algorithm.pipeline
+    rollout, pipeline = config.rollout, config.algorithm.pipeline_name
     refuse(pipeline in ("grpo", "ppo", "dapo"), "algorithm.pipeline", pipeline, "srpo", "it scores texts, not episodes")
     refuse(rollout.servers is not None, KEY, rollout.engine, DEFAULT, "servers generate only text")
     why = "a robot's policy acts with the trainer's own weights"

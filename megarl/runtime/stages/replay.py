@@ -15,7 +15,20 @@ if TYPE_CHECKING:
 
 
 @stage(
-    reads=["uid", "score", "advantages", "response_mask", "rollout_logp", "old_logp", *VERSION_FIELDS],
+    reads=[
+        *(
+            "uid",
+            "sample_id",
+            "score",
+            "advantages",
+            "prompt_ids",
+            "response_ids",
+            "response_mask",
+            "rollout_logp",
+            "old_logp",
+        ),
+        *VERSION_FIELDS,
+    ],
     needs=update_fields,
     optional=[ORDINAL],
     writes=[ORDINAL],

@@ -1,0 +1,136 @@
+"""The task graph of a recipe that lists its nodes.
+
+algorithm:
+  pipeline:
+    - rollout
+    - scoring                                # a block: all nodes that the recipe's settings need for it
+    - {stage: my_stages.py:token_price, config: {price: 0.01}, retry: 3}
+    - advantage
+    - actor_train
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, NonNegativeInt, ValidationError
+
+from megarl.config.base import ConfigErrors, Section
+from megarl.config.fields import wrong_value
+from megarl.dag.pipeline import Pipeline
+from megarl.recipes import grpo
+from megarl.runtime.stages import (
+    advantage,
+    correction,
+    critic,
+    logprob,
+    resampling,
+    reward,
+    rollout,
+    sampling,
+    shaping,
+    turns,
+    update,
+)
+from megarl.system.errors import ConfigError, UserError, close_matches
+from megarl.system.imports import import_callable, is_file_reference, is_module_reference
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
+    from megarl.dag.graph import TaskGraph
+
+KEY = "algorithm.pipeline"
+_STAGES = (
+    *(rollout.rollout, rollout.greedy_rollout, reward.reward_submit, reward.reward, reward.rule_rewards),
+    *(reward.model_score, reward.total_reward, logprob.old_logp, logprob.ref_logp, logprob.sum_pi_squared),
+    *(logprob.teacher_logp, correction.rollout_correction, correction.rollout_gap, correction.rollout_as_old),
+    *(shaping.overlong, shaping.filter_samples, sampling.dynamic_sampling, advantage.kl_in_reward, turns.turn_keys),
+    *(critic.value, critic.critic_train, advantage.advantage, resampling.resample, update.actor_train),
+)
+#: Stages of the built-in pipelines, by the names that a list may have.
+STAGES: dict[str, Callable[..., Any]] = {stage.__name__: stage for stage in _STAGES}
+#: Blocks of nodes that depend on the recipe's settings, by the names that a list may have.
+BLOCKS: dict[str, Callable[[Pipeline, RunConfig], None]] = {
+    "scoring": grpo.add_scoring,
+    "logprobs": grpo.add_logprobs,
+    "rewards": grpo.add_reward,
+    "filter": grpo.add_filter,
+    "advantages": grpo.add_advantage,
+}
+
+
+class ListedNode(Section):
+    """An entry of `algorithm.pipeline`."""
+
+    stage: str = Field(description="a stage of the built-in pipelines, a block, file.py:fn or pkg.mod:fn")
+    id: str | None = Field(None, description="name of the node; null: the stage's name")
+    after: list[str] = Field([], description="nodes that run before it, besides those whose fields it reads")
+    config: dict[str, Any] = Field({}, description="further arguments of the stage")
+    retry: NonNegativeInt = Field(0, le=100, description="how often a step calls it again after a passing error")
+
+
+def build_graph(config: RunConfig) -> TaskGraph:
+    """Return the task graph whose nodes `algorithm.pipeline` lists, in this order.
+
+    Raises:
+        UserError: an entry is wrong; the message has its number.
+    """
+    p = Pipeline("listed", "the nodes that the recipe lists", config)
+    for number, entry in enumerate(config.algorithm.pipeline):
+        where = f"{KEY}[{number}]"
+        node = _read({"stage": entry} if isinstance(entry, str) else entry, where)
+        if node.stage in BLOCKS:
+            _refuse_settings(node, where)
+            BLOCKS[node.stage](p, config)
+        else:
+            stage = STAGES.get(node.stage) or _users_stage(node.stage, where)
+            p.add(stage, node.id, deps=node.after, config=node.config, retry=node.retry)
+    return p.build()
+
+
+def _read(entry: Any, where: str) -> ListedNode:
+    """Return the validated entry at the place `where`."""
+    problems = []
+    fields = ListedNode.model_fields
+    for key in [key for key in entry if key not in fields]:
+        near = close_matches(key, fields)
+        fix = f"did you mean {near[0]}?" if near else "remove it; arguments of the stage belong under config"
+        problems.append(ConfigError(f"unknown key {key}", where=where, allowed=list(fields), fix=fix))
+    try:
+        node = ListedNode.model_validate({key: entry[key] for key in entry if key in fields}, strict=True)
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            key = str(detail["loc"][0])
+            if detail["type"] == "missing":
+                problems.append(ConfigError(f"{key} is missing", where=where, fix="name the stage of the node"))
+            else:
+                problems.append(wrong_value(detail, key, fields[key], entry[key], where=where))
+    if problems:
+        raise problems[0] if len(problems) == 1 else ConfigErrors(problems)
+    return node
+
+
+def _users_stage(name: str, where: str) -> Callable[..., Any]:
+    if is_file_reference(name) or is_module_reference(name):
+        return import_callable(name, where=where)
+    known = [*STAGES, *BLOCKS]
+    near = close_matches(name, known)
+    raise UserError(
+        "unknown stage",
+        where=where,
+        found=name,
+        allowed=[*known, "file.py:fn", "pkg.mod:fn"],
+        fix=f"did you mean {near[0]}?" if near else "name one of these, or write file.py:fn",
+    )
+
+
+def _refuse_settings(node: ListedNode, where: str) -> None:
+    given = sorted(node.model_fields_set - {"stage"})
+    if given:
+        raise ConfigError(
+            f"{node.stage} is a block of several nodes, so it has no settings of its own",
+            where=where,
+            found=", ".join(given),
+            fix="list the block's stages one by one, with their settings",
+        )
