@@ -34,7 +34,7 @@ from megarl.runtime.stages import (
     update,
 )
 from megarl.system.errors import ConfigError, UserError, close_matches
-from megarl.system.imports import import_callable, is_file_reference, is_module_reference
+from megarl.system.imports import is_file_reference, is_module_reference
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -65,7 +65,7 @@ class ListedNode(Section):
 
     stage: str = Field(description="a stage of the built-in pipelines, a block, file.py:fn or pkg.mod:fn")
     id: str | None = Field(None, description="name of the node; null: the stage's name")
-    after: list[str] = Field([], description="nodes that run before it, besides those whose fields it reads")
+    after: list[str] = Field([], description="nodes that run before it, in addition to those whose fields it reads")
     config: dict[str, Any] = Field({}, description="further arguments of the stage")
     retry: NonNegativeInt = Field(0, le=100, description="how often a step calls it again after a passing error")
 
@@ -84,8 +84,7 @@ def build_graph(config: RunConfig) -> TaskGraph:
             _refuse_settings(node, where)
             BLOCKS[node.stage](p, config)
         else:
-            stage = STAGES.get(node.stage) or _users_stage(node.stage, where)
-            p.add(stage, node.id, deps=node.after, config=node.config, retry=node.retry)
+            p.add(_stage(node.stage, where), node.id, deps=node.after, config=node.config, retry=node.retry)
     return p.build()
 
 
@@ -111,9 +110,10 @@ def _read(entry: Any, where: str) -> ListedNode:
     return node
 
 
-def _users_stage(name: str, where: str) -> Callable[..., Any]:
-    if is_file_reference(name) or is_module_reference(name):
-        return import_callable(name, where=where)
+def _stage(name: str, where: str) -> Callable[..., Any] | str:
+    """Return the stage of this name, or the reference to the user's own stage."""
+    if name in STAGES or is_file_reference(name) or is_module_reference(name):
+        return STAGES.get(name, name)
     known = [*STAGES, *BLOCKS]
     near = close_matches(name, known)
     raise UserError(

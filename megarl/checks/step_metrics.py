@@ -52,6 +52,7 @@ _FORMS = (
         "curriculum/*",
         "experts/*",
         "replay/*",
+        "retries/*",
         "env/*",
         "filter/*/kept",
         "perf/bottleneck/*",

@@ -176,7 +176,7 @@ def _check_trains(role: Role, named: tuple[str, ...], where: str) -> None:
 
 
 def _check_retry(retry: int, contract: Contract, where: str) -> None:
-    """Check that the stage of a node that is called again declares after which errors, and works on one rank alone."""
+    """Check that a stage which is called again declares after which errors, and communicates with no other rank."""
     if retry < 0 or not contract.retries_on:
         raise UserError(
             "the node has a retry, but its stage lists no error after which it may be called again"
@@ -189,8 +189,8 @@ def _check_retry(retry: int, contract: Contract, where: str) -> None:
         )
     if contract.kind is not Kind.COMPUTE or contract.refills or contract.consumes:
         raise UserError(
-            "this stage cannot be called again by one rank alone: it works with a model, takes further prompts, or "
-            "consumes fields",
+            "one rank cannot call this stage again while the others wait: it works with a model, takes further "
+            "prompts, or consumes fields",
             where=where,
             found=f"kind {contract.kind.name}, consumes {', '.join(contract.consumes) or 'nothing'}",
             allowed="a stage of kind COMPUTE that consumes nothing and has no `refills`",

@@ -358,10 +358,13 @@ def _lost(node: Node, graph: TaskGraph) -> list[str]:
 
     If the samples come from another team, its team does not get these fields.
     """
+    lost: dict[str, None] = {}
+    declared = {*node.declared.uses, *node.declared.changes}
     order = graph.order()
-    later = [graph.inputs(id).sources for id in order[order.index(node.id) + 1 :]]
-    used = dict.fromkeys(name for sources in later for name, writer in sources.items() if writer == node.id)
-    return [name for name in used if name not in {*node.declared.uses, *node.declared.changes}]
+    for id in order[order.index(node.id) + 1 :]:
+        sources = graph.inputs(id).sources
+        lost |= {name: None for name, writer in sources.items() if writer == node.id and name not in declared}
+    return list(lost)
 
 
 def _one_team(*nodes: Node) -> str:

@@ -32,8 +32,8 @@ def call_again(node: Node, context: Any, call: Callable[[], T]) -> T:
             output = call()
         except node.declared.retries_on as error:
             pause = min(2.0**failed, _LONGEST_PAUSE)
-            what = f"attempt {failed + 1} of {node.retry + 1} failed: {type(error).__name__}: {error}"
-            print(f"node {node.id!r}: {what}; the next one begins in {pause:g} s", flush=True)
+            failure = f"attempt {failed + 1} of {node.retry + 1} failed: {type(error).__name__}: {error}"
+            print(f"node {node.id!r}: {failure}; the next one begins in {pause:g} s", flush=True)
             time.sleep(pause)
             context.metrics.go_back_to(metrics)
             random.setstate(states[0])

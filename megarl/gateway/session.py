@@ -181,24 +181,26 @@ class ChatSession:
             key: names the request.
             again: whether the client says that it sends the request again.
         """
-        kept = self._kept.get(key) if again else None
-        if kept is None or (kept.task.done() and (kept.task.cancelled() or kept.task.exception() is not None)):
+        request = self._kept.get(key) if again else None
+        if request is None or (
+            request.task.done() and (request.task.cancelled() or request.task.exception() is not None)
+        ):
             task = asyncio.ensure_future(answer())
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its client may have gone
-            kept = _Answering(task)
+            request = _Answering(task)
             self._kept.pop(key, None)
-            self._kept[key] = kept
+            self._kept[key] = request
             for old in list(self._kept)[:-_MOST_KEPT]:
                 del self._kept[old]
         else:
             self._count("retries")
-        kept.waiting += 1
+        request.waiting += 1
         try:
-            return await asyncio.shield(kept.task)
+            return await asyncio.shield(request.task)
         finally:
-            kept.waiting -= 1
-            if not kept.task.done():
-                asyncio.get_running_loop().call_later(_ABANDONED_S, kept.abandon)
+            request.waiting -= 1
+            if not request.task.done():
+                asyncio.get_running_loop().call_later(_ABANDONED_S, request.abandon)
 
     def count(self, request: ChatRequest) -> int:
         """Return the number of tokens of a request's prompt."""

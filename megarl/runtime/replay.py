@@ -58,7 +58,8 @@ class ReplayStore:
         self._drop_unlike(c, fresh)
         self.groups = [group for group in self.groups if group[0].version >= oldest]
         self._store(c, fresh, places, numbers)
-        everywhere = self._everywhere(c)
+        shares = c.layout.dp_group.all_gather_json([list(entry) for entry, _ in self.groups])
+        everywhere = sorted(StoredGroup(*values) for share in shares for values in share)
         drawn = self._drawn(c, [entry for entry in everywhere if entry.step < c.step])
         order = {entry: c.config.data.batch_size + place for place, entry in enumerate(drawn)}
         replayed = [
@@ -88,11 +89,6 @@ class ReplayStore:
                 groups.append((entry, rest.select([place for place, other in enumerate(entries) if other == entry])))
         self.groups = sorted(groups, key=lambda group: group[0])[part::count]
 
-    def _everywhere(self, c: StepContext) -> list[StoredGroup]:
-        """Return the entries of all replicas' groups, oldest first."""
-        shares = c.layout.dp_group.all_gather_json([list(entry) for entry, _ in self.groups])
-        return sorted(StoredGroup(*values) for share in shares for values in share)
-
     def _drawn(self, c: StepContext, entries: Sequence[StoredGroup]) -> list[StoredGroup]:
         """Return the entries that the step trains on again, drawn without replacement by priority."""
         settings = self.settings
@@ -111,8 +107,8 @@ class ReplayStore:
         unlike = [batch for _, batch in self.groups if {*batch.names()} != present]
         if unlike and c.layout.is_lead:
             differ = ", ".join(sorted({*unlike[0].names()} ^ present))
-            what = f"{count(len(unlike), 'stored group')} of a run with other settings dropped"
-            print(f"replay: {what}; fields that only they or only new samples have: {differ}", flush=True)
+            dropped = f"{count(len(unlike), 'stored group')} of a run with other settings dropped"
+            print(f"replay: {dropped}; fields that only they or only new samples have: {differ}", flush=True)
         self.groups = [group for group in self.groups if {*group[1].names()} == present]
 
     def _store(self, c: StepContext, fresh: Batch, places: Sequence[Sequence[int]], numbers: Sequence[int]) -> None:

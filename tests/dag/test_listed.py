@@ -58,7 +58,7 @@ def test_a_node_has_its_settings(tmp_path):
         ("[rollout, scoring, {stage: advantage, retry: 1}]", ("node 'advantage': the node has a retry", "retries_on")),
         ("[rollout, scoring, {stage: FILE:price}]", ("takes 'price'", "give the node the config {'price': ...}")),
         ("[rollout, scoring, {stage: FILE:one, retry: 1}]", ("node 'one': the node has a retry",)),
-        ("[rollout, FILE:nothing]", ("algorithm.pipeline[1]", "has no 'nothing'")),
+        ("[rollout, FILE:nothing]", ("node 'nothing'", "has no 'nothing'")),
         ("[rollout, advantage]", ("pipeline 'listed': node 'advantage' reads 'token_rewards'",)),
         ("[]", ("pipeline 'listed': the pipeline has no nodes",)),
     ],

@@ -105,9 +105,9 @@ def remove_old(folder: Path, version: int) -> None:
     remove_partial(folder)
     complete = sorted(folder.glob("v????????"))
     older = [path for path in complete if path.name < _name(version)]
-    kept = {folder / _name(version), *older[-_KEPT:]}
+    complete = {folder / _name(version), *older[-_KEPT:]}
     for path in complete:
-        if path not in kept:
+        if path not in complete:
             shutil.rmtree(path, ignore_errors=True)
 
 
