@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
-
 from megarl.dag.node import Node
+from megarl.system.device import RandomStates
 
 T = TypeVar("T")
 _LONGEST_PAUSE = 30.0  # seconds
@@ -26,7 +23,7 @@ def call_again(node: Node, context: Any, call: Callable[[], T]) -> T:
         Exception: the error of the last attempt, or any other error at once.
     """
     metrics = context.metrics.to_json()
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    states = RandomStates.now()
     for failed in range(node.retry):
         try:
             output = call()
@@ -36,9 +33,7 @@ def call_again(node: Node, context: Any, call: Callable[[], T]) -> T:
             print(f"node {node.id!r}: {failure}; the next one begins in {pause:g} s", flush=True)
             time.sleep(pause)
             context.metrics.go_back_to(metrics)
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            torch.set_rng_state(states[2])
+            states.restore()
         else:
             context.metrics.sum(f"retries/{node.id}", failed)
             return output

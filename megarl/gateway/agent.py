@@ -279,7 +279,8 @@ class Agent(Environment):
     async def step(self, action: Action) -> Any:
         """Give the turn to the program and return the prompt of its next call, or the end."""
         turn = self._turn
-        assert turn is not None, "the policy has answered it"
+        if turn is None:
+            raise RuntimeError("the program waits for no turn")
         self._session.reply(turn, action)
         if action.finish_reason == "abort" and not self.drops_turn:
             self._session.close("its time is up")

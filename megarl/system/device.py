@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
+import numpy as np
 import torch
 
 from megarl.system.errors import ConfigError, UserError
@@ -123,6 +126,26 @@ class ProcessState:
             allowed=", ".join(f"{_SET_BY[name]}({getattr(self, name)})" for name in names),
             fix="remove the call, or undo it before the function returns",
         )
+
+
+@dataclass(frozen=True)
+class RandomStates:
+    """The states of the random generators of Python, NumPy and torch (on the CPU) in this process."""
+
+    python: Any
+    numpy: Any
+    of_torch: torch.Tensor
+
+    @classmethod
+    def now(cls) -> RandomStates:
+        """Return the states now."""
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state())
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.of_torch)
 
 
 _SET_BY = {
