@@ -328,6 +328,13 @@ def test_a_few_steps(name: str, folder: Path, teacher: Path, tmp_path: Path) -> 
     if name.startswith("KL and filter"):
         assert 0 < lines[-1]["filter/kept"] <= 1
         assert 0 < lines[-1]["actor/kl_loss"] <= 0.5
+    check_sources(name, lines)
+    if name == "filters":
+        assert 0 <= lines[0]["filter/kept"] < 1
+
+
+def check_sources(name: str, lines: list[dict[str, Any]]) -> None:
+    """Metrics of experts and of replayed samples."""
     if name in ("loss luffy", "HPT", "experts with log-probs"):
         assert all(line["experts/samples"] > 0 and line["experts/score/mean"] > 1 for line in lines)
         assert all(0 < line["experts/token_share"] < 1 <= line["experts/response_length/mean"] for line in lines)
@@ -346,8 +353,6 @@ def test_a_few_steps(name: str, folder: Path, teacher: Path, tmp_path: Path) -> 
     if name == "HPT":
         assert all(line["experts/sft_groups"] > 0 for line in lines)
         assert lines[0]["actor/expert_loss"] == pytest.approx(math.log(20), rel=0.1)
-    if name == "filters":
-        assert 0 <= lines[0]["filter/kept"] < 1
 
 
 @pytest.mark.procs
