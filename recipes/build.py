@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
+from megarl.dag.stage import role_named
 from megarl.recipes import dapo, grpo, listed, ppo, preference, srpo
+from megarl.runtime.policies import by_model
 from megarl.system.errors import ConfigError, UserError
 from megarl.system.imports import import_callable
 
@@ -26,9 +28,8 @@ PIPELINES: dict[str, Callable[[RunConfig], TaskGraph]] = {
 def build_task_graph(config: RunConfig) -> TaskGraph:
     """Return the checked task graph of `algorithm.pipeline`. Raise UserError if the pipeline is unknown or invalid."""
     name = config.algorithm.pipeline
-    if not isinstance(name, str):
-        return _sound_graph(listed.build_graph, config)
-    return _sound_graph(PIPELINES.get(name) or _users_function(name), config)
+    build = (PIPELINES.get(name) or _users_function(name)) if isinstance(name, str) else listed.build_graph
+    return by_model(_sound_graph(build, config), config)
 
 
 def _users_function(name: str) -> Callable[[RunConfig], object]:
@@ -68,8 +69,23 @@ def _sound_graph(function: Callable[[RunConfig], object], config: RunConfig) -> 
             allowed="a TaskGraph, made with Pipeline(...).add(...).build()",
             fix="end the function with `return pipeline.build()`",
         )
+    _check_models(graph, config)
     _check_correction_node(graph, config)
     return graph
+
+
+def _check_models(graph: TaskGraph, config: RunConfig) -> None:
+    """Reject a pipeline whose stages take a further model that the recipe does not have."""
+    for node in graph:
+        for role in (node.role, *map(role_named, node.needs_roles)):
+            if role.is_further and role.value not in config.models:
+                raise ConfigError(
+                    f"a stage works with the model {role.value!r}, which the recipe does not have",
+                    where=f"models.{role.value}",
+                    found=f"node {node.id}",
+                    allowed=list(config.models) or "models of the section `models`",
+                    fix=f"add models.{role.value}.train=true, or models.{role.value}.path=FOLDER for a frozen one",
+                )
 
 
 def _check_correction_node(graph: TaskGraph, config: RunConfig) -> None:

@@ -20,6 +20,7 @@ from megarl.dag.pipeline import Pipeline
 from megarl.dag.stage import Role, contract_of
 from megarl.runtime.stages import (
     advantage,
+    baseline,
     correction,
     curriculum,
     experts,
@@ -62,6 +63,8 @@ def add_advantage(p: Pipeline, config: RunConfig) -> None:
         p.add(experts.expert_gate)
     if "turn_keys" in needed_fields(config):
         p.add(turns.turn_keys)
+    if "running_baseline" in needed_fields(config):
+        p.add(baseline.running_baseline)
     p.add(advantage.advantage)
     if config.algorithm.resampling.active:
         p.add(resampling.resample)

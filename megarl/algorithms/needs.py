@@ -16,7 +16,7 @@ from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.system.errors import UserError
 
 if TYPE_CHECKING:
-    from megarl.config.algorithm import AlgorithmConfig
+    from megarl.config.algorithm import AdvantageConfig, AlgorithmConfig
 
 #: Arguments of an estimator that every pipeline provides.
 _GIVEN = ("token_rewards", "mask", "offsets", "uid", "all_sum")
@@ -24,7 +24,12 @@ _GIVEN = ("token_rewards", "mask", "offsets", "uid", "all_sum")
 
 def estimator_fields(algorithm: AlgorithmConfig) -> list[str]:
     """Return the fields that the advantage estimator reads beyond rewards; none if the estimator is unknown."""
-    name = algorithm.advantage.name
+    return advantage_fields(algorithm.advantage)
+
+
+def advantage_fields(section: AdvantageConfig) -> list[str]:
+    """Return the fields that the estimator of a section reads beyond rewards; none if the estimator is unknown."""
+    name = section.name
     try:
         settings, required = ADVANTAGES.spec(name).settings, ADVANTAGES.required(name)
     except UserError:

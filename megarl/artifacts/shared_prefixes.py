@@ -25,10 +25,10 @@ def prefix_problem(config: RunConfig, facts: ModelFacts | None, role: str) -> Co
         facts: those of the policy, whose architecture a critic has; None: not known.
         role: `actor` or `critic`.
     """
-    settings = getattr(config, role)
+    settings = config.training_of(role)
     if not settings.engine.share_prefixes:
         return None
-    key = f"{role}.engine.share_prefixes"
+    key = f"{config.section_of(role)}.engine.share_prefixes"
     obstacle = _of_settings(config, role)
     if obstacle is None and facts is not None:
         obstacle = _of_model(facts, config.parallel_of(role))
@@ -41,14 +41,14 @@ def prefix_problem(config: RunConfig, facts: ModelFacts | None, role: str) -> Co
 def shares_prefixes(config: RunConfig, facts: ModelFacts, role: str) -> bool:
     """Return whether the model of a role shares the prefixes of samples. Models that are not trained use the actor's
     setting, and share nothing where they cannot."""
-    settings = config.critic if role == "critic" else config.actor
+    settings = config.training_of(role)
     can = config.task.writes_text and _of_model(facts, config.parallel_of(role)) is None
     return settings.engine.share_prefixes and can
 
 
 def _of_settings(config: RunConfig, role: str) -> _Obstacle | None:
-    settings, lora = getattr(config, role), config.model.lora
-    engine = settings.engine
+    settings, lora = config.training_of(role), config.model.lora
+    engine, section = settings.engine, config.section_of(role)
     if not config.task.writes_text:
         return _Obstacle(
             "prefixes are shared by samples of text only", "a task without text", "a task that writes text"
@@ -58,7 +58,7 @@ def _of_settings(config: RunConfig, role: str) -> _Obstacle | None:
         return _Obstacle(problem, f"model.lora.dropout={lora.dropout:g}", "model.lora.dropout=0")
     if engine.layers == "te" or engine.fp8 != "none":
         problem = "Transformer Engine's attention cannot share prefixes"
-        value = f"{role}.engine.layers=te" if engine.fp8 == "none" else f"{role}.engine.fp8={engine.fp8}"
+        value = f"{section}.engine.layers=te" if engine.fp8 == "none" else f"{section}.engine.fp8={engine.fp8}"
         return _Obstacle(problem, value, "layers auto or local, without fp8")
     if role == "actor" and config.actor.mtp is not None:
         problem = "a draft head predicts the token after the next one, and a shared prefix has several next tokens"

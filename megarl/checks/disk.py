@@ -25,6 +25,7 @@ def check_disk(
     while not folder.is_dir():
         folder = folder.parent
     trained = [policy] if Role.CRITIC not in (roles or ()) else [policy, sizes.get(Role.CRITIC) or policy]
+    trained += [sizes.get(Role(name)) or policy for name, further in config.models.items() if further.train]
     checkpoint = sum(checkpoint_bytes(facts, config.model.dtype, config.model.lora) for facts in trained)
     steps = config.sft.steps if job == "sft" else trainer.steps
     written = -(-steps // trainer.save_every) if trainer.save_every else 1

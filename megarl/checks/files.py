@@ -403,8 +403,8 @@ def _check_parts(config: RunConfig, names: set[str] | None, checks: Checklist) -
 def check_other_models(
     config: RunConfig, roles: Roles, facts: ModelFacts | None, checks: Checklist
 ) -> dict[Role, ModelFacts | None]:
-    """Check the files of reference, critic, teacher and reward model if they are on this machine. `facts` are the
-    policy's sizes.
+    """Check the files of reference, critic, teacher, reward model and further models if they are on this machine.
+    `facts` are the policy's sizes.
 
     Returns:
         The sizes of each role's model (of the largest teacher, if there are several); None if they are unknown here.
@@ -416,6 +416,7 @@ def check_other_models(
         (Role.CRITIC, "critic.path", config.critic.path),
         *((Role.TEACHER, key, path) for key, path in teachers.items()),
         (Role.REWARD_MODEL, "reward_model.path", config.reward_model.path),
+        *((Role(name), f"models.{name}.path", further.path) for name, further in config.models.items()),
     ):
         largest = sizes.get(work)
         sizes[work] = facts if path is None else largest
@@ -432,7 +433,7 @@ def check_other_models(
             checks.of(role).skip(f"{path} is not a folder here and is not in the local hub cache: taken as a hub name")
             continue
         sizes[work] = max(filter(None, (largest, model)), key=lambda one: one.parameters)
-        if role == "critic":
+        if role == "critic" or (role in config.models and config.models[role].train):
             check_only_in_training(model, checks)
         if work is Role.REWARD_MODEL:
             fits = _is_reward_model(key, model, facts if config.reward_model.form == "tokens" else None, checks)

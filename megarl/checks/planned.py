@@ -27,7 +27,7 @@ def refuse_plan(config: RunConfig, graph: TaskGraph) -> None:
     checks, sizes = Checklist(), model_sizes(config, graph)
     facts = known_sizes(sizes, Role.ACTOR)
     checks.of("actor").from_error(draft_problem(config, facts))
-    for role in ("actor", "critic"):
+    for role in ("actor", "critic", *config.models):
         checks.of(role).from_error(prefix_problem(config, facts, role))
     check_cluster(config, checks, None)
     placement = check_placement(config, graph, "train", None, checks)
@@ -58,7 +58,7 @@ def refuse_simulated(config: RunConfig, graph: TaskGraph) -> None:
     checks, sizes, placement = Checklist(), model_sizes(config, graph), place(graph, config)
     facts = known_sizes(sizes, Role.ACTOR)
     checks.of("actor").from_error(draft_problem(config, facts))
-    for role in ("actor", "critic"):
+    for role in ("actor", "critic", *config.models):
         checks.of(role).from_error(prefix_problem(config, facts, role))
     check_cluster(config, checks, None)
     check_layouts(config, placement, sizes, checks)

@@ -35,8 +35,10 @@ from megarl.checks.kept_tokens import check_kept_tokens
 from megarl.checks.layout import check_cluster, check_layouts
 from megarl.checks.lora import check_lora
 from megarl.checks.machine import check_machine
+from megarl.checks.models import check_models
 from megarl.checks.mtp import check_mtp
 from megarl.checks.placement import check_placement, extra_models
+from megarl.checks.policies import check_policies
 from megarl.checks.replay import check_replay
 from megarl.checks.reward_model import check_reward_model
 from megarl.checks.routes import check_routes
@@ -133,7 +135,7 @@ def check_config(
     if job != "sft":
         family_of(config).check(config, placement, facts, checks, launcher, here=here)
     check_job(config, job, checks)
-    _check_parts(config, facts, placement, checks)
+    _check_parts(config, job, facts, placement, checks)
     check_tasks(config, placement, checks, starts=starts and launcher != "ray")
     _check_texts(config, facts, job, roles, checks)
     if machine is not None and launcher != "ray" and (starts or config.cluster.device_memory_gb is None):
@@ -150,9 +152,10 @@ def check_config(
 def _check_training(
     config: RunConfig, built: TaskGraph | UserError | None, placement: Placement | None, checks: Checklist
 ) -> None:
-    """Check the task graph, how prompts are drawn, and samples that are not generated in the step."""
+    """Check the task graph, further models, how prompts are drawn, and samples that are not generated in the step."""
     graph = built if isinstance(built, TaskGraph) else None
     check_graph(config, built, checks)
+    check_models(config, graph, checks.of("models"))
     check_curriculum(config, graph, placement, checks.of("curriculum"))
     check_experts(config, graph, checks.of("experts"))
     check_replay(config, graph, checks.of("replay"))
@@ -172,13 +175,16 @@ def _check_learning(
         check_async(config, placement, facts, checks)
 
 
-def _check_parts(config: RunConfig, facts: ModelFacts | None, placement: Placement | None, checks: Checklist) -> None:
-    """Check adapters, draft head, shared prefixes, replay of routes and of kept tokens, images, and the folders of the
-    checkpoint and of the run.
+def _check_parts(
+    config: RunConfig, job: str, facts: ModelFacts | None, placement: Placement | None, checks: Checklist
+) -> None:
+    """Check several policies, adapters, draft head, shared prefixes, replay of routes and of kept tokens, images, and
+    the folders of the checkpoint and of the run.
     """
+    check_policies(config, job, facts, checks.of("policies"))
     check_lora(config, facts, placement, checks)
     check_mtp(config, facts, checks.of("actor"))
-    for role in ("actor", "critic"):
+    for role in ("actor", "critic", *config.models):
         checks.of(role).from_error(prefix_problem(config, facts, role))
     check_routes(config, facts, checks.of("rollout"))
     check_kept_tokens(config, checks.of("rollout"))

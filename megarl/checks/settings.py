@@ -33,11 +33,12 @@ _FRESH_LR, _TRAINED_LR = 1e-2, 1e-4
 def check_batches(config: RunConfig, placement: Placement | None, checks: Checklist) -> None:
     """Check prompts per step, per mini-batch and per replica."""
     data = config.data
-    minis = {f"{role}.mini_batch_size": getattr(config, role).mini_batch_size for role in ("actor", "critic")}
     whole = divisors(data.batch_size)
-    for key, mini in minis.items():
+    for role in ("actor", "critic", *config.models):
+        settings, key = config.training_of(role), f"{config.section_of(role)}.mini_batch_size"
+        mini = settings.mini_batch_size
         if mini is not None and mini not in whole:
-            team = None if placement is None else placement.of_role(Role(key.partition(".")[0]))
+            team = None if placement is None else placement.of_role(Role(role))
             replicas = team.replicas if team is not None and divides_devices(team) else 1
             fit = [size for size in whole if size % replicas == 0] or whole
             nearest = min((abs(size - mini), size) for size in fit)[1]
@@ -48,7 +49,7 @@ def check_batches(config: RunConfig, placement: Placement | None, checks: Checkl
                 allowed=fit,
                 fix=f"set {key} to {nearest}",
             )
-        if getattr(config, key.partition(".")[0]).shuffle and (mini is None or mini == data.batch_size):
+        if settings.shuffle and (mini is None or mini == data.batch_size):
             checks.of("mini-batches").warn(
                 key.replace("mini_batch_size", "shuffle"),
                 "all prompts of a step are in one mini-batch, so shuffling has no effect",

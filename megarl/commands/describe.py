@@ -16,7 +16,7 @@ from pydantic_core import PydanticUndefined
 from megarl.algorithms.kl import KL
 from megarl.commands.describe_models import model_table
 from megarl.config.base import ComponentSection, Section
-from megarl.config.fields import Key, describe_allowed, entries_of, iter_keys
+from megarl.config.fields import Key, describe_allowed, entries_of, iter_keys, section_of
 from megarl.config.run import RunConfig
 from megarl.recipes.components import COMPONENTS
 
@@ -40,9 +40,8 @@ def reference() -> str:
             elif key.path == "reward":
                 lines += _own_keys(key.path, "reward.kwargs", "name")
         elif (entries := entries_of(key.info)) is not None:
-            inside = [Key(f"{key.path}.NAME.{name}", info, None) for name, info in entries.model_fields.items()]
-            values = {entry.path: entry.info.get_default(call_default_factory=True) for entry in inside}
-            lines += _table(f"`{key.path}.NAME`", _sentence(entries), inside, values, {})
+            shown = {other.section: first[other.path] for other in keys if other.section is not None}
+            lines += _entries(f"{key.path}.NAME", entries, shown)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -57,6 +56,18 @@ def write_reference(file: Path) -> bool:
     if new != old:
         file.write_text(new, encoding="utf-8")
     return new != old
+
+
+def _entries(path: str, section: type[Section], shown: dict[type[Section] | None, str]) -> list[str]:
+    """Return the table of a section with a name that the user chooses, and of its sections that are not `shown`."""
+    inside = [Key(f"{path}.{name}", info, section_of(info)) for name, info in section.model_fields.items()]
+    values = {key.path: key.info.get_default(call_default_factory=True) for key in inside}
+    of_class = {key.path: shown.get(key.section, key.path) for key in inside if key.section is not None}
+    lines = _table(f"`{path}`", _sentence(section), inside, values, of_class)
+    for key in inside:
+        if key.section is not None and key.section not in shown:
+            lines += _entries(key.path, key.section, shown)
+    return lines
 
 
 def default_values() -> dict[str, Any]:
@@ -147,7 +158,7 @@ def _section_row(key: Key, first: str, defaults: dict[str, Any]) -> str:
     others = [path for path in inside if defaults[path] != defaults[first + path[len(key.path) :]]]
     differing = ", ".join(f"`{path.rpartition('.')[2]}` {as_yaml(defaults[path])}" for path in others)
     meaning = f"{key.info.description or ''}" + (f"; default of {differing}" if differing else "")
-    return _cells([f"[`{key.path.rpartition('.')[2]}`](#{first.replace('.', '')})", "section", "", meaning])
+    return _cells([f"[`{key.path.rpartition('.')[2]}`](#{first.replace('.', '').lower()})", "section", "", meaning])
 
 
 def as_yaml(value: Any) -> str:

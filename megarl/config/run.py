@@ -24,7 +24,9 @@ from megarl.config.correction import RolloutCorrectionConfig
 from megarl.config.data import DataConfig, RewardConfig
 from megarl.config.launch import LaunchConfig
 from megarl.config.model import ModelConfig, ParallelConfig
+from megarl.config.models import FreeName, FurtherModelConfig
 from megarl.config.placement import PlacementConfig
+from megarl.config.policies import AgentPolicyConfig
 from megarl.config.rollout import BRANCHING, SINGLE_TURN, AsyncConfig, RolloutConfig, SamplingConfig, ValidationConfig
 from megarl.config.sync import SyncConfig
 from megarl.config.task import Task, task_of
@@ -223,6 +225,15 @@ class RunConfig(Section):
     reward_model: RewardModelConfig = Field(
         default_factory=RewardModelConfig, description="the model that computes the reward `reward_model`"
     )
+    models: dict[FreeName, FurtherModelConfig] = Field(
+        default_factory=dict,
+        description="further models by name, for stages of a pipeline of yours that take them as arguments",
+    )
+    policies: dict[FreeName, AgentPolicyConfig] = Field(
+        default_factory=dict,
+        description="several policies that play an episode together, by the names by which an agent calls them; empty: "
+        "one policy",
+    )
     sft: SFTConfig = Field(default_factory=SFTConfig, description="supervised fine-tuning, by itself or before RL")
     preference: PreferenceConfig | None = Field(
         None,
@@ -347,22 +358,35 @@ class RunConfig(Section):
 
     def parallel_of(self, role: str) -> ParallelConfig:
         """Return the layout of a role that holds a model: the role's own if set, else the actor's."""
-        return getattr(self, role).parallel or self.actor.parallel
+        return self.actor.parallel if role in self.models else getattr(self, role).parallel or self.actor.parallel
 
-    def updates(self, role: ActorConfig | CriticConfig, resting: int = 0) -> int:
+    def training_of(self, role: str) -> TrainedConfig:
+        """Return the settings with which the model of a role is trained; for frozen models of built-in roles, the
+        actor's."""
+        return self.critic if role == "critic" else self.models.get(role, self.actor)
+
+    def section_of(self, role: str) -> str:
+        """Return the recipe key of a role's section."""
+        return f"models.{role}" if role in self.models else role
+
+    def updates(self, role: TrainedConfig, resting: int = 0) -> int:
         """Return how many optimizer steps `role` takes in the run if it skips the first `resting` training steps; at
         least those of one training step."""
         return max(self.trainer.steps - resting, 1) * self._updates_per_step(role)
 
-    def updates_after(self, step: int, role: ActorConfig | CriticConfig, resting: int = 0) -> int:
+    def updates_after(self, step: int, role: TrainedConfig, resting: int = 0) -> int:
         """Return how many optimizer steps `role` still has to take when training step `step` is done. It takes none in
         the first `resting` training steps.
         """
         return max(self.trainer.steps - max(step, resting), 0) * self._updates_per_step(role)
 
-    def _updates_per_step(self, role: ActorConfig | CriticConfig) -> int:
+    def _updates_per_step(self, role: TrainedConfig) -> int:
         minis = self.data.batch_size // (role.mini_batch_size or self.data.batch_size)
         return role.ppo_epochs * max(1, minis)
+
+
+#: Sections of models that can be trained.
+TrainedConfig = ActorConfig | CriticConfig | FurtherModelConfig
 
 
 def steps_of_epochs(epochs: float, samples: int, batch_size: int) -> int:

@@ -25,6 +25,7 @@ _COLOURS = {
     Role.REWARD: ("#ffe3e3", "#cc4b4b", "#472020", "#f08d8d"),
     Role.DYNAMIC_SAMPLING: ("#fbe6f3", "#b9488f", "#431f36", "#e68ac3"),
 }
+_OF_FURTHER = ("#e0f2f5", "#2f8ea0", "#16343a", "#62c0d1")
 
 # Every rule is scoped: inside a web page an SVG's style would otherwise reach the whole page.
 _LIGHT = {
@@ -159,8 +160,9 @@ def _crossing(edge: tuple[str, str], placement: Placement) -> str | None:
 
 
 def _styles(roles: list[Role], teams: int) -> str:
-    light = _LIGHT | {f".{r.value}": f"fill: {_COLOURS[r][0]}; stroke: {_COLOURS[r][1]}" for r in roles}
-    dark = _DARK | {f".{r.value}": f"fill: {_COLOURS[r][2]}; stroke: {_COLOURS[r][3]}" for r in roles}
+    colours = {role.value: _COLOURS.get(role, _OF_FURTHER) for role in roles}
+    light = _LIGHT | {f".{name}": f"fill: {fill}; stroke: {line}" for name, (fill, line, *_) in colours.items()}
+    dark = _DARK | {f".{name}": f"fill: {fill}; stroke: {line}" for name, (*_, fill, line) in colours.items()}
     if teams:
         light |= _LIGHT_TEAMS | {f".team{i}": f"stroke: {_outline(i)[0]}" for i in range(teams)}
         dark |= _DARK_TEAMS | {f".team{i}": f"stroke: {_outline(i)[1]}" for i in range(teams)}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from megarl.dag.edges import Inputs, derive
 from megarl.dag.node import Node
-from megarl.dag.stage import LOADER_FIELDS, ROLES, Role
+from megarl.dag.stage import LOADER_FIELDS, Role, role_named
 from megarl.system.errors import UserError
 
 
@@ -16,10 +16,19 @@ class TaskGraph:
     Args:
         description: purpose of the graph, in a few words.
         entry: fields of the graph's input batch.
+        models: further models of the run that generate, in addition to those that stages take.
     """
 
-    def __init__(self, id: str, description: str, nodes: Iterable[Node], entry: Iterable[str] = LOADER_FIELDS) -> None:
+    def __init__(
+        self,
+        id: str,
+        description: str,
+        nodes: Iterable[Node],
+        entry: Iterable[str] = LOADER_FIELDS,
+        models: Iterable[Role] = (),
+    ) -> None:
         self.id, self.description, self._where = id, description, f"pipeline {id!r}"
+        self._models = frozenset(models)
         self.nodes: dict[str, Node] = {}
         for node in nodes:
             if node.id in self.nodes:
@@ -37,7 +46,8 @@ class TaskGraph:
     @property
     def roles(self) -> set[Role]:
         """The roles of its nodes, and the roles that their stages take as arguments."""
-        return {node.role for node in self} | {ROLES[name] for node in self for name in node.needs_roles}
+        named = {role_named(name) for node in self for name in node.needs_roles}
+        return {node.role for node in self} | named | self._models
 
     @property
     def has_responses(self) -> bool:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.dag.stage import ROLES, Contract, Kind, Role, contract_of
+from megarl.dag.stage import BUILT_IN, ROLES, Contract, Kind, Role, contract_of, role_named
 from megarl.system.errors import ConfigError, UserError, close_matches
 from megarl.system.imports import import_callable
 
 _WITH_MODEL = (Role.ACTOR, Role.CRITIC, Role.ROLLOUT, Role.REFERENCE, Role.TEACHER, Role.REWARD_MODEL)
 _TRAINED = tuple(role.value for role in _WITH_MODEL if role is not Role.ROLLOUT)
+
+
+def has_model(role: Role) -> bool:
+    """Return whether nodes of this role work with a model."""
+    return role in _WITH_MODEL or role.is_further
 
 
 @dataclass(frozen=True)
@@ -44,17 +49,17 @@ class Node:
         func = import_callable(self.func, where=f"{where}, func")
         contract = contract_of(func) if self.contract is None else self.contract
         given = {**({"more": None} if contract.refills else {}), **self.config}
-        needed, possible = _roles(func, given, where)
+        needed, possible = _roles(func, given, contract.further, where)
         _check_call(func, {**given, **dict.fromkeys(needed)}, where)
         if needed and contract.role is Role.DEFAULT:
             raise UserError(
                 f"this stage uses the {' and the '.join(needed)}, but does not declare its role",
                 where=where,
-                allowed=[role.name for role in Role if role is not Role.DEFAULT],
-                fix=f"declare @stage(..., role=Role.{ROLES[needed[0]].name})",
+                allowed=[role.name for role in BUILT_IN if role is not Role.DEFAULT],
+                fix=f"declare @stage(..., role={role_named(needed[0])!r})",
             )
         if contract.kind is Kind.MODEL_TRAIN:
-            _check_trains(contract.role, (*needed, *possible), where)
+            _check_trains(contract, (*needed, *possible), where)
         if self.retry:
             _check_retry(self.retry, contract, where)
         contract = _settled(contract, settings, where)
@@ -96,13 +101,13 @@ class Node:
     @property
     def model(self) -> str | None:
         """Name of the model of its role; None for roles without a model."""
-        return self.role.value if self.role in _WITH_MODEL else None
+        return self.role.value if has_model(self.role) else None
 
     @property
     def models(self) -> list[str]:
         """Names of all models that the node uses."""
-        roles = [self.role, *(ROLES[name] for name in self.needs_roles)]
-        return list(dict.fromkeys(role.value for role in roles if role in _WITH_MODEL))
+        roles = [self.role, *(role_named(name) for name in self.needs_roles)]
+        return list(dict.fromkeys(role.value for role in roles if has_model(role)))
 
     @property
     def trains(self) -> str | None:
@@ -132,37 +137,46 @@ def _settled(contract: Contract, settings: Any, where: str) -> Contract:
     )
 
 
-def _roles(func: Callable[..., Any], given: Mapping[str, Any], where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the roles that `func` requires, and of the roles that it accepts if the run has them."""
+def _roles(
+    func: Callable[..., Any], given: Mapping[str, Any], further: Sequence[str], where: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the roles that `func` requires, and of the roles that it accepts if the run has them.
+
+    Args:
+        further: names of the further models that the stage declares.
+    """
     try:
         arguments = list(inspect.signature(func).parameters.values())[2:]
     except ValueError:
         return (), ()
     named = [a for a in arguments if a.kind in (a.KEYWORD_ONLY, a.POSITIONAL_OR_KEYWORD) and a.name not in given]
     needed = tuple(a.name for a in named if a.default is a.empty)
-    unknown = next((name for name in needed if name not in ROLES), None)
+    known = [*ROLES, *further]
+    unknown = next((name for name in needed if name not in known), None)
     if unknown is not None:
-        near = close_matches(unknown, ROLES)
+        near = close_matches(unknown, known)
         raise UserError(
             f"the stage takes {unknown!r}, which is neither a role nor a key of the node's config",
             where=where,
             found=", ".join(inspect.signature(func).parameters),
-            allowed=ROLES,
+            allowed=known,
             fix=f"did you mean {near[0]!r}?"
             if near
-            else f"give the node the config {{{unknown!r}: ...}}, or the argument a default",
+            else f"give the node the config {{{unknown!r}: ...}}, or the argument a default; a further model of the "
+            f"recipe is declared by @stage(..., models=[{unknown!r}])",
         )
-    return needed, tuple(a.name for a in named if a.name in ROLES and a.default is not a.empty)
+    return needed, tuple(a.name for a in named if a.name in known and a.default is not a.empty)
 
 
-def _check_trains(role: Role, named: tuple[str, ...], where: str) -> None:
+def _check_trains(contract: Contract, named: tuple[str, ...], where: str) -> None:
     """Check that a stage of kind MODEL_TRAIN has its role's model as an argument, because the graph orders the nodes
     that use a model by their arguments."""
-    models = [name for name in _TRAINED if name in named]
+    role, trained = contract.role, (*_TRAINED, *contract.further)
+    models = [name for name in trained if name in named]
     if role.value in models:
         return
     fix = (
-        f"declare @stage(..., role=Role.{ROLES[models[0]].name})"
+        f"declare @stage(..., role={role_named(models[0])!r})"
         if models
         else "take the model: def ...(c, batch, *, actor)"
     )
@@ -170,7 +184,7 @@ def _check_trains(role: Role, named: tuple[str, ...], where: str) -> None:
         f"this stage trains (kind MODEL_TRAIN, role {role.name}), but does not take the role's model as an argument",
         where=where,
         found=", ".join(named) or "no role",
-        allowed=_TRAINED,
+        allowed=trained,
         fix=fix,
     )
 
@@ -217,7 +231,7 @@ def _check_call(func: Callable[..., Any], config: Mapping[str, Any], where: str)
 
 def team_of(node: Node, owner: Mapping[Role, str]) -> str:
     """Return the team that runs `node`; rewards run in the team that generates samples."""
-    named = [role for role in (node.role, *(ROLES[name] for name in node.needs_roles)) if role in owner]
+    named = [role for role in (node.role, *map(role_named, node.needs_roles)) if role in owner]
     scores = "scorer" in node.needs_roles
     if node.role in owner:
         home = owner[node.role]

@@ -22,7 +22,7 @@ from megarl.dag.ahead import refuse_ahead
 from megarl.dag.graph import TaskGraph
 from megarl.dag.node import Node, team_of
 from megarl.dag.shares import settings_of_workers, share_out, workers_of_machine
-from megarl.dag.stage import ROLES, Role
+from megarl.dag.stage import Role, role_named
 from megarl.system.errors import ConfigError, count
 
 #: Roles with a model, in the order in which teams are named and counted.
@@ -140,10 +140,11 @@ def devices_key(config: RunConfig, team: TeamPlan) -> str:
 def roles_of(graph: TaskGraph) -> tuple[Role, ...]:
     """Return the roles whose models a run of this graph needs.
 
-    There is always an actor, and a rollout unless the data have responses.
+    There is always an actor, and a rollout unless the data have responses. Further models (`models`) come last.
     """
     needed = graph.roles | ({Role.ACTOR} if graph.has_responses else {Role.ACTOR, Role.ROLLOUT})
-    return tuple(role for role in MODEL_ROLES if role in needed)
+    further = sorted((role for role in needed if role.is_further), key=lambda role: role.value)
+    return (*(role for role in MODEL_ROLES if role in needed), *further)
 
 
 def together(config: RunConfig, roles: Sequence[Role] = (Role.ACTOR, Role.ROLLOUT)) -> Placement:
@@ -193,6 +194,8 @@ def _shares(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dict[
         return {ONLY_TEAM: (tuple(roles), nproc)}
     _check_names(placement.teams)
     named = {name: tuple(Role(role) for role in team.roles) for name, team in placement.teams.items()}
+    further = tuple(role for role in roles if role.is_further)  # they are in the actor's processes
+    named = {name: (*team, *further) if Role.ACTOR in team else team for name, team in named.items()}
     _check_roles(named, roles)
     devices = sum(team.devices for team in placement.teams.values())
     if devices != nproc:
@@ -237,7 +240,7 @@ def _check_names(names: Iterable[str]) -> None:
 
 def _check_roles(named: dict[str, tuple[Role, ...]], roles: Sequence[Role]) -> None:
     """Check that every role of the graph is in exactly one team, and that every team has a role of the graph."""
-    for role in MODEL_ROLES:
+    for role in MODEL_ROLES:  # further models follow the actor
         holders = [name for name, team_roles in named.items() for team_role in team_roles if team_role is role]
         if len(holders) > 1:
             raise ConfigError(
@@ -292,7 +295,7 @@ def _cuts(config: RunConfig, roles: Iterable[Role]) -> tuple[int, ...]:
     of the critic, if these are in `roles`.
     """
     batch = config.data.batch_size
-    trained = [config.actor if role is Role.ACTOR else config.critic for role in roles if role in _TRAINED]
+    trained = [config.training_of(role.value) for role in roles if role in _TRAINED or role.is_further]
     sizes = [settings.mini_batch_size or batch for settings in trained]
     return tuple(sorted({number * size for size in sizes for number in range(1, batch // size)}))
 
@@ -371,7 +374,7 @@ def _one_team(*nodes: Node) -> str:
     """Return the advice for nodes that must be in one team, in terms of the roles that determine their teams."""
     roles_needed: list[str] = []
     for node in nodes:
-        roles = [role.value for role in (node.role, *(ROLES[name] for name in node.needs_roles)) if role in MODEL_ROLES]
+        roles = [role.value for role in (node.role, *map(role_named, node.needs_roles)) if role in MODEL_ROLES]
         scores = node.role is Role.REWARD or "scorer" in node.needs_roles
         roles_needed += roles or [Role.ROLLOUT.value if scores else Role.ACTOR.value]
     return f"put {' and '.join(dict.fromkeys(roles_needed))} into one team; other roles may be in separate teams"

@@ -28,7 +28,7 @@ def share_out(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dic
             allowed="null, with placement.teams",
             fix="remove one of the two",
         )
-    teams: list[Roles] = [(Role.ACTOR, Role.ROLLOUT)]
+    teams: list[Roles] = [(Role.ACTOR, Role.ROLLOUT, *(role for role in roles if role.is_further))]
     teams += [(role,) for role in roles if role not in teams[0]]
     sizes = [config.parallel_of(team[0].value).model_parallel_size for team in teams]
     needs = ", ".join(f"{team[0].value} {size}" for team, size in zip(teams, sizes, strict=True))
@@ -66,9 +66,12 @@ def batch_sizes(config: RunConfig, roles: Sequence[Role]) -> dict[str, int]:
 
     Updates need equal shares; teams that only generate or score samples can have any number of replicas.
     """
-    trains = [role for role in (Role.ACTOR, Role.CRITIC) if role in roles]
+    trains = [role for role in roles if role in (Role.ACTOR, Role.CRITIC) or role.is_further]
     sizes = {"data.batch_size": config.data.batch_size} if trains else {}
-    minis = {f"{role.value}.mini_batch_size": getattr(config, role.value).mini_batch_size for role in trains}
+    minis = {
+        f"{config.section_of(role.value)}.mini_batch_size": config.training_of(role.value).mini_batch_size
+        for role in trains
+    }
     sizes |= {key: mini for key, mini in minis.items() if mini is not None}
     if Role.ACTOR in trains and config.sft.steps:
         sizes["sft.batch_size"] = config.sft.batch_size
@@ -141,14 +144,16 @@ def _passes(config: RunConfig, node: Node) -> float:
     if node.role is Role.ROLLOUT and not config.rollout.holds_model:
         return 0.0  # generation by servers takes none of the workers' time
     if node.kind is Kind.MODEL_TRAIN:
-        return 3.0 * (config.critic if node.role is Role.CRITIC else config.actor).ppo_epochs
+        return 3.0 * config.training_of(node.role.value).ppo_epochs
     return 1.0 if node.kind is Kind.MODEL_INFERENCE else 0.0
 
 
 def _facts(config: RunConfig, role: Role) -> ModelFacts:
     """Return the sizes of a role's model."""
-    path = None if role in (Role.ACTOR, Role.ROLLOUT) else getattr(config, role.value).path
-    where = "model.path" if path is None else f"{role.value}.path"
+    further = config.models.get(role.value)
+    section = further or getattr(config, role.value)
+    path = None if role in (Role.ACTOR, Role.ROLLOUT) else section.path
+    where = "model.path" if path is None else f"{config.section_of(role.value)}.path"
     try:
         facts = model_facts(config.model if path is None else ModelConfig(path=path))
     except ConfigError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from megarl.data.fields import IMAGES, known
 
@@ -25,22 +25,63 @@ class Kind(Enum):
     MODEL_TRAIN = "model_train"
 
 
-class Role(Enum):
-    """The role of a stage. Nodes of one role share a model, if the role has one."""
+class Role:
+    """The role of a stage. Nodes of one role share a model, if the role has one.
 
-    DEFAULT = "default"
-    ACTOR = "actor"
-    ADVANTAGE = "advantage"
-    CRITIC = "critic"
-    ROLLOUT = "rollout"
-    REFERENCE = "reference"
-    TEACHER = "teacher"
-    REWARD_MODEL = "reward_model"
-    REWARD = "reward"
-    DYNAMIC_SAMPLING = "dynamic_sampling"
+    `Role.ACTOR` and the like are built in; `Role("judge")` is the further model `models.judge` of the recipe. Two roles
+    of one value are the same object.
+    """
+
+    __slots__ = ("value",)
+    value: str
+    _made: ClassVar[dict[str, Role]] = {}
+    DEFAULT: ClassVar[Role]
+    ACTOR: ClassVar[Role]
+    ADVANTAGE: ClassVar[Role]
+    CRITIC: ClassVar[Role]
+    ROLLOUT: ClassVar[Role]
+    REFERENCE: ClassVar[Role]
+    TEACHER: ClassVar[Role]
+    REWARD_MODEL: ClassVar[Role]
+    REWARD: ClassVar[Role]
+    DYNAMIC_SAMPLING: ClassVar[Role]
+
+    def __new__(cls, value: str) -> Role:
+        """Return the role of this value."""
+        if value not in cls._made:
+            cls._made[value] = role = super().__new__(cls)
+            role.value = value
+        return cls._made[value]
+
+    def __reduce__(self) -> tuple[type[Role], tuple[str]]:
+        return Role, (self.value,)
+
+    def __repr__(self) -> str:
+        return f"Role({self.value!r})" if self.is_further else f"Role.{self.name}"
+
+    @property
+    def name(self) -> str:
+        """The name of the attribute of a built-in role."""
+        return self.value.upper()
+
+    @property
+    def is_further(self) -> bool:
+        """Whether this is a further model of the recipe (`models`), and not a built-in role."""
+        return self not in BUILT_IN
 
 
-#: Argument name of a stage -> the role that is passed.
+#: The roles that every recipe may use.
+BUILT_IN = tuple(
+    Role(value)
+    for value in (
+        *("default", "actor", "advantage", "critic", "rollout", "reference", "teacher", "reward_model", "reward"),
+        "dynamic_sampling",
+    )
+)
+for _role in BUILT_IN:
+    setattr(Role, _role.name, _role)
+
+#: Argument name of a stage -> the role that is passed. A further model has its own name.
 ROLES = {
     "actor": Role.ACTOR,
     "critic": Role.CRITIC,
@@ -50,6 +91,11 @@ ROLES = {
     "rollout": Role.ROLLOUT,
     "scorer": Role.REWARD,
 }
+
+
+def role_named(argument: str) -> Role:
+    """Return the role that a stage takes by this argument."""
+    return ROLES.get(argument) or Role(argument)
 
 
 @dataclass(frozen=True)
@@ -68,6 +114,12 @@ class Contract:
     retries_on: tuple[type[Exception], ...] = ()
     needs: FromConfig | None = None
     gives: FromConfig | None = None
+    models: tuple[str, ...] = ()
+
+    @property
+    def further(self) -> tuple[str, ...]:
+        """Names of the further models that the stage may take as arguments."""
+        return tuple(dict.fromkeys((*([self.role.value] if self.role.is_further else []), *self.models)))
 
     @property
     def uses(self) -> tuple[str, ...]:
@@ -94,6 +146,7 @@ def stage(
     retries_on: Sequence[type[Exception]] = (),
     needs: FromConfig | None = None,
     gives: FromConfig | None = None,
+    models: Sequence[str] = (),
 ) -> Callable[[F], F]:
     """Declare what a stage function does; the function itself is not changed.
 
@@ -107,13 +160,14 @@ def stage(
         may_write: fields that it adds or replaces in some steps only; later stages read them as `optional`.
         consumes: fields that it needs and that later stages cannot read, such as handles of pending work.
         kind: kind of work that it does.
-        role: role to which it belongs.
+        role: role to which it belongs; `Role("judge")` is the further model `models.judge` of the recipe.
         resamples: it may return different samples; all their fields are kept, whether it reads them or not.
         refills: it also gets `more`: `more()` returns the next prompts, processed by all stages before it.
         retries_on: errors after which a node with `retry` calls it again, such as those of a busy service. Other ranks
             do not call it again, so it must not communicate with them.
         needs: `needs(config)` returns further fields that it needs under these settings.
         gives: `gives(config)` returns further fields that it writes under these settings.
+        models: further models that it takes as arguments, in addition to its role's.
 
     >>> @stage(reads=["score"], writes=["advantages"], role=Role.ADVANTAGE)
     ... def advantage(context, batch): ...
@@ -124,7 +178,9 @@ def stage(
         ValueError: a stage of megarl declares a field that `megarl.data.fields` does not list.
     """
     always, sometimes = (tuple(reads), tuple(writes)), (tuple(optional), tuple(may_write), tuple(consumes))
-    contract = Contract(*always, *sometimes, kind, role, resamples, refills, tuple(retries_on), needs, gives)
+    contract = Contract(
+        *always, *sometimes, kind, role, resamples, refills, tuple(retries_on), needs, gives, tuple(models)
+    )
 
     def declare(func: F) -> F:
         unknown = [name for name in (*contract.uses, *contract.changes) if known(name) is None]

@@ -3,8 +3,8 @@
 Importing a stage of megarl that declares an unlisted field is an error, and so is a node that returns a listed field in
 another form. A user's stage may add fields under other names. `page` returns docs/fields.md.
 
-    dtype     of a tensor (int64, int32, float32, bool, uint8; float32 or bfloat16 for the model's states; uint8 or
-              int16 for routes), or type of the values of a column, which is a list (str, int, dict)
+    dtype     of a tensor (int64, int32, float32, bool, uint8; float32 or bfloat16 for the model's states;
+              uint8 or int16 for routes), or type of the values of a column, which is a list (str, int, dict)
     shape     [B] one entry per sample; [B, prompt], [B, response], [B, mismatched], [B, tokens], [B, turns],
               [B, calls], [B, runs], [B, kept]: a Jagged, with as many entries as the sample has tokens of the prompt,
               its response or the mismatched one, tokens of both but the last one, turns, policy calls, runs of
@@ -186,6 +186,9 @@ FIELDS: dict[str, Field] = {
     "env_info": Field("dict", "[B]", "rollout", "numbers of the environment, over all turns", '{"calls": 2}'),
     "episode": Field("str", "[B]", "rollout", "name of the episode, of which the row is one sequence", '"0:17#3"'),
     "lane": Field("int64", "[B]", "rollout", "number of the row in its episode; 0 has the episode's reward", "0"),
+    "policy": Field(
+        "str", "[B]", "rollout", "which of several policies (`policies`) sampled the row's turns", '"solver"'
+    ),
     "env_error": Field("str", "[B]", "rollout", "text of the environment's failure; empty: none", '""'),
     "env_output": Field("str", "[B]", "rollout", "end of what an agent has printed; empty: nothing", '"2 of 3 passed"'),
     "transcript": Field("str", "[B]", "rollout", "text of all turns and observations", '"<call>..."'),
@@ -234,6 +237,9 @@ FIELDS: dict[str, Field] = {
     ),
     "reward_parts": Field(
         "float32", "[B, K]", "reward, total_reward", "parts of the score that the advantage uses", "[1.0, 0.5]"
+    ),
+    "running_baseline": Field(
+        "float32", "[B]", "running_baseline", "mean score of the policy's samples before this one (RAE)", "0.31"
     ),
     # -- what models compute for the samples
     "old_logp": Field(

@@ -69,6 +69,10 @@ class Trajectory:
     # number of each turn among all turns of the episode, which may have other sequences, too
     turn_numbers: list[int] = field(default_factory=list, compare=False)
     answer: int | None = None  # number of the turn that reward functions score; None: the last one
+    policy: str = ""  # name of the policy that samples the turns; empty: the run has one
+    # of a finished episode of several policies: each policy's reward, or the rewards of sequences with the same first
+    # turn, in the order of these turns
+    rewards: dict[str, float | list[float]] = field(default_factory=dict)
     lanes: list[Trajectory] = field(default_factory=list)  # the episode's other sequences, none of them in a turn
     turn_room: int | None = None  # maximum tokens of the next turn or the one being sampled; None: no limit of its own
     turn_stop: list[str] = field(default_factory=list)  # strings that end the next turn or the one being sampled
@@ -124,7 +128,7 @@ class Trajectory:
         versions = [[self.versions[-1][0], len(token_ids)]]
         self._append(token_ids, sampled=False, logprobs=[0.0] * len(token_ids), versions=versions)
 
-    def switched(self, after: int | None, token_ids: Sequence[int], most: int) -> Trajectory:
+    def switched(self, after: int | None, token_ids: Sequence[int], most: int, policy: str = "") -> Trajectory:
         """Return the trajectory of the sequence in which the episode goes on; this one becomes one of its `lanes`.
 
         The sequence that ends with the turn `after` is taken up again; otherwise the turns up to it are copied.
@@ -133,11 +137,12 @@ class Trajectory:
             after: number of a turn; None: `token_ids` begin a sequence.
             token_ids: tokens that follow the turn, not sampled by the policy.
             most: maximum tokens of a new sequence's prompt; the tokens after them become its first observation.
+            policy: name of the policy that goes on.
         """
         version = self.versions[-1][0]
         others = [replace(self, lanes=[]), *self.lanes]
         if after is None:
-            lane = Trajectory(list(token_ids[:most]))
+            lane = Trajectory(list(token_ids[:most]), policy=policy)
             lane.add_unsampled(token_ids[most:], version)
         else:
             holder = next(lane for lane in others if after in lane.turn_numbers)

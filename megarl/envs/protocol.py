@@ -18,6 +18,7 @@ from megarl.config.base import Section
 from megarl.data.announcement import Announcement
 
 if TYPE_CHECKING:
+    from megarl.config.policies import AgentPolicyConfig
     from megarl.data.templates import ChatTemplate
     from megarl.data.turns import Turns
 
@@ -66,12 +67,14 @@ class Continuation:
             sequence of its own.
         room: maximum tokens of the next turn; None: no limit of its own.
         stop: strings that end the next turn with the token that completes one of them.
+        policy: name of the policy that goes on; empty: the run has one.
     """
 
     token_ids: list[int]
     after: int | None = None
     room: int | None = None
     stop: tuple[str, ...] = ()
+    policy: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,13 @@ class Ending:
         untrained: numbers of turns, counted as in `Continuation`, that are not trained on.
         answer: number of the turn that reward functions score; None: the last one.
         output: what the environment has written during the episode, for the report.
+        rewards: of a run with several policies, as `Trajectory.rewards`.
     """
 
     untrained: tuple[int, ...] = ()
     answer: int | None = None
     output: str = ""
+    rewards: Mapping[str, float | list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,7 @@ class Services:
         tokenizer: the model's tokenizer.
         prompt_tokens, tokens: maximum tokens of a prompt, and after it.
         turns_limit: maximum turns of an episode.
+        policies: the run's policies by name; empty: it has one.
     """
 
     template: ChatTemplate | None
@@ -107,6 +113,7 @@ class Services:
     prompt_tokens: int
     tokens: int
     turns_limit: int
+    policies: Mapping[str, AgentPolicyConfig] = field(default_factory=dict)
 
 
 class Step(NamedTuple):

@@ -17,7 +17,7 @@ from megarl.envs.protocol import Action, Continuation, Ending, Environment, EnvS
 from megarl.envs.registry import import_source
 from megarl.gateway.chat import ChatForm
 from megarl.gateway.programs import Program, Programs
-from megarl.gateway.results import ResultError, parse_result
+from megarl.gateway.results import ResultError, parse_result, parse_rewards
 from megarl.gateway.sandbox import PORT, Limits, Sandbox, template_error
 from megarl.gateway.server import POLICY, Gateway
 from megarl.gateway.session import ChatSession, PendingTurn, Window
@@ -162,8 +162,9 @@ class AgentReplica:
         self.form = ChatForm(services.template, services.turns, settings.parser, settings.announce, settings.history)
         calls = settings.max_calls or services.turns_limit
         self.window = Window(services.prompt_tokens, services.tokens, calls)
-        sandbox = settings.sandbox_of()
-        self.gateway = Gateway(settings.models, path=None if sandbox is None else sandbox.open())
+        sandbox, self.policies = settings.sandbox_of(), services.policies
+        path = None if sandbox is None else sandbox.open()
+        self.gateway = Gateway(settings.models, path=path, policies=self.policies)
         self.url = self.gateway.url if sandbox is None else f"http://127.0.0.1:{PORT}"  # as programs reach it
         self.programs = Programs(
             settings.command, settings.function, settings.cwd, settings.pass_env, settings.limits, sandbox
@@ -269,7 +270,7 @@ class Agent(Environment):
                 "OPENAI_API_KEY": self._key,
                 "ANTHROPIC_BASE_URL": url,
                 "ANTHROPIC_AUTH_TOKEN": self._key,
-                "MEGARL_MODEL": POLICY,
+                "MEGARL_MODEL": next(iter(shared.policies), POLICY),
             },
         )
         await self._refuse_after_end()
@@ -319,7 +320,8 @@ class Agent(Environment):
                 raise EpisodeFailure(self._session.broken)
             if turn is not None:
                 self._turn = turn
-                return Continuation(turn.token_ids, turn.node.parent, turn.room, turn.call.request.stop)
+                request = turn.call.request
+                return Continuation(turn.token_ids, turn.node.parent, turn.room, request.stop, request.policy)
             if program.ended.done():
                 return await self._end(program)
             if self._session.over:
@@ -339,18 +341,23 @@ class Agent(Environment):
         limited = bool(session.over) or self._late or session.overflowed or bool(program.limit)
         session.close("its program has ended")
         try:
-            reward, info = self._result(program, limited)
+            reward, rewards, info = self._result(program, limited)
             output = program.output
         finally:
             await self._free()
         numbers = {**session.numbers(), "timeouts": float(self._late), **info}
         if program.limit:
             numbers[f"limits/{program.limit}"] = 1.0
-        untrained = session.untrained(main=self.settings.train == "main", last=self.settings.credit == "last")
-        return Step(Ending(untrained, session.answer(), output), reward, True, numbers)
+        frozen = [name for name, policy in self.shared.policies.items() if not policy.train]
+        untrained = session.untrained(
+            main=self.settings.train == "main", last=self.settings.credit == "last", frozen=frozen
+        )
+        return Step(Ending(untrained, session.answer(), output, rewards), reward, True, numbers)
 
-    def _result(self, program: Program, limited: bool) -> tuple[float, dict[str, float]]:
-        """Return the reward and numbers that a program has left.
+    def _result(
+        self, program: Program, limited: bool
+    ) -> tuple[float, dict[str, float | list[float]], dict[str, float]]:
+        """Return the reward, the rewards of several policies, and the numbers that a program has left.
 
         Args:
             limited: a limit ended the episode, so that a program without a result counts as 0.
@@ -363,8 +370,11 @@ class Agent(Environment):
         try:
             text = program.read_result()
             if not text and (limited or not scores):
-                return 0.0, {}
-            return parse_result(text, scored=scores)
+                return 0.0, {}, {}
+            if self.shared.policies:
+                return 0.0, *parse_rewards(text, self.shared.policies, self._session.record)
+            reward, info = parse_result(text, scored=scores)
+            return reward, {}, info
         except (ResultError, ValueError) as error:
             raise EpisodeFailure(
                 f"the agent left no valid result: {error}. It ended with {program.how_it_ended()}"

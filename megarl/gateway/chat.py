@@ -69,14 +69,16 @@ class ChatForm:
         self._template, self._turns, self._parser = template, turns, parser
         self._announce, self._history = announce, history
 
-    def prompt(self, record: Record, messages: Sequence[ChatMessage], tools: list[dict[str, Any]]) -> Prompt:
-        """Return the prompt of a call.
+    def prompt(
+        self, record: Record, messages: Sequence[ChatMessage], tools: list[dict[str, Any]], policy: str = ""
+    ) -> Prompt:
+        """Return the prompt of a call of a policy.
 
         Raises:
             DataError: the chat template fails on the messages, or the tokenizer lacks a token.
         """
         digest = tools_digest(tools)
-        place = record.place(messages, digest)
+        place = record.place(messages, digest, policy)
         node = place.node
         # What the client left out of earlier replies is put back, so that the same text is rendered as before.
         whole = [*record.said(node), *place.rest]

@@ -33,6 +33,7 @@ class CallNode:
         token_ids, logprobs: sampled tokens, end token included.
         finish: `stop`, `length` or `abort`.
         deliveries: how often a client has received the reply.
+        policy: name of the policy that generates; empty: the run has one.
     """
 
     number: int
@@ -47,6 +48,7 @@ class CallNode:
     logprobs: list[float] = field(default_factory=list)
     finish: str = ""
     deliveries: int = 0
+    policy: str = ""
 
     @property
     def delivered(self) -> bool:
@@ -89,25 +91,33 @@ class Record:
         self.nodes: list[CallNode] = []
         self._children: dict[int | None, list[int]] = {}
 
-    def place(self, messages: Sequence[ChatMessage], tools: str) -> Place:
-        """Return where a call with these messages belongs: after the deepest node whose path they repeat. Of equally
-        deep nodes one that may be continued goes first, then the latest.
+    def place(self, messages: Sequence[ChatMessage], tools: str, policy: str = "") -> Place:
+        """Return where a call with these messages belongs: after the policy's deepest node whose path they repeat. Of
+        equally deep nodes one that may be continued goes first, then the latest.
         """
-        node, used = self._deepest(messages, tools)
+        node, used = self._deepest(messages, tools, policy)
         rest = tuple(messages[used:])
         if node is None:
-            return Place(None, rest, self._cause_of_root(rest, tools))
+            return Place(None, rest, self._cause_of_root(rest, tools, policy))
         if not node.is_open:
             return Place(None, tuple(messages), "cut" if node.finish == "length" else "undelivered")
         if any(message.role == ASSISTANT for message in rest):
             return Place(None, tuple(messages), "history")
         return Place(node, rest, "sibling" if self._children.get(node.number) else "")
 
-    def add(self, parent: CallNode | None, place: Place, tools: str, prompt_ids: list[int], prefix: Prefix) -> CallNode:
+    def add(
+        self,
+        parent: CallNode | None,
+        place: Place,
+        tools: str,
+        prompt_ids: list[int],
+        prefix: Prefix,
+        policy: str = "",
+    ) -> CallNode:
         """Add the node of a generation that begins."""
         messages, number = place.rest, len(self.nodes)
         above = None if parent is None else parent.number
-        node = CallNode(number, above, messages, tools, prompt_ids, prefix, place.cause)
+        node = CallNode(number, above, messages, tools, prompt_ids, prefix, place.cause, policy=policy)
         self.nodes.append(node)
         self._children.setdefault(above, []).append(number)
         return node
@@ -136,24 +146,30 @@ class Record:
         """Return the calls that no later call continues."""
         return [node for node in self.nodes if not self._children.get(node.number)]
 
-    def _deepest(self, messages: Sequence[ChatMessage], tools: str) -> tuple[CallNode | None, int]:
+    def roots(self, policy: str) -> list[CallNode]:
+        """Return the first nodes of a policy's conversations."""
+        return [node for node in self.nodes if node.parent is None and node.policy == policy]
+
+    def _deepest(self, messages: Sequence[ChatMessage], tools: str, policy: str) -> tuple[CallNode | None, int]:
         best: tuple[int, bool, int, CallNode | None, int] = (0, False, -1, None, 0)
         waiting: list[tuple[int | None, int, int]] = [(None, 0, 0)]
         while waiting:
             above, used, depth = waiting.pop()
             rest = messages[used:]
             for node in (self.nodes[number] for number in self._children.get(above, ())):
-                if node.tools != tools or node.reply is None or not are_replayed((*node.messages, node.reply), rest):
+                if (node.tools, node.policy) != (tools, policy) or node.reply is None:
+                    continue
+                if not are_replayed((*node.messages, node.reply), rest):
                     continue
                 end = used + len(node.messages) + 1
                 best = max(best, (depth + 1, node.is_open, node.number, node, end), key=lambda entry: entry[:3])
                 waiting.append((node.number, end, depth + 1))
         return best[3], best[4]
 
-    def _cause_of_root(self, messages: Sequence[ChatMessage], tools: str) -> str:
-        if not self.nodes:
+    def _cause_of_root(self, messages: Sequence[ChatMessage], tools: str, policy: str) -> str:
+        roots = self.roots(policy)
+        if not roots:
             return ""
-        roots = [self.nodes[number] for number in self._children.get(None, ())]
         same = [node for node in roots if are_replayed(node.messages, messages)]
         if any(node.tools == tools for node in same):
             return "sibling" if any(len(node.messages) == len(messages) for node in same) else "history"

@@ -1,10 +1,19 @@
-"""Reads the result that a program leaves: a number, or {"reward": number, "info": {name: number}}."""
+"""Reads the result that a program leaves: a number, or {"reward": number, "info": {name: number}}.
+
+With several policies it is {"rewards": {"proposer": 0.3, "solver": [1, 0]}, "info": {name: number}}.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megarl.config.policies import AgentPolicyConfig
+    from megarl.gateway.record import Record
 
 #: Names and beginnings of names of metrics `env/<name>` that megarl writes itself.
 RESERVED = (
@@ -32,7 +41,7 @@ def parse_result(text: str, *, scored: bool) -> tuple[float, dict[str, float]]:
         value = json.loads(text)
         fields = value if isinstance(value, dict) else {"reward": value}
         reward = float(fields.get("reward", math.nan if scored else 0.0))
-        info = {str(name): float(number) for name, number in dict(fields.get("info") or {}).items()}
+        info = _numbers(fields)
     except (ValueError, TypeError, OverflowError, RecursionError):
         reward, info = math.nan, {}
     if not math.isfinite(reward):
@@ -40,6 +49,56 @@ def parse_result(text: str, *, scored: bool) -> tuple[float, dict[str, float]]:
             f"the file MEGARL_RESULT has {text[:100]!r}; allowed: a number, or an object "
             f'{{"reward": number, "info": {{name: number}}}}'
         )
+    _check_info(info)
+    return reward, info
+
+
+def parse_rewards(
+    text: str, policies: Mapping[str, AgentPolicyConfig], record: Record
+) -> tuple[dict[str, float | list[float]], dict[str, float]]:
+    """Return the rewards of an episode of several policies, as `Trajectory.rewards`, and its numbers.
+
+    Raises:
+        ResultError: the result has another form, lacks the reward of a policy that was called and is trained, or has
+            a list of another length than the policy has conversations; or as `parse_result`.
+    """
+    try:
+        fields = json.loads(text)
+        rewards: dict[str, float | list[float]] = {
+            str(name): [float(number) for number in value] if isinstance(value, list) else float(value)
+            for name, value in fields["rewards"].items()
+        }
+        info = _numbers(fields)
+        if not all(
+            math.isfinite(x) for value in rewards.values() for x in (value if isinstance(value, list) else [value])
+        ):
+            raise ValueError("a reward is not finite")
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        raise ResultError(
+            f"the file MEGARL_RESULT has {text[:100]!r}; allowed: an object "
+            f'{{"rewards": {{policy: number or list of numbers}}, "info": {{name: number}}}} with the policies '
+            f"{', '.join(policies)}"
+        ) from None
+    _check_info(info)
+    if unknown := [name for name in rewards if name not in policies]:
+        raise ResultError(f"it has a reward of {unknown[0]!r}; allowed: {', '.join(policies)}")
+    for name, settings in policies.items():
+        begun, given = len(record.roots(name)), rewards.get(name)
+        if begun and settings.train and given is None:
+            raise ResultError(f"it has no reward of the policy {name!r}, which the agent has called")
+        if isinstance(given, list) and len(given) != begun:
+            raise ResultError(
+                f"it has {len(given)} rewards of the policy {name!r}; allowed: a number, or {begun} rewards, one for "
+                "each conversation that the agent began with it"
+            )
+    return rewards, info
+
+
+def _numbers(fields: dict[str, Any]) -> dict[str, float]:
+    return {str(name): float(number) for name, number in dict(fields.get("info") or {}).items()}
+
+
+def _check_info(info: Mapping[str, float]) -> None:
     if len(info) > _MOST_NUMBERS:
         raise ResultError(f"`info` in the file MEGARL_RESULT has {len(info)} numbers; allowed: {_MOST_NUMBERS}")
     for name, number in info.items():
@@ -55,4 +114,3 @@ def parse_result(text: str, *, scored: bool) -> tuple[float, dict[str, float]]:
                 f"`info` in the file MEGARL_RESULT has the name {name!r}, which megarl writes itself; allowed: names "
                 "other than " + ", ".join(f"{reserved}*" if reserved[-1] == "/" else reserved for reserved in RESERVED)
             )
-    return reward, info

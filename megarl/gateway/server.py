@@ -16,10 +16,10 @@ import json
 import secrets
 import socket
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -28,6 +28,9 @@ from megarl.gateway.wire import anthropic, openai, responses
 from megarl.gateway.wire.fields import flag, overridden
 from megarl.system.errors import describe
 from megarl.system.plain import nested_deeper
+
+if TYPE_CHECKING:
+    from megarl.config.policies import AgentPolicyConfig
 
 #: The name by which programs call the policy.
 POLICY = "policy"
@@ -60,13 +63,21 @@ class Gateway:
         names: names that requests may give the model, in addition to `policy`; `*`: any.
         host: address to listen at.
         path: a Unix socket to listen at, too, for programs in a sandbox.
+        policies: the run's policies by name, which requests name in place of `policy`; empty: it has one.
 
     Attributes:
         url: where it listens.
     """
 
-    def __init__(self, names: Sequence[str] = (), host: str = "127.0.0.1", path: Path | None = None) -> None:
-        self._names, self._path = (POLICY, *names), path
+    def __init__(
+        self,
+        names: Sequence[str] = (),
+        host: str = "127.0.0.1",
+        path: Path | None = None,
+        policies: Mapping[str, AgentPolicyConfig] | None = None,
+    ) -> None:
+        self._policies, self._path = policies or {}, path
+        self._names = (*(self._policies or [POLICY]), *names)
         self._sessions: dict[str, ChatSession] = {}
         self._ended: deque[str] = deque(maxlen=_ENDED_KEPT)
         self._socket = socket.create_server((host, 0))
@@ -123,7 +134,7 @@ class Gateway:
             session = self._session(request)
             body = await _body(request)
             self._check_model(body)
-            wanted, samples = api.read(body), api.samples(body)
+            wanted, samples = self._to_policy(api.read(body), body), api.samples(body)
             name = f"gen-{secrets.token_hex(12)}"
 
             async def generate() -> list[ChatReply]:
@@ -166,7 +177,7 @@ class Gateway:
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         session, body = self._session(request), await _body(request)
-        return web.json_response({"input_tokens": session.count(anthropic.read_messages(body))})
+        return web.json_response({"input_tokens": session.count(self._to_policy(anthropic.read_messages(body), body))})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
@@ -184,13 +195,22 @@ class Gateway:
                 raise Refusal(410, "the episode is over", "episode_over")
         raise Refusal(401, "the API key names no session", "invalid_api_key", "authentication_error")
 
+    def _to_policy(self, request: ChatRequest, body: dict[str, Any]) -> ChatRequest:
+        """Return a request with the limits of the policy that it names."""
+        name = body.get("model")
+        if not isinstance(name, str) or name not in self._policies:
+            return request
+        limits = self._policies[name].sampling
+        rooms = [room for room in (request.room, limits.max_new_tokens) if room is not None]
+        return replace(request, policy=name, room=min(rooms, default=None), stop=(*request.stop, *limits.stop))
+
     def _check_model(self, body: dict[str, Any]) -> None:
         model = body.get("model")
         if "*" not in self._names and model not in self._names:
-            names = ", ".join(self._names)
+            names, section = ", ".join(self._names), "policies" if self._policies else "env.models"
             raise Refusal(
                 404,
-                f"model: found {model!r:.100}; allowed: {names} (env.models of the recipe can add names)",
+                f"model: found {model!r:.100}; allowed: {names} ({section} of the recipe can add names)",
                 "model_not_found",
             )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,7 @@ class ChatRequest:
         text: the plain text to continue; None: a conversation.
         room: maximum tokens of the reply; None: no limit of its own.
         stop: strings that end the reply, and are not part of it.
+        policy: name of the policy that is to reply; empty: the run has one.
     """
 
     messages: Sequence[ChatMessage] = ()
@@ -58,6 +59,7 @@ class ChatRequest:
     text: str | None = None
     room: int | None = None
     stop: tuple[str, ...] = ()
+    policy: str = ""
 
 
 @dataclass
@@ -205,7 +207,7 @@ class ChatSession:
     def count(self, request: ChatRequest) -> int:
         """Return the number of tokens of a request's prompt."""
         try:
-            prompt = self._form.prompt(self.record, request.messages, request.tools)
+            prompt = self._form.prompt(self.record, request.messages, request.tools, request.policy)
         except DataError as error:
             raise Refusal(400, str(error)) from error
         return len(self.record.tokens(prompt.node)) + len(prompt.token_ids)
@@ -245,14 +247,15 @@ class ChatSession:
         while self._waiting:
             self._refuse(self._waiting.popleft(), self._refusal_after_end())
 
-    def untrained(self, *, main: bool = False, last: bool = False) -> tuple[int, ...]:
-        """Return the numbers of the nodes that are not trained on: no client has received their reply.
+    def untrained(self, *, main: bool = False, last: bool = False, frozen: Collection[str] = ()) -> tuple[int, ...]:
+        """Return the numbers of the nodes that are not trained on: no client has received their reply, or they are of
+        the `frozen` policies.
 
         With `main` also those of sequences with other system messages than the episode's first call has, and with
         `last` those that the last call does not continue.
         """
         nodes, record = self.record.nodes, self.record
-        lost = {node.number for node in nodes if not node.delivered}
+        lost = {node.number for node in nodes if not node.delivered or node.policy in frozen}
         if main:
             lost |= {node.number for node in nodes if not self._is_main(node)}
         if last and nodes:
@@ -282,7 +285,7 @@ class ChatSession:
             raise Refusal(400, self.over, "episode_limit")
         try:
             if request.text is None:
-                prompt = self._form.prompt(record, request.messages, request.tools)
+                prompt = self._form.prompt(record, request.messages, request.tools, request.policy)
             else:
                 prompt = self._form.plain_prompt(request.text)
         except DataError as error:
@@ -298,7 +301,8 @@ class ChatSession:
                 "room for a reply. Please reduce the length of the messages.",
                 "context_length_exceeded",
             )
-        node = record.add(prompt.node, prompt.place, tools_digest(request.tools), prompt.token_ids, prompt.prefix)
+        digest = tools_digest(request.tools)
+        node = record.add(prompt.node, prompt.place, digest, prompt.token_ids, prompt.prefix, request.policy)
         return PendingTurn(call, node, prompt.token_ids, min(room, request.room or room))
 
     @contextlib.contextmanager

@@ -298,7 +298,12 @@ class Space:
 
     def _divides_batches(self, roles: Sequence[Role | str], replicas: int) -> bool:
         """Return whether `replicas` get equal shares of all batches of a team with `roles`, as the checks require."""
-        return all(size % replicas == 0 for size in batch_sizes(self.config, [Role(role) for role in roles]).values())
+        return all(
+            size % replicas == 0
+            for size in batch_sizes(
+                self.config, [role if isinstance(role, Role) else Role(role) for role in roles]
+            ).values()
+        )
 
     def _fits_others(self, parallel: ParallelConfig, spread: Spread) -> bool:
         """Return whether every other team holds whole replicas of its layout, and their number divides its batches."""

@@ -100,13 +100,13 @@ def update_passes(
     The rank's sequences are divided equally over as many micro-batches as the token budget needs; a longer sequence is
     a micro-batch by itself. In `megarl sft` the responses are the examples', whose lengths are not known here.
     """
-    section = getattr(config, role)
+    section = config.training_of(role)
     budget = section.engine.micro_batch_tokens
     if job == "sft":
         limit = config.sft.limit(facts.max_positions) or facts.max_positions
         share, longest = -(-config.sft.batch_size // dp), min(budget, limit)
-        tokens = min(budget, share * limit)
-        return Passes(tokens / parallel.cp, tokens / parallel.cp, longest, max(1, share * longest // tokens))
+        packed = min(budget, share * limit)
+        return Passes(packed / parallel.cp, packed / parallel.cp, longest, max(1, share * longest // packed))
     if config.preference is not None:
         together = 1 if config.preference.labelled else 2  # the two samples of a pair are in the same micro-batch
         longest = min(config.preference.max_tokens or facts.max_positions, facts.max_positions)
@@ -156,7 +156,7 @@ def update_needs(
     formulas = Activations(
         facts,
         parallel,
-        getattr(config, role).engine,
+        config.training_of(role).engine,
         update_passes(config, facts, role, parallel, dp, job),
         element=BYTES[config.model.dtype],
         gpu=gpu,
@@ -349,10 +349,22 @@ def device_memory(
     if CRITIC in models.state:
         values = _learning_terms("critic", config, models.facts[CRITIC], team, gpu=gpu)
         moments.append(Moment("the critic's update", (*models.resident("update", CRITIC), *values)))
+    moments += _further_moments(config, models, team, gpu=gpu)
     if seen:
         moments = [replace(moment, terms=(*moment.terms, seen[0])) for moment in moments]
         moments.append(Moment("scores of episodes", (*models.resident("generate"), *seen)))
     return Memory((*_with_sync(moments, sync, models.resident("publish")), *on_its_own), free)
+
+
+def _further_moments(config: RunConfig, models: _Models, team: TeamPlan, *, gpu: bool) -> list[Moment]:
+    """Return the moments in which further models score samples or are trained."""
+    moments = []
+    for name in (role.value for role in team.roles if role.is_further):
+        if config.models[name].train:
+            learning = _learning_terms(name, config, models.facts[name], team, gpu=gpu)
+            moments.append(Moment(f"{name}'s update", (*models.resident("update", name), *learning)))
+        moments.append(Moment(f"{name}'s log-probs", tuple(models.resident("score", name))))
+    return moments
 
 
 def offloaded_bytes(config: RunConfig, sizes: Sizes, team: TeamPlan) -> float:
@@ -400,20 +412,21 @@ class _Models:
     def __init__(self, config: RunConfig, sizes: Sizes, team: TeamPlan, servers: list[Term], *, gpu: bool) -> None:
         self._gpu, dtype, dp = gpu, config.model.dtype, team.replicas
         engines = {ACTOR: config.actor.engine, CRITIC: config.critic.engine}
+        engines |= {name: further.engine for name, further in config.models.items() if further.train}
         self._moments = {role: 1 - MASTER_BYTES[dtype] / step_bytes(engine, dtype) for role, engine in engines.items()}
         self.facts = {role.value: known_sizes(sizes, role) for role in team.roles}
         self.state: dict[str, dict[str, Term]] = {}
         self._always: list[Term] = []
         for role in team.roles:
             name, facts, layout = role.value, self.facts[role.value], layout_key(config, role, team)
-            if role in (Role.ACTOR, Role.CRITIC):
+            if name in engines:
                 self.state[name] = learned_parts(config, name, facts, team.parallel, dp, layout)
                 if role is Role.ACTOR and (other := compared_role(config)) is not None:
                     size = BYTES[dtype] * facts.vocab * compared_width(config, sizes) / team.parallel.tp
                     self._always.append(term(f"the {other.value}'s output embedding (last stage)", size, layout))
             elif role is Role.REFERENCE and config.reference_is_base and Role.ACTOR in team.roles:
                 continue  # this reference is the actor without its adapters
-            elif role in (Role.REFERENCE, Role.TEACHER, Role.REWARD_MODEL):
+            elif role in (Role.REFERENCE, Role.TEACHER, Role.REWARD_MODEL) or role.is_further:
                 what = f"{name} parameters" + (" (if as large as the policy)" if sizes.get(role) is None else "")
                 size = parameter_bytes(facts, team.parallel, dtype, value_head=role is Role.REWARD_MODEL)
                 if role is Role.TEACHER and (several := len(config.teacher.models)) > 1:
@@ -427,12 +440,14 @@ class _Models:
         if servers:
             self.state[SERVERS] = {WEIGHTS: servers[0]}
         others = {CRITIC: config.critic.engine.offload, SERVERS: True}
+        others |= {name: further.engine.offload for name, further in config.models.items()}
+        self._further = tuple(config.models)
         self._several = {TEACHER: max(1, len(config.teacher.models))}
         self._offloads = dict.fromkeys(self.state, config.actor.engine.offload) | others
 
     def resident(self, phase: str, role: str | None = None) -> list[Term]:
         """Return the terms on the device in a phase (see `offload_schedule`). On a CPU only gradients can be freed."""
-        wanted = needed(phase, role)
+        wanted = needed(phase, role, self._further)
         return self._always + [
             part
             for name, parts in self.state.items()
@@ -454,7 +469,7 @@ class _Models:
         moments before the first step."""
         if job in ("eval", "generate"):
             return self.state[ACTOR][PARAMETERS].bytes
-        learners = [role for role in (ACTOR, CRITIC) if role in self.state and not self._offloads[role]]
+        learners = [role for role in self._moments if role in self.state and not self._offloads[role]]
         moments = sum(self.state[role][OPTIMIZER].bytes * self._moments[role] for role in learners)
         return held(part for part in self.resident("start_servers") if part.what != _SERVER_WEIGHTS) - moments
 
@@ -463,8 +478,9 @@ def learned_parts(
     config: RunConfig, role: str, facts: ModelFacts, parallel: ParallelConfig, dp: int, layout: str
 ) -> dict[str, Term]:
     """Return terms for parameters, gradients and optimizer state of `role`; `layout`: recipe key of its layout."""
-    engine, model = getattr(config, role).engine, config.model
-    state = state_bytes(facts, parallel, engine, model.dtype, dp, value_head=role == CRITIC, lora=model.lora)
+    engine, model = config.training_of(role).engine, config.model
+    lora = None if role in config.models else model.lora
+    state = state_bytes(facts, parallel, engine, model.dtype, dp, value_head=role == CRITIC, lora=lora)
     return {name: term(f"{role} {name}", size, f"the model's size, {layout}") for name, size in state.items()}
 
 
@@ -472,13 +488,14 @@ def _learning_terms(
     role: str, config: RunConfig, facts: ModelFacts, team: TeamPlan, *, gpu: bool, job: str = "train"
 ) -> list[Term]:
     """Return the memory terms of a role's update, without parameters, gradients and optimizer state."""
-    parallel, dp, engine = team.parallel, team.replicas, getattr(config, role).engine
+    parallel, dp, engine = team.parallel, team.replicas, config.training_of(role).engine
+    section = config.section_of(role)
     longest = config.data.max_prompt_tokens + config.response_tokens(config.rollout.sampling)
-    keys = f"{role}.engine.micro_batch_tokens, {role}.engine.recompute"
+    keys = f"{section}.engine.micro_batch_tokens, {section}.engine.recompute"
     # A sequence above the budget is a micro-batch by itself, so only shorter responses save memory then. The
     # lengths of supervised examples are not known here.
     if longest > engine.micro_batch_tokens and job != "sft":
-        keys = f"rollout.sampling.max_new_tokens, {role}.engine.recompute"
+        keys = f"rollout.sampling.max_new_tokens, {section}.engine.recompute"
     needed = update_needs(config, facts, role, parallel, dp, gpu=gpu, job=job)
     terms = [term(f"{role} activations", needed.kept + needed.passing, keys, rough=True)]
     passes = update_passes(config, facts, role, parallel, dp, job)
@@ -490,7 +507,7 @@ def _learning_terms(
         recompute = engine.recompute == "full"
         flying = min(parallel.pp, passes.count)  # micro-batches that the encoder's stage, the first, holds at once
         size = flying * sequences * most * patch_bytes(facts.encoder, BYTES[config.model.dtype], recompute=recompute)
-        keys = f"{role}.engine.micro_batch_tokens, {role}.engine.recompute, data.max_pixels, data.limit_images"
+        keys = f"{section}.engine.micro_batch_tokens, {section}.engine.recompute, data.max_pixels, data.limit_images"
         # Prompts have fewer patches than the limit, and samples of a group share theirs.
         terms.append(Term("the vision encoder at work, at most", size, keys, least=0.0))
     if needed.head and role == ACTOR:

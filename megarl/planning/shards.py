@@ -37,7 +37,7 @@ def known_sizes(sizes: Sizes, role: Role) -> ModelFacts:
 
 def layout_key(config: RunConfig, role: Role, team: TeamPlan) -> str:
     """Return the recipe key of a role's layout; in a job without a task graph all roles have the actor's layout."""
-    has_layout = bool(team.nodes) and getattr(config, role.value).parallel is not None
+    has_layout = bool(team.nodes) and not role.is_further and getattr(config, role.value).parallel is not None
     return f"{role.value if has_layout else 'actor'}.parallel"
 
 

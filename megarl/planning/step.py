@@ -15,8 +15,7 @@ from megarl.artifacts.facts import ModelFacts, known_facts, model_facts
 from megarl.artifacts.layout import makes_replicas
 from megarl.artifacts.shared_prefixes import shares_prefixes
 from megarl.config.model import ModelConfig, ParallelConfig
-from megarl.config.run import RunConfig
-from megarl.config.training import ActorConfig, CriticConfig
+from megarl.config.run import RunConfig, TrainedConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.node import Node
 from megarl.dag.placement import Placement, TeamPlan, place
@@ -58,6 +57,8 @@ def model_sizes(config: RunConfig, graph: TaskGraph) -> dict[Role, ModelFacts | 
             paths = list(config.teacher.paths.values()) if role is Role.TEACHER else [path] if path else []
             known = [model_facts(ModelConfig(path=path, freeze=config.model.freeze)) for path in paths]
             sizes[role] = max(filter(None, known or [facts]), key=lambda facts: facts.parameters, default=None)
+    for name, further in config.models.items():
+        sizes[Role(name)] = facts if further.path is None else model_facts(ModelConfig(path=further.path))
     return sizes
 
 
@@ -279,9 +280,13 @@ class StepFormulas:
             )
         return self.memo[key]
 
-    def _section(self, role: Role) -> ActorConfig | CriticConfig:
-        """Return the section with the settings of a role's passes; frozen models use the actor's."""
-        return self.config.critic if role is Role.CRITIC else self.config.actor
+    def _section(self, role: Role) -> TrainedConfig:
+        """Return the section with the settings of a role's passes; frozen models of built-in roles use the actor's."""
+        return self.config.training_of(role.value)
+
+    def _trains(self, role: Role) -> bool:
+        """Return whether the model of a role is trained."""
+        return role in (Role.ACTOR, Role.CRITIC) or (role.is_further and self.config.models[role.value].train)
 
     @cached_property
     def weights(self) -> list[Cost]:
@@ -319,7 +324,7 @@ class StepFormulas:
         for team in self.placement.teams:
             for role in team.roles:
                 facts = known_sizes(self.sizes, role)
-                if role in (Role.ACTOR, Role.CRITIC):
+                if self._trains(role):
                     engine = self._section(role).engine
                     lora = self.config.model.lora
                     state = state_bytes(facts, team.parallel, engine, dtype, team.replicas, lora=lora)
@@ -414,9 +419,8 @@ class StepFormulas:
         config = self.config
         size = still = 0.0
         writers: dict[str, int] = {}
-        for role in (Role.ACTOR, Role.CRITIC):
-            if (team := self.placement.of_role(role)) is None:
-                continue
+        for role in filter(self._trains, (role for team in self.placement.teams for role in team.roles)):
+            team = self.placement.home(role)
             writers[team.name] = team.devices
             of_role = checkpoint_bytes(known_sizes(self.sizes, role), config.model.dtype, config.model.lora)
             size += of_role

@@ -117,6 +117,8 @@ class Branch(NamedTuple):
     untrained: Sequence[int] = ()
     answer: int | None = None
     output: str = ""
+    policy: str = ""
+    rewards: Mapping[str, float | list[float]] = {}
 
 
 class Answers:
@@ -211,8 +213,8 @@ class Answers:
         """Tokenise a reply into an `Answer`; an unusable observation sets the reply's error."""
         trajectory = self.awaited[number]
         if isinstance(reply.observation, Continuation):
-            ids, after, room, stop = vars(reply.observation).values()
-            return Answer(reply, ids, branch=Branch(after, room, stop))
+            ids, after, room, stop, policy = vars(reply.observation).values()
+            return Answer(reply, ids, branch=Branch(after, room, stop, policy=policy))
         if isinstance(reply.observation, Ending):
             return Answer(reply, None, branch=Branch(**vars(reply.observation)))
         if number in self._begun and not reply.done:
@@ -363,14 +365,15 @@ def apply_branch(trajectory: Trajectory, answer: Answer, branch: Branch, prompt:
     if reply.done:
         trajectory.leave_out(branch.untrained)
         trajectory.answer, trajectory.output = branch.answer, branch.output
+        trajectory.rewards = dict(branch.rewards)
         trajectory.end("done")
         return trajectory
     if not trajectory.turns:
-        trajectory.prompt_ids = list(ids[:prompt])
+        trajectory.prompt_ids, trajectory.policy = list(ids[:prompt]), branch.policy
         trajectory.add_unsampled(ids[prompt:], version)
     elif branch.after == trajectory.turn_numbers[-1]:
         trajectory.add_observation(ids)
     else:
-        trajectory = trajectory.switched(branch.after, ids, prompt)
+        trajectory = trajectory.switched(branch.after, ids, prompt, branch.policy)
     trajectory.turn_room, trajectory.turn_stop = branch.room, list(branch.stop)
     return trajectory

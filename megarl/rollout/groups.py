@@ -33,6 +33,7 @@ from megarl.data.trajectory import PLAIN, Trajectory
 from megarl.data.versions import first_runs
 from megarl.rollout.answers import Answer, Answers, Branch, EpisodeRules, apply_answer, apply_branch, end_without_turn
 from megarl.rollout.engine import Completion, Generation, Request, RolloutEngine, ignore_progress
+from megarl.rollout.policies import PolicyGenerations
 from megarl.rollout.stop_strings import StopStrings
 from megarl.system.errors import MegarlError, UserError
 
@@ -422,6 +423,8 @@ class GroupGenerator:
         tokens = [*trajectory.prompt_ids, *trajectory.token_ids]
         seed = group.seeds[sample.place](trajectory.segments)
         begun = len(trajectory.begun_turn)
+        if isinstance(self._generation, PolicyGenerations):
+            self._generation.choose(slot, trajectory.policy)
         self._generation.submit(slot, tokens, seed, self._room(trajectory), trajectory.images, begun)
         self._submitted.add(slot)
         self._in_turn.add(slot)

@@ -219,6 +219,7 @@ class Checkpoints(CheckpointPart):
             c.context.step, state = checkpoint.load(source, c.trained, self._meta)
         c.loading.load_state_dict(state["loader"])
         c.context.kl_controller.load_state_dict(state["kl"])
+        c.context.baselines.load_state_dict(state.get("baselines", {}))  # older checkpoints have none
         parts = state["surplus_parts"]
         # without a node that uses the surplus, every later checkpoint would contain it again
         if parts and self._why_no_surplus() is None:
@@ -373,6 +374,7 @@ class Checkpoints(CheckpointPart):
         extra: dict[str, Any] = {
             "loader": c.loading.state_dict(),
             "kl": c.context.kl_controller.state_dict(),
+            "baselines": c.context.baselines.state_dict(),
             "surplus_parts": 0 if c.context.surplus is None else c.layout.dp_size,
             "replay": replay_entry(c.context),
             "best": None if math.isinf(self.best) else self.best,

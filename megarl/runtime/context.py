@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from megarl.algorithms.advantages.rae import RunningBaselines
 from megarl.artifacts.draft_training import facts_with_draft
 from megarl.config.run import RunConfig
 from megarl.data.image_set import image_features
@@ -54,6 +55,7 @@ class StepContext:
     progress: Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[float], None]]] = no_progress
     # this rank's share of the scored groups that dynamic sampling left over for the next step
     surplus: Batch | None = None
+    baselines: RunningBaselines = field(default_factory=RunningBaselines)  # running mean scores, for RAE
     replay: ReplayStore | None = None  # groups to train on again; only in the team that trains
     curriculum: CurriculumLoader | None = None  # draws prompts by past success; only in the team that generates
     sequences: SequenceLayout = TEXT  # how samples are laid out as input sequences of the model

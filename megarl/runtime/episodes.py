@@ -74,9 +74,8 @@ def build_episodes(
         render = lambda messages: written.observed(messages, Row({}, "messages of the environment", 0))  # noqa: E731
     sampling = config.rollout.sampling
     turns = Turns(tokenizer, render, [*eos_ids, *sampling.stop_token_ids])
-    services = Services(
-        written, turns, tokenizer, data.max_prompt_tokens, config.response_tokens(sampling), config.rollout.limits.turns
-    )
+    most = data.max_prompt_tokens, config.response_tokens(sampling), config.rollout.limits.turns
+    services = Services(written, turns, tokenizer, *most, config.policies)
     host = Host(kind, settings, answer_s, images, services) if layout.is_lead else None
     bodies = config.algorithm.loss.echo_coef > 0
     if bodies and not tokenizer.is_fast:

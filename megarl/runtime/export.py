@@ -28,10 +28,10 @@ ADAPTER = "hf_adapter"
 def export(c: RankState, checkpoints: Path) -> None:
     """Write the team's models to the run folder if `trainer.export_hf` is set. Collective over the team.
 
-    The actor of the last step is written to RUN_DIR/hf, the critic to hf_critic, and the actor of the best checkpoint
-    by `trainer.best_metric` to hf_best if it is of another step. Adapters are merged; the adapters of the last
-    step are also written to hf_adapter in PEFT's format. Call this last, because the actor may then hold the weights
-    of the best step.
+    The actor of the last step is written to RUN_DIR/hf, the critic to hf_critic, a further model that is trained to
+    hf_NAME, and the actor of the best checkpoint by `trainer.best_metric` to hf_best if it is of another step. Adapters
+    are merged; the adapters of the last step are also written to hf_adapter in PEFT's format. Call this last, because
+    the actor may then hold the weights of the best step.
     """
     if not c.config.trainer.export_hf:
         return
@@ -41,6 +41,9 @@ def export(c: RankState, checkpoints: Path) -> None:
             _write(c, c.actor, LAST)
         if "critic" in c.models:
             _write(c, c.models["critic"], CRITIC)
+        for name, settings in c.config.models.items():
+            if settings.train and name in c.models:
+                _write(c, c.models[name], f"{LAST}_{name}")
         if c.team.leads:
             chunks, model = c.actor.chunks, c.config.model
             if model.lora is not None and not chunks[0].has_value_head:
@@ -99,9 +102,10 @@ def trial_command(config: RunConfig, run_dir: Path) -> str:
 
 def _write(c: RankState, model: ModelRole, name: str) -> None:
     with c.offload.phase("export", model.name):
-        folder, source = c.run_dir / name, c.config.model.path
+        further = c.config.models.get(model.name)
+        folder, source = c.run_dir / name, (further and further.path) or c.config.model.path
         hf_config, world = model.engine.hf_config, c.layout.world
-        classifies = c.config.trains_reward_model
+        classifies = c.config.trains_reward_model and further is None
         export_weights(
             model.chunks,
             folder,

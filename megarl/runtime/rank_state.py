@@ -214,8 +214,9 @@ class RankState:
 
     @property
     def trained(self) -> dict[str, MegatronEngine]:
-        """The trained engines (actor, critic) of this team, by role; checkpoints hold their state."""
-        return {name: model.engine for name, model in self.models.items() if name in _TRAINED}
+        """The trained engines of this team, by role: actor, critic and further models; checkpoints hold their state."""
+        further = [name for name, settings in self.config.models.items() if settings.train]
+        return {name: model.engine for name, model in self.models.items() if name in (*_TRAINED, *further)}
 
     def end_generation(self) -> None:
         """Close rollout and scorer after a cold start, because another team generates samples from now on."""

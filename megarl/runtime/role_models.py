@@ -1,9 +1,10 @@
-"""Builds the models of all roles but the actor: reference, teacher, critic and reward model.
+"""Builds the models of all roles but the actor: reference, teacher, critic, reward model and further models.
 
     reference      the weights that RL starts from, or the actor without its adapters; frozen
     teacher        for on-policy distillation: a frozen model of any size, in the processes and layout of the actor
     critic         for PPO: a value head instead of the output layer, and an optimizer of its own
     reward model   a sequence classifier; frozen
+    further        models of the section `models`, for stages of the user: trained or frozen
 
 megarl/runtime/frozen_models.py records and checks the files that they read.
 """
@@ -25,7 +26,7 @@ from megarl.models.hf import check_trainable, checkpoint_names, encoder_of, wiri
 from megarl.models.weights import init_random, load_weights
 from megarl.models.weights.files import CheckpointReader
 from megarl.runtime.frozen_models import SHARED_BASE, Frozen, now_at, record_base, record_frozen
-from megarl.runtime.roles import BaseReferenceRole, CriticRole, ReferenceRole, RewardModelRole, TeacherRole
+from megarl.runtime.roles import BaseReferenceRole, CriticRole, FurtherRole, ReferenceRole, RewardModelRole, TeacherRole
 from megarl.runtime.setup import build_engine, build_frozen, check_embeddings, read_other_config
 from megarl.system.errors import ConfigError
 from megarl.system.offload_schedule import CRITIC, REWARD_MODEL
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from megarl.config.model import ModelConfig
     from megarl.models.policy import PolicyModel
     from megarl.runtime.rank_state import RankState
+    from megarl.training.engine import Weights
 
 _REWARD_MODEL_PATH = "reward_model.path"
 
@@ -155,6 +157,40 @@ def copy_trunk(policy: Sequence[PolicyModel], critic: Sequence[PolicyModel]) -> 
                 parameter.zero_()
             else:
                 parameter.copy_(weights[name])
+
+
+def make_further(c: RankState, name: str, checkpoint: str | None) -> FurtherRole:
+    """Build the further model `models.NAME`. Collective over the actor's team.
+
+    A model that is trained starts from its `path`, else from the actor at the start of RL; a resumed run then loads it
+    from `checkpoint`. The files of a frozen one are recorded in checkpoints.
+
+    Raises:
+        ConfigError: a token id of the policy means another token to the model; or as `record_frozen`.
+    """
+    settings, key = c.config.models[name], f"models.{name}.path"
+    if settings.path is not None and not settings.train:
+        record_frozen(c, name, key, settings.path, checkpoint)
+    with phase(f"load_{name}"), c.offload.phase("load"):
+        hf_config, source = c.hf_config, settings.path
+        weights: Weights = lambda chunks: copy_weights(c.actor.chunks, chunks)  # noqa: E731
+        if source is not None:
+            check_same_tokens(c.tokenizer, load_tokenizer_of(c.config.model, source, key), source, key)
+            hf_config = read_other_config(c, source, key)
+            weights = lambda chunks: load_weights(chunks, source)  # noqa: E731
+            if settings.train:
+                check_trainable(hf_config, source)
+        engine = build_engine(c.config, hf_config, c.layout, weights, trainable=settings.train, name=name)
+        return FurtherRole(name, engine, c.context, offloads=settings.engine.offload)
+
+
+@torch.no_grad()
+def copy_weights(source: Sequence[PolicyModel], target: Sequence[PolicyModel]) -> None:
+    """Copy all weights from a model to another one of the same architecture and layout."""
+    for from_chunk, to_chunk in zip(source, target, strict=True):
+        weights = from_chunk.weights()
+        for name, parameter in to_chunk.weights().items():
+            parameter.copy_(weights[name])
 
 
 def make_reward_model(c: RankState, checkpoint: str | None) -> RewardModelRole:

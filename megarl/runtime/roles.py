@@ -6,6 +6,7 @@
     reference    parameters                                                   log_probs
     teacher      parameters                                                   log_probs
     reward_model parameters                                                   scores
+    models.NAME  as the critic, or frozen: parameters                         log_probs, train_step
     rollout      the actor's parameters or a server's weights, and a cache    generating, engine
     scorer       nothing                                                      runner, by_environment
 
@@ -141,6 +142,23 @@ class CriticRole(ModelRole):
         """Take one optimizer step on this rank's part of a mini-batch; see `MegatronEngine.value_step`."""
         with self._c.offload.phase("update", self.name):
             return self.engine.value_step(mini, loss)
+
+
+class FurtherRole(ActorRole):
+    """A further model of the recipe (`models.NAME`), for stages of the user; `perf/flops` does not include it, because
+    its size may differ. A frozen one has no `train_step`."""
+
+    def __init__(self, name: str, engine: MegatronEngine, c: StepContext, *, offloads: bool) -> None:
+        self.name, self.engine, self._c = name, engine, c
+        c.offload.add(name, engine, offloads=offloads, further=True)
+
+    def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
+        """Return the log-prob of every response token (float32) at `temperature`; None: as generated."""
+        return self.score(samples, temperature)
+
+    def sft_step(self, batch: Batch) -> Metrics:
+        """Take one supervised optimizer step; see `MegatronEngine.sft_step`. Its metrics are `NAME/loss` and so on."""
+        return super().sft_step(batch).renamed(lambda name: name.replace("sft/", f"{self.name}/", 1))
 
 
 class ReferenceRole(ModelRole):

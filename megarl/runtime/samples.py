@@ -13,7 +13,8 @@ from megarl.config.rollout import SamplingConfig, env_section
 from megarl.data.batch import Batch
 from megarl.data.fields import PATCHES
 from megarl.data.image_set import image_sets, pil_images
-from megarl.data.lanes import EPISODE, LANE, leads, rows_of
+from megarl.data.lanes import EPISODE, LANE, leads
+from megarl.data.policies import POLICY, parts_of, whole_episode
 from megarl.data.trajectory import Trajectory, trajectory_values
 from megarl.rollout.answers import EpisodeLimits, EpisodeRules
 from megarl.rollout.groups import Group, GroupGenerator
@@ -79,16 +80,25 @@ def groups_of_prompts(c: StepContext, prompts: Batch, n: int, numbers: Iterable[
 
 
 def samples_of(
-    rollout: RolloutRole, prompts: Batch, groups: Sequence[Sequence[Trajectory]], sampling: SamplingConfig
+    rollout: RolloutRole,
+    prompts: Batch,
+    groups: Sequence[Sequence[Trajectory]],
+    sampling: SamplingConfig,
+    policies: Sequence[str] = (),
 ) -> Batch:
     """Build samples with all their fields from `groups`, the n trajectories of each of B prompts: B * n, and more where
-    an episode has several sequences."""
-    rows = [
-        (place, k, lane, row)
-        for place, group in enumerate(groups)
+    an episode has several sequences.
+
+    Args:
+        policies: names of the run's policies; empty: it has one.
+    """
+    parts = [
+        (place, part)
+        for place, (uid, group) in enumerate(zip(prompts["uid"], groups, strict=True))
         for k, episode in enumerate(group)
-        for lane, row in enumerate(rows_of(episode))
+        for part in parts_of(episode, f"{uid}#{k}", policies)
     ]
+    rows = [(place, part, lane, row) for place, part in parts for lane, row in enumerate(part.rows)]
     trajectories = [row for *_, row in rows]
     samples, by_turn = prompts.select([place for place, *_ in rows]), rollout.episodes is not None
     width = samples[PATCHES].values.shape[1] if by_turn and PATCHES in samples.names() else None
@@ -96,14 +106,14 @@ def samples_of(
     forms: dict[str, Any] = {"patch_values": width, "bodies": bodies, "routes": rollout.routes}
     forms["kept"] = rollout.keeps_tokens and sampling.is_bounded
     values = trajectory_values(trajectories, by_turn=by_turn, **forms) | {
-        "sample_id": [
-            f"{uid}#{k}" + f".{lane}" * (lane > 0) for uid, (_, k, lane, _) in zip(samples["uid"], rows, strict=True)
-        ],
+        "sample_id": [part.name + f".{lane}" * (lane > 0) for _, part, lane, _ in rows],
         "response_text": _turn_texts(rollout, sampling, [t.last_turn for t in trajectories]),
     }
     if rollout.episodes is not None and rollout.episodes.has_lanes:
-        values[EPISODE] = [f"{uid}#{k}" for uid, (_, k, *_) in zip(samples["uid"], rows, strict=True)]
+        values[EPISODE] = [part.name for _, part, *_ in rows]
         values[LANE] = torch.tensor([lane for _, _, lane, _ in rows], dtype=torch.int64)
+    if policies:
+        values[POLICY] = [part.policy for _, part, *_ in rows]
     if by_turn:
         values["transcript"] = rollout.decode([t.token_ids for t in trajectories])
         if trajectories:
@@ -153,6 +163,9 @@ def refuse_failed_step(step: int, numbers: Mapping[str, float]) -> None:
 def record_episodes(c: StepContext, samples: Batch) -> None:
     """Record the metrics `env/...` of episodes; an episode whose environment failed counts only in `env/errors`."""
     places = leads(samples)
+    if POLICY in samples:  # the parts of an episode have the same numbers
+        first = {whole_episode(samples[EPISODE][place]): place for place in reversed(places)}
+        places = sorted(first.values())
     m, every = c.metrics, len(places)
     if LANE in samples and every:
         m.mean("env/samples", len(samples), every)

@@ -286,7 +286,10 @@ def _check_model_config(config: RunConfig, team: TeamContext, hf_config: Pretrai
     problem = config.model.freeze_problem(sees=bool(visual_tensors(hf_config)))
     raise_problems([] if problem is None else [problem])
     facts = facts_of(hf_config)
-    problems = [draft_problem(config, facts), *(prefix_problem(config, facts, role) for role in ("actor", "critic"))]
+    problems = [
+        draft_problem(config, facts),
+        *(prefix_problem(config, facts, role) for role in ("actor", "critic", *config.models)),
+    ]
     raise_problems([problem for problem in problems if problem is not None])
     if encoder_of(hf_config) is not None:
         raise_problems(image_problems([team.plan.parallel]))
@@ -371,7 +374,7 @@ def build_engine(
     name: str = ACTOR,
 ) -> MegatronEngine:
     """Build the Megatron engine of a role; frozen unless `trainable`. Only actor and critic get adapters."""
-    settings = config.critic if name == CRITIC else config.actor
+    settings = config.training_of(name)
     return MegatronEngine(
         hf_config,
         config.parallel_of(name),

@@ -19,10 +19,12 @@ from megarl.runtime.checkpoints import Checkpoints
 from megarl.runtime.cold_start import ColdStartCheckpoints
 from megarl.runtime.exchange import TokenExchange
 from megarl.runtime.frozen_models import keep_run_start, record_base, record_frozen
+from megarl.runtime.policies import open_policies
 from megarl.runtime.rank_state import RankState, TeamContext
 from megarl.runtime.replay import ReplayStore
 from megarl.runtime.role_models import (
     make_critic,
+    make_further,
     make_reference,
     make_reward_model,
     make_teacher,
@@ -94,13 +96,14 @@ def set_schedule_lengths(c: RankState) -> None:
     from the number of steps.
     """
     for name, engine in c.trained.items():
-        role = c.config.critic if name == Role.CRITIC.value else c.config.actor
+        role = c.config.training_of(name)
         resting = 0 if name == Role.CRITIC.value else c.context.resting
         engine.total_steps = engine.step + c.config.updates_after(c.context.step, role, resting)
 
 
 def make_models(c: RankState, start: RunStart) -> None:
-    """Build this team's models that depend on where RL starts: reference, teacher, reward model and critic."""
+    """Build this team's models that depend on where RL starts: reference, teacher, reward model, critic and further
+    models."""
     makers: dict[Role, Callable[[], ModelRole]] = {
         Role.REFERENCE: lambda: make_reference(c, start),
         Role.TEACHER: lambda: make_teacher(c, start),
@@ -110,6 +113,10 @@ def make_models(c: RankState, start: RunStart) -> None:
     for role, make in makers.items():
         if c.team.holds(role):
             c.held[role.value] = make()
+    for role in c.team.plan.roles:
+        if role.is_further:
+            c.held[role.value] = make_further(c, role.value, start.source)
+    open_policies(c)
     if c.team.holds(Role.ACTOR) and (field := whole_vocabulary(c.config.algorithm)) is not None:
         c.actor.engine.teacher_weight, c.actor.engine.teacher_cap = read_other_head(c, start, field)
     if c.context.scores is not None and (encoder := c.context.scores.encoder) is not None:

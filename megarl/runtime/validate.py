@@ -9,6 +9,7 @@ from megarl.data.fields import PATCHES
 from megarl.data.image_set import image_sets, pixels_of
 from megarl.data.lanes import branches, leads
 from megarl.data.loader import rounds
+from megarl.data.policies import POLICY
 from megarl.evaluation.metrics import Scored, from_reward, validation_metrics
 from megarl.rewards.parts import with_model_scores
 from megarl.rewards.scoring import ERROR_KEY
@@ -65,7 +66,8 @@ def validate(c: RankState, films_of: int | None = None) -> Validation | None:
             unplayed = nothing if player is None else samples["env_error"]
             parts = nothing if player is None else samples["set"]
             why = why or next(filter(None, unplayed), "")
-            columns = (samples["uid"], results, samples["response_text"], samples["data_source"], parts)
+            sources = samples[POLICY] if POLICY in samples else samples["data_source"]
+            columns = (samples["uid"], results, samples["response_text"], sources, parts)
             for sample, error in zip(zip(*columns, strict=True), unplayed, strict=True):
                 if not error:  # an episode whose simulator failed does not count against the policy
                     scored.append(from_reward(*sample, select_by=settings.select_by))

@@ -140,7 +140,7 @@ def plan_seconds(config: RunConfig, graph: TaskGraph, system: System, lengths: L
     trains, scores = {}, set()
     for node in graph:
         if node.declared.kind is Kind.MODEL_TRAIN:
-            section = config.critic if node.role is Role.CRITIC else config.actor
+            section = config.training_of(node.role.value)
             updates = max(1, config.data.batch_size // (section.mini_batch_size or config.data.batch_size))
             trains[node.id] = (section.ppo_epochs, updates * section.ppo_epochs)
         elif node.declared.kind is Kind.MODEL_INFERENCE and node.role is not Role.ROLLOUT:

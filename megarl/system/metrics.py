@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 Reduction = Literal["mean", "sum", "min", "max"]
@@ -65,6 +65,10 @@ class Metrics:
         for name, (kind, value, count) in other._items.items():
             self._add(name, kind, value, count)
         return self
+
+    def renamed(self, name_of: Callable[[str], str]) -> Metrics:
+        """Return the same metrics, each under the name that `name_of` returns for its name."""
+        return Metrics.from_json({name_of(name): list(item) for name, item in self._items.items()})
 
     def result(self) -> dict[str, float]:
         """Return the reduced metrics by name; a mean over no values is NaN."""

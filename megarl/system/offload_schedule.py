@@ -13,11 +13,11 @@
     checkpoint      parameters, optimizer    the same            .                    (weights)
     export ROLE     parameters               parameters if it is the role             (weights)
 
-The table lists the parts that a phase needs; parts in brackets stay as they are, on the device or not. For servers on
-their own devices `start_servers` and `publish` are not entered. All other parts are offloaded where the recipe allows
-it: `actor.engine.offload` for the actor and the frozen models, `critic.engine.offload` for the critic, and always for
-servers that share the trainer's devices. The table is plain data, which the dry run's estimate of memory also reads
-(`megarl.planning.memory`).
+The table lists the parts that a phase needs, of a further model (`models`) as of the critic; parts in brackets stay as
+they are, on the device or not. For servers on their own devices `start_servers` and `publish` are not entered. All
+other parts are offloaded where the recipe allows it: `actor.engine.offload` for the actor and the frozen models,
+`critic.engine.offload` and `models.NAME.engine.offload` for these, and always for servers that share the trainer's
+devices. The table is plain data, which the dry run's estimate of memory also reads (`megarl.planning.memory`).
 
 Offloaded server weights are dropped: the next `publish` brings the new ones, and generating before it is an error. The
 embedded engine allocates its cache when generation begins and frees it at the end, so that nothing has to be moved.
@@ -25,7 +25,7 @@ embedded engine allocates its cache when generation begins and frees it at the e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -67,20 +67,25 @@ ALWAYS: Mapping[str, Parts] = {ACTOR: (PARAMETERS,)}
 """Parts that always stay: embedded generation and every weight update read the actor's parameters."""
 
 
-def needed(phase: str, role: str | None = None) -> dict[str, Parts]:
+def needed(phase: str, role: str | None = None, further: Collection[str] = ()) -> dict[str, Parts]:
     """Return the parts of models, and of servers if the phase generates, that a phase needs on the device, by holder.
     Raise ValueError for an unknown phase or role, or a phase of one model without its name.
+
+    Args:
+        further: names of the run's further models.
     """
     if phase not in PHASES:
         raise ValueError(f"the offload schedule has no phase {phase!r}; allowed: {', '.join(PHASES)}")
     row = PHASES[phase]
-    if (ROLE in row) != (role is not None) or (role is not None and role not in MODELS):
-        allowed = f"one of {', '.join(MODELS)}" if ROLE in row else "none"
+    if (ROLE in row) != (role is not None) or (role is not None and role not in (*MODELS, *further)):
+        allowed = f"one of {', '.join((*MODELS, *further))}" if ROLE in row else "none"
         raise ValueError(f"phase {phase!r} was entered for the role {role!r}; allowed: {allowed}")
     needs = dict(ALWAYS)
     for holder, parts in row.items():
         name = role if holder == ROLE and role is not None else holder
         needs[name] = tuple(dict.fromkeys((*needs.get(name, ()), *parts)))
+    if CRITIC in row:
+        needs |= dict.fromkeys(further, row[CRITIC])
     return needs
 
 
@@ -121,15 +126,21 @@ class OffloadSchedule:
     def __init__(self, meet: Callable[[], None] = lambda: None) -> None:
         self._meet = meet
         self._models: dict[str, Model] = {}
+        self._further: set[str] = set()
         self._servers: Holder | None = None
         # parts that servers were last asked to hold on the device; None: not asked yet
         self._granted: frozenset[str] | None = None
         self._published = False
         self._open: list[tuple[str, dict[str, Parts]]] = []
 
-    def add(self, name: str, model: Model, *, offloads: bool) -> None:
-        """Register a model if it `offloads`, and move its parts on or off the device as the current phase needs."""
-        if name not in MODELS:
+    def add(self, name: str, model: Model, *, offloads: bool, further: bool = False) -> None:
+        """Register a model if it `offloads`, and move its parts on or off the device as the current phase needs.
+
+        `further`: it is one of the recipe's section `models`.
+        """
+        if further:
+            self._further.add(name)
+        elif name not in MODELS:
             raise ValueError(f"the offload schedule has no role {name!r}; allowed: {', '.join(MODELS)}")
         if not offloads:
             return
@@ -148,7 +159,7 @@ class OffloadSchedule:
         """Enter a phase; some phases need a model's `role`. In the block, the parts that the phase needs are on the
         device, and others are offloaded if allowed. Raise RuntimeError if it generates with servers without weights.
         """
-        wanted = needed(name, role)
+        wanted = needed(name, role, self._further)
         if self._servers is not None and name in _GENERATES and not self._published:
             raise RuntimeError(f"phase {name!r} needs the servers' weights, which were dropped: call `publish` first")
         self._open.append((name, wanted))

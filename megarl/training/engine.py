@@ -66,6 +66,8 @@ class TeacherTargets(NamedTuple):
     terms: Terms | None = None
 
 
+#: Roles that have the settings of the actor's engine.
+_OF_ACTOR = ("actor", "rollout", "reference", "teacher", "reward_model")
 #: fn(metrics of all micro-batches and ranks) -> the divisor of the gradient
 Divisor = Callable[[Metrics], float]
 Weights = Callable[[list[PolicyModel]], None]
@@ -126,7 +128,9 @@ class MegatronEngine:
         learns = optim is not None and "tower" not in freeze
         self._patch_tokens = patch_tokens(facts_of(hf_config), parallel, engine, learns=learns)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-        self._where = "critic.engine" if name == "critic" else "actor.engine"
+        self._where = {"critic": "critic.engine", **dict.fromkeys(_OF_ACTOR, "actor.engine")}.get(
+            name, f"models.{name}.engine"
+        )
         configured = functools.partial(transformer_config, hf_config, parallel, dtype=dtype, engine=engine, lora=lora)
         self.model_config = configured(freeze=freeze, where=self._where, world=layout.world)
         self.model_config.variable_seq_lengths = parallel.vpp is None  # interleaved micro-batches are equally long

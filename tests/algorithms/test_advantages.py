@@ -35,7 +35,7 @@ from tests.algorithms.cases import Case, cases, close, make_case, poisoned
 PARTS = {"right": 1.0, "short": -0.5}
 OPTIONS = {"gamma": 0.9, "lam": 0.8, "norm_by_std": True, "allow_singleton": False, "parts": PARTS}
 BUILT_IN = ADVANTAGES.names()
-PER_SAMPLE = ("greedy_score", "reward_parts")
+PER_SAMPLE = ("greedy_score", "running_baseline", "reward_parts")
 
 
 def fields(case: Case, packed: bool = False, poison: bool = False) -> dict:
@@ -45,7 +45,7 @@ def fields(case: Case, packed: bool = False, poison: bool = False) -> dict:
 
     out = {"token_rewards": form(case.rewards), "values": form(case.values), "uid": case.uid}
     out |= {"old_logp": form(case.old_logp), "teacher_logp": form(case.ref_logp), "sum_pi_squared": form(squares(case))}
-    out |= {"greedy_score": case.greedy, "reward_parts": case.parts}
+    out |= {"greedy_score": case.greedy, "running_baseline": case.greedy / 2, "reward_parts": case.parts}
     out["turn_keys"] = case.pack(turn_keys(case)) if packed else turn_keys(case)
     out["mask"] = case.pack(case.mask) if packed else case.mask
     return out | ({"offsets": case.offsets} if packed else {})
@@ -82,6 +82,7 @@ def test_each_equals_its_formula(case):
     close(run("rloo", case).advantages, oracle.rloo(r, m, case.uid))
     close(run("maxrl", case).advantages, oracle.maxrl([[abs(x) for x in row] for row in r], m, case.uid), 1e-7)
     close(run("remax", case).advantages, oracle.remax(r, m, case.greedy.tolist()))
+    close(run("rae", case).advantages, oracle.remax(r, m, (case.greedy / 2).tolist()))
     close(run("reinforce_pp_baseline", case).advantages, oracle.reinforce_pp_baseline(r, m, case.uid), 1e-7)
     close(run("grpo_passk", case).advantages, oracle.grpo_passk(r, m, case.uid), 1e-7)
     close(run("opo", case).advantages, oracle.opo(r, m, case.uid))

@@ -239,3 +239,39 @@ def test_parts_are_looked_for_in_the_source_of_the_reward(write, failures, warne
     (doubtful,) = warned(*mine, "algorithm.advantage.parts={right: 1.0, shrt: 1.0}")
     assert (doubtful.key, doubtful.found) == ("algorithm.advantage.parts", ["shrt"])
     assert not failures(*mine, "algorithm.advantage.parts={right: 1.0, shrt: 1.0}")
+
+
+POLICIES = "policies={white: {}, black: {advantage: {name: rloo}, compare: episode}}"
+AGENT = "env={name: agent, function: 'megarl.recipes.self_play:play'}"
+OWN = ("policies.white.model=white", "models={white: {train: true}}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        ([POLICIES], "env.name", "called by an agent"),
+        ([POLICIES, AGENT, "env.score=reward"], "env.score", "the agent gives the rewards"),
+        ([POLICIES, AGENT, "data.curriculum.pools={all: {}}"], "data.curriculum", "counts the samples"),
+        ([POLICIES, AGENT, "policies.white.advantage={name: remax}"], "policies.white.advantage.name", "greedy_score"),
+        (
+            [POLICIES, AGENT, "policies.white.advantage={name: rae, decay: 2}"],
+            "policies.white.advantage.decay",
+            "out of range",
+        ),
+        ([POLICIES, AGENT, "rollout.sampling.n=1"], "rollout.sampling.n", "only one of white"),
+        ([POLICIES, AGENT, "policies.white.train=false", "policies.black.train=false"], "policies", "no policy is"),
+        ([POLICIES, AGENT, "policies.black.sampling.max_new_tokens=900"], "policies.black.sampling.max_new_tokens", ""),
+        ([POLICIES, AGENT, "policies.white.model=grey"], "policies.white.model", "no model of this name"),
+        ([POLICIES, AGENT, *OWN, "rollout.stale_steps=1"], "rollout.stale_steps", "embedded engine"),
+        ([POLICIES, AGENT, *OWN, "algorithm.kl.use=loss"], "algorithm.kl.use", "compared with the run's policy"),
+        ([POLICIES, AGENT, *OWN, "models.white.engine.offload=true"], "models.white.engine.offload", "generate at"),
+    ],
+)
+def test_what_does_not_go_with_several_policies_is_refused(failures, overrides, key, words):
+    refused = {check.key: check for check in failures("sft.steps=0", *overrides)}
+    assert words in refused[key].message
+    assert refused[key].fix or refused[key].allowed
+
+
+def test_several_policies_with_an_agent_pass(failures):
+    assert failures("sft.steps=0", "cluster.timeout_s=600", POLICIES, AGENT, *OWN) == []

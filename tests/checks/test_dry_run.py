@@ -245,6 +245,7 @@ def test_optimizer_state_is_shared_by_the_replicas():
         pytest.param(
             "grpo_code_quickstart", marks=pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
         ),
+        "grpo_self_play_quickstart",
         "grpo_gsm8k_calc",
         "grpo_qwen3_8b_8gpu",
         "grpo_qwen3_30b_a3b_32gpu",

@@ -185,3 +185,38 @@ def test_a_job_without_a_graph_has_the_actors_layout_for_all_models(failures, fo
 def test_a_named_reward_model_that_nothing_uses_is_doubtful(config_of):
     found = [c for c in check_config(config_of("reward_model.path=org/judge")).items if c.status == "warn"]
     assert [c.name for c in found if "a reward model is set, but nothing uses it" in c.message] == ["reward model"]
+
+
+STAGES = """
+from dataclasses import replace
+from megarl.dag.pipeline import Pipeline
+from megarl.dag.stage import Kind, Role, stage
+from megarl.recipes.grpo import add_advantage, add_scoring
+from megarl.runtime.stages import rollout, update
+
+@stage(reads=["prompt_ids", "response_ids"], writes=[], kind=Kind.MODEL_TRAIN, role=Role("judge"))
+def learn(c, samples, *, judge):
+    return samples
+
+def build(config):
+    p = Pipeline("judged", "", config).add(rollout.rollout)
+    add_scoring(p, config)
+    add_advantage(p, config)
+    return p.add(update.actor_train).add(learn).build()
+"""
+
+
+@pytest.mark.parametrize(
+    ("models", "key", "words"),
+    [
+        ("{}", "models.judge", "works with the model 'judge'"),
+        ("{judge: {train: false}}", "models.judge.path", "a frozen model needs a folder"),
+        ("{judge: {path: m}}", "models.judge.train", "the node 'learn' trains this model"),
+        ("{judge: {train: true, mini_batch_size: 7}}", "models.judge.mini_batch_size", "mini-batches of 7"),
+    ],
+)
+def test_further_models_that_stages_cannot_use_are_refused(failures, write, models, key, words):
+    write(STAGES, "judged.py")
+    refused = {check.key: check for check in failures("algorithm.pipeline=judged.py:build", f"models={models}")}
+    assert words in refused[key].message
+    assert refused[key].fix

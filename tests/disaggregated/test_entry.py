@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.config.run import ClusterConfig, RunConfig
-from megarl.dag.placement import place
+from megarl.dag.placement import MODEL_ROLES, place
 from megarl.dag.stage import Role
 from megarl.disaggregated.loop import join_run
 from megarl.recipes.build import build_task_graph
@@ -23,7 +23,7 @@ def config(**teams: list[str]) -> RunConfig:
 def test_without_placement_the_only_team_holds_what_the_graph_works_with_and_leads():
     placement = place(build_task_graph(config()), config())
     team = TeamContext(placement.teams[0], placement)
-    assert [role for role in Role if team.holds(role)] == [Role.ACTOR, Role.ROLLOUT, Role.REFERENCE]
+    assert [role for role in MODEL_ROLES if team.holds(role)] == [Role.ACTOR, Role.REFERENCE, Role.ROLLOUT]
     assert (team.leads, team.others, team.buffer) == (True, [], None)
 
 

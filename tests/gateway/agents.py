@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -44,6 +45,18 @@ def asks_thrice(task: dict[str, Any]) -> float:
     for _ in range(3):
         messages += [say(messages)["message"], {"role": "user", "content": "+"}]
     return sum(c.isdigit() for message in messages[1::2] for c in message["content"]) / 12
+
+
+def debate(task: dict[str, Any]) -> dict[str, Any]:
+    """A proposer, two solvers of its words, a second turn of the first one, and a judge."""
+    ask = lambda model, *texts: say([{"role": "user", "content": text} for text in texts], model=model)["message"]  # noqa: E731
+    said = ask("proposer", task["row"]["prompt"])["content"]
+    first, _ = (ask("solver", said) for _ in range(2))
+    say([{"role": "user", "content": said}, first, {"role": "user", "content": "+"}], model="solver")
+    ask("judge", said)
+    with contextlib.suppress(urllib.error.HTTPError):
+        ask("policy", said)
+    return task["row"]["result"]
 
 
 def branches(task: dict[str, Any]) -> float:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megarl.config.policies import AgentPolicyConfig
 from megarl.config.rollout import SamplingConfig
 from megarl.data.rows import Row
 from megarl.data.templates import ChatTemplate
@@ -60,6 +61,7 @@ def episodes_of(
     sampling: SamplingConfig,
     on_error: str = "fail",
     env: dict[str, Any] | None = None,
+    policies: dict[str, AgentPolicyConfig] | None = None,
     **limits: Any,
 ) -> list[Trajectory]:
     """Play an episode of `agent`, a file and a function in it or a command, for each of `rows`."""
@@ -67,7 +69,9 @@ def episodes_of(
     kind, settings = load_environment({"name": "agent", **program, **(env or {})})
     most = {"prompt_tokens": 12, "tokens": 40, "turns": 8, "seconds": None, **limits}
     turns = Turns(tokenizer, lambda messages: template.write(messages, Row({}, "here", 0)), ends)
-    services = Services(template, turns, tokenizer, most["prompt_tokens"], most["tokens"], most["turns"])
+    services = Services(
+        template, turns, tokenizer, most["prompt_tokens"], most["tokens"], most["turns"], policies or {}
+    )
     host = Host(kind, settings, None, None, services)
     try:
         rules = replace(

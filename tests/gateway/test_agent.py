@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from megarl.config.policies import AgentPolicyConfig
 from megarl.config.rollout import SamplingConfig
 from megarl.data.lanes import rows_of
+from megarl.data.policies import parts_of
 from megarl.data.templates import chat_renderer
 from megarl.data.tokenizer import character_tokenizer
 from megarl.envs.protocol import EpisodeFailure
@@ -69,6 +72,58 @@ def test_reward_functions_see_the_sequence_of_the_last_main_call_and_not_that_of
     [episode] = trajectories(scripted("1", "2", "3"), "titles", [{"prompt": "0"}])
     assert (episode.turn_numbers, episode.answer) == ([2], 1)
     assert [row.turn_numbers for row in rows_of(episode)] == [[0, 1], [2]]
+
+
+POLICIES = {
+    "proposer": AgentPolicyConfig(),
+    "solver": AgentPolicyConfig(sampling={"max_new_tokens": 2, "stop": ["9"]}),
+    "judge": AgentPolicyConfig(train=False),
+}
+
+
+def debates(result, *lines):
+    rows = [{"prompt": "0", "result": result}]
+    [episode] = trajectories(scripted(*lines), "debate", rows, policies=POLICIES)
+    return episode
+
+
+def test_a_call_s_model_names_the_policy_whose_sequence_it_goes_on_with():
+    episode = debates({"rewards": {"proposer": 0.25, "solver": [1, 0]}}, "3", "19", "29", "444", "5")
+    lanes = {lane.policy: [] for lane in episode.all_lanes}
+    for lane in sorted(episode.all_lanes, key=lambda lane: lane.turn_numbers[0]):
+        lanes[lane.policy].append(TOKENIZER.decode([*lane.prompt_ids, *lane.token_ids]))
+    # the solver's turns end after two tokens or with a 9, which clients are not sent
+    assert lanes == {"proposer": ["0=3<eos>"], "solver": ["3=19<eos>+=44", "3=29"], "judge": ["3=5<eos>"]}
+    parts = {part.name: part for part in parts_of(episode, "a#0", list(POLICIES))}
+    assert [(name, part.policy, len(part.rows)) for name, part in parts.items()] == [
+        ("a#0@proposer", "proposer", 1),
+        ("a#0@solver:0", "solver", 1),
+        ("a#0@solver:1", "solver", 1),
+        ("a#0@judge", "judge", 1),
+    ]
+    assert [part.rows[0].turn_rewards for part in parts.values()] == [[0.25], [0.0, 1.0], [0.0], [0.0]]
+    trained = {name: [sum(row.sampled) for row in part.rows] for name, part in parts.items()}
+    assert trained == {"a#0@proposer": [2], "a#0@solver:0": [4], "a#0@solver:1": [2], "a#0@judge": [0]}
+
+
+def test_a_number_is_the_reward_of_all_sequences_of_a_policy():
+    episode = debates({"rewards": {"proposer": 1, "solver": 0.5}}, "3", "1", "2", "4", "5")
+    solver = next(part for part in parts_of(episode, "a#0", list(POLICIES)) if part.policy == "solver")
+    assert [(row.turn_numbers, row.turn_rewards) for row in solver.rows] == [([1, 3], [0.0, 0.5]), ([2], [0.0])]
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (1.0, 'allowed: an object {"rewards"'),
+        ({"rewards": {"proposer": 1}}, "no reward of the policy 'solver'"),
+        ({"rewards": {"proposer": 1, "solver": [1]}}, "has 1 rewards of the policy 'solver'; allowed: a number, or 2"),
+        ({"rewards": {"proposer": 1, "solver": 1, "author": 1}}, "a reward of 'author'; allowed: proposer, solver"),
+    ],
+)
+def test_rewards_that_are_missing_or_of_no_policy_fail_the_episode(result, words):
+    with pytest.raises(EpisodeError, match=re.escape(words)):
+        debates(result, "3", "1", "2", "4", "5")
 
 
 def test_an_agent_that_calls_nothing_is_scored_and_not_trained_on():

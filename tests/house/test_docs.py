@@ -177,7 +177,7 @@ USES: dict[str, Callable[[Any], object]] = {
 
 def example() -> types.ModuleType:
     """The worked example of docs/architecture.md, as the module it says it is."""
-    (source,) = (text for text in blocks(ROOT / "docs/architecture.md", "python") if "def build_graph" in text)
+    (source,) = (text for text in blocks(ROOT / "docs/architecture.md", "python") if "def surprise" in text)
     module = types.ModuleType("my_pipeline")
     exec(compile(source, "my_pipeline.py", "exec"), module.__dict__)
     return module

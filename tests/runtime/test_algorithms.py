@@ -59,6 +59,31 @@ NEEDS: dict[str, list[str]] = {
 }
 DISTILLATION = ["algorithm.distillation.coef=0.5", "teacher.path=TEACHER"]
 TWO_TEACHERS = "distillation over the whole vocabulary, two teachers"
+FURTHER = [
+    "algorithm.pipeline=FOLDER/my_models.py:build_graph",
+    "models={imitator: {train: true, optim: {lr: 0.002}, engine: {offload: true}}}",
+]
+#: A proposer's turn, and two of a solver; the digits among their characters are the rewards.
+AGENT = """
+import json, os, urllib.request
+
+def ask(policy, prompt, n=1):
+    body = json.dumps({"model": policy, "prompt": prompt, "n": n}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/completions", body, headers)
+    with urllib.request.urlopen(request) as response:
+        return [choice["text"] for choice in json.load(response)["choices"]]
+
+def play(task):
+    (said,) = ask("proposer", task["row"]["prompt"])
+    digits = [sum(c.isdigit() for c in text) / 4 for text in ask("solver", said[:2] + "=", 2)]
+    return {"rewards": {"proposer": 1 - sum(digits) / 2, "solver": digits}}
+"""
+POLICIES = [
+    *("reward={name: exact_match}", "env={name: agent, function: FOLDER/proposing.py:play, timeout_s: 60}"),
+    "policies={proposer: {advantage: {name: rae}}, solver: {advantage: {name: rloo}, compare: episode}}",
+]
+OWN_WEIGHTS = ["models={proposer: {train: true, optim: {lr: 0.002}}}", "policies.proposer.model=proposer"]
 FULL = "KL over the whole vocabulary"
 WHOLE = "distillation over the whole vocabulary"
 DAPO = ["algorithm.pipeline=dapo", "algorithm.dynamic_sampling.enabled=true"]
@@ -198,6 +223,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, file in ((name, f"my_{kind}.py") for name, kind in shown.items()):
         (here / file).write_text(code_with(f"def {name}(", "algorithms.md"))
     (here / "my_pipeline.py").write_text(code_with("def surprise", "architecture.md"))
+    (here / "proposing.py").write_text(AGENT)
+    (here / "my_models.py").write_text(code_with("def novelty", "architecture.md"))
     (here / "my_rewards.py").write_text(code_with("def nearness(", "tracking.md"))
     return here
 
@@ -217,9 +244,13 @@ def train(folder: Path, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
 
     config = config_of(folder, *overrides)
     assert not [check for check in check_config(config).items if check.status == "fail"]
-    run_dir.mkdir()
+    run_dir.mkdir(exist_ok=True)
     entry.train(config, run_dir)
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if not name.startswith(("timing_s/", "perf/", "time"))}
 
 
 @pytest.fixture(scope="module")
@@ -353,6 +384,31 @@ def check_sources(name: str, lines: list[dict[str, Any]]) -> None:
     if name == "HPT":
         assert all(line["experts/sft_groups"] > 0 for line in lines)
         assert lines[0]["actor/expert_loss"] == pytest.approx(math.log(20), rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["models", "policies"])
+def test_a_run_with_further_models_or_policies_resumes_with_the_same_numbers(
+    kind: str, folder: Path, tmp_path: Path
+) -> None:
+    settings = {"models": FURTHER, "policies": [*POLICIES, *OWN_WEIGHTS]}[kind]
+    lines = train(folder, tmp_path / "whole", *settings)
+    half = train(folder, tmp_path / "half", *settings, "trainer.steps=1")
+    again = train(folder, tmp_path / "half", *settings, "trainer.export_hf=true")
+    assert [numbers(line) for line in (half[0], again[-1])] == [numbers(line) for line in lines]
+    if kind == "models":  # it begins as the policy
+        assert lines[0]["imitator/loss"] == pytest.approx(math.log(20), rel=0.1)  # of a fresh model with 20 tokens
+        assert lines[0]["imitator/loss"] == pytest.approx(lines[0]["imitator/surprise"])
+        assert (tmp_path / "half" / "hf_imitator" / "model.safetensors").exists()
+        return
+    assert 0 < lines[0]["proposer/critic/baseline"] < lines[1]["proposer/critic/baseline"] < 1
+    assert lines[0]["env/samples"] == 3
+    # Without the solver's turns the shared weights are updated as the proposer's are alone, but for rounding: their
+    # micro-batches have other rows, too.
+    shared = train(folder, tmp_path / "shared", *POLICIES, "policies.solver.train=false", "actor.optim.lr=0.002")
+    for mine, theirs in zip(lines, shared, strict=True):
+        assert mine["proposer/actor/entropy"] == pytest.approx(theirs["actor/entropy"], rel=1e-6)
+    assert lines[0]["proposer/actor/grad_norm"] == pytest.approx(shared[0]["actor/grad_norm"], rel=1e-5)
+    assert 0 < lines[0]["actor/grad_norm"] != pytest.approx(shared[0]["actor/grad_norm"], rel=1e-2)
 
 
 @pytest.mark.procs

@@ -230,6 +230,7 @@ def restored(monkeypatch, state: dict[str, Any], **sections: Any) -> tuple[Simpl
         hf_config=None,
         team=SimpleNamespace(buffer=None),
         kl_controller=controller,
+        baselines=loader,
         loading=loader,
         trained={},
         offload=OffloadSchedule(),

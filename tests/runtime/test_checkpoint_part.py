@@ -84,7 +84,9 @@ def worker(tmp_path, monkeypatch):
             loading=loader,
             offload=OffloadSchedule(),
             frozen={},
-            context=SimpleNamespace(kl_controller=loader, surplus=None, scores=None, replay=None, layout=layout),
+            context=SimpleNamespace(
+                kl_controller=loader, baselines=loader, surplus=None, scores=None, replay=None, layout=layout
+            ),
             mail=FolderMail(tmp_path / "mail"),
             team=team(name, FolderMail(tmp_path / "mail"), plans),
         )

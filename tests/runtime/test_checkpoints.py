@@ -227,7 +227,7 @@ def with_state(run_dir, monkeypatch, state, roles=(), **sections):
     c.config = RunConfig.model_validate({"name": "run", **sections})
     c.team = SimpleNamespace(buffer=None, placement=together(c.config, (Role.ACTOR, Role.ROLLOUT)))
     c.offload, c.context = OffloadSchedule(), SimpleNamespace(surplus=None, scores=None, replay=None, config=c.config)
-    c.context.kl_controller = SimpleNamespace(load_state_dict=lambda _: None)
+    c.context.kl_controller = c.context.baselines = SimpleNamespace(load_state_dict=lambda _: None)
     return checkpoints
 
 
@@ -308,7 +308,14 @@ def test_a_best_value_comes_back_only_with_its_checkpoint(run_dir, monkeypatch, 
     trainer = TrainerConfig()
     config = SimpleNamespace(trainer=trainer, task=Task(), model_dump=lambda mode: {})
     c = SimpleNamespace(
-        config=config, run_dir=run_dir, trained={}, scores=None, loading=part, frozen={}, kl_controller=part
+        config=config,
+        run_dir=run_dir,
+        trained={},
+        scores=None,
+        loading=part,
+        frozen={},
+        kl_controller=part,
+        baselines=part,
     )
     c.team, c.hf_config = ONE_TEAM, None
     c.offload, c.context, c.replay = OffloadSchedule(), c, None
@@ -345,7 +352,7 @@ def test_a_damaged_best_checkpoint_costs_a_finished_run_no_more_than_that_model(
 
     monkeypatch.setattr(export, "_write", write)
     c = SimpleNamespace(
-        config=SimpleNamespace(trainer=SimpleNamespace(export_hf=True), model=SimpleNamespace(lora=None)),
+        config=SimpleNamespace(trainer=SimpleNamespace(export_hf=True), model=SimpleNamespace(lora=None), models={}),
         run_dir=run_dir,
     )
     c.layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
@@ -452,7 +459,8 @@ def saving(monkeypatch, tmp_path):
     c = SimpleNamespace(
         config=SimpleNamespace(trainer=trainer, task=Task(), model_dump=lambda mode: {}), run_dir=tmp_path, frozen={}
     )
-    c.loading, c.kl_controller, c.surplus, c.trained, c.offload = part, part, None, {}, OffloadSchedule()
+    c.loading, c.kl_controller, c.baselines, c.surplus = part, part, part, None
+    c.trained, c.offload = {}, OffloadSchedule()
     c.context, c.team, c.scores, c.replay, c.hf_config = c, ONE_TEAM, None, None, None
     c.layout = SimpleNamespace(world=WorkerGroup.alone())
     return calls, Checkpoints(c), trainer

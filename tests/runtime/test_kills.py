@@ -26,7 +26,7 @@ import pytest
 
 from tests.disaggregated import test_as_ready_loop as test_flow
 from tests.disaggregated import test_in_order_loop as test_ahead
-from tests.runtime import harness
+from tests.runtime import harness, test_algorithms
 
 pytestmark = [pytest.mark.procs, pytest.mark.wide, pytest.mark.timeout(900), pytest.mark.campaign("kills")]
 
@@ -104,6 +104,35 @@ def test_as_samples_get_ready_every_prompt_is_trained_on_once(recipe, as_ready_s
     forget_steps_after_the_checkpoint(tmp_path)
     test_flow.train(recipe, tmp_path, *more)
     test_flow.check(tmp_path, test_flow.STEPS)
+
+
+@pytest.fixture(scope="module")
+def self_play(recipe: Path) -> tuple[str, ...]:
+    """Two policies with weights of their own."""
+    (recipe.parent / "proposing.py").write_text(test_algorithms.AGENT)
+    policies = [text.replace("FOLDER", str(recipe.parent)) for text in test_algorithms.POLICIES]
+    return (*policies, *test_algorithms.OWN_WEIGHTS, "algorithm.kl.use=none", f"trainer.steps={STEPS}", "sft.steps=0")
+
+
+@pytest.fixture(scope="module")
+def self_play_s(recipe: Path, self_play: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[float, Any]:
+    began = time.monotonic()
+    whole = harness.train(recipe, tmp_path_factory.mktemp("timed"), *self_play)
+    return time.monotonic() - began, whole
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_policies_with_weights_of_their_own_go_on_as_if_nothing_had_happened(
+    recipe, self_play, self_play_s, tmp_path, seed
+):
+    seconds, whole = self_play_s
+    process = harness.start(recipe, tmp_path, *self_play)
+    begun = harness.wait_for(lambda: harness.workers(tmp_path), process)
+    time.sleep(random.Random(f"policies {seed}").uniform(0.0, seconds))
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(begun[seed % 2], signal.SIGKILL)
+    harness.finish(process)
+    assert harness.train(recipe, tmp_path, *self_play) == whole
 
 
 @pytest.mark.parametrize("seed", SEEDS)

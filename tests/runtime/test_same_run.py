@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime import harness
+from tests.runtime import harness, test_algorithms
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(900)]
 
@@ -135,3 +135,14 @@ def test_dynamic_sampling_goes_on_from_a_checkpoint_of_another_layout(recipe, tm
     harness.train(recipe, tmp_path / "parts", *settings, "trainer.steps=3", "cluster.nproc=1")
     assert list(tmp_path.glob("parts/checkpoints/step_3/surplus_0*"))
     assert_same(harness.train(recipe, tmp_path / "parts", *settings), whole)
+
+
+@pytest.mark.campaign("teams")
+@pytest.mark.parametrize("layout", ["cluster.nproc=1", "actor.parallel={tp: 2, sp: true}", "actor.parallel.pp=2"])
+def test_layouts_give_several_policies_the_same_numbers(recipe, tmp_path, layout):
+    (tmp_path / "proposing.py").write_text(test_algorithms.AGENT)
+    policies = [text.replace("FOLDER", str(tmp_path)) for text in test_algorithms.POLICIES]
+    settings = [*policies, *test_algorithms.OWN_WEIGHTS, "algorithm.kl.use=none", "sft.steps=0", STEPS]
+    apart = harness.train(recipe, tmp_path / "apart", *settings)
+    assert "proposer/actor/grad_norm" in apart[1]
+    assert_same(harness.train(recipe, tmp_path / "layout", *settings, layout), apart)

@@ -15,6 +15,7 @@ from megarl.algorithms.advantages.grpo_passk import grpo_passk
 from megarl.algorithms.advantages.maxrl import maxrl
 from megarl.algorithms.advantages.opo import opo
 from megarl.algorithms.advantages.optimal_token_baseline import optimal_token_baseline, tir_optimal_token_baseline
+from megarl.algorithms.advantages.rae import rae
 from megarl.algorithms.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
 from megarl.algorithms.advantages.remax import remax
 from megarl.algorithms.advantages.reverse_kl import reverse_kl
@@ -35,6 +36,7 @@ __all__ = [
     "maxrl",
     "opo",
     "optimal_token_baseline",
+    "rae",
     "reinforce_pp",
     "reinforce_pp_baseline",
     "remax",

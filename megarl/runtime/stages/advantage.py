@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.advantages import ADVANTAGES, estimate
 from megarl.algorithms.kl import chosen_estimator
 from megarl.algorithms.kl import kl_in_reward as penalise
-from megarl.algorithms.needs import estimator_fields
+from megarl.algorithms.needs import advantage_fields
 from megarl.dag.stage import Role, stage
 from megarl.data.lanes import EPISODE, LANE, branches, leads, refuse_branches, spread_constant
+from megarl.data.policies import POLICY, compared, places_of
+from megarl.runtime.stages.needs import estimator_needs, estimators
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.config.algorithm import AdvantageConfig
     from megarl.data.batch import Batch, Jagged
     from megarl.runtime.context import StepContext
 
@@ -29,20 +34,55 @@ if TYPE_CHECKING:
         "is_weights",
         EPISODE,
         LANE,
+        POLICY,
     ],
-    needs=lambda config: estimator_fields(config.algorithm),
+    needs=estimator_needs,
     writes=["advantages", "returns"],
     role=Role.ADVANTAGE,
 )
 def advantage(c: StepContext, samples: Batch) -> Batch:
-    """Estimate advantages with `algorithm.advantage`; a group is on one rank, other statistics span all ranks."""
+    """Estimate advantages with `algorithm.advantage`; a group is on one rank, other statistics span all ranks.
+
+    Each of several policies has its own estimator, which sees the samples of this policy only.
+    """
+    if POLICY in samples:
+        return _by_policy(c, samples)
+    advantages, returns = _estimated(c, samples, c.config.algorithm.advantage, "")
+    samples.set("advantages", samples["response_mask"].like(advantages))
+    samples.set("returns", samples["response_mask"].like(returns))
+    return samples
+
+
+def _by_policy(c: StepContext, samples: Batch) -> Batch:
+    """Set the advantages of samples of several policies; those of policies that are not trained are 0. Collective."""
+    import torch
+
+    mask, places = samples["response_mask"], places_of(samples)
+    tokens = mask.like(torch.arange(len(mask.values)))
+    both = torch.zeros(2, len(mask.values))
+    for policy, section in estimators(c.config).items():
+        settings = c.config.policies[policy]
+        if settings.train:  # also without a sample, because estimators may communicate
+            part = samples.select(places.get(policy, []))
+            part.set("uid", compared(part, settings.compare))
+            both[:, tokens.select(places.get(policy, [])).values] = torch.stack(_estimated(c, part, section, policy))
+    samples.set("advantages", mask.like(both[0]))
+    samples.set("returns", mask.like(both[1]))
+    return samples
+
+
+def _estimated(c: StepContext, samples: Batch, section: AdvantageConfig, policy: str) -> tuple[Tensor, Tensor]:
+    """Return advantages and returns of all response tokens by the estimator of `section`, and record their metrics.
+
+    Args:
+        policy: of the samples; empty: the run has one.
+    """
     from megarl.data.batch import Jagged
 
-    algorithm = c.config.algorithm
-    needed = estimator_fields(algorithm)
+    algorithm, needed = c.config.algorithm, advantage_fields(section)
     every = samples
     if "values" in needed:  # only an episode's first row has the reward
-        refuse_branches(samples, f"the estimator {algorithm.advantage.name}", "algorithm.advantage.name")
+        refuse_branches(samples, f"the estimator {section.name}", "algorithm.advantage.name")
     if grouped := branches(samples) and "values" not in needed:  # estimators compare episodes, not their sequences
         if algorithm.loss.aggregation.startswith("seq"):
             refuse_branches(samples, f"the aggregation {algorithm.loss.aggregation}", "algorithm.loss.aggregation")
@@ -51,19 +91,18 @@ def advantage(c: StepContext, samples: Batch) -> Batch:
     offered = {name: samples[name] for name in (*OFFERED, *needed) if name in samples}
     fields = {name: value.values if isinstance(value, Jagged) else value for name, value in offered.items()}
     fields |= {"mask": mask.values, "offsets": mask.offsets}
-    options = dict(ADVANTAGES.choose(algorithm.advantage).settings)
-    result = estimate(algorithm.advantage.name, fields, {**options, "all_sum": c.all_sum})
+    options = dict(ADVANTAGES.choose(section).settings)
+    result = estimate(section.name, fields, {**options, "all_sum": c.all_sum})
     advantages, returns = result.advantages.float(), result.returns.float()
     if grouped:
-        advantages = returns = spread_constant(advantages, every, algorithm.advantage.name)
-    every.set("advantages", every["response_mask"].like(advantages))
-    every.set("returns", every["response_mask"].like(returns))
+        advantages = returns = spread_constant(advantages, every, section.name)
     valid = result.advantages[mask.values]
-    if valid.numel():
-        c.metrics.mean("critic/advantages/mean", float(valid.double().sum()), valid.numel())
-        c.metrics.max("critic/advantages/max", float(valid.max()))
-        c.metrics.min("critic/advantages/min", float(valid.min()))
-    return every
+    for prefix in dict.fromkeys(("", f"{policy}/" if policy else "")):
+        if valid.numel():
+            c.metrics.mean(f"{prefix}critic/advantages/mean", float(valid.double().sum()), valid.numel())
+            c.metrics.max(f"{prefix}critic/advantages/max", float(valid.max()))
+            c.metrics.min(f"{prefix}critic/advantages/min", float(valid.min()))
+    return advantages, returns
 
 
 #: Fields passed to every estimator, if the samples have them.

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.needs import (
+    advantage_fields,
     component_fields,
     distillation_fields,
-    estimator_fields,
     filter_fields,
     loss_fields,
     reference_fields,
@@ -18,14 +18,27 @@ from megarl.algorithms.needs import (
 from megarl.data.fields import EXPERT_MASK, IMAGES, KEPT, ROUTES, SOURCE
 
 if TYPE_CHECKING:
+    from megarl.config.algorithm import AdvantageConfig
     from megarl.config.run import RunConfig
 
 
 def needed_fields(config: RunConfig) -> set[str]:
     """List the fields that the recipe's estimator, update, filter and KL penalty in the reward read."""
     in_reward = ["old_logp", "ref_logp"] if config.algorithm.kl.use == "reward" else []
-    algorithm = config.algorithm
-    return {*estimator_fields(algorithm), *update_fields(config), *filter_fields(algorithm), *in_reward}
+    return {*estimator_needs(config), *update_fields(config), *filter_fields(config.algorithm), *in_reward}
+
+
+def estimators(config: RunConfig) -> dict[str, AdvantageConfig]:
+    """Return the section of each policy's advantage estimator, by the policy's name; of a single policy it is empty."""
+    common = config.algorithm.advantage
+    if not config.policies:
+        return {"": common}
+    return {name: policy.advantage or common for name, policy in config.policies.items()}
+
+
+def estimator_needs(config: RunConfig) -> list[str]:
+    """List the fields that the policies' advantage estimators read beyond rewards."""
+    return list(dict.fromkeys(name for section in estimators(config).values() for name in advantage_fields(section)))
 
 
 def part_fields(config: RunConfig) -> list[str]:

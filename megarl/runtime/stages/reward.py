@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.fields import DIGESTS, GRIDS, PATCHES, SOURCE, own_places
 from megarl.data.lanes import EPISODE, LANE, branches, leads, spread
+from megarl.data.policies import POLICY, places_of
 from megarl.runtime.stages.needs import model_fields, part_fields
 from megarl.system.errors import ConfigError
 
@@ -51,7 +52,7 @@ def reward_submit(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batc
 
 @stage(
     reads=["response_ids", "uid"],
-    optional=["turn_ends", "turn_rewards", EPISODE, LANE, "env_error", SOURCE],
+    optional=["turn_ends", "turn_rewards", EPISODE, LANE, POLICY, "env_error", SOURCE],
     consumes=[PENDING],
     writes=["score", "token_rewards"],
     gives=part_fields,
@@ -95,7 +96,7 @@ def model_score(c: StepContext, samples: Batch, *, reward_model: RewardModelRole
 
 @stage(
     reads=["response_ids", "uid", "rule_rewards", "model_score"],
-    optional=[EPISODE, LANE, "env_error", SOURCE],
+    optional=[EPISODE, LANE, POLICY, "env_error", SOURCE],
     writes=["score", "token_rewards"],
     gives=part_fields,
     role=Role.ADVANTAGE,
@@ -129,7 +130,14 @@ def write_scores(c: StepContext, samples: Batch, results: list[dict[str, Any]], 
     record_scores(c, samples)
     failed = samples["env_error"] if "env_error" in samples else [""] * len(samples)
     played = [place for place, error in enumerate(failed) if not error]
-    record_groups(c, samples.select(played), [correctness(results[place]) for place in played])
+    if POLICY not in samples:
+        record_groups(c, samples.select(played), [correctness(results[place]) for place in played])
+        return
+    played_samples = samples.select(played)
+    for policy, rows in places_of(played_samples).items():
+        part = played_samples.select(rows)
+        record_scores(c, part, f"{policy}/")
+        record_groups(c, part, [correctness(results[played[place]]) for place in rows], f"{policy}/")
 
 
 def submit(scorer: ScorerRole, samples: Batch) -> list[Pending | None]:
@@ -263,22 +271,23 @@ def part_table(results: list[dict[str, Any]], parts: list[str]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float32).view(len(results), len(parts))
 
 
-def record_scores(c: StepContext, samples: Batch) -> None:
-    """Record mean, maximum and minimum of the samples' scores."""
+def record_scores(c: StepContext, samples: Batch, prefix: str = "") -> None:
+    """Record mean, maximum and minimum of the samples' scores; `prefix`: of the metrics' names."""
     score = samples["score"]
     if len(score) == 0:
         return
-    c.metrics.mean("critic/score/mean", float(score.double().sum()), len(score))
-    c.metrics.max("critic/score/max", float(score.max()))
-    c.metrics.min("critic/score/min", float(score.min()))
+    c.metrics.mean(f"{prefix}critic/score/mean", float(score.double().sum()), len(score))
+    c.metrics.max(f"{prefix}critic/score/max", float(score.max()))
+    c.metrics.min(f"{prefix}critic/score/min", float(score.min()))
 
 
-def record_groups(c: StepContext, samples: Batch, correct: Sequence[float]) -> None:
+def record_groups(c: StepContext, samples: Batch, correct: Sequence[float], prefix: str = "") -> None:
     """Record the spread of scores in groups of two or more samples, and the shares of groups without a signal.
 
     Args:
         samples: whole groups, with `uid` and `score`.
         correct: how correct each sample is, usually 0 or 1.
+        prefix: of the metrics' names.
     """
     from statistics import stdev
 
@@ -290,11 +299,11 @@ def record_groups(c: StepContext, samples: Batch, correct: Sequence[float]) -> N
     right = [group for group in by_group(uid, [value > CORRECT_ABOVE for value in correct]) if len(group) > 1]
     if not scores:
         return
-    c.metrics.mean("critic/score/group_std", sum(map(stdev, scores)), len(scores))
+    c.metrics.mean(f"{prefix}critic/score/group_std", sum(map(stdev, scores)), len(scores))
     shares = {
         "zero_std": [min(group) == max(group) for group in scores],
         "all_correct": [all(group) for group in right],
         "none_correct": [not any(group) for group in right],
     }
     for name, of_groups in shares.items():
-        c.metrics.mean(f"critic/groups/{name}", sum(of_groups), len(of_groups))
+        c.metrics.mean(f"{prefix}critic/groups/{name}", sum(of_groups), len(of_groups))

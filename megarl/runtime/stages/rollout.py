@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.fields import DATA_IMAGES, EXPERT, EXPERT_MASK, GRIDS, IMAGES, SOURCE
 from megarl.data.lanes import EPISODE, LANE, leads
+from megarl.data.policies import POLICY
 from megarl.data.versions import VERSION_FIELDS, token_versions
 from megarl.runtime.stages.needs import call_fields, echo_fields, expert_fields, needed_fields, replayed_fields
 from megarl.system.errors import MegarlError
@@ -71,7 +72,7 @@ def _of_episodes(config: RunConfig) -> list[str]:
 
 def _lanes(config: RunConfig) -> tuple[str, ...]:
     """List the fields of rows that are sequences of one episode."""
-    return (EPISODE, LANE) if config.has_lanes else ()
+    return (EPISODE, LANE, *([POLICY] if config.policies else ())) if config.has_lanes else ()
 
 
 def _data_prompt(config: RunConfig) -> list[str]:
@@ -220,7 +221,7 @@ def generate(
             with closing(open_groups(c, rollout, sampling, len(prompts) * sampling.n)) as groups:
                 for group in groups_of_prompts(c, prompts, sampling.n, range(len(prompts))):
                     groups.add(group)
-                samples = samples_of(rollout, prompts, groups.finish(advance), sampling)
+                samples = samples_of(rollout, prompts, groups.finish(advance), sampling, list(c.config.policies))
     refuse_broken_logprobs(samples)
     return samples
 

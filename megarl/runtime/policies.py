@@ -1,0 +1,172 @@
+"""Policies with weights of their own: every node of the actor becomes a node for each of the policies' models.
+
+    old_logp -> proposer_old_logp -> advantage -> [actor_train | proposer_actor_train]
+
+A node of a model gets the rows of this model's policies, with the settings of the model in place of the actor's; its
+metrics are named MODEL/actor/... . Rows of policies without a model of their own are those of the run's policy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from megarl.config.training import ActorConfig
+from megarl.dag.graph import TaskGraph
+from megarl.dag.node import Node
+from megarl.dag.stage import Contract, Kind, Role
+from megarl.data.policies import POLICY
+from megarl.system.errors import ConfigError
+from megarl.system.metrics import Metrics
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
+    from megarl.data.batch import Batch
+    from megarl.runtime.context import StepContext
+    from megarl.runtime.rank_state import RankState
+
+_ACTOR = Role.ACTOR.value
+
+
+def policy_models(config: RunConfig) -> dict[str, list[str]]:
+    """Return the names of the policies of each model; the run's policy, `actor`, comes first."""
+    models: dict[str, list[str]] = {_ACTOR: []}
+    for name, policy in config.policies.items():
+        models.setdefault(policy.model or _ACTOR, []).append(name)
+    return models
+
+
+def by_model(graph: TaskGraph, config: RunConfig) -> TaskGraph:
+    """Return the graph with a node for each model in place of every node that takes the actor.
+
+    A model whose policies are not trained has no training node. With one model the graph is returned unchanged.
+
+    Raises:
+        ConfigError: a policy names a model that the recipe does not have.
+    """
+    for name, policy in config.policies.items():
+        if policy.model is not None and policy.model not in config.models:
+            raise ConfigError(
+                "the recipe has no model of this name",
+                where=f"policies.{name}.model",
+                found=policy.model,
+                allowed=[*config.models, "null"],
+                fix=f"add it: models={{{policy.model}: {{train: true}}}}",
+            )
+    models = policy_models(config)
+    if len(models) == 1:
+        return graph
+    nodes: list[Node] = []
+    for node in (graph[id] for id in graph.order()):
+        if _ACTOR not in node.needs_roles:
+            nodes.append(node)
+            continue
+        for model, policies in models.items():
+            trained = any(config.policies[policy].train for policy in policies)
+            if trained or node.kind is not Kind.MODEL_TRAIN:
+                nodes.append(_node_of(node, model, policies))
+    return TaskGraph(graph.id, graph.description, nodes, graph.entry, map(Role, list(models)[1:]))
+
+
+def _node_of(node: Node, model: str, policies: list[str]) -> Node:
+    first, contract = model == _ACTOR, node.declared
+    written = (*contract.writes, *contract.may_write)
+    contract = dataclasses.replace(
+        contract,
+        role=Role(model) if node.role is Role.ACTOR else node.role,
+        reads=(*contract.reads, POLICY, *(() if first else contract.writes)),
+        optional=tuple(dict.fromkeys((*contract.optional, *(() if first else contract.may_write)))),
+        models=() if first else (model,),
+    )
+    assert callable(node.func), "nodes of a graph are resolved"
+    func = OfModel(node.func, contract, model, tuple(policies), written)
+    id = node.id if first else f"{model}_{node.id}"
+    return dataclasses.replace(node, id=id, func=func, deps=() if first else node.deps, contract=contract)
+
+
+class OfModel:
+    """A stage of the actor, for the rows of the policies of one model."""
+
+    def __init__(
+        self,
+        stage: Callable[..., Batch],
+        contract: Contract,
+        model: str,
+        policies: tuple[str, ...],
+        written: tuple[str, ...],
+    ) -> None:
+        self._stage, self._model, self._policies, self._written = stage, model, policies, written
+        self.__stage__ = contract
+        self.__module__, self.__qualname__ = stage.__module__, getattr(stage, "__qualname__", type(stage).__qualname__)
+        parameters = inspect.signature(stage).parameters
+        renamed = [p.replace(name=model) if p.name == _ACTOR else p for p in parameters.values()]
+        self.__signature__ = inspect.Signature(renamed)
+
+    def __call__(self, c: StepContext, samples: Batch, **given: Any) -> Batch:
+        """Run the stage on the rows of the model's policies."""
+        places = [place for place, policy in enumerate(samples[POLICY]) if policy in self._policies]
+        given[_ACTOR] = given.pop(self._model)
+        context = _context_of(c, self._model)
+        made = self._stage(context, samples.select(places), **given)
+        c.metrics.merge(context.metrics.renamed(self._metric))
+        for name in self._written:
+            if name in made:
+                samples.set(name, _scattered(samples, name, made[name], places))
+        return samples
+
+    def _metric(self, name: str) -> str:
+        """Return the name of a metric of the stage: MODEL/actor/... for those of the actor."""
+        if self._model == _ACTOR or name.startswith("perf/"):
+            return name
+        of_engine = name.removeprefix(f"{self._model}/")
+        return f"{self._model}/{name}" if of_engine == name else f"{self._model}/{_ACTOR}/{of_engine}"
+
+
+def _context_of(c: StepContext, model: str) -> StepContext:
+    """Return the context of a stage that works with `model`, with metrics of its own."""
+    if model == _ACTOR:
+        return dataclasses.replace(c, metrics=Metrics())
+    settings = c.config.models[model]
+    shared = {name: getattr(settings, name) for name in ("engine", "optim", "mini_batch_size", "ppo_epochs", "shuffle")}
+    actor = ActorConfig(parallel=c.config.actor.parallel, **shared)
+    return dataclasses.replace(c, metrics=Metrics(), config=c.config.model_copy(update={_ACTOR: actor}))
+
+
+def _scattered(samples: Batch, name: str, own: Any, places: list[int]) -> Any:
+    """Return a field of all samples with the values `own` at `places`; others keep theirs, or have 0."""
+    import torch
+
+    from megarl.data.batch import Jagged
+
+    assert isinstance(own, Jagged | torch.Tensor), f"the stage writes the column {name}, which has no value for others"
+    if isinstance(own, Jagged):
+        lengths = samples["response_ids"].lengths
+        tokens = Jagged.from_lengths(torch.arange(int(lengths.sum())), lengths)
+        if name in samples:
+            values = samples[name].values.clone()
+        else:
+            values = own.values.new_zeros((len(tokens.values), *own.values.shape[1:]))
+        values[tokens.select(places).values] = own.values
+        return tokens.like(values)
+    values = samples[name].clone() if name in samples else own.new_zeros((len(samples), *own.shape[1:]))
+    values[places] = own
+    return values
+
+
+def open_policies(c: RankState) -> None:
+    """Have each policy generate with its model; call it once the models are built."""
+    models = policy_models(c.config)
+    if len(models) == 1 or not c.team.holds(Role.ROLLOUT):
+        return
+    from megarl.rollout.embedded.engine import EmbeddedEngine
+    from megarl.rollout.policies import PolicyEngines
+
+    engines: dict[str, Any] = {_ACTOR: c.rollout.engine}
+    for name in models:
+        if name != _ACTOR:
+            chunks = c.models[name].chunks
+            engines[name] = EmbeddedEngine(chunks, c.config.rollout, c.layout, c.tokenizer)
+    of_policy = {policy: model for model, policies in models.items() for policy in policies}
+    c.rollout.engine = PolicyEngines(engines, of_policy)

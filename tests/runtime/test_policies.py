@@ -1,0 +1,123 @@
+"""Advantages of several policies: each estimator sees one policy's samples; running baselines follow the data."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megarl.algorithms.advantages.rae import RunningBaselines
+from megarl.config.run import RunConfig
+from megarl.data.batch import Batch, Jagged
+from megarl.runtime.stages.advantage import advantage
+from megarl.runtime.stages.baseline import running_baseline
+from megarl.system.metrics import Metrics
+
+#: Rewards of two episodes of a prompt, and the mean over others in each of them: the worked numbers of the estimators.
+REWARDS = [("proposer", [0.7]), ("solver", [1.0, 0.0, 1.0])], [("proposer", [0.1]), ("solver", [0.0, 0.0, 1.0])]
+
+
+def context(policies, rank=0, ranks=1, gathered=None, baselines=None):
+    group = SimpleNamespace(all_gather_json=lambda own: gathered(rank, own) if gathered else [own])
+    return SimpleNamespace(
+        config=RunConfig(name="x", policies=policies),
+        metrics=Metrics(),
+        all_sum=lambda values: values,
+        layout=SimpleNamespace(dp_rank=rank, dp_size=ranks, dp_group=group),
+        baselines=baselines or RunningBaselines(),
+    )
+
+
+def samples_of(rows):
+    """Samples of two tokens for each (uid, part's name, reward), the reward on the last one."""
+    lengths = torch.full((len(rows),), 2)
+    rewards = torch.tensor([[0.0, reward] for *_, reward in rows], dtype=torch.float32).reshape(-1)
+    fields = {
+        "token_rewards": Jagged.from_lengths(rewards, lengths),
+        "response_mask": Jagged.from_lengths(torch.ones(2 * len(rows), dtype=torch.bool), lengths),
+        "lane": torch.zeros(len(rows), dtype=torch.int64),
+    }
+    names = [name for _, name, _ in rows]
+    policies = [name.partition("@")[2].partition(":")[0] for name in names]
+    return Batch(fields, {"uid": [uid for uid, *_ in rows], "episode": names, "policy": policies})
+
+
+def episodes(*played, uid="a"):
+    return [
+        (uid, f"{uid}#{k}@{policy}" + f":{number}" * (len(rewards) > 1), reward)
+        for k, parts in enumerate(played)
+        for policy, rewards in parts
+        for number, reward in enumerate(rewards)
+    ]
+
+
+def estimated(policies, rows):
+    made = advantage(context(policies), samples_of(rows))["advantages"]
+    by_policy = {}
+    for (_, name, _), values in zip(rows, made.unbind(), strict=True):
+        assert values[0] == values[1]
+        by_policy.setdefault(name.partition("@")[2].partition(":")[0], []).append(float(values[0]))
+    return by_policy
+
+
+def test_solvers_are_compared_within_their_episode_and_proposers_across_episodes():
+    mean = {"name": "grpo", "norm_by_std": False}
+    policies = {"proposer": {"advantage": mean}, "solver": {"advantage": mean, "compare": "episode"}}
+    made = estimated(policies, episodes(*REWARDS))
+    assert made["proposer"] == pytest.approx([0.3, -0.3])
+    assert made["solver"] == pytest.approx([1 / 3, -2 / 3, 1 / 3, -1 / 3, -1 / 3, 2 / 3])
+    others = {**mean, "name": "rloo"}
+    del others["norm_by_std"]
+    policies = {"proposer": {"train": False}, "solver": {"advantage": others, "compare": "episode"}}
+    made = estimated(policies, episodes(*REWARDS))
+    assert made == {"proposer": [0.0, 0.0], "solver": pytest.approx([0.5, -1, 0.5, -0.5, -0.5, 1])}
+
+
+def test_an_estimator_sees_the_samples_of_its_policy_only():
+    policies = {"proposer": {"advantage": {"name": "grpo"}}, "solver": {"advantage": {"name": "grpo"}}}
+    made = estimated(policies, episodes(*REWARDS))
+    for policy, values in made.items():
+        alone = [[part for part in parts if part[0] == policy] for parts in REWARDS]
+        other = {name: {"advantage": {"name": "grpo"}} for name in policies}
+        assert estimated(other, episodes(*alone))[policy] == values
+
+
+def test_rae_subtracts_each_policy_s_baseline_before_the_sample():
+    rae = {"advantage": {"name": "rae"}}
+    c = context({"p0": rae, "p1": rae})
+    rewards = [1, -1, 1, -1, -1, 1]
+    samples = samples_of([(f"u{k // 2}", f"u{k // 2}#0@p{k % 2}", reward) for k, reward in enumerate(rewards)])
+    made = advantage(c, running_baseline(c, samples))["advantages"]
+    assert made.values[::2].tolist() == pytest.approx([1, -1, 0.95, -0.95, -1.0975, 1.0975])
+    assert c.baselines.state_dict() == pytest.approx({"p0": 0.042625, "p1": -0.042625})
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_baselines_follow_the_order_of_the_data_whatever_the_number_of_replicas(ranks):
+    draw = random.Random(ranks)
+    policies = {"a": {"advantage": {"name": "rae", "decay": 0.8}}, "b": {"advantage": {"name": "rae"}}}
+    prompts = [
+        episodes(
+            *([(name, [draw.random() for _ in range(draw.randint(1, 3))]) for name in policies] for _ in range(2)),
+            uid=f"u{number}",
+        )
+        for number in range(6)
+    ]
+    expected, now = {}, {"a": 0.0, "b": 0.0}
+    for _, name, reward in (row for prompt in prompts for row in prompt):
+        policy = name.partition("@")[2][0]
+        expected[name] = now[policy]
+        decay = 0.8 if policy == "a" else 0.95
+        now[policy] = decay * now[policy] + (1 - decay) * reward
+    shares = [[row for prompt in prompts[rank::ranks] for row in prompt] for rank in range(ranks)]
+    own = {}
+    for rank, share in enumerate(shares):  # what each rank has
+        running_baseline(context(policies, rank, ranks, lambda k, rows: [own.setdefault(k, rows)]), samples_of(share))
+    for rank, share in enumerate(shares):
+        c = context(policies, rank, ranks, lambda *_: list(own.values()))
+        made = running_baseline(c, samples_of(share))["running_baseline"].tolist()
+        # rewards and the field are float32
+        assert made == pytest.approx([expected[name] for _, name, _ in share], rel=1e-6, abs=1e-7)
+        assert c.baselines.state_dict() == pytest.approx(now, rel=1e-6)
