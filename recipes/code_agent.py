@@ -177,7 +177,7 @@ def _conversation(row: dict[str, Any], rng: random.Random, corrects: float) -> l
     talk = [{"role": "assistant", "content": f"def f(x):return {text}"}]
     if output == second[1]:
         return talk
-    reply = {"role": "user", "content": said(*second, output)}
+    reply = {"role": "user", "content": said(second[0], second[1], output)}
     if rng.random() < corrects:
         return [*talk, reply, {"role": "assistant", "content": row["answer"]}]
     return [*talk, reply, talk[0], reply, talk[0]]

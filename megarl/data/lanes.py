@@ -46,8 +46,8 @@ def rows_of(episode: Trajectory) -> list[Trajectory]:
         new = [number for number in _trained(lane) if number not in owned]
         if new:
             owned |= set(new)
-            of_episode = {"info": episode.info, "ended_by": episode.ended_by, "output": episode.output}
-            row = replace(lane.up_to(new[-1]), lanes=[], **of_episode)
+            row = replace(lane.up_to(new[-1]), lanes=[], info=episode.info, ended_by=episode.ended_by)
+            row.output = episode.output
             if new[-1] == lane.turn_numbers[-1]:
                 row.finish_reason = lane.finish_reason
             row.leave_out([number for number in row.turn_numbers if number not in new])

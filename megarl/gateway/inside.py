@@ -267,6 +267,8 @@ def _call(name: str) -> int:
         source, _, attribute = name.rpartition(":")
         if source.endswith(".py"):
             spec = importlib.util.spec_from_file_location("megarl_agent", source)
+            assert spec, "a .py file has a loader"
+            assert spec.loader, "a .py file has a loader"
             module = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = module
             spec.loader.exec_module(module)

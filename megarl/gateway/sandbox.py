@@ -106,11 +106,13 @@ class Sandbox:
     cwd: str | None = None
     image: str | None = None
     shared: Path | None = None
+    _held: int = -1  # descriptor of the shared folder, by which other runs see that it is in use
 
     def open(self) -> Path:
         """Make the shared folder; return where the gateway's socket belongs."""
         if self.shared is None:
             self.shared = Path(tempfile.mkdtemp(prefix=PREFIX))
+            self._held = os.open(self.shared, os.O_RDONLY)
             self.shared.chmod(0o711)  # the sandbox may run as another user, and cannot list the folder
             shutil.copyfile(Path(__file__).with_name("inside.py"), self.shared / "inside.py")
             for name, text in _SHARED_FILES.items():
@@ -124,6 +126,7 @@ class Sandbox:
         """Remove the shared folder."""
         if self.shared is not None:
             shutil.rmtree(self.shared, ignore_errors=True)
+            os.close(self._held)
             self.shared = None
 
     def launch(self, program: Sequence[str], function: str | None, environment: Mapping[str, str]) -> Launch:

@@ -19,7 +19,7 @@ from megarl.runtime.stages.kto import measure_examples
 from megarl.runtime.stages.preference import measure_pairs, settings_of
 from megarl.runtime.stages.reward import collect, submit
 from megarl.runtime.stages.rollout import generate
-from megarl.system.errors import MegarlError
+from megarl.system.errors import MegarlError, count, shortened
 from megarl.system.metrics import Metrics
 from megarl.system.tracing import phase
 from megarl.tracking.sample_images import write_images
@@ -60,12 +60,13 @@ def validate(c: RankState, films_of: int | None = None) -> Validation | None:
             samples = generate(c.context, c.rollout, prompts, c.config.validation_sampling)
             samples = samples.select(leads(samples)) if branches(samples) else samples
             results = _scored(c, samples)
-            failed_episodes += sum(map(bool, samples["env_error"])) if c.config.has_episodes else 0
-            failed += sum(result.get(ERROR_KEY, 0.0) for result in results)
             player, nothing = c.rollout.player, [""] * len(samples)
+            errors = samples["env_error"] if c.config.has_episodes else nothing
+            failed_episodes += sum(map(bool, errors))
+            failed += sum(result.get(ERROR_KEY, 0.0) for result in results)
             unplayed = nothing if player is None else samples["env_error"]
             parts = nothing if player is None else samples["set"]
-            why = why or next(filter(None, unplayed), "")
+            why = why or next(filter(None, errors), "")
             sources = samples[POLICY] if POLICY in samples else samples["data_source"]
             columns = (samples["uid"], results, samples["response_text"], sources, parts)
             for sample, error in zip(zip(*columns, strict=True), unplayed, strict=True):
@@ -81,6 +82,9 @@ def validate(c: RankState, films_of: int | None = None) -> Validation | None:
         metrics.sum("val/reward_errors", failed)
     if c.config.has_episodes:
         metrics.sum("val/env_errors", failed_episodes)
+    if why and c.rollout.player is None and c.layout.rank == 0:
+        number = count(failed_episodes, "held-out episode")
+        print(f"WARNING: the environment failed in {number}, counted as wrong: {shortened(why)}", flush=True)
     return Validation(metrics, rows, why)
 
 
