@@ -324,6 +324,11 @@ class RunConfig(Section):
         return self.env.get("name") in BRANCHING
 
     @property
+    def has_shares(self) -> bool:
+        """Whether the sequences of an episode may have different shares of its advantage."""
+        return self.has_lanes and self.env.get("credit", "each") not in ("each", "last")
+
+    @property
     def filter_admits(self) -> bool:
         """Whether `algorithm.filter` is applied during generation, so that a group that it empties is replaced."""
         return self.algorithm.filter.active and not self.async_.in_order

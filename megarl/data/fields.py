@@ -189,6 +189,12 @@ FIELDS: dict[str, Field] = {
     "policy": Field(
         "str", "[B]", "rollout", "which of several policies (`policies`) sampled the row's turns", '"solver"'
     ),
+    "unsampled": Field(
+        "bool", "[B]", "rollout", "no turn of the episode is trained on, such as of an agent that calls nothing", "0"
+    ),
+    "advantage_share": Field(
+        "float32", "[B, response]", "rollout", "factor of each token's advantage (env.credit)", "[1.0, 0.5, 0.5]"
+    ),
     "env_error": Field("str", "[B]", "rollout", "text of the environment's failure; empty: none", '""'),
     "env_output": Field("str", "[B]", "rollout", "end of what an agent has printed; empty: nothing", '"2 of 3 passed"'),
     "transcript": Field("str", "[B]", "rollout", "text of all turns and observations", '"<call>..."'),

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from megarl.data.trajectory import Trajectory
 
 EPISODE, LANE = "episode", "lane"
+#: Whether a row has no turn that is trained on, although its environment did not fail; bool [B].
+UNSAMPLED = "unsampled"
+#: Factor of each token's advantage, float32 [B, response].
+SHARE = "advantage_share"
 T = TypeVar("T")
 
 

@@ -68,6 +68,8 @@ class Trajectory:
     segments: int = 0  # segments of all turns that sampled at least one token
     # number of each turn among all turns of the episode, which may have other sequences, too
     turn_numbers: list[int] = field(default_factory=list, compare=False)
+    # factor of the advantages of each turn; empty: 1
+    turn_shares: list[float] = field(default_factory=list)
     answer: int | None = None  # number of the turn that reward functions score; None: the last one
     policy: str = ""  # name of the policy that samples the turns; empty: the run has one
     # of a finished episode of several policies: each policy's reward, or the rewards of sequences with the same first
@@ -158,7 +160,7 @@ class Trajectory:
         lane = replace(self.copy(), lanes=[])
         turns = lane.turn_numbers.index(number) + 1
         end = lane.turn_ends[turns - 1]
-        for per_turn in (lane.turn_numbers, lane.turn_starts, lane.turn_ends, lane.turn_rewards):
+        for per_turn in (lane.turn_numbers, lane.turn_starts, lane.turn_ends, lane.turn_rewards, lane.turn_shares):
             del per_turn[turns:]
         lane.turn_rewards += [0.0] * (turns - len(lane.turn_rewards))
         for per_token in (lane.token_ids, lane.sampled, lane.logprobs):
@@ -183,6 +185,11 @@ class Trajectory:
             for start, end, number in zip(lane.turn_starts, lane.turn_ends, lane.turn_numbers, strict=True):
                 if number in numbers:
                     lane.sampled[start:end] = [False] * (end - start)
+
+    def set_shares(self, shares: Mapping[int, float]) -> None:
+        """Set the factors of the advantages of turns, by number, in all sequences of the episode; no factor is 1."""
+        for lane in self.all_lanes if shares else ():
+            lane.turn_shares = [shares.get(number, 1.0) for number in lane.turn_numbers]
 
     def end_without_turn(self, end_token: int, version: int, reward: float) -> None:
         """End the episode before its first turn, with a reward; it becomes one end token that is not trained on."""
@@ -430,6 +437,16 @@ def _body_mask(trajectories: Sequence[Trajectory], responses: Jagged) -> Tensor:
         for start, stop in trajectory.bodies:
             mask[first + start : first + stop] = True
     return mask
+
+
+def token_shares(trajectories: Sequence[Trajectory], responses: Jagged) -> Jagged:
+    """Return the factor of the advantage of each token of `responses`, float32; 1 for tokens of the environment."""
+    shares = torch.ones_like(responses.values, dtype=torch.float32)
+    for first, trajectory in zip(responses.offsets.tolist(), trajectories, strict=False):
+        turns = zip(trajectory.turn_starts, trajectory.turn_ends, trajectory.turn_shares, strict=False)
+        for start, stop, share in turns:
+            shares[first + start : first + stop] = share
+    return responses.like(shares)
 
 
 def policy_tokens(samples: Batch, *, by_turn: bool) -> Tensor:

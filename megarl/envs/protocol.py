@@ -86,12 +86,14 @@ class Ending:
         answer: number of the turn that reward functions score; None: the last one.
         output: what the environment has written during the episode, for the report.
         rewards: of a run with several policies, as `Trajectory.rewards`.
+        shares: number of a turn -> factor of its tokens' advantages; turns that it lacks have the factor 1.
     """
 
     untrained: tuple[int, ...] = ()
     answer: int | None = None
     output: str = ""
     rewards: Mapping[str, float | list[float]] = field(default_factory=dict)
+    shares: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from megarl.envs.protocol import Action, Continuation, Ending, Environment, EnvSettings, EpisodeFailure, Services, Step
 from megarl.envs.registry import import_source
 from megarl.gateway.chat import ChatForm
+from megarl.gateway.credit import KINDS as CREDITS
+from megarl.gateway.credit import find_credit, shares_of
 from megarl.gateway.programs import Program, Programs
 from megarl.gateway.results import ResultError, parse_result, parse_rewards
 from megarl.gateway.sandbox import PORT, Limits, Sandbox, template_error
@@ -87,10 +89,11 @@ class AgentSettings(EnvSettings):
         description="turns that are trained on. main: only those of sequences that begin with the system message of "
         "the episode's first call, so not those of sub-agents and of side calls such as titles",
     )
-    credit: Literal["each", "last"] = Field(
+    credit: str = Field(
         "each",
-        description="which turns the score of an episode counts for. each: all of them; last: only those that the last "
-        "call continues",
+        description="how the score of an episode counts for its sequences. each: fully; last: only for the turns that "
+        "the last call continues; by_agent: each agent's sequences share it equally; file.py:fn or pkg.mod:fn: the "
+        "function gets the segments of an episode and returns a share for each, by which advantages are multiplied",
     )
     models: list[str] = Field(
         default_factory=list,
@@ -119,6 +122,8 @@ class AgentSettings(EnvSettings):
             raise ValueError("an agent is either a command or a function")
         if self.command is not None and not self.command:
             raise ValueError("env.command names no program")
+        if self.credit not in CREDITS and ":" not in self.credit:
+            raise ValueError(f"env.credit is {self.credit!r}; allowed: {', '.join(CREDITS)}, file.py:fn, pkg.mod:fn")
         return self
 
     @model_validator(mode="after")
@@ -169,6 +174,7 @@ class AgentReplica:
         self.programs = Programs(
             settings.command, settings.function, settings.cwd, settings.pass_env, settings.limits, sandbox
         )
+        self.credit = find_credit(settings.credit)
         self.free = asyncio.Semaphore(settings.max_running)
         self.loop: asyncio.AbstractEventLoop | None = None
 
@@ -212,7 +218,8 @@ class Agent(Environment):
 
     @classmethod
     def check(cls, settings: AgentSettings) -> None:
-        """Find the program, or import the function; start the sandbox once."""
+        """Find the program, or import the function, and that of `credit`; start the sandbox once."""
+        find_credit(settings.credit)
         if settings.command is not None:
             program, of_image = settings.command[0], settings.image is not None
             if program != "python" and not of_image and shutil.which(program, path=None) is None:
@@ -340,19 +347,20 @@ class Agent(Environment):
         session = self._session
         limited = bool(session.over) or self._late or session.overflowed or bool(program.limit)
         session.close("its program has ended")
+        frozen = [name for name, policy in self.shared.policies.items() if not policy.train]
+        settings = self.settings
+        untrained = session.untrained(main=settings.train == "main", last=settings.credit == "last", frozen=frozen)
         try:
             reward, rewards, info = self._result(program, limited)
             output = program.output
+            shares = shares_of(self.shared.credit, session.record, untrained)
         finally:
             await self._free()
-        numbers = {**session.numbers(), "timeouts": float(self._late), **info}
+        untrained += tuple(turn for turn, share in shares.items() if not share)
+        numbers = {**session.numbers(), "untrained_calls": float(len(untrained)), "timeouts": float(self._late), **info}
         if program.limit:
             numbers[f"limits/{program.limit}"] = 1.0
-        frozen = [name for name, policy in self.shared.policies.items() if not policy.train]
-        untrained = session.untrained(
-            main=self.settings.train == "main", last=self.settings.credit == "last", frozen=frozen
-        )
-        return Step(Ending(untrained, session.answer(), output, rewards), reward, True, numbers)
+        return Step(Ending(untrained, session.answer(), output, rewards, shares), reward, True, numbers)
 
     def _result(
         self, program: Program, limited: bool

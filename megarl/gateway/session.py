@@ -91,6 +91,11 @@ class _Answering:
     task: asyncio.Task[Any]
     waiting: int = 0
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether there is no answer and will be none."""
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
     def abandon(self) -> None:
         """Cancel the answer if no client waits for it."""
         if not self.waiting:
@@ -183,26 +188,24 @@ class ChatSession:
             key: names the request.
             again: whether the client says that it sends the request again.
         """
-        request = self._kept.get(key) if again else None
-        if request is None or (
-            request.task.done() and (request.task.cancelled() or request.task.exception() is not None)
-        ):
+        answering = self._kept.get(key) if again else None
+        if answering is None or answering.has_failed:
             task = asyncio.ensure_future(answer())
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its client may have gone
-            request = _Answering(task)
+            answering = _Answering(task)
             self._kept.pop(key, None)
-            self._kept[key] = request
+            self._kept[key] = answering
             for old in list(self._kept)[:-_MOST_KEPT]:
                 del self._kept[old]
         else:
             self._count("retries")
-        request.waiting += 1
+        answering.waiting += 1
         try:
-            return await asyncio.shield(request.task)
+            return await asyncio.shield(answering.task)
         finally:
-            request.waiting -= 1
-            if not request.task.done():
-                asyncio.get_running_loop().call_later(_ABANDONED_S, request.abandon)
+            answering.waiting -= 1
+            if not answering.task.done():
+                asyncio.get_running_loop().call_later(_ABANDONED_S, answering.abandon)
 
     def count(self, request: ChatRequest) -> int:
         """Return the number of tokens of a request's prompt."""

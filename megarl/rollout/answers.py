@@ -119,6 +119,7 @@ class Branch(NamedTuple):
     output: str = ""
     policy: str = ""
     rewards: Mapping[str, float | list[float]] = {}
+    shares: Sequence[tuple[int, float]] = ()
 
 
 class Answers:
@@ -216,7 +217,8 @@ class Answers:
             ids, after, room, stop, policy = vars(reply.observation).values()
             return Answer(reply, ids, branch=Branch(after, room, stop, policy=policy))
         if isinstance(reply.observation, Ending):
-            return Answer(reply, None, branch=Branch(**vars(reply.observation)))
+            ending = vars(reply.observation) | {"shares": list(reply.observation.shares.items())}
+            return Answer(reply, None, branch=Branch(**ending))
         if number in self._begun and not reply.done:
             first, *replayed = [*reply.before, reply]
             observation = self._first(first)
@@ -366,6 +368,7 @@ def apply_branch(trajectory: Trajectory, answer: Answer, branch: Branch, prompt:
         trajectory.leave_out(branch.untrained)
         trajectory.answer, trajectory.output = branch.answer, branch.output
         trajectory.rewards = dict(branch.rewards)
+        trajectory.set_shares(dict(branch.shares))
         trajectory.end("done")
         return trajectory
     if not trajectory.turns:

@@ -35,6 +35,7 @@ class Episodes:
     bodies: bool  # whether samples get the mask of the observations' own tokens
     has_lanes: bool = False  # whether an episode may have several sequences
     may_drop_turns: bool = False  # whether environments may end turns in flight
+    has_shares: bool = False  # whether the sequences of an episode may have different shares of its advantage
 
     def close(self) -> None:
         """Stop the environments."""
@@ -96,4 +97,5 @@ def build_episodes(
         bodies,
         config.has_lanes,
         kind.may_drop_turns,
+        config.has_shares,
     )

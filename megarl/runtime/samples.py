@@ -13,9 +13,9 @@ from megarl.config.rollout import SamplingConfig, env_section
 from megarl.data.batch import Batch
 from megarl.data.fields import PATCHES
 from megarl.data.image_set import image_sets, pil_images
-from megarl.data.lanes import EPISODE, LANE, leads
+from megarl.data.lanes import EPISODE, LANE, SHARE, UNSAMPLED, leads
 from megarl.data.policies import POLICY, parts_of, whole_episode
-from megarl.data.trajectory import Trajectory, trajectory_values
+from megarl.data.trajectory import Trajectory, token_shares, trajectory_values
 from megarl.rollout.answers import EpisodeLimits, EpisodeRules
 from megarl.rollout.groups import Group, GroupGenerator
 from megarl.rollout.stop_strings import StopStrings
@@ -112,6 +112,9 @@ def samples_of(
     if rollout.episodes is not None and rollout.episodes.has_lanes:
         values[EPISODE] = [part.name for _, part, *_ in rows]
         values[LANE] = torch.tensor([lane for _, _, lane, _ in rows], dtype=torch.int64)
+        values[UNSAMPLED] = torch.tensor([not any(t.sampled) and not t.error for t in trajectories], dtype=torch.bool)
+        if rollout.episodes.has_shares:
+            values[SHARE] = token_shares(trajectories, values["response_ids"])
     if policies:
         values[POLICY] = [part.policy for _, part, *_ in rows]
     if by_turn:

@@ -10,8 +10,8 @@ import torch
 
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.data.batch import Batch, Jagged
-from megarl.data.lanes import EPISODE, LANE, leads, rows_of, spread
-from megarl.data.trajectory import Trajectory
+from megarl.data.lanes import EPISODE, LANE, SHARE, UNSAMPLED, leads, rows_of, spread
+from megarl.data.trajectory import Trajectory, token_shares
 from megarl.runtime.stages.advantage import advantage, kl_in_reward
 from megarl.runtime.stages.shaping import overlong
 from megarl.system.errors import MegarlError
@@ -122,6 +122,31 @@ def test_baselines_compare_episodes_and_not_their_rows():
     assert spread(["x", "y"], samples) == ["x", "x", "x", "y"]
     with pytest.raises(MegarlError, match=r"algorithm.loss.aggregation"):
         advantage(context(**settings, loss={"aggregation": "seq-mean-token-mean"}), samples)
+
+
+def test_the_score_of_an_episode_without_a_trained_turn_counts_in_the_mean_of_its_group():
+    settings = {"advantage": {"name": "grpo", "norm_by_std": False}}
+    samples = batch([1.0, 0.25], [[0], [0]], [[1, 0, 1], [0]])
+    samples.set(UNSAMPLED, torch.tensor([False, True]))
+    result = advantage(context(**settings), samples)["advantages"]
+    assert [row.tolist() for row in result.unbind()] == [[0.375, 0.0, 0.375], [0.0]]
+
+
+def test_the_share_of_a_turn_multiplies_its_advantage():
+    settings = {"advantage": {"name": "grpo", "norm_by_std": False}}
+    samples = batch([1.0, 0.0], [[0, 1], [0]], [[1, 0, 1], [0, 1], [1]])
+    samples.set(SHARE, samples["response_mask"].like(torch.tensor([1.0, 1.0, 0.5, 1.0, 2.0, 1.0])))
+    result = advantage(context(**settings), samples)["advantages"].values
+    assert result[samples["response_mask"].values].tolist() == [0.5, 0.25, 1.0, -0.5]
+    played = episode()
+    played.set_shares({1: 0.5, 3: 2.0})
+    rows = rows_of(played)
+    shares = token_shares(rows, Jagged.from_list([row.token_ids for row in rows], dtype=torch.int64))
+    assert [row.tolist() for row in shares.unbind()] == [
+        [1.0, 1.0, 0.5, 0.5, 1.0, 1.0],
+        [1.0, 1.0, 1.0],
+        [1.0, 2.0],
+    ]
 
 
 def test_one_episode_in_one_row_or_many_gives_its_tokens_the_same_weights():

@@ -113,8 +113,18 @@ def leaves(task: dict[str, Any]) -> float:
     return 1.0
 
 
-def silent(task: dict[str, Any]) -> float:
-    return 0.25
+def helped(task: dict[str, Any]) -> float:
+    """A line of two calls, a call of a sub-agent, and another answer to the first question."""
+    messages = [{"role": "user", "content": task["row"]["prompt"]}]
+    more = [*messages, say(messages)["message"], {"role": "user", "content": "+"}]
+    say(more)
+    say([{"role": "system", "content": "-"}, *messages])
+    say(messages)
+    return 1.0
+
+
+def silent(task: dict[str, Any]) -> dict[str, Any]:
+    return {"reward": 0.25, "info": {"asked": 0}}
 
 
 def stops(task: dict[str, Any]) -> float:

@@ -19,6 +19,7 @@ from megarl.data.tokenizer import character_tokenizer
 from megarl.envs.protocol import EpisodeFailure
 from megarl.gateway.agent import Agent, AgentSettings
 from megarl.rollout.groups import EpisodeError
+from megarl.system.errors import ConfigError
 from tests.envs.playing import EOS
 from tests.gateway.playing import Scripted, episodes_of
 
@@ -129,6 +130,56 @@ def test_rewards_that_are_missing_or_of_no_policy_fail_the_episode(result, words
 def test_an_agent_that_calls_nothing_is_scored_and_not_trained_on():
     [episode] = trajectories(scripted("1"), "silent", [{"prompt": "0"}])
     assert (episode.token_ids, episode.sampled, episode.turn_rewards) == ([EOS], [False], [0.25])
+    assert (episode.info["asked"], episode.info["calls"]) == (0, 0)
+
+
+CREDITS = """
+def by_tokens(segments):
+    assert [segment.agent for segment in segments] == ["", "-", ""]
+    assert segments[0].messages[0]["content"] == "0"
+    return [0.0 if segment.agent else segment.tokens / 4 for segment in segments]
+
+def too_few(segments):
+    return [1.0]
+"""
+
+
+@pytest.mark.parametrize(
+    ("credit", "shares", "untrained"),
+    [
+        ("by_agent", {0: 0.5, 1: 0.5, 2: 1.0, 3: 0.5}, 0),
+        ("credits.py:by_tokens", {0: 1.0, 1: 1.0, 3: 0.5, 2: 0.0}, 1),
+    ],
+)
+def test_segments_of_an_episode_have_shares_of_its_credit(tmp_path, monkeypatch, credit, shares, untrained):
+    (tmp_path / "credits.py").write_text(CREDITS)
+    monkeypatch.chdir(tmp_path)
+    [episode] = trajectories(scripted("1", "2", "3", "4"), "helped", [{"prompt": "0"}], env={"credit": credit})
+    found = {
+        number: share
+        for lane in episode.all_lanes
+        for number, share in zip(lane.turn_numbers, lane.turn_shares, strict=True)
+    }
+    assert found == shares
+    assert episode.info["untrained_calls"] == untrained
+    trained = {
+        number
+        for row in rows_of(episode)
+        for number, end in zip(row.turn_numbers, row.turn_ends, strict=True)
+        if row.sampled[end - 1]
+    }
+    assert trained == {number for number, share in shares.items() if share}
+
+
+def test_a_function_that_gives_no_share_for_a_segment_and_one_that_is_missing_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "credits.py").write_text(CREDITS)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EpisodeError, match=r"env.credit returned \[1.0\][\s\S]*each of 3 segments"):
+        trajectories(scripted("1"), "helped", [{"prompt": "0"}], env={"credit": "credits.py:too_few"})
+    with pytest.raises(ConfigError, match=r"env.credit"):
+        Agent.check(AgentSettings(command=["python"], credit="credits.py:none"))
+    with pytest.raises(ValueError, match=r"by_agent"):
+        AgentSettings(command=["python"], credit="all")
 
 
 def test_a_stop_string_of_a_request_ends_the_turn_with_its_token_and_is_not_in_the_text():

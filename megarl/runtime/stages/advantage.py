@@ -9,7 +9,7 @@ from megarl.algorithms.kl import chosen_estimator
 from megarl.algorithms.kl import kl_in_reward as penalise
 from megarl.algorithms.needs import advantage_fields
 from megarl.dag.stage import Role, stage
-from megarl.data.lanes import EPISODE, LANE, branches, leads, refuse_branches, spread_constant
+from megarl.data.lanes import EPISODE, LANE, SHARE, UNSAMPLED, branches, leads, refuse_branches, spread_constant
 from megarl.data.policies import POLICY, compared, places_of
 from megarl.runtime.stages.needs import estimator_needs, estimators
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
         EPISODE,
         LANE,
         POLICY,
+        UNSAMPLED,
+        SHARE,
     ],
     needs=estimator_needs,
     writes=["advantages", "returns"],
@@ -88,15 +90,20 @@ def _estimated(c: StepContext, samples: Batch, section: AdvantageConfig, policy:
             refuse_branches(samples, f"the aggregation {algorithm.loss.aggregation}", "algorithm.loss.aggregation")
         samples = samples.select(leads(samples))
     mask = _mask(samples, grouped="values" not in needed)
+    trained = mask.values & samples["response_mask"].values
     offered = {name: samples[name] for name in (*OFFERED, *needed) if name in samples}
     fields = {name: value.values if isinstance(value, Jagged) else value for name, value in offered.items()}
     fields |= {"mask": mask.values, "offsets": mask.offsets}
     options = dict(ADVANTAGES.choose(section).settings)
     result = estimate(section.name, fields, {**options, "all_sum": c.all_sum})
     advantages, returns = result.advantages.float(), result.returns.float()
+    if UNSAMPLED in samples:
+        advantages, returns = advantages * trained, returns * trained
     if grouped:
         advantages = returns = spread_constant(advantages, every, section.name)
-    valid = result.advantages[mask.values]
+    if SHARE in every:
+        advantages = advantages * every[SHARE].values
+    valid = result.advantages[trained]
     for prefix in dict.fromkeys(("", f"{policy}/" if policy else "")):
         if valid.numel():
             c.metrics.mean(f"{prefix}critic/advantages/mean", float(valid.double().sum()), valid.numel())
@@ -113,16 +120,22 @@ OFFERED = (
 
 
 def _mask(samples: Batch, *, grouped: bool) -> Jagged:
-    """Return `response_mask`, set to 0 for samples that rollout correction removes from their group's statistics.
+    """Return the tokens that estimators see: `response_mask`, but none of samples that rollout correction removes from
+    their group's statistics, and all tokens of episodes without a trained turn, whose score counts there.
 
-    Without `grouped` (the estimator uses a critic) no sample is removed, because the critic needs all returns.
+    Without `grouped` (the estimator uses a critic) it is `response_mask`, because the critic needs all returns.
     """
     import torch
 
     mask = samples["response_mask"]
-    if "keep" not in samples or not grouped:
+    if not grouped:
         return mask
-    return mask.like(mask.values & torch.repeat_interleave(samples["keep"], mask.lengths))
+    values = mask.values
+    if "keep" in samples:
+        values = values & torch.repeat_interleave(samples["keep"], mask.lengths)
+    if UNSAMPLED in samples:
+        values = values | torch.repeat_interleave(samples[UNSAMPLED], mask.lengths)
+    return mask.like(values)
 
 
 @stage(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.fields import DATA_IMAGES, EXPERT, EXPERT_MASK, GRIDS, IMAGES, SOURCE
-from megarl.data.lanes import EPISODE, LANE, leads
+from megarl.data.lanes import EPISODE, LANE, SHARE, UNSAMPLED, leads
 from megarl.data.policies import POLICY
 from megarl.data.versions import VERSION_FIELDS, token_versions
 from megarl.runtime.stages.needs import call_fields, echo_fields, expert_fields, needed_fields, replayed_fields
@@ -72,7 +72,10 @@ def _of_episodes(config: RunConfig) -> list[str]:
 
 def _lanes(config: RunConfig) -> tuple[str, ...]:
     """List the fields of rows that are sequences of one episode."""
-    return (EPISODE, LANE, *([POLICY] if config.policies else ())) if config.has_lanes else ()
+    if not config.has_lanes:
+        return ()
+    optional = ((POLICY, config.policies), (SHARE, config.has_shares))
+    return (EPISODE, LANE, UNSAMPLED, *(name for name, written in optional if written))
 
 
 def _data_prompt(config: RunConfig) -> list[str]:
