@@ -142,7 +142,8 @@ class Answers:
         self._begun.add(number)
         if self._session is not None:
             actions = self._actions([(trajectory, turn) for turn in range(trajectory.turns)])
-            self._session.begin(number, copy.deepcopy(row), seed, actions)  # samples of a prompt have the same row
+            # All samples of a prompt have the same row object, which an environment may change: copy it.
+            self._session.begin(number, copy.deepcopy(row), seed, actions)
 
     def ask(self, episodes: Mapping[int, Trajectory]) -> None:
         """Send the last turn of each of these episodes to its environment."""
@@ -157,7 +158,7 @@ class Answers:
         return self._session is not None and self._session.any_answer()
 
     def dropped(self, numbers: Iterable[int]) -> list[int]:
-        """Return those of these episodes whose environment, on this rank, needs no more of the turn in flight."""
+        """Return which of the episodes `numbers` have an environment, on this rank, that no longer needs their turn."""
         return [] if self._session is None or not self.rules.may_drop_turns else self._session.dropped(numbers)
 
     def take(self, wait_s: float | None, to: Iterable[int]) -> dict[int, Answer]:

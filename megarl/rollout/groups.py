@@ -401,7 +401,7 @@ class GroupGenerator:
         """
         before = len(self._samples)
         ended = self._collect(generation.wait(enough))
-        for slot in self._overdue():  # the next `generation.wait` returns its tokens
+        for slot in self._overdue():  # the next `generation.wait` returns the tokens of this turn
             generation.abort(slot)
             self._cut.add(slot)
         sent = self._send_turns_to_environments(ended)
@@ -472,7 +472,7 @@ class GroupGenerator:
             return done
         length = end - len(begun)
         if length < len(done.token_ids) and self._generation is not None:
-            self._generation.forget(slot)  # its cache has tokens that the sequence lacks
+            self._generation.forget(slot)  # the slot's cache has tokens that the sequence lacks
             self._submitted.discard(slot)
         total = len(trajectory.prompt_ids) + len(trajectory.token_ids) + length
         return replace(
@@ -534,7 +534,7 @@ class GroupGenerator:
         """Return whether a partial trajectory can be used under the current environment and limits, which may have
         changed."""
         plain = partial.prompt_ids == group.prompt_ids and len(partial.turn_starts) == 1 and all(partial.sampled)
-        if self._rules is None and not plain:  # it began with an environment, which this recipe does not have
+        if self._rules is None and not plain:  # the sample began with an environment, which this recipe does not have
             return False
         if partial.ended_by:
             # a sample that ended without an environment is of no use if an environment must answer it now

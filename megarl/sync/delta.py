@@ -83,7 +83,7 @@ def apply_delta(parts: Sequence[Tensor], itemsizes: Sequence[int], delta: Delta)
         ValueError: the delta does not belong to these tensors.
     """
     if len(parts) != len(delta.counts):
-        raise ValueError(f"the delta has {len(delta.counts)} tensors, expected {len(parts)}")
+        raise ValueError(f"a delta of {len(delta.counts)} tensors does not fit a bucket of {len(parts)} tensors")
     at = byte = 0
     for part, itemsize, count in zip(parts, itemsizes, delta.counts.tolist(), strict=True):
         if count:

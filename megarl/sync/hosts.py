@@ -26,7 +26,13 @@ def choose_transport(
         ConfigError: the recipe's transport needs memory shared with a receiver, and there is none.
     """
     if spread and wanted in ("tensor", "delta"):
-        raise ConfigError(spread, where="sync.transport", found=wanted, allowed="auto, distributed or disk")
+        raise ConfigError(
+            spread,
+            where="sync.transport",
+            found=wanted,
+            allowed="auto, distributed or disk",
+            fix="set sync.transport=auto",
+        )
     cannot_map = cannot_map or spread
     away = [host for host in receivers if host not in trainers]
     if wanted == "auto":

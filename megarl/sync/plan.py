@@ -25,8 +25,8 @@ from megarl.models.weight_table import Coordinate, WeightTable
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m3fn": 1}
 FP8_BLOCK = 128
 SLAB_BYTES = 4 << 20  # trainer ranks exchange pieces in slabs of at most this many bytes, but at least one row
-_FIRST = 4  # the first bucket has a fourth of the others' size
-# vision encoders are small, so they are sent unquantised
+_FIRST = 4  # the first bucket has a fourth of the size of the other buckets
+# parts of the names of tensors that are not quantised; vision encoders are small
 _NOT_FP8 = ("embed_tokens", "lm_head", ".gate.weight", "norm", "score", "visual.")
 
 

@@ -54,7 +54,7 @@ class ReceiverUpdate:
             raise failure(self.receiver, self.step.phase, f"the server reports version {reported!r}")
 
     def reopen(self, folder: Path | None = None) -> None:
-        """Drop the cache of the old weights and resume generation; `folder` holds the new weights, if any does."""
+        """Drop the cache of the old weights and resume generation. `folder`: a folder with the new weights, if any."""
         self.receiver.flush(self.mode, self.step)
         self.receiver.resume(self.step)
         self.receiver.done(self.version, folder)

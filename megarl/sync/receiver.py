@@ -139,7 +139,7 @@ class Receiver(Protocol):
         """Resume generation."""
 
     def done(self, version: str, folder: Path | None) -> None:
-        """Record that the engine generates with `version`, and the `folder` that holds these weights, if any."""
+        """Record that the engine generates with `version`. `folder`: a folder with these weights, if any."""
 
     def take_shared(
         self, handles: Sequence[Handle], entries: Sequence[Sequence[Entry]], use: SharedUse | None, step: UpdateStep
@@ -176,7 +176,7 @@ class Receiver(Protocol):
         """Return the checksums of the engine's parameters, by rank."""
 
     def forget(self) -> None:
-        """Drop cached facts about a receiver that failed, because another engine may appear at its address."""
+        """Drop what is cached about a receiver that failed, because another engine may appear at its address."""
 
 
 class Receivers(Protocol):

@@ -94,7 +94,7 @@ class BucketSender:
             ThreadPoolExecutor(1, "send") as sending,
             ThreadPoolExecutor(max(len(receivers), 1)) as threads,
         ):
-            for number in range(max(map(len, senders), default=0)):  # equally many rounds on every rank
+            for number in range(max(map(len, senders), default=0)):  # every rank takes part in every round
                 bucket = buckets[number] if number < len(buckets) else None
                 if bucket is not None and bucket.frozen and not whole:
                     bucket = None

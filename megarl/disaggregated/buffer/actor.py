@@ -45,21 +45,21 @@ class BufferActor:
         await asyncio.Event().wait()
 
     async def change(self, team: str, rank: int, start: int, serial: int, method: str, arguments: Sequence[Any]) -> Any:
-        """Call a method of the core that changes its state, and return the result.
+        """Call a method of `Core` that changes the buffer's state, and return the result.
 
         A worker repeats a call whose reply was lost; a repeated call returns the same result and changes nothing.
 
         Raises:
-            HandoverError: the core refuses the call, or the worker belongs to an earlier start of its team.
+            HandoverError: the buffer refuses the call, or the worker belongs to an earlier start of its team.
 
         Args:
             start: number of the team's restarts when this worker started.
-            serial: number of this worker's call.
+            serial: number of the call among those of the worker.
             arguments: in a list, because Ray would fetch the bytes of references that are passed directly.
         """
         if start != self._core.starts(team):
             raise HandoverError(
-                f"team {team!r} was restarted after rank {rank} of start {start} began: this process must not continue"
+                f"team {team!r} has been restarted since this process of its rank {rank} began, which must end now"
             )
         last = self._last_changes.get((team, rank))
         if last is None or last[:2] != (start, serial):
@@ -85,7 +85,7 @@ class BufferActor:
         return finished
 
     async def query(self, method: str, arguments: Sequence[Any]) -> Any:
-        """Call a method of the core that does not wait for other teams and changes nothing, and return the result."""
+        """Call a method of `Core` that does not wait for other teams and changes nothing, and return the result."""
         return getattr(self._core, method)(*arguments)
 
     async def wait(
@@ -140,7 +140,7 @@ def start_buffer(
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     workers = sum(team.devices for team in placement.teams)
-    # without this the control store would keep a record of each of the last 100,000 calls
+    # with task events, Ray's control store would keep a record of each of the last 100,000 calls
     make = ray.remote(max_restarts=0, max_task_retries=0, enable_task_events=False)(BufferActor).options(
         name=name,
         namespace=NAMESPACE,

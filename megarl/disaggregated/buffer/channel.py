@@ -187,7 +187,7 @@ class TeamChannel:
         try:
             payloads = sent.to_blocks(places, self._together(handover.takers, groups))
             size = self._client.give(context.step, handover.key, groups, payloads)
-        except ValueError as error:  # raised for a column that cannot be sent
+        except ValueError as error:  # a column has values that cannot be sent
             raise self._wrong(context, handover, str(error)) from error
         context.metrics.sum("store/given_gb", size / 1e9)
         if self._keeps:
@@ -321,7 +321,7 @@ class GroupChannel:
             for key, batch in groups.samples.items():
                 try:
                     blocks[key] += batch.to_blocks(group_places(batch["uid"]))
-                except ValueError as error:  # raised for a column that cannot be sent
+                except ValueError as error:  # a column has values that cannot be sent
                     raise HandoverError(f"samples of prompts {groups.numbers[:4]} cannot be sent: {error}") from error
         numbers, size = self._client.swap(finished, blocks, rejected, version, most)
         context.metrics.sum("store/given_gb", size / 1e9)

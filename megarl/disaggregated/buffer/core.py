@@ -58,7 +58,7 @@ class GroupInfo(NamedTuple):
     """The description of a group of samples, without their bytes.
 
     Attributes:
-        ordinal: its number among the groups of the step.
+        ordinal: the number of the group among the groups of its step.
         sample_ids: ids of its samples, in order.
         tokens: number of tokens of all its samples, prompts included.
     """
@@ -142,12 +142,14 @@ class Core:
         handover = self._known(key)
         at = f"handover {key!r} of step {step}, from team {team!r} rank {rank}"
         if handover.giver != team:
-            raise HandoverError(f"{at}: only team {handover.giver!r} may hand it over{_REPORT}")
+            raise HandoverError(f"{at}: only team {handover.giver!r} may hand over these samples{_REPORT}")
         state = self._steps.get(step) or _Step()
         sent = state.sent_by_key.get(key) or _Sent()
         if self._is_finished(step):
             readers = ", ".join(handover.takers)
-            raise HandoverError(f"{at}: all teams that read it ({readers}) have already finished the step{_REPORT}")
+            raise HandoverError(
+                f"{at}: all teams that read these samples ({readers}) have already finished the step{_REPORT}"
+            )
         known = state.groups.get(handover.samples, {})
         if rank in sent.givers:
             raise HandoverError(f"{at}: this rank has already handed over its groups{_REPORT}")
@@ -166,7 +168,7 @@ class Core:
             if known.get(group.uid, group) != group:
                 raise HandoverError(
                     f"{at}: group {group.uid!r} differs from the one that an earlier call handed over\n"
-                    f"  found:   {group}\n  allowed: {known[group.uid]}"
+                    f"  found:   {group}\n  allowed: {known[group.uid]}{_REPORT}"
                 )
             other = ordinals.get(group.ordinal, group.uid)
             if other != group.uid:
@@ -176,9 +178,9 @@ class Core:
         numbers = {group.ordinal: group.uid for group in groups}
         if not len(groups) == len(new) == len(numbers) == len(refs):
             counts = f"{len(new)} names, {len(numbers)} numbers and {len(refs)} payloads"
-            raise HandoverError(f"{at}: {len(groups)} groups have {counts}; every group needs one of each")
+            raise HandoverError(f"{at}: {len(groups)} groups have {counts}; every group needs one of each{_REPORT}")
         if len(known) + sum(uid not in known for uid in new) > self._limit:
-            raise HandoverError(f"{at}: a step has at most {self._limit} groups (data.batch_size)")
+            raise HandoverError(f"{at}: a step has at most {self._limit} groups (data.batch_size){_REPORT}")
         self._steps[step], state.sent_by_key[key] = state, sent
         state.groups.setdefault(handover.samples, {}).update(new)
         state.ordinals.setdefault(handover.samples, {}).update(numbers)
@@ -227,12 +229,14 @@ class Core:
         if sent is None or not self._is_complete(handover, sent):
             return None
         if not sent.refs:
-            raise HandoverError(f"step {step}, {key!r}: team {handover.giver!r} has handed over no groups")
+            raise HandoverError(
+                f"handover {key!r} of step {step}: team {handover.giver!r} has handed over no groups{_REPORT}"
+            )
         missing = [uid for uid in uids if uid not in sent.refs]
         if missing:
             raise HandoverError(
-                f"step {step}, {key!r}: group {missing[0]!r} is not one of the {len(sent.refs)} groups that team "
-                f"{handover.giver!r} has handed over"
+                f"handover {key!r} of step {step}: group {missing[0]!r} is not one of the {len(sent.refs)} groups that "
+                f"team {handover.giver!r} has handed over{_REPORT}"
             )
         sent.fetched.setdefault(team, set()).update(uids)
         return [sent.refs[uid] for uid in uids] or [next(iter(sent.refs.values()))]
@@ -343,10 +347,13 @@ class Core:
         keys = [handover.key for handover in self._flows]
         if finished and ({*keys} != refs.keys() or team != self._generator):
             raise HandoverError(
-                f"{at}: this call hands over {sorted(refs)}; expected: team {self._generator!r} hands over {keys}"
+                f"{at}: this call hands over {sorted(refs)}; expected: team {self._generator!r} hands over "
+                f"{keys}{_REPORT}"
             )
         if not all(len(finished) == len(some) for some in refs.values()):
-            raise HandoverError(f"{at}: every handover must have one payload for each of the {len(finished)} groups")
+            raise HandoverError(
+                f"{at}: every handover must have one payload for each of the {len(finished)} groups{_REPORT}"
+            )
         try:
             for place, (number, info, metrics) in enumerate(finished):
                 flow.finish(number, info, {key: some[place] for key, some in refs.items()}, metrics)
@@ -413,7 +420,9 @@ class Core:
 
     def _need_flow(self) -> Flow:
         if self._flow is None:
-            raise HandoverError("this run hands over groups step by step (async.order=in_order), not one by one")
+            raise HandoverError(
+                f"this run hands over groups step by step (async.order=in_order), not one by one{_REPORT}"
+            )
         return self._flow
 
     # -- mail --------------------------------------------------------------------------------------------------------
@@ -430,7 +439,7 @@ class Core:
         if name in self._mail or self._is_forgotten(name):
             if again:
                 return Change()
-            raise HandoverError(f"the message {name!r} has already been posted")
+            raise HandoverError(f"the message {name!r} has already been posted{_REPORT}")
         self._mail[name] = text
         series, number = _series(name)
         if number is not None:
@@ -463,7 +472,7 @@ class Core:
         if self._is_forgotten(name):
             raise HandoverError(
                 f"the message {name!r} has been dropped: only the last {KEPT} messages of a series are kept, and more "
-                "have arrived since"
+                f"have arrived since{_REPORT}"
             )
         return self._mail.get(name)
 
@@ -480,7 +489,9 @@ class Core:
 
     def _known(self, key: str) -> Handover:
         if key not in self._handovers:
-            raise HandoverError(f"this run has no handover {key!r}; allowed: {', '.join(self._handovers) or 'none'}")
+            raise HandoverError(
+                f"this run has no handover {key!r}; allowed: {', '.join(self._handovers) or 'none'}{_REPORT}"
+            )
         return self._handovers[key]
 
     def _is_complete(self, handover: Handover, sent: _Sent) -> bool:

@@ -10,8 +10,8 @@ class Ping(NamedTuple):
     """A worker's report on itself, sent every few seconds.
 
     Attributes:
-        changes: number of phases that it has opened or closed; waiting for the buffer does not count.
-        waits_for: the data that it waits for; empty: it does not wait.
+        changes: number of phases that the worker has opened or closed; waiting for the buffer does not count.
+        waits_for: the data that the worker waits for; empty: it does not wait.
     """
 
     changes: int

@@ -147,7 +147,7 @@ def run_lanes(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
     takes longer than the operation when another process has one of the cores; splitting the samples costs nothing.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, threads // len(jobs)))  # each thread of the pool starts with this number
+    torch.set_num_threads(max(1, threads // len(jobs)))  # each thread of the pool starts with this limit
     try:
         with ThreadPoolExecutor(len(jobs)) as pool:
             return [future.result() for future in [pool.submit(job) for job in jobs]]

@@ -165,7 +165,7 @@ class WeightInbox:
             if not self._changed.wait_for(lambda: self._running == 0, deadline_s):
                 self._paused = before
                 self._changed.notify_all()
-                raise Refused(f"the engine is still generating after {deadline_s:g} s")
+                raise Refused(f"the engine is still generating after {deadline_s:g} s; raise sync.timeout_s")
 
     def begin(self) -> None:
         """Begin an update. It ends an update that a dead trainer left open, whose partial weights are invalid."""
@@ -259,7 +259,7 @@ class WeightInbox:
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Admit one writer at a time; after the block the device has finished reading the sender's buffer."""
+        """Let one thread write at a time; after the block the device has finished reading the sender's buffer."""
         with self._writing:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # this thread begins on device 0
@@ -311,5 +311,5 @@ class _Conversation:
             broadcast_within(flat, self._groups[name][0], deadline_s)
         except TimeoutError:
             leave(self._groups.pop(name)[0])  # stops NCCL's kernel on the device
-            raise Refused(f"the trainer's broadcast did not arrive within {deadline_s:g} s") from None
+            raise Refused(f"the trainer's broadcast of weights did not arrive within {deadline_s:g} s") from None
         self._inbox.take_flat(flat, tensors, update)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Address = tuple[str, int]
-_MIXED = "mixed weights"  # the version of an engine whose ranks disagree
+_MIXED = "mixed weights"  # the version of an engine whose ranks hold different versions
 _SHARE = 0.9  # share of a deadline that the engine itself waits, so that its error arrives before the deadline
 
 
@@ -131,7 +131,7 @@ class EngineReceiver:
         self._ranks.ask({"op": "resume"}, step, range(1))
 
     def done(self, version: str, folder: Path | None) -> None:
-        """Do nothing: no keeper process watches engines."""
+        """Do nothing: an engine whose trainer dies stays paused, and no other process restores it."""
 
     def take_shared(
         self, handles: Sequence[Handle], entries: Sequence[Sequence[Entry]], use: SharedUse | None, step: UpdateStep
@@ -216,7 +216,7 @@ class EngineReceivers:
         return cls(made, cannot_map)
 
     def lead(self, folder: Path, deadline_s: float) -> None:
-        """Do nothing: engines need no keeper process."""
+        """Do nothing: embedded engines need no helper process."""
 
     def acknowledge(self, number: int, version: int) -> None:
         """Record that engine `number` holds weight version `version`."""

@@ -193,7 +193,7 @@ class Session:
         return slots_below(fit) if fit < wanted and device.type == "cuda" else fit
 
     def completions(self, version: int) -> list[Completion]:
-        """Call `run` and return its samples, with routes and kept tokens if recorded; `version`: of the weights."""
+        """Call `run` and return its samples, with routes and kept tokens if recorded. `version`: the weights'."""
         prompts = [len(request.prompt_ids) for request in self._requests for _ in request.seeds]
         return [
             self.completion(number, sample, prompt, version)
@@ -201,7 +201,7 @@ class Session:
         ]
 
     def completion(self, number: int, sample: Sampled, prompt: int, version: int) -> Completion:
-        """Return a finished sample with what is recorded about it; `prompt`: number of tokens before it."""
+        """Return a finished sample, with routes and kept tokens if recorded; `prompt`: number of tokens before it."""
         tokens, logprobs, reason = sample
         routes = None if self._routes is None else self._routes_of[number][: prompt + len(tokens) - 1]
         record = self._kept_of.pop(number).first(len(tokens)) if number in self._kept_of else None

@@ -168,7 +168,7 @@ class TurnSession(Session):
         self._state.done[rows] = False
         self._reach = max(self._reach, *state[2])
         for sequence in [s for s in self._cached if s not in self._rows.holders]:
-            del self._cached[sequence]  # another sequence took its row
+            del self._cached[sequence]  # another sequence has taken the cache row
         self._caches.reserve(*self._extent(0))
         self._read_fresh(admission)
         self._read_new(admission)

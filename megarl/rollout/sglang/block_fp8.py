@@ -26,7 +26,7 @@ def quantization_config(facts: ModelFacts) -> dict[str, Any]:
                 module = source.name.removesuffix(".weight")
                 unquantized |= {module.format(i=layer) for layer in range(facts.layers)}
     if facts.encoder is not None:
-        unquantized |= {"visual", "model.visual"}  # the names in SGLang and in published files
+        unquantized |= {"visual", "model.visual"}  # names of the vision encoder in SGLang and in published files
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",

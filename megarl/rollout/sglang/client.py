@@ -38,7 +38,7 @@ _PREFILL_ALONE = 256  # prompt tokens from which the first sample's prefill is w
 _INTERRUPTIONS = 100
 _LATE = 2  # maximum number of late requests per sample that are sent again; each repeats the same work
 _UNBOUNDED = 1 << 30
-_ABORT_AGAIN_S = 1.0  # a server ignores an abort that arrives before its request
+_ABORT_AGAIN_S = 1.0  # seconds until an abort is sent again: a server ignores one that arrives before its request
 _REFUSED = range(400, 500)  # HTTP status of an invalid request, which every server would reject
 
 
@@ -153,7 +153,7 @@ class Dispatch:
                 sample.add(body, self._sampling, self._stop_ids, self._tag)
                 if sample.finish_reason is None and sample.interruptions > _INTERRUPTIONS:
                     sample.interruptions = 0  # the next server starts a new count
-                    raise BadAnswerError(f"a sample was interrupted more than {_INTERRUPTIONS} times")
+                    raise BadAnswerError(f"the server interrupted a sample more than {_INTERRUPTIONS} times")
             except OtherPromptError as error:
                 raise ServerError(server.name, server.url, "generation (/generate)", str(error)) from error
             except BadAnswerError as error:

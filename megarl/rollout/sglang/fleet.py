@@ -115,7 +115,7 @@ class Fleet:
     def acknowledge(self, server: Server, version: int) -> None:
         """Record that `server` holds only `version` and has dropped every cache of older weights."""
         if server.state in ("starting", "failed"):
-            raise ValueError(f"{server.api.name} is {server.state} and cannot hold weights")
+            raise ValueError(f"{server.api.name} is in state {server.state!r}, in which it cannot acknowledge weights")
         server.state, server.version = "current", version
 
     def note(self, failures: Iterable[LostServer]) -> None:

@@ -16,7 +16,7 @@ from megarl.config.sglang import SGLangConfig
 from megarl.system.errors import ConfigError
 
 #: Environment variable of the Ray launcher, whose workers see only their own GPU: the GPUs of all workers of this
-#: machine, without the GPUs that workers lend to servers.
+#: machine, except those workers that only send requests and on whose GPUs servers run.
 TRAINER_GPUS = "MEGARL_TRAINER_GPUS"
 #: Environment variable of the Ray launcher: the GPUs of this machine that are reserved for its servers.
 SERVER_GPUS = "MEGARL_SERVER_GPUS"
@@ -28,8 +28,8 @@ def place_servers(servers: int, ranks: int, workers: Sequence[int], nnodes: int 
 
     Args:
         ranks: number of a server's ranks, and so of its GPUs, on one machine.
-        workers: number of workers on each machine, in the team that starts the servers. If workers lend their GPUs,
-            each server is placed where most of these GPUs are free.
+        workers: number of workers on each machine, in the team that starts the servers. If the servers run on the
+            workers' GPUs, each server is placed where most of these GPUs are free.
         nnodes: number of machines of a server, at most `len(workers)`.
     """
     left = list(workers)
@@ -47,7 +47,7 @@ def place_servers(servers: int, ranks: int, workers: Sequence[int], nnodes: int 
 
 
 def most_servers(ranks: int, workers: Sequence[int], nnodes: int = 1) -> int:
-    """Return how many servers fit on the GPUs that workers lend; `place_servers` explains the arguments."""
+    """Return how many servers fit on the GPUs of workers that only send requests; arguments as in `place_servers`."""
     places = [number // ranks for number in workers]
     return max(n for n in range(sum(places) // nnodes + 1) if sum(min(place, n) for place in places) >= n * nnodes)
 

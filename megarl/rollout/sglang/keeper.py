@@ -99,7 +99,7 @@ class Keeper:
         """Close the pipe. The keeper then restores the servers whose update is not done, and ends."""
         with contextlib.suppress(BrokenPipeError):
             self._pipe.close()
-        # A keeper that needs longer to restore servers is left running: it does not need the trainer.
+        # A keeper process that needs longer to restore servers is left running: it does not need the trainer.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
 

@@ -66,7 +66,7 @@ def open_fleet(
         run_dir: run folder; the servers' logs are in its folder `servers`.
         model: Hugging Face folder, readable on every machine.
         dtype: float32, bfloat16 or float16.
-        random_weights: see ServerSpec; the first update must bring every weight.
+        random_weights: whether servers start with random weights, so that the first update must send all weights.
         longest: tokens of the longest sequence, which external servers must accept; 0: not checked.
         fp8: whether the config of `model` names block-wise FP8 weights.
         key: API key of started servers; None: a random key.

@@ -24,7 +24,7 @@ from megarl.sync.checksum import Checksum, make_checksum
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_VOCAB_MULTIPLE = 64  # the server pads the rows of embedding and head with zeros to a multiple of it
+_VOCAB_MULTIPLE = 64  # the server pads the rows of embedding and head with zeros to a multiple of this number
 _ANY_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 #: Modules whose rows belong to heads: each rank stores a block of rows, even if the server fuses no others with them.
@@ -107,13 +107,13 @@ class ServerLayout:
         if module == "gate" and self.facts.model_type in _WIDE_ROUTERS:
             return tensor.float()
         if module in ("k_proj", "v_proj", "k_norm" if self._wide_norms else "") and kv_heads < tp:
-            return tensor.chunk(kv_heads)[rank * kv_heads // tp]  # each group is on several ranks
+            return tensor.chunk(kv_heads)[rank * kv_heads // tp]  # each key/value head is on several ranks
         if module in ("in_proj_qkv", "conv1d"):  # queries, keys and values, each with its heads
             keys, values = (self.facts.dimensions[name] for name in ("delta_keys", "delta_values"))
             return torch.cat([part.chunk(tp)[rank] for part in tensor.split([keys, keys, values])])
         if module == "linear_attn":  # A_log and dt_bias, one number per value head
             return tensor.chunk(tp)[rank].float() if leaf == "A_log" else tensor.chunk(tp)[rank]
-        if leaf == "sinks":  # bfloat16 on the server, whatever the model's dtype
+        if leaf == "sinks":  # sinks are bfloat16 on the server, whatever the model's dtype
             return tensor.chunk(tp)[rank].bfloat16()
         if module in ("o_proj", "down_proj", "out_proj"):
             return tensor.chunk(tp, 1)[rank] if leaf == "weight" else tensor
@@ -200,7 +200,7 @@ def _stacked_part(name: str, tensor: Tensor, tp: int, ep: int, rank: int) -> tup
         param, part = name.replace("gate_up_proj", "w13_weight"), stack.chunk(tp, 1)[rank]
     else:
         param, part = name.replace("down_proj", "w2_weight"), stack if bias else stack.chunk(tp, 2)[rank]
-        if bias and rank:  # ranks are summed, so only the first one has the bias
+        if bias and rank:  # the server sums the results of the ranks, so only the first rank has the bias
             part = torch.zeros_like(part)
     return param + ("_bias" if bias else ""), part, part.numel()
 

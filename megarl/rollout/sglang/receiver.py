@@ -43,7 +43,8 @@ class SglangReceiver:
 
     Args:
         server: the server; a restart changes its address.
-        keeper: receives a message about every step of an update, if the server outlives the trainer; else None.
+        keeper: gets a message about every step of an update, so that its process can restore the server if the trainer
+            dies; None for servers that end with the trainer.
         answer_s: deadline in seconds of calls that transfer no weights; shorter than the deadline for loading.
     """
 
@@ -89,7 +90,8 @@ class SglangReceiver:
         end = time.monotonic() + step.deadline_s
         while self.held_version(step).startswith(RESTORING):
             if time.monotonic() > end:
-                self.set_version("taken over", step)  # if the keeper still runs, it stops when the version has changed
+                # If the keeper process still restores the server, it stops when the version has changed.
+                self.set_version("taken over", step)
                 break
             time.sleep(_POLL_S)
         self._call("/pause_generation", {"mode": mode}, step)
@@ -137,7 +139,7 @@ class SglangReceiver:
         self._call("/continue_generation", {"torch_empty_cache": False}, step)
 
     def done(self, version: str, folder: Path | None) -> None:
-        """Send the keeper the message that the server serves `version`, and the folder that holds it, if any."""
+        """Report to the keeper process that the server has `version`, and the folder with these weights, if any."""
         if self.keeper is not None:
             self.keeper.done(self.server.api, version, folder)
 
@@ -278,6 +280,6 @@ class SglangReceivers:
         self.fleet.mark_failed(self.fleet.servers[number], why)
 
     def close(self) -> None:
-        """Close the keeper, which then restores servers whose update is not done."""
+        """Close the pipe to the keeper process, which then restores servers whose update is not done."""
         if self.keeper is not None:
             self.keeper.close()

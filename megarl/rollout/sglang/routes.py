@@ -18,6 +18,7 @@ from megarl.data.routes import RouteForm
 
 SWITCH = "--enable-return-routed-experts"
 REQUEST = {"return_routed_experts": True}
+_SAME_MODEL = "let the server load the same model as the trainer (model.path)"
 
 
 def returning_routes(config: SGLangConfig) -> SGLangConfig:
@@ -37,19 +38,22 @@ def read_routes(meta: dict[str, Any], form: RouteForm, tokens: int) -> Tensor | 
     numbers = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int32)
     shape = tokens - 1, len(form.sparse), form.chosen
     if len(numbers) != shape[0] * shape[1] * shape[2]:
-        raise ValueError(f"the server's answer has {len(numbers)} numbers as routes; expected shape: {list(shape)}")
+        raise ValueError(
+            f"the server's answer has {len(numbers)} numbers as routes; expected shape: {list(shape)}; {_SAME_MODEL}"
+        )
     layers = numbers.view(shape)[:, torch.tensor(form.sparse)]
-    # a server's record is zero until it is written, and the experts of a token differ
+    # The server's array has zeros where it has recorded no routes; the experts of a token would differ.
     if form.chosen > 1 and bool((missing := layers[..., 0] == layers[..., 1]).any()):
         token, layer = missing.nonzero()[0].tolist()
         raise ValueError(
             f"the server's answer has experts {layers[token, layer].tolist()} as route of token {token} in expert "
-            f"layer {layer}; expected: {form.chosen} different experts"
+            f"layer {layer}; expected: {form.chosen} different experts. The server has not recorded this token: run "
+            "servers with an SGLang that `make sglang-env` installs"
         )
     routes = layers.flatten(1)
     if len(routes) and not 0 <= int(routes.min()) <= int(routes.max()) < form.experts:
         raise ValueError(
             f"the server's answer has routes to experts {int(routes.min())} to {int(routes.max())}, but the model has "
-            f"{form.experts} experts; let the server load the same model as the trainer (model.path)"
+            f"{form.experts} experts; {_SAME_MODEL}"
         )
     return routes.to(form.dtype)

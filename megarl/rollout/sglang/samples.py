@@ -137,7 +137,7 @@ class ServedSample:
             length = len(self.prompt_ids) + len(self.token_ids) + len(ids)
             routes = None if self.form is None else read_routes(meta, self.form, length)
             if reason == "length" and not (self.token_ids or ids):
-                raise ValueError("the answer has no token, although its finish reason is the length limit")
+                raise ValueError(f"the answer has no token, but reached the length limit; {_OTHER_SGLANG}")
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise BadAnswerError(str(error) if isinstance(error, ValueError) else repr(error)) from error
         proposed, accepted = (int(meta.get(f"spec_num_{kind}_drafts") or 0) for kind in ("proposed", "correct"))
@@ -209,7 +209,9 @@ def _per_token(meta: dict[str, Any], count: int, tag: str) -> list[int]:
     spans = meta.get("weight_versions") or [{"version": now, "start": 0, "end": count}]
     versions = [_own_version(span["version"], tag) for span in spans for _ in range(span["end"] - span["start"])]
     if len(versions) != count:
-        raise ValueError(f"the answer has weight versions for {len(versions)} tokens, but {count} tokens")
+        raise ValueError(
+            f"the answer has weight versions for {len(versions)} tokens, but {count} tokens; {_OTHER_SGLANG}"
+        )
     if _own_version(now, tag) != read_tag(tag)[0]:
         raise ValueError(
             f"the answer was generated with the old weights {now!r}, although the server has acknowledged {tag!r}"
@@ -222,7 +224,8 @@ def _own_version(weights: object, tag: str) -> int:
     (number, run), (newest, this_run) = read_tag(weights), read_tag(tag)
     if run != this_run:
         raise ValueError(
-            f"the answer was generated with the weights {weights!r} of another run; this run has sent {tag!r}"
+            f"the answer was generated with the weights {weights!r} of another run, but this run has sent {tag!r}; let "
+            "only one run at a time use a server"
         )
     if number > newest:
         raise ValueError(

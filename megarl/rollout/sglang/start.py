@@ -91,7 +91,7 @@ def on_shared_devices(host: EngineHost, name: str) -> contextlib.AbstractContext
 def _write_model_config(host: EngineHost) -> Path:
     """Write the model's config, without weights, into a folder that every machine can read, and return the folder.
 
-    For a vision-language model it also has the image processor.
+    For a vision-language model the folder also has the image processor.
     """
     folder = host.run_dir / MODEL_FOLDER
     if host.layout.rank == 0:

@@ -82,7 +82,7 @@ class DeltaTransport(Transport):
         self.sent_bytes: int = 0
         self._version = 0
         self._bases: dict[int, tuple[int, Tensor]] = {}
-        self._put: dict[int, _Put] = {}  # buckets of this update as `put` prepared them, by number
+        self._put: dict[int, _Put] = {}  # buckets that `put` has prepared in this update, by number
         self._relayed: dict[str, tuple[int, bool]] = {}  # host -> last bucket sent to it, and whether as a delta
         # receivers that still hold the version that they got last, to which a delta applies
         self._current: set[int] = set()
@@ -170,7 +170,7 @@ class DeltaTransport(Transport):
         client = None
         try:
             if host in self._lost:
-                raise Refused(self._lost[host])  # its relay is lost: do not wait for it again
+                raise Refused(self._lost[host])  # the relay failed earlier in this update: do not wait for it again
             with self._connecting:
                 client = self._clients.get(host) or MessageClient(self.relays[host], self.key, self.deadline_s)
                 self._clients[host] = client
@@ -179,9 +179,10 @@ class DeltaTransport(Transport):
             reason = str(error)
             with self._connecting:
                 if isinstance(error, OSError):
-                    reason = self._lost.setdefault(host, reason)  # the first reason counts
+                    reason = self._lost.setdefault(host, reason)  # keep the first reason, the cause of later ones
                     if self._clients.get(host) is client:
-                        self._clients.pop(host, None)  # broken in the middle of a message, so it cannot be reused
+                        # The connection may have broken in the middle of a message, so it cannot be used again.
+                        self._clients.pop(host, None)
             raise failure(receiver, f"relay on {host}", reason) from error
 
     def _relay(self, receiver: Receiver, number: int, bucket: Bucket) -> bool:

@@ -45,7 +45,7 @@ class DiskTransport(Transport):
     def __init__(self, folder: Path, rank: int, hf: PretrainedConfig, deadline_s: float) -> None:
         self.folder, self.rank, self.hf, self.deadline_s = folder, rank, hf, deadline_s
         self._version, self._files, self._partial = 0, 0, folder
-        if rank == 0:  # without a barrier, because no rank writes before the first update
+        if rank == 0:  # needs no barrier, because no rank writes before the first update
             remove_partial(folder)
 
     def start(self, version: int, receivers: Sequence[Receiver]) -> None:
@@ -100,7 +100,7 @@ def remove_partial(folder: Path) -> None:
 def remove_old(folder: Path, version: int) -> None:
     """Remove partial folders, and all complete versions except `version` and the one before it.
 
-    Higher versions are of a run that was resumed from an earlier step since.
+    Higher versions were written before the run was resumed from an earlier step.
     """
     remove_partial(folder)
     complete = sorted(folder.glob("v????????"))

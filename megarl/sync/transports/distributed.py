@@ -44,7 +44,7 @@ from megarl.system.processes import address_towards
 
 T = TypeVar("T")
 _POLL_S = 0.001
-_GRACE_S = 1.0  # seconds that the trainer's part has to end, at least, after the receiver has answered
+_GRACE_S = 1.0  # minimum time for the trainer's part of a broadcast to end after the receiver has answered
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()
 _leaving = threading.Lock()
@@ -195,7 +195,7 @@ def broadcast_within(flat: Tensor, group: dist.ProcessGroup, deadline_s: float) 
         if time.monotonic() > end:
             raise TimeoutError
         time.sleep(_POLL_S)
-    error = work.exception()  # nccl's wait() does not raise it
+    error = work.exception()  # nccl's wait() does not raise this error
     if error is not None:
         raise error
 
@@ -211,7 +211,7 @@ def _without_watchdog() -> Iterator[None]:
     """In this block, create groups without nccl's watchdog, which would end this process if a receiver is gone."""
     with _environment:
         before = os.environ.get(_WATCHDOG)
-        os.environ[_WATCHDOG] = "0"  # torch reads it when it creates a group
+        os.environ[_WATCHDOG] = "0"  # torch reads this variable when it creates a group
         try:
             yield
         finally:

@@ -160,7 +160,7 @@ def test_tokens_are_shared_by_the_mini_batches_of_the_team_that_takes_them() -> 
     ("call", "story"),
     [
         (lambda c: give(c, "train", 0, 1, "x>y", []), "this run has no handover 'x>y'; allowed: rollout>critic"),
-        (lambda c: give(c, "ref", 0, 1, BOTH, []), "only team 'train' may hand it over"),
+        (lambda c: give(c, "ref", 0, 1, BOTH, []), "only team 'train' may hand over these samples"),
         (lambda c: give(c, "train", 0, 1, BOTH, groups(2)), "this rank has already handed over its groups"),
         (
             lambda c: give(c, "train", 1, 1, BOTH, groups(0)),
@@ -203,7 +203,7 @@ def test_a_fifth_replica_and_a_finished_step_are_refused() -> None:
         give(core, "train", 1, 2, BOTH, groups(1))
     for team in ("train", "ref", "critic"):
         core.done(team, 0, 2)
-    readers = r"all teams that read it \(critic, ref\) have already finished the step"
+    readers = r"all teams that read these samples \(critic, ref\) have already finished the step"
     with pytest.raises(HandoverError, match=rf"handover 'rollout>.*' of step 1, .*: {readers}"):
         give(core, "train", 0, 1, BOTH, groups(0))
 
