@@ -69,6 +69,8 @@ setup(
         "ray>=2.55,<3",
         "pillow>=11",
         "simpy>=4.1,<5",
+        "scikit-learn>=1.6,<2",
+        "scipy>=1.13,<2",
     ],
     extras_require={
         # What building flash-attn and transformer-engine takes: they have no wheels on the package index, and build
@@ -100,7 +102,6 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.8",
             "ruff>=0.9",
-            "scipy>=1.11",
             "setuptools>=77",
             "tensorboard>=2.16",
             "types-PyYAML",

@@ -99,7 +99,7 @@ class ProgressReport:
             progress: float [B]; NaN where it is unknown.
             groups: B names of the groups that an advantage compares; None: correlate by task.
         """
-        import numpy as np
+        from scipy.stats import spearmanr
 
         known = self.shaped & ~progress.isnan()
         correlations: dict[Hashable, float] = {}
@@ -107,7 +107,7 @@ class ProgressReport:
             rows = [place for place in places if known[place]]
             scores, truth = self.scores[rows].numpy(), progress[rows].double().numpy()
             if len(rows) > 1 and scores.min() < scores.max() and truth.min() < truth.max():
-                correlations[name] = float(np.corrcoef(_ranks(scores), _ranks(truth))[0, 1])
+                correlations[name] = float(spearmanr(scores, truth).statistic)
         return correlations
 
 
@@ -139,6 +139,7 @@ def progress_scores(
     (tensor([1.0000, 0.5960, 0.0040, 0.0000], dtype=torch.float64), tensor([nan, 1., 3., nan], dtype=torch.float64), 1)
     """
     import numpy as np
+    from scipy.spatial.distance import cdist
 
     _check(embeddings, success, task)
     points, valid = _valid(embeddings)
@@ -155,7 +156,7 @@ def progress_scores(
         centres, clusters[name] = success_centres(references, settings)
         failures = [place for place in places if valid[place] and not won[place]]
         if failures:
-            nearest = _distances(points[failures], centres).min(1)
+            nearest = cdist(points[failures], centres).min(1)
             distances[failures] = torch.from_numpy(nearest)
             scores[failures] = torch.from_numpy(_mapped(nearest, settings))
     return ProgressReport(scores, distances, ~success.cpu(), torch.from_numpy(~valid), clusters, task)
@@ -169,16 +170,21 @@ def success_centres(points: np.ndarray, settings: ProgressSettings) -> tuple[np.
         settings: radius, eps.
     """
     import numpy as np
+    from scipy.spatial.distance import cdist
+    from sklearn.cluster import DBSCAN
+    from sklearn.preprocessing import StandardScaler
 
-    clusters: list[np.ndarray] = []
-    if len(points) > 1:
-        standardised = _standardised(points)
-        apart = _distances(standardised, standardised)
-        clusters = _clusters(apart <= _radius(apart, points.shape[1], settings))
-    if not clusters:
+    if len(points) == 1:
+        return points, 0
+    standardised = StandardScaler().fit_transform(points)
+    apart = cdist(standardised, standardised)
+    eps = _radius(apart, points.shape[1], settings)
+    labels = DBSCAN(eps=eps, min_samples=2, metric="precomputed").fit(apart).labels_
+    count = int(labels.max()) + 1
+    if not count:
         return points.mean(0, keepdims=True), 0
     # Standardisation is affine, so the mean of the original points is the cluster's centre mapped back.
-    return np.stack([points[members].mean(0) for members in clusters]), len(clusters)
+    return np.stack([points[labels == cluster].mean(0) for cluster in range(count)]), count
 
 
 def shuffled_embeddings(embeddings: Tensor, task: Sequence[Hashable], *seed: int) -> Tensor:
@@ -245,56 +251,11 @@ def _radius(apart: np.ndarray, dims: int, settings: ProgressSettings) -> float:
     return float(curve[knee]) * (1 + _ALIKE) + 1e-12  # the result must not be 0 if all points are equal
 
 
-def _standardised(points: np.ndarray) -> np.ndarray:
-    """Scale points [n, E] to mean 0 and deviation 1 per dimension; dimensions that differ by rounding only become 0."""
-    import numpy as np
-
-    centre, spread = points.mean(0), points.std(0)
-    constant = spread <= len(points) * np.finfo(np.float64).eps * abs(centre)
-    standardised: np.ndarray = (points - centre) / np.where(constant, 1.0, spread)
-    return standardised
-
-
-def _distances(points: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return Euclidean distances of rows, float64 [n, m]; exactly 0 for equal rows, unlike with a matrix product."""
-    exact = "donot_use_mm_for_euclid_dist"
-    apart: np.ndarray = torch.cdist(torch.from_numpy(points), torch.from_numpy(others), compute_mode=exact).numpy()
-    return apart
-
-
-def _clusters(near: np.ndarray) -> list[np.ndarray]:
-    """Return the members, bool [n], of each cluster that DBSCAN finds with a minimum of two points.
-
-    Each point with a neighbour is then a core point, so the clusters are the connected parts of more than one point.
-
-    Args:
-        near: bool [n, n], whether two points are neighbours; each point is a neighbour of itself.
-    """
-    clusters: list[np.ndarray] = []
-    left = near.sum(1) > 1
-    while left.any():
-        members = new = near[left.argmax()]
-        while new.any():
-            new = near[new].any(0) & ~members
-            members = members | new
-        clusters.append(members)
-        left &= ~members
-    return clusters
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Return the ranks of values [n]; equal values share their mean rank."""
-    import numpy as np
-
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks: np.ndarray = (counts.cumsum() - counts / 2)[places]
-    return ranks
-
-
 def _mapped(distances: np.ndarray, settings: ProgressSettings) -> np.ndarray:
     """Map the distances of one task's failed episodes from its references to scores, float64 [n]; the nearest episode
     scores best."""
     import numpy as np
+    from scipy.special import expit
 
     weight = _WEIGHTS[settings.mapping] if settings.weight is None else settings.weight
     if settings.mapping == "z_score":
@@ -304,7 +265,7 @@ def _mapped(distances: np.ndarray, settings: ProgressSettings) -> np.ndarray:
         span = np.ptp(distances)
         place = (distances - distances.min()) / span if span >= _NOTHING else np.full_like(distances, _MIDDLE)
         exponent = _STEEPNESS * (_MIDDLE - place)
-    scores: np.ndarray = weight / (1 + np.exp(-exponent))
+    scores: np.ndarray = weight * expit(exponent)
     return scores
 
 

@@ -105,9 +105,9 @@ def remove_old(folder: Path, version: int) -> None:
     remove_partial(folder)
     complete = sorted(folder.glob("v????????"))
     older = [path for path in complete if path.name < _name(version)]
-    complete = {folder / _name(version), *older[-_KEPT:]}
+    newest = {folder / _name(version), *older[-_KEPT:]}
     for path in complete:
-        if path not in complete:
+        if path not in newest:
             shutil.rmtree(path, ignore_errors=True)
 
 
