@@ -81,6 +81,8 @@ setup(
         "te": ["transformer-engine[core_cu13,pytorch]>=2.9"],
         # Tools of MCP servers (environment `tools`).
         "mcp": ["mcp>=2.3,<3"],
+        # Tasks of other packages (docs/environments.md).
+        "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],
         # Demonstrations of robots: LIBERO's files, videos of LeRobot's data sets.
         "embodied": ["av>=14", "h5py>=3.11"],
         "dev": [
@@ -101,6 +103,7 @@ setup(
             "pytest>=8",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.8",
+            "reasoning-gym>=0.1.25,<0.2",
             "ruff>=0.9",
             "setuptools>=77",
             "tensorboard>=2.16",

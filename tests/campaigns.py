@@ -10,6 +10,7 @@ marks a test, or with `pytest.param(..., marks=...)` one of its cases. Plain run
 
     agents      the gateway: more sessions, and other
                 clients and engines
+    connectors  environments of other packages
     durability  more ways to lose a relay of weights      lora        adapters beside full training
     exports     under transformers 4                      memory      engines of real size
     families    every architecture, drawn configurations  servers     more cases with real SGLang servers
@@ -30,7 +31,7 @@ from typing import Any
 import pytest
 
 CAMPAIGNS = (
-    *("agents", "durability", "exports", "families", "faults", "install", "kernels", "kills"),
+    *("agents", "connectors", "durability", "exports", "families", "faults", "install", "kernels", "kills"),
     *("libero", "lora", "memory", "servers", "slurm", "smollm2", "teams", "trl", "tutorials"),
 )
 
