@@ -88,6 +88,13 @@ older-env: ## transformers 4, which reads exports: 1.1 GB
 	$(OLDER_ENV)/bin/python -m pip install --quiet "$(TORCH)"
 	$(OLDER_ENV)/bin/python -m pip install --quiet $(OLDER) jinja2 pillow
 
+# Packages whose requirements are their own (make campaign-connectors): 0.4 GB each in the cache folder.
+CONNECTORS := verifiers==0.4.0
+connectors-env: ## interpreters with verifiers: 0.4 GB
+	$(foreach package,$(CONNECTORS),test -x $(CACHE)/$(subst ==,-,$(package))/bin/python || \
+		$(PYTHON) -m venv $(CACHE)/$(subst ==,-,$(package)); \
+		$(CACHE)/$(subst ==,-,$(package))/bin/python -m pip install --quiet $(package);)
+
 # Kernels of a GPU in Triton's interpreter, on a CPU. Triton has 0.7 GB, and comes to the cache folder.
 TRITON := triton==3.7.1
 TRITON_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megarl/$(subst ==,-,$(TRITON))

@@ -83,6 +83,8 @@ setup(
         "mcp": ["mcp>=2.3,<3"],
         # Tasks of other packages (docs/environments.md).
         "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],
+        # Pins a version of mcp, so not together with `mcp` and `dev`.
+        "verifiers": ["verifiers>=0.4,<0.5"],
         # Demonstrations of robots: LIBERO's files, videos of LeRobot's data sets.
         "embodied": ["av>=14", "h5py>=3.11"],
         "dev": [

@@ -144,7 +144,7 @@ class RolloutConfig(Section):
 SINGLE_TURN = "single_turn"
 ON_ERROR = ("fail", "mark")
 #: Names of built-in environments whose episodes may have several sequences.
-BRANCHING = ("agent",)
+BRANCHING = ("agent", "verifiers")
 
 
 def env_section(env: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:

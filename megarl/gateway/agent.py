@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -32,12 +33,16 @@ class AgentSettings(EnvSettings):
     """The keys of the section `env` that only the environment `agent` has."""
 
     command: list[str] | None = Field(
-        None, description="the agent: a program and its arguments; `python` is the trainer's interpreter"
+        None, description="the agent: a program and its arguments; `python` is the interpreter of `env.python`"
     )
     function: str | None = Field(
         None,
         description="the agent: file.py:fn or pkg.mod:fn, called in a process of its own with {row, seed}; it may "
         "return the result",
+    )
+    python: str | None = Field(
+        None,
+        description="interpreter of the function, and of a command `python`; it needs no megarl. null: the trainer's",
     )
     cwd: str | None = Field(None, description="folder in which the agent starts; null: the run's")
     pass_env: list[str] = Field(
@@ -136,6 +141,8 @@ class AgentSettings(EnvSettings):
                 f"env.image goes with the sandboxes docker and apptainer, which need it; found: {self.image}, and "
                 f"env.sandbox={self.sandbox}"
             )
+        if self.sandbox != "none" and self.python is not None:
+            raise ValueError("env.python is for agents without a sandbox: name the interpreter in env.command")
         if self.sandbox == "none" and self.readable:
             raise ValueError("env.readable is for sandboxes: without one the agent may read what the user can")
         return self
@@ -172,7 +179,13 @@ class AgentReplica:
         self.gateway = Gateway(settings.models, path=path, policies=self.policies)
         self.url = self.gateway.url if sandbox is None else f"http://127.0.0.1:{PORT}"  # as programs reach it
         self.programs = Programs(
-            settings.command, settings.function, settings.cwd, settings.pass_env, settings.limits, sandbox
+            settings.command,
+            settings.function,
+            settings.cwd,
+            settings.pass_env,
+            settings.limits,
+            sandbox,
+            settings.python,
         )
         self.credit = find_credit(settings.credit)
         self.free = asyncio.Semaphore(settings.max_running)
@@ -218,8 +231,13 @@ class Agent(Environment):
 
     @classmethod
     def check(cls, settings: AgentSettings) -> None:
-        """Find the program, or import the function, and that of `credit`; start the sandbox once."""
+        """Find the program, or import the function, and that of `credit`; start the sandbox once. The function of
+        another interpreter is imported in the first episode."""
         find_credit(settings.credit)
+        if settings.python is not None and shutil.which(settings.python) is None:
+            raise ConfigError(
+                "this interpreter does not exist", where="env.python", found=settings.python, fix="name .../bin/python"
+            )
         if settings.command is not None:
             program, of_image = settings.command[0], settings.image is not None
             if program != "python" and not of_image and shutil.which(program, path=None) is None:
@@ -237,6 +255,10 @@ class Agent(Environment):
     @staticmethod
     def _check_function(settings: AgentSettings) -> None:
         source, colon, name = str(settings.function).rpartition(":")
+        if colon and settings.python is not None and not source.endswith(".py"):
+            return
+        if colon and settings.python is not None and Path(source).expanduser().is_file():
+            return
         if not colon or not callable(getattr(import_source(source, "env.function"), name, None)):
             raise ConfigError(
                 "this is not a function",
@@ -259,6 +281,10 @@ class Agent(Environment):
         if shared.loop is not None:
             asyncio.run_coroutine_threadsafe(shared.stop(), shared.loop).result(_CLOSE_S)
 
+    def task(self, row: dict[str, Any], seed: int) -> dict[str, Any]:
+        """Return what the program is given."""
+        return {"row": {name: value for name, value in row.items() if name != "images"}, "seed": seed}
+
     async def reset(self, row: dict[str, Any], seed: int) -> Any:
         """Start the program and return the prompt of its first call."""
         shared = self.shared
@@ -269,9 +295,8 @@ class Agent(Environment):
         await shared.start()
         self._key = shared.gateway.open(self._session)
         url = shared.url
-        task = {"row": {name: value for name, value in row.items() if name != "images"}, "seed": seed}
         self._program = await shared.programs.start(
-            task,
+            self.task(row, seed),
             {
                 "OPENAI_BASE_URL": f"{url}/v1",
                 "OPENAI_API_KEY": self._key,

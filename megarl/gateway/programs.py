@@ -22,6 +22,8 @@ from megarl.system.leftovers import PREFIX
 from megarl.system.parents import as_parent
 from megarl.system.processes import ending
 
+_RUNNER = "megarl.gateway.runner"
+START = Path(__file__).with_name("start.py")  # runs a module with an interpreter that has no megarl
 _TAIL = 2000  # characters of a program's output in a message
 _READY_S = 120.0  # seconds that the import of a function's module may take
 #: Variables that every program gets from the trainer's environment.
@@ -113,6 +115,7 @@ class Programs:
         cwd: folder in which a program starts; None: the current one.
         pass_env: further variables of the trainer's environment that programs get.
         sandbox: where they run; None: in none.
+        python: interpreter of the function, and of a command `python`; None: the trainer's.
     """
 
     argv: Sequence[str] | None
@@ -121,6 +124,7 @@ class Programs:
     pass_env: Sequence[str] = ()
     limits: Limits = field(default_factory=Limits)
     sandbox: Sandbox | None = None
+    python: str | None = None
     _runner: asyncio.subprocess.Process | None = None
     _reader: asyncio.Task[None] | None = None
     _running: dict[int, Program] = field(default_factory=dict)
@@ -167,7 +171,7 @@ class Programs:
         (folder / "task.json").write_text(json.dumps(task, default=str), encoding="utf-8")
         paths = {"MEGARL_TASK": str(folder / "task.json"), "MEGARL_RESULT": str(folder / "result.json")}
         if argv and argv[0] == "python":
-            argv[0] = sys.executable
+            argv[0] = self.python or sys.executable
         return Launch(argv, self._inherited() | paths | environment)
 
     async def stop(self, program: Program) -> None:
@@ -202,9 +206,11 @@ class Programs:
             if self._reader is not None:
                 await self._reader  # the reader resolves the programs of the previous process
             function = [] if self.function is None or self.sandbox is not None else [self.function]
+            python = self.python if function else None
+            start = ["-m", _RUNNER] if python is None else [str(START), _RUNNER]
             pipe = asyncio.subprocess.PIPE
             runner = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "megarl.gateway.runner", *function),
+                *(python or sys.executable, *start, *function),
                 stdin=pipe,
                 stdout=pipe,
                 env=self._inherited() | as_parent(),

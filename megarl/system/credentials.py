@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urlsplit
 
-import yaml
+if TYPE_CHECKING:
+    import yaml
 
 MASK = "***"
 USER, PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
@@ -137,6 +138,8 @@ def mask_yaml(text: str) -> str:
     >>> mask_yaml("args: [--api-key, sk-1, --n, 2, --token=t]")
     'args: [--api-key, "***", --n, 2, "--token=***"]'
     """
+    import yaml  # here, because agents run with interpreters that do not have it
+
     try:
         root = yaml.compose(text, yaml.SafeLoader)
     except yaml.YAMLError:  # malformed values are refused where they are read
@@ -149,6 +152,8 @@ def mask_yaml(text: str) -> str:
 
 def _secrets(node: yaml.Node | None, inside: bool = False) -> Iterator[tuple[int, int, str]]:
     """Yield (start, end, replacement) of each secret in a document. With `inside`, all values are secret."""
+    import yaml
+
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             text = value.value if isinstance(value, yaml.ScalarNode) else ""

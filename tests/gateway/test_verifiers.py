@@ -1,0 +1,61 @@
+"""Episodes of the real package verifiers, which runs in an interpreter of its own without megarl."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.rollout import SamplingConfig
+from megarl.gateway.verifiers import rows
+from megarl.system.errors import ConfigError
+from tests.gateway.playing import Scripted, episodes_of
+from tests.gateway.talking import Talk
+from tests.own_packages import interpreter
+
+TASKSETS = Path(__file__).with_name("tasksets")
+TASKSET = {"id": "digits-taskset", "first": 3}
+CONFIG = {"agent": {"runtime": {"type": "subprocess"}}}
+
+
+@pytest.fixture
+def python(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(TASKSETS))
+    return interpreter("verifiers==0.4.0")
+
+
+@pytest.mark.campaign("connectors")
+@pytest.mark.timeout(600)
+def test_the_package_plays_episodes_whose_tokens_and_rewards_are_those_of_the_run(python, tmp_path):
+    tasks = rows(TASKSET, python=python, config=CONFIG, select={"limit": 2})
+    assert [row["prompt"] for row in tasks] == ["name 3", "name 4"]
+    assert [row["prompt"] for row in rows(TASKSET, "val", python, CONFIG, {"limit": 2}, {"first": 8})] == [
+        "name 8",
+        "name 9",
+    ]
+    talk = Talk("qwen3")
+    engine = Scripted(talk.tokenizer, talk.end, "1", "1", "3")
+    episodes = episodes_of(
+        engine,
+        talk.template,
+        talk.tokenizer,
+        [talk.end],
+        [],
+        tasks,
+        SamplingConfig(max_new_tokens=20),
+        env={"name": "verifiers", "command": None, "python": python, "taskset": TASKSET, "config": CONFIG},
+        prompt_tokens=300,
+        tokens=300,
+    )
+    assert sorted(sum(episode.turn_rewards) for episode in episodes) == [0.0, 1.0]
+    for episode in episodes:
+        [lane] = episode.all_lanes
+        assert lane.turn_numbers == [0, 1]
+        assert episode.info["verifiers/turns"] == 2
+
+
+def test_an_interpreter_without_the_package_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"env.python: this interpreter has no package verifiers(?s:.*)pip install"):
+        rows("digits-taskset")
+    with pytest.raises(ConfigError, match=r"env.python: the interpreter does not start"):
+        rows("digits-taskset", python=str(tmp_path / "python"))
