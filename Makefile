@@ -11,7 +11,7 @@ FLASH := $(if $(GPU),$(shell grep '^flash-attn-4==' constraints-gpu.txt))
 UV := $(shell grep '^uv==' constraints.txt)
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megarl
 
-.PHONY: help install quickstart srpo-quickstart test lint docs bench gpu-check bench-trl-env older-env triton-test sglang-env smollm2 libero-env metaworld-env
+.PHONY: help install quickstart srpo-quickstart connectors-env test lint docs bench gpu-check bench-trl-env older-env triton-test sglang-env smollm2 libero-env metaworld-env
 
 help: ## this list
 	@echo 'make TARGET, of these:'

@@ -29,6 +29,6 @@ def test_a_campaign_has_its_own_tests_and_a_plain_run_those_of_none(wanted: str 
 
 
 def test_a_campaign_that_does_not_exist_is_an_error() -> None:
-    names = "agents, connectors, durability, exports, families, faults, install, kernels, kills, libero, lora, memory, servers"
+    names = "agents, connectors, durability, exports, families, faults, install, kernels, kills, libero, lora, memory"
     with pytest.raises(pytest.UsageError, match=rf"kills: campaign.'severs'.* is none of {names}"):
         choose(SimpleNamespace(getoption=lambda _: None), [item("kills", "severs")])

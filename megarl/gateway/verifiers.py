@@ -28,9 +28,7 @@ _CHECK_S, _ROWS_S = 30.0, 1800.0
 class VerifiersSettings(AgentSettings):
     """The keys of the section `env` for the environment `verifiers`."""
 
-    function: str | None = Field(
-        f"{_PROGRAM}:play", description="the function that plays an episode"
-    )
+    function: str | None = Field(f"{_PROGRAM}:play", description="the function that plays an episode")
     taskset: str | dict[str, Any] = Field(
         description="id of the taskset, or its configuration with the key `id`, as in `env.taskset` of verifiers"
     )

@@ -17,7 +17,7 @@ from megarl.rewards.registry import REWARDS
 from megarl.system.errors import ConfigError, close_matches
 
 _KEY = "data.loader_kwargs"
-_UNSEEDED = ("composite", "list_functions")  # their problems do not depend on the seed alone
+_UNSEEDED = ("composite", "list_functions")  # their problems differ although the seed is the same
 _TRIES = 20  # entries drawn for each held-out one before the tasks count as too small
 
 
@@ -58,23 +58,23 @@ def rows(
     training = [next(every) for _ in range(size)]
     if split == "train":
         return training
-    known, held = {row["prompt"] for row in training}, []
+    known, held_out = {row["prompt"] for row in training}, []
     for _ in range(_TRIES * val_size):
-        if len(held) == val_size:
+        if len(held_out) == val_size:
             break
         row = next(every)
         if row["prompt"] not in known:
             known.add(row["prompt"])
-            held.append(row)
-    if len(held) < val_size:
+            held_out.append(row)
+    if len(held_out) < val_size:
         raise ConfigError(
             "the tasks have too few different problems",
             where=f"{_KEY}.val_size",
-            found=f"{len(held)} problems that are not among the {size} for training",
+            found=f"{len(held_out)} problems that are not among the {size} for training",
             allowed=f"{val_size}",
             fix="lower size or val_size, or configure the tasks for a larger range",
         )
-    return held
+    return held_out
 
 
 def _draw(tasks: dict[str, dict[str, Any]], size: int, val_size: int, seed: int) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from megarl.config.rollout import BRANCHING
 from megarl.data.rows import MissingColumnError, Row
 from megarl.rewards.answers import answer_texts
 from megarl.rewards.registry import REWARDS
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 #: Names that the reference answer has in sources: in a sample, or as a parameter of other trainers' functions.
 _READS = re.compile(r"\b(answer|answers|ground_truth|ground_truths)\b")
 _SCORES = re.compile(r"\bscores\s*(:\s*\w+\s*)?=\s*False\b")
-#: Name of the built-in environment that leaves the score to the reward, and of the one that does so on request.
-_TOOLS, _AGENT = "tools", "agent"
+#: Name of the built-in environment that leaves the score to the reward, and of all that read no reference answer.
+_TOOLS = "tools"
+_READ_NONE = (_TOOLS, "verifiers", "gymnasium", "openenv")
 
 
 def reads_answers(config: RunConfig) -> bool:
@@ -32,7 +34,7 @@ def reads_answers(config: RunConfig) -> bool:
         REWARDS.spec(name).reference is not None if name in REWARDS.names() else _mentions(name)
         for name in (function.name for function in config.reward.functions.values())
     )
-    return (environment != _TOOLS and _mentions(environment)) or (scored and read)
+    return (environment not in _READ_NONE and _mentions(environment)) or (scored and read)
 
 
 @contextlib.contextmanager
@@ -55,11 +57,11 @@ def explain_missing_columns(config: RunConfig) -> Iterator[None]:
 
 
 def uses_reward(config: RunConfig) -> bool:
-    """Return whether `reward` scores the samples: without an environment, with `tools`, with `agent` where `env.score`
+    """Return whether `reward` scores the samples: without an environment, with `tools`, with agents where `env.score`
     is `reward`, and with a user's environment whose class sets `scores = False`; other environments score their
     episodes themselves."""
     environment = str(config.env.get("name", "")) if config.has_turns else _TOOLS
-    if environment == _AGENT:
+    if environment in BRANCHING:
         return config.env.get("score") == "reward"
     file = source_file(environment) if environment != _TOOLS else None
     return environment == _TOOLS or (

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
 import time
+import venv
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 
 from megarl.config.policies import AgentPolicyConfig
 from megarl.config.rollout import SamplingConfig
@@ -283,3 +286,16 @@ def test_a_module_whose_import_takes_too_long_is_refused(tmp_path, monkeypatch):
     )
     with pytest.raises(EpisodeError, match=r"not ready[\s\S]*env.function[\s\S]*3 seconds"):
         trajectories(scripted("1"), "play", [{"prompt": "0"}], file=file)
+
+
+def test_a_function_may_have_an_interpreter_of_its_own_without_megarl_and_its_packages(tmp_path):
+    venv.create(tmp_path / "env", with_pip=False)
+    python = str(tmp_path / "env" / "bin" / "python")
+    code = subprocess.run([python, "-c", "import megarl"], cwd=tmp_path, capture_output=True, check=False).returncode
+    assert code == 1
+    [episode] = trajectories(scripted("3", "5"), "guess", [{"prompt": "1+1"}], env={"python": python})
+    assert TOKENIZER.decode(episode.token_ids) == "3<eos>+=5<eos>"
+    with pytest.raises(ConfigError, match=r"env.python: this interpreter does not exist"):
+        Agent.check(AgentSettings(function="a.py:f", python=str(tmp_path / "python")))
+    with pytest.raises(ValidationError, match=r"env.python is for agents without a sandbox"):
+        AgentSettings(function="a.py:f", python=python, sandbox="bubblewrap")
