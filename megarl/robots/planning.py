@@ -17,7 +17,7 @@ from megarl.system.errors import ConfigError
 #: Values for what the recipe does not set, as in LIBERO: tokens of an instruction, environment steps, and pixels of a
 #: picture's side.
 PROMPT, _STEPS, _SIDE = 32, 512, 256
-_HELD_CLIPS = 4  # estimated frames in the memory of a simulator's process, in clips of an episode
+_HELD_CLIPS = 4  # estimated frames in the memory of a simulator's process, as a multiple of a clip's frames
 
 
 @dataclass(frozen=True)

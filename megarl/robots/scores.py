@@ -131,7 +131,7 @@ class EpisodeScores:
         before = _with_defaults(json.loads(metadata["compared"]))
         if before != self._compared:
             raise ConfigError(
-                "the checkpoint's encoder or bank of successes was made with a different embedding",
+                "the checkpoint's encoder and reference episodes were made with a different embedding",
                 where="robot.reward.embedding",
                 found=self._compared,
                 allowed=before,

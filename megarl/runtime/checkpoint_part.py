@@ -74,7 +74,7 @@ def teams_of(c: RankState) -> Teams | None:
 
 
 class CheckpointPart:
-    """Saves and restores one team's part of the checkpoints. All methods except `finish_save` are collective over it.
+    """Saves and restores a team's part of the checkpoints. All methods but `finish_save` are collective over the team.
 
     Attributes:
         must_stop: whether the job must stop after the step that was just saved; False except in the actor's team.

@@ -229,7 +229,7 @@ class Checkpoints(CheckpointPart):
             c.context.scores.load(source)
         c.config.task.check_checkpoint(c.hf_config, source)
         metric = c.config.trainer.best_metric
-        same = state.get("best_metric", metric) == metric  # values of different metrics do not compare
+        same = state.get("best_metric", metric) == metric  # values of different metrics cannot be compared
         if same and state["best"] is not None and self._has(state["best_step"]):
             self.best, self.best_step = state["best"], state["best_step"]
         self.accuracy = state.get("accuracy")

@@ -74,7 +74,7 @@ def _load_best(c: RankState, source: Path) -> int | None:
     try:
         with c.offload.phase("restore", ACTOR):
             return checkpoint.load(source, {ACTOR: c.actor.engine})[0]
-    except CheckpointError as error:  # all ranks get it, so all of them return here
+    except CheckpointError as error:  # all ranks get this error, so all of them return here
         if c.layout.rank == 0:
             print(f"WARNING: the best checkpoint cannot be read, so {BEST} is not written: {error}", flush=True)
         return None

@@ -108,7 +108,8 @@ def _is_base(c: RankState, resumed_from: Path | None) -> bool:
             where="placement",
             found="the reference in a team of its own",
             allowed="the reference in the actor's team",
-            fix=f"place it there, or set {_NAMED}={c.config.model.path or 'the folder of the base model'}",
+            fix="move the reference to the actor's team, or set "
+            f"{_NAMED}={c.config.model.path or 'the folder of the base model'}",
         )
     if not together:
         return False
@@ -212,7 +213,7 @@ def now_at(run_dir: Path, source: str) -> str:
 def drop_refused_start(c: RankState) -> None:
     """Remove the files that a rejected start has written. Not collective, as some ranks may be gone.
 
-    Only rank 0 removes them, because rank 0 also moves them to their final folder when the start is accepted.
+    Only rank 0 removes them, because rank 0 also moves them to their final folder after the last check.
     """
     if c.layout.rank == 0 and c.team.leads:
         drop_start(c.run_dir)
@@ -323,7 +324,7 @@ def record_frozen(c: RankState, name: str, key: str, source: str, checkpoint: st
     """Record the checksums of a frozen model for the run's checkpoints (`RankState.frozen`). Collective over its team.
 
     Args:
-        name: name of the model in the record.
+        name: name under which the checksums are recorded.
         key: recipe key that names the model; empty: it is in the run folder.
         source: a folder, or a name on the hub.
         checkpoint: the checkpoint to resume from; None: the run starts from the beginning.

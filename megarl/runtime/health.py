@@ -93,7 +93,7 @@ class Heartbeat:
         self._record(tracing.current())
         if self._path.is_dir():
             records.set_aside(self._path, "a folder where a file belongs")
-        temporary.rename(self._path)  # a reader never meets a file without a first beat
+        temporary.rename(self._path)  # readers never find a file without a first heartbeat
         self._looked = time.monotonic()
 
     def beat(self, path: str) -> None:
@@ -238,7 +238,7 @@ def report(run_dir: Path, error: BaseException, rank: int) -> RankFailure:
     return _reported[1]
 
 
-#: Files in RUN_DIR/errors as (name, inode, modification time), to tell a new error from an old one of the same name.
+#: Files in RUN_DIR/errors as (name, inode, modification time), which differ between an old and a new error of a name.
 Old = frozenset[tuple[str, int, int]]
 
 

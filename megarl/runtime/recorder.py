@@ -44,7 +44,8 @@ VALIDATE = "validate"  # the phase of held-out evaluation
 # malloc keeps freed memory (`cluster.keep_freed_memory`), but fragments it: without a trim the resident set would grow
 # by a quarter in 1,000 steps. After a trim the next step faults the pages in again, about 0.4 s per GB.
 _TRIM_EVERY = 100
-# seconds to finish the record: other ranks hang until this failed one ends, and the launcher completes the record
+# seconds to write the run's files after an error: other ranks hang until this failed rank ends, and the launcher
+# writes what is missing
 _AFTER_FAILURE_S = 5.0
 
 
@@ -170,7 +171,7 @@ class Recorder:
         if leads:
             local.max("timing_s/step", seconds)
         for name, spent in _stage_seconds(events).items():
-            if leads or name != VALIDATE:  # the rollout team sends it with the validation's results
+            if leads or name != VALIDATE:  # the rollout team sends the time of a validation with its results
                 local.max(f"timing_s/{name}", spent)
         local.sum("perf/cpu_s", cpu_seconds)
         peak = peak_memory_gb()

@@ -106,7 +106,7 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "model.init_seed": _init_seed,
     "model.dtype": _dtype,
     "model.lora": FIXED,
-    "model.vision": FIXED,  # a checkpoint has the parts that the run had
+    "model.vision": FIXED,  # a checkpoint has only those vision parts that the run had
     "actor.mtp": _mtp,
     "model.freeze": FIXED,  # a checkpoint has no optimizer state of frozen parameters
     "algorithm.kl.coef": _kl_coef,
@@ -245,10 +245,10 @@ def refuse_other_batches(step: int, loader: Plain, before: Plain, now: Plain, co
 
 
 def _late(key: str, now: Plain, generated: int) -> list[str]:
-    """Return a note on the samples to which a changed setting of generation does not apply; the checkpoint has samples
-    up to step `generated`.
+    """Return a list with a note on the samples to which a changed setting of generation does not apply.
 
-    The list is empty if the key does not concern generation or its new value applies to all groups at once.
+    The checkpoint has samples up to step `generated`. The list is empty if the key does not concern generation, or if
+    its new value applies to all groups at once.
     """
     entries = SAMPLING if _is_in_order(now) else (*SAMPLING, *CHOOSING)
     if key in HELD_OUT or not any(key == entry or key.startswith(f"{entry}.") for entry in entries):

@@ -220,7 +220,7 @@ def make_reward_model(c: RankState, checkpoint: str | None) -> RewardModelRole:
                 "the reward model's tokenizer has no chat template",
                 where="reward_model.form",
                 found="chat",
-                fix="set it to text",
+                fix="set reward_model.form=text",
             )
         engine = build_frozen(c, hf_config, path, REWARD_MODEL)
         return RewardModelRole(engine, c.context, tokenizer, offloads=c.config.actor.engine.offload)

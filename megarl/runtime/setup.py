@@ -339,7 +339,7 @@ def check_embeddings(model: PretrainedConfig, policy: PretrainedConfig, key: str
             where=key,
             found=f"{model.vocab_size} tokens",
             allowed=f"at least the policy's {policy.vocab_size} tokens; more are padding",
-            fix="choose a model whose config.json has as large a vocab_size",
+            fix="choose a model whose vocab_size is at least as large",
         )
 
 

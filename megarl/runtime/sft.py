@@ -180,7 +180,7 @@ def sft_step(c: RankState, batch: Batch) -> None:
     batch.set("loss_weights", mask.like(mask.values / tokens.float()))
     metrics = c.actor.sft_step(batch)
     c.context.count_pass(batch, train=True)
-    if c.layout.rank == 0:  # already merged over all ranks
+    if c.layout.rank == 0:  # the metrics are already merged over all ranks
         c.context.metrics.merge(metrics)
     columns = sum(map(sum, c.context.sequences.sample_columns(batch)))
     c.context.metrics.sum("perf/total_tokens", float(columns))

@@ -160,7 +160,10 @@ def _record_metrics(c: RankState, result: Validation) -> float:
     numbers = c.layout.dp_group.reduce_metrics(result.metrics).result()
     if "val/acc" not in numbers:
         failed, name = numbers["val/env_errors"], c.config.task.place(c.config)
-        raise MegarlError(f"none of {failed:.0f} held-out episodes could be played in {name}: {result.unplayed}")
+        raise MegarlError(
+            f"none of {failed:.0f} held-out episodes could be played in {name}: {result.unplayed}\n"
+            f"  fix:     fix this error of {name}"
+        )
     c.context.metrics.merge(result.metrics)
     return numbers["val/acc"]
 

@@ -67,7 +67,7 @@ def _run(entry: str, config_path: Path, run_dir: Path, worker: int) -> int:
             from megarl.config.load import hide_credentials, load_config
 
             if WATCHED not in os.environ and worker == 0:
-                discard_config(run_dir)  # left over from a start whose launcher was killed
+                discard_config(run_dir)  # a start whose launcher was killed may have left this file
             path = next_config(run_dir) if WATCHED in os.environ else config_path
             config = hide_credentials(load_config(path))
             if worker == 0 and config.tracking.console != "quiet":

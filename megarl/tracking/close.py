@@ -41,7 +41,7 @@ def close_if_killed(run_dir: Path) -> None:
 
 
 def close_run(run_dir: Path, status: Status, budget_s: float = _BUDGET_S, *, ended: float | None = None) -> None:
-    """Complete the record of a run that did not finish: status in run.json and MLflow, trace.json, report.html.
+    """Complete the files of a run that did not finish: status in run.json and MLflow, trace.json, report.html.
 
     Stops after `budget_s` seconds and raises no errors; does nothing if no run is recorded. `ended` is the unix time of
     the run's end; None: now.
@@ -80,7 +80,7 @@ def close_mlflow(run_dir: Path, status: Status) -> None:
 
 def complete_trace(run_dir: Path) -> None:
     """Write trace.json of a run of several teams if it is missing, and upload it to MLflow. It is missing when
-    other teams ended after the actor's team, which keeps the record. Stops after a minute and raises no errors.
+    other teams ended after the actor's team, which writes the run's files. Stops after a minute and raises no errors.
     """
 
     def write() -> None:

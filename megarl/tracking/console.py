@@ -30,7 +30,7 @@ _ONLY = ["value"]  # column titles when all records belong to one step
 _WIDTH = 80  # columns of a line
 _END_WIDTH = 20  # columns at the end of a step's line for its seconds and the time left
 _SECONDS, _ACCURACY = "timing_s/step", "val/acc"
-_GRADED = "val/graded"  # present if scores other than 0 and 1 were averaged, so that the mean is no accuracy
+_GRADED = "val/graded"  # metric that exists if scores other than 0 and 1 were averaged, so that the mean is no accuracy
 _LOG_EVERY_S = 15.0  # seconds between progress lines where no bar can be shown
 
 

@@ -73,7 +73,8 @@ def make_store(uri: str, connect: Callable[[str], object]) -> None:
         connect(f"sqlite:///{whole}")
         try:
             shutil.copyfile(whole, copy)
-            with contextlib.suppress(OSError):  # another run's store is there by now, or there are no hard links here
+            # `link` fails if another run has created the store meanwhile, or if the file system has no hard links.
+            with contextlib.suppress(OSError):
                 os.link(copy, file)
         finally:
             copy.unlink(missing_ok=True)
@@ -146,7 +147,8 @@ def _unwritable(path: Path) -> str | None:
         return why
     try:
         if os.access(path.parent, os.W_OK):
-            if not path.exists():  # try it: in file systems such as /proc root may write, but not create files
+            # Try to create the file: in file systems such as /proc, root may write but not create files.
+            if not path.exists():
                 tempfile.NamedTemporaryFile(dir=path.parent).close()
             return None
     except OSError:

@@ -63,7 +63,7 @@ class ReportServer(ThreadingHTTPServer):
         return "-".join(f"{stat.st_mtime_ns:x}.{stat.st_size:x}" for stat in stats)
 
     def data(self) -> dict[str, Any]:
-        """Return the page's data, including its tag and the period at which the page polls for changes."""
+        """Return the data of the report's page, with their tag and the period at which the page polls for changes."""
         tag = self.tag()  # computed before the files are read, so that the next check finds later changes
         now = f"{datetime.datetime.now():%H:%M:%S}"
         data = report_data([load_run(folder) for folder in self.folders])

@@ -152,7 +152,7 @@ class Tracker:
 
     def finish(self, status: Status = "finished") -> None:
         """Close everything: status, trace.json, report.html, MLflow artifacts, the final table. Raise FolderTaken if
-        another attempt uses the folder and continues its record.
+        another attempt uses the folder and continues the run.
         """
         self._metrics.close()
         self._samples.close()
@@ -173,7 +173,7 @@ class Tracker:
         with keep_beating(_SHOW_LIMIT_S):
             for logger in self._loggers:
                 logger.finish(status)
-        # otherwise another error is on its way to the user
+        # otherwise another error, which is more important, is raised
         for logger in self._loggers if status == "finished" else ():
             logger.check()
 

@@ -34,7 +34,11 @@ def find_demonstrations(
         fitting = [_fitting(shown, tasks[shown.task]) for shown in _opened(source, tasks, cameras or {}, key)]
         if not fitting:
             raise DataError(
-                "the source has no demonstration of any of the tasks", where=key, found=source, allowed=tasks
+                "the source has no demonstration of any of the tasks",
+                where=key,
+                found=source,
+                allowed=tasks,
+                fix="name a source with demonstrations of these tasks, or remove this one",
             )
         demonstrations += fitting
     return demonstrations
@@ -79,7 +83,8 @@ def _fitting(shown: OpenDemonstration, spec: TaskSpec) -> OpenDemonstration:
     expected = {"numbers of an action": spec.action_dim, "numbers of a state": spec.state_dim}
     if sizes != expected:
         problem = f"this demonstration does not fit {spec.name}"
-        raise DataError(problem, where=shown.where, found=sizes, allowed=str(expected))
+        fix = "use demonstrations of the same robot"
+        raise DataError(problem, where=shown.where, found=sizes, allowed=str(expected), fix=fix)
     missing = [camera for camera in spec.cameras if camera not in shown.cameras]
     if missing:
         problem = f"this demonstration has no pictures of the camera {missing[0]!r} of {spec.name}"

@@ -239,7 +239,11 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
             facts = file.metadata() or {}
             if facts.get("form") != FORM:
                 raise DataError(
-                    "this file is not a demonstration", where=str(path), found=facts.get("form"), allowed=FORM
+                    "this file is not a demonstration",
+                    where=str(path),
+                    found=facts.get("form"),
+                    allowed=FORM,
+                    fix="remove the file from the folder",
                 )
             yield file, facts
     except (SafetensorError, OSError) as error:

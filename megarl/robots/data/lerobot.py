@@ -107,7 +107,8 @@ class LeRobotFolder:
         """Return the instruction of a task by its number."""
         if task not in self.instructions:
             problem = "an episode's task is not in meta/tasks"
-            raise DataError(problem, where=str(self.folder / "meta"), found=task, allowed=sorted(self.instructions))
+            known = sorted(self.instructions)
+            raise DataError(problem, where=str(self.folder / "meta"), found=task, allowed=known, fix=_AGAIN)
         return self.instructions[task]
 
     def episodes(self) -> list[_Episode]:
@@ -145,6 +146,7 @@ class LeRobotFolder:
                 where=f"{self.folder / INFO}: {key}",
                 found=form,
                 allowed="a pattern as in LeRobot's own data sets",
+                fix=_AGAIN,
             ) from None
         # symbolic links are allowed: the hub's cache consists of them
         if place.is_absolute() or ".." in place.parts:
@@ -153,6 +155,7 @@ class LeRobotFolder:
                 where=f"{self.folder / INFO}: {key}",
                 found=str(place),
                 allowed="a relative path without ..",
+                fix=_AGAIN,
             )
         return str(place)
 

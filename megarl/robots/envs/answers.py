@@ -33,8 +33,8 @@ class Failure:
     text: str  # what happened, in one clause of a sentence
     task: str
     trial: int
-    chunks: int  # number of policy calls that had been answered
-    output: str  # last lines of the process
+    chunks: int  # number of policy calls that the process had answered before
+    output: str  # last lines that the process printed
 
 
 #: The answer to `begin` is an Observation, to a chunk of actions an Outcome, to `expert` an Advice.
@@ -67,7 +67,7 @@ class SimulatorError(MegarlError):
         simulator: the simulator's name.
         python: its interpreter.
         what: the problem, in one clause.
-        lines: further facts, as pairs of a name and a text.
+        lines: further details, as pairs of a name and a text.
         output: last lines that the process printed.
         fix: how the user can fix it.
     """

@@ -79,10 +79,10 @@ def _check_step(header: Mapping[str, Any], actions: int) -> None:
         number(header.get("progress"), "the progress")
     parts = header.get("parts")
     if not isinstance(parts, dict) or len(parts) > _PARTS:
-        raise Malformed(f"the parts of the time must be a mapping of at most {_PARTS} names, not {short(parts)}")
+        raise Malformed(f"the field `parts` must map at most {_PARTS} kinds of work to seconds, not {short(parts)}")
     for name, seconds in parts.items():
-        text(name, _NAME, "the name of a part of the time")
-        number(seconds, f"the part {short(name)} of the time")
+        text(name, _NAME, "a kind of work in the field `parts`")
+        number(seconds, f"the seconds of {short(name)} in the field `parts`")
 
 
 def _check_tasks(tasks: Any) -> None:

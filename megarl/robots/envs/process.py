@@ -166,7 +166,7 @@ class SimulatorProcess:
             self.socket.close()
             self.process.terminate()  # ends the guardian, which finds children outside the group (megarl.system.reaper)
             self.wait(_EXIT_S)
-            with contextlib.suppress(OSError):  # the process group is empty
+            with contextlib.suppress(OSError):  # raised if the process group is empty
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.kill()
             self.process.wait()
@@ -216,5 +216,5 @@ def environment(settings: SimulatorSettings, where: str, cuda_device: int | None
             fix=f"add {cuda_device}: NUMBER; `eglinfo` lists the devices in the order of their numbers",
         )
     made["MUJOCO_EGL_DEVICE_ID"] = str(settings.egl_devices[cuda_device])
-    made.pop("CUDA_VISIBLE_DEVICES", None)  # robosuite refuses an EGL number that is not among the CUDA numbers
+    made.pop("CUDA_VISIBLE_DEVICES", None)  # robosuite refuses an EGL device number that this variable does not list
     return made

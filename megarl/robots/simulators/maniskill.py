@@ -1,6 +1,6 @@
 """ManiSkill 3: a Franka arm on a table, one CPU scene per simulator. Written against its published source, never run.
 
-`tasks` lists the tasks with facts that their names lack: `PickCube-v1: {instruction: lift the red cube, max_steps:
+`tasks` lists the tasks with details that their names lack: `PickCube-v1: {instruction: lift the red cube, max_steps:
 50}`. A trial is the seed of a reset. The state is the positions of the arm's joints; privileged knowledge (the cube's
 place) is in no observation.
 """

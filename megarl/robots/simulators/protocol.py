@@ -23,7 +23,7 @@ Numbers = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """The facts about a task that a policy needs."""
+    """The properties of a task that a policy needs."""
 
     name: str  # the task's name in recipes and metrics
     instruction: str  # the policy's instruction, for episodes without their own

@@ -68,7 +68,10 @@ class RoboTwin(Simulator):
         specs = []
         for task in chosen["tasks"]:
             if task not in limits:
-                raise ValueError(f"RoboTwin has no task {task!r}, and `max_steps` has no limit for it")
+                raise ValueError(
+                    f"RoboTwin has no task {task!r}, and `max_steps` has no limit for it: correct the name, or add the "
+                    "task to `max_steps`"
+                )
             measured = _seeds(chosen["eval_seeds"], task) if chosen["eval_seeds"] else []
             described = json.loads((root / f"description/task_instruction/{task}.json").read_text())
             specs.append(

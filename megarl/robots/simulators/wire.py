@@ -75,7 +75,7 @@ def _arrays(header: dict[str, Any], body: bytes, most: int) -> dict[str, NDArray
     """
     shapes = header.pop("arrays", None)
     if not isinstance(shapes, dict) or len(shapes) > most:
-        raise Malformed("the message has no valid table of arrays")
+        raise Malformed(f"the field `arrays` of the message must map at most {most} names to type and shape")
     arrays, at = {}, 0
     for name, entry in shapes.items():
         if not isinstance(entry, list) or len(entry) != 2 or entry[0] not in _KINDS or not isinstance(entry[1], list):

@@ -92,7 +92,7 @@ class _Work:
             raise _Refused("settings", str(error), key="name", found=header["name"]) from error
         given, known = dict(header["settings"]), self._kind.settings
         if header["tasks"] and ("tasks" in known or isinstance(header["tasks"], dict)):
-            given["tasks"] = header["tasks"]  # the simulator does not know its tasks otherwise
+            given["tasks"] = header["tasks"]  # without this setting the simulator would have no tasks
         for key, value in given.items():
             if key not in known:
                 raise _Refused("settings", "unknown setting", key=key, found=value, allowed=list(known))

@@ -76,7 +76,7 @@ def _measure(c: StepContext, samples: Batch, correction: ResolvedCorrection) -> 
     )
     moments = result.moments.merge(ages(c, samples))
     merged = finish(c.layout.dp_group.reduce_metrics(moments))
-    if c.layout.rank == 0:  # merged over all ranks
+    if c.layout.rank == 0:  # the metrics are already merged over all ranks
         c.metrics.merge(merged)
     return result
 

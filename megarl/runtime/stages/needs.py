@@ -71,7 +71,7 @@ def update_fields(config: RunConfig) -> list[str]:
 
 
 def expert_fields(config: RunConfig) -> list[str]:
-    """List the fields that tell expert responses from the policy's own; none without `data.experts`."""
+    """List the fields that distinguish expert responses from the policy's own; none without `data.experts`."""
     return [] if config.data.experts is None else [SOURCE, EXPERT_MASK]
 
 

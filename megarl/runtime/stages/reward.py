@@ -265,7 +265,7 @@ def part_table(results: list[dict[str, Any]], parts: list[str]) -> Tensor:
                 f"the reward function returned no {', '.join(map(repr, missing))}",
                 where="algorithm.advantage.parts",
                 found=sorted(result),
-                fix="name parts that it returns for every sample",
+                fix="name only parts that the reward function returns for every sample",
             )
     rows = [[result.get(name, result["overall"]) for name in parts] for result in results]
     return torch.tensor(rows, dtype=torch.float32).view(len(results), len(parts))

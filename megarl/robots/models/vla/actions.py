@@ -67,9 +67,10 @@ class ActionTokens:
             return cls(padded - padding, config["n_action_bins"])
         except (KeyError, TypeError) as problem:
             raise ConfigError(
-                f"cannot tell which tokens are actions: {problem}",
+                f"cannot determine which tokens are actions: {problem}",
                 where=where,
                 allowed="a config.json with `text_config.vocab_size`, `pad_to_multiple_of` and `n_action_bins`",
+                fix="use the config.json that belongs to the checkpoint",
             ) from None
 
     @property

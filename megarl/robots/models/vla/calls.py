@@ -71,6 +71,7 @@ def prompt_ids(instruction: str, family: PolicyFamily, tokenizer: Callable[..., 
             "the tokenizer has no BOS token",
             where="tokenizer.bos_token",
             allowed="a token; the pictures of a policy call stand after it",
+            fix="use the policy's own tokenizer (model.tokenizer)",
         )
     if ids[:1] != [bos]:
         ids.insert(0, bos)
