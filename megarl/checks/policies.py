@@ -9,8 +9,10 @@ from megarl.algorithms.advantages.base import GroupSettings
 from megarl.algorithms.needs import advantage_fields
 from megarl.artifacts.facts import ModelFacts
 from megarl.checks.checklist import Checklist
+from megarl.config.models import FurtherModelConfig
 from megarl.config.rollout import BRANCHING
 from megarl.config.run import RunConfig
+from megarl.config.training import ActorConfig
 from megarl.runtime.stages.needs import estimators
 from megarl.system.errors import ConfigError
 
@@ -136,7 +138,9 @@ def _conflicts_of_models(config: RunConfig, facts: ModelFacts | None) -> Iterato
         "algorithm.distillation.coef": (algorithm.distillation.coef, not algorithm.distillation.coef, "0", compared),
         "algorithm.kl.use": (algorithm.kl.use, algorithm.kl.use == "none", "none", compared),
     }
-    for section, settings in (("actor", config.actor), *((f"models.{name}", config.models[name]) for name in names)):
+    trained: dict[str, ActorConfig | FurtherModelConfig] = {"actor": config.actor}
+    trained |= {f"models.{name}": config.models[name] for name in names}
+    for section, settings in trained.items():
         mini = settings.mini_batch_size
         every[f"{section}.mini_batch_size"] = (mini, mini in (None, size), "null", several)
         offloads = settings.engine.offload

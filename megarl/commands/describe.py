@@ -40,7 +40,9 @@ def reference() -> str:
             elif key.path == "reward":
                 lines += _own_keys(key.path, "reward.kwargs", "name")
         elif (entries := entries_of(key.info)) is not None:
-            shown = {other.section: first[other.path] for other in keys if other.section is not None}
+            shown: dict[type[Section] | None, str] = {
+                other.section: first[other.path] for other in keys if other.section is not None
+            }
             lines += _entries(f"{key.path}.NAME", entries, shown)
     return "\n".join(lines).rstrip() + "\n"
 

@@ -71,7 +71,7 @@ def find_credit(name: str) -> Credit | None:
             allowed=f"{', '.join(KINDS)}, or a function file.py:fn or pkg.mod:fn",
             fix="correct the name, or define the function there",
         )
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def segments_of(record: Record, untrained: Sequence[int]) -> list[Segment]:
@@ -85,10 +85,10 @@ def segments_of(record: Record, untrained: Sequence[int]) -> list[Segment]:
     last = max((turn for turns in left for turn in turns), default=None)
     return [
         Segment(
-            "\n".join(systems_of(said := record.said(record.nodes[turns[-1]]))),
+            "\n".join(systems_of(messages := record.said(record.nodes[turns[-1]]))),
             turns,
             sum(len(record.nodes[turn].token_ids) for turn in turns),
-            [message.for_template() for message in said],
+            [message.for_template() for message in messages],
             last in turns,
         )
         for turns in sorted(left, key=lambda turns: turns[-1])
@@ -105,13 +105,10 @@ def shares_of(credit: Credit | None, record: Record, untrained: Sequence[int]) -
         return {}
     segments = segments_of(record, untrained)
     shares = list(credit(segments)) if segments else []
-    if len(shares) != len(segments) or not all(_is_share(share) for share in shares):
+    numbers = [share for share in shares if isinstance(share, int | float) and not isinstance(share, bool)]
+    if not len(segments) == len(shares) == len(numbers) or not all(map(math.isfinite, numbers)):
         raise EpisodeFailure(
             f"the function of env.credit returned {shares!r:.200}; allowed: a finite number for each of "
             f"{len(segments)} segments"
         )
     return {turn: float(share) for segment, share in zip(segments, shares, strict=True) for turn in segment.turns}
-
-
-def _is_share(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

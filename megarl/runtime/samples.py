@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from megarl.config.rollout import SamplingConfig, env_section
-from megarl.data.batch import Batch
+from megarl.data.batch import Batch, Jagged
 from megarl.data.fields import PATCHES
 from megarl.data.image_set import image_sets, pil_images
 from megarl.data.lanes import EPISODE, LANE, SHARE, UNSAMPLED, leads
@@ -114,7 +114,7 @@ def samples_of(
         values[LANE] = torch.tensor([lane for _, _, lane, _ in rows], dtype=torch.int64)
         values[UNSAMPLED] = torch.tensor([not any(t.sampled) and not t.error for t in trajectories], dtype=torch.bool)
         if rollout.episodes.has_shares:
-            values[SHARE] = token_shares(trajectories, values["response_ids"])
+            values[SHARE] = token_shares(trajectories, cast(Jagged, values["response_ids"]))
     if policies:
         values[POLICY] = [part.policy for _, part, *_ in rows]
     if by_turn:
