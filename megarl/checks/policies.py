@@ -10,6 +10,7 @@ from megarl.algorithms.needs import advantage_fields
 from megarl.artifacts.facts import ModelFacts
 from megarl.checks.checklist import Checklist
 from megarl.config.models import FurtherModelConfig
+from megarl.config.policies import DISTRIBUTION
 from megarl.config.rollout import BRANCHING
 from megarl.config.run import RunConfig
 from megarl.config.training import ActorConfig
@@ -61,6 +62,16 @@ def check_policies(config: RunConfig, job: str, facts: ModelFacts | None, checks
             )
         if policy.train:
             _check_estimator(name, config, checks)
+        shared = [other for other, settings in config.policies.items() if settings.model == policy.model]
+        keys = [key for key in DISTRIBUTION if getattr(policy.sampling, key) is not None]
+        if keys and (policy.model is None or len(shared) > 1):
+            checks.fail(
+                f"policies.{name}.sampling.{keys[0]}",
+                "policies that share weights also share the distribution from which tokens are drawn",
+                found=getattr(policy.sampling, keys[0]),
+                allowed="null, or a model that no other policy has",
+                fix=f"set rollout.sampling.{keys[0]}, or policies.{name}.model to a model of its own",
+            )
 
 
 def _has_models(config: RunConfig) -> bool:
@@ -131,6 +142,7 @@ def _conflicts_of_models(config: RunConfig, facts: ModelFacts | None) -> Iterato
     every = {
         "rollout.engine": (rollout.engine, rollout.holds_model, "embedded", engine),
         "rollout.stale_steps": (rollout.stale_steps, not rollout.stale_steps, "0", engine),
+        "rollout.replay_kept_tokens": (True, not rollout.replay_kept_tokens, "false", engine),
         "actor.parallel.cp": (config.actor.parallel.cp, config.actor.parallel.cp == 1, "1", no_cp),
         "model": ("a mixture of experts", facts is None or not facts.is_moe, "a dense model", no_cp),
         "model.lora": ("adapters", config.model.lora is None, "null", "policies have weights of their own"),

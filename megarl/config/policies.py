@@ -4,22 +4,35 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.algorithm import AdvantageConfig
 from megarl.config.base import Section
-from megarl.config.rollout import StopString
+from megarl.config.rollout import SamplingConfig, StopString
+
+#: Keys of `TurnSamplingConfig` that change the distribution of tokens.
+DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
 
 
 class TurnSamplingConfig(Section):
-    """How the turns of one of several policies are sampled, in addition to rollout.sampling."""
+    """How the turns of one of several policies are sampled in training, in addition to rollout.sampling."""
 
+    temperature: PositiveFloat | None = Field(
+        None, le=100, description="of a policy with a model of its own; null: as rollout.sampling"
+    )
+    top_p: float | None = Field(None, gt=0, le=1, description="as temperature")
+    top_k: NonNegativeInt | None = Field(None, description="as temperature")
+    min_p: float | None = Field(None, ge=0, lt=1, description="as temperature")
     max_new_tokens: PositiveInt | None = Field(
         None, description="maximum tokens of a turn, end token included; null: as rollout.sampling"
     )
     stop: list[StopString] = Field(
         default_factory=list, description="strings that end a turn, in addition to those of rollout.sampling"
     )
+
+    def after(self, common: SamplingConfig) -> SamplingConfig:
+        """Return `common` with the keys of `DISTRIBUTION` that are set."""
+        return common.model_copy(update=self.model_dump(include={*DISTRIBUTION}, exclude_none=True))
 
 
 class AgentPolicyConfig(Section):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.training import ActorConfig
@@ -22,6 +23,7 @@ from megarl.system.errors import ConfigError
 from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
+    from megarl.config.rollout import SamplingConfig
     from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
     from megarl.runtime.context import StepContext
@@ -124,14 +126,23 @@ class OfModel:
         return f"{self._model}/{name}" if of_engine == name else f"{self._model}/{_ACTOR}/{of_engine}"
 
 
+def sampling_of(config: RunConfig, model: str, common: SamplingConfig) -> SamplingConfig:
+    """Return the sampling of a model's turns: in training with the keys of its only policy, if that has any."""
+    policies = policy_models(config).get(model, [])
+    if common != config.rollout.sampling or len(policies) != 1:
+        return common
+    return config.policies[policies[0]].sampling.after(common)
+
+
 def _context_of(c: StepContext, model: str) -> StepContext:
     """Return the context of a stage that works with `model`, with metrics of its own."""
     if model == _ACTOR:
         return dataclasses.replace(c, metrics=Metrics())
-    settings = c.config.models[model]
+    settings, common = c.config.models[model], c.config.rollout
+    rollout = common.model_copy(update={"sampling": sampling_of(c.config, model, common.sampling)})
     shared = {name: getattr(settings, name) for name in ("engine", "optim", "mini_batch_size", "ppo_epochs", "shuffle")}
-    actor = ActorConfig(parallel=c.config.actor.parallel, **shared)
-    return dataclasses.replace(c, metrics=Metrics(), config=c.config.model_copy(update={_ACTOR: actor}))
+    changed = {_ACTOR: ActorConfig(parallel=c.config.actor.parallel, **shared), "rollout": rollout}
+    return dataclasses.replace(c, metrics=Metrics(), config=c.config.model_copy(update=changed))
 
 
 def _scattered(samples: Batch, name: str, own: Any, places: list[int]) -> Any:
@@ -169,4 +180,4 @@ def open_policies(c: RankState) -> None:
             chunks = c.models[name].chunks
             engines[name] = EmbeddedEngine(chunks, c.config.rollout, c.layout, c.tokenizer)
     of_policy = {policy: model for model, policies in models.items() for policy in policies}
-    c.rollout.engine = PolicyEngines(engines, of_policy)
+    c.rollout.engine = PolicyEngines(engines, of_policy, partial(sampling_of, c.config))

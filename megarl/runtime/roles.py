@@ -32,6 +32,7 @@ from megarl.data.teachers import choose_teacher
 from megarl.models.lora import adapters_off
 from megarl.rewards.classifier import shown_text
 from megarl.rollout.family import WeightLink
+from megarl.runtime.policies import sampling_of
 from megarl.system import offload_schedule, tracing
 from megarl.system.errors import RewardError
 
@@ -64,6 +65,11 @@ class ModelRole:
         c.offload.add(self.name, engine, offloads=offloads)
 
     @property
+    def temperature(self) -> float:
+        """The temperature at which samples are scored."""
+        return self._c.temperature
+
+    @property
     def chunks(self) -> list[PolicyModel]:
         """This rank's pipeline chunks of the model."""
         return self.engine.chunks
@@ -75,7 +81,7 @@ class ModelRole:
             return self._logprobs(self.engine, samples, temperature)
 
     def _logprobs(self, engine: MegatronEngine, samples: Batch, temperature: float | None) -> Jagged:
-        return engine.logprobs(samples, self._c.temperature if temperature is None else temperature, entropy=False)[0]
+        return engine.logprobs(samples, self.temperature if temperature is None else temperature, entropy=False)[0]
 
 
 class ActorRole(ModelRole):
@@ -103,7 +109,7 @@ class ActorRole(ModelRole):
     ) -> Metrics:
         """Take one optimizer step on this rank's part of a mini-batch; see `MegatronEngine.train_step`."""
         with self._c.offload.phase("update", self.name):
-            return self.engine.train_step(mini, loss, self._c.temperature, divisor, targets, unit)
+            return self.engine.train_step(mini, loss, self.temperature, divisor, targets, unit)
 
     def scores(self, sequences: Batch) -> Jagged:
         """Return the score of every sequence, float32, if the actor is a reward model in training."""
@@ -150,7 +156,13 @@ class FurtherRole(ActorRole):
 
     def __init__(self, name: str, engine: MegatronEngine, c: StepContext, *, offloads: bool) -> None:
         self.name, self.engine, self._c = name, engine, c
+        self._temperature = sampling_of(c.config, name, c.config.rollout.sampling).temperature
         c.offload.add(name, engine, offloads=offloads, further=True)
+
+    @property
+    def temperature(self) -> float:
+        """The temperature at which samples of its policy are generated and scored."""
+        return self._temperature
 
     def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
         """Return the log-prob of every response token (float32) at `temperature`; None: as generated."""

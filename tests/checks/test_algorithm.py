@@ -262,6 +262,7 @@ OWN = ("policies.white.model=white", "models={white: {train: true}}")
         ([POLICIES, AGENT, "policies.white.train=false", "policies.black.train=false"], "policies", "no policy is"),
         ([POLICIES, AGENT, "policies.black.sampling.max_new_tokens=900"], "policies.black.sampling.max_new_tokens", ""),
         ([POLICIES, AGENT, "policies.white.model=grey"], "policies.white.model", "no model of this name"),
+        ([POLICIES, AGENT, "policies.white.sampling.top_k=5"], "policies.white.sampling.top_k", "share weights"),
         ([POLICIES, AGENT, *OWN, "rollout.stale_steps=1"], "rollout.stale_steps", "embedded engine"),
         ([POLICIES, AGENT, *OWN, "algorithm.kl.use=loss"], "algorithm.kl.use", "compared with the run's policy"),
         ([POLICIES, AGENT, *OWN, "models.white.engine.offload=true"], "models.white.engine.offload", "generate at"),

@@ -386,6 +386,7 @@ def check_sources(name: str, lines: list[dict[str, Any]]) -> None:
         assert lines[0]["actor/expert_loss"] == pytest.approx(math.log(20), rel=0.1)
 
 
+@pytest.mark.usefixtures("alone_for_module")
 @pytest.mark.parametrize("kind", ["models", "policies"])
 def test_a_run_with_further_models_or_policies_resumes_with_the_same_numbers(
     kind: str, folder: Path, tmp_path: Path
@@ -409,6 +410,11 @@ def test_a_run_with_further_models_or_policies_resumes_with_the_same_numbers(
         assert mine["proposer/actor/entropy"] == pytest.approx(theirs["actor/entropy"], rel=1e-6)
     assert lines[0]["proposer/actor/grad_norm"] == pytest.approx(shared[0]["actor/grad_norm"], rel=1e-5)
     assert 0 < lines[0]["actor/grad_norm"] != pytest.approx(shared[0]["actor/grad_norm"], rel=1e-2)
+    # old log-probs of rows of a model are at its own temperature, as those of the rollout
+    cool = "policies.proposer.sampling={temperature: 0.1, top_k: 15}"
+    (line,) = train(folder, tmp_path / "cool", *settings, cool, "trainer.steps=1", "actor.ppo_epochs=2")
+    assert line["rollout_corr/k3_kl"] == pytest.approx(0, abs=1e-6)
+    assert line["proposer/actor/entropy"] < 0.9 * lines[0]["proposer/actor/entropy"]
 
 
 @pytest.mark.procs
