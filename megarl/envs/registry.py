@@ -25,6 +25,7 @@ ENVIRONMENTS = {
     "single_turn": "megarl.envs.protocol:SingleTurn",
     "tools": "megarl.envs.tools:Tools",
     "agent": "megarl.gateway.agent:Agent",
+    "gymnasium": "megarl.envs.gymnasium:Gymnasium",
     "verifiers": "megarl.gateway.verifiers:Verifiers",
 }
 _FORMS = ("file.py:Class", "pkg.mod:Class")
