@@ -109,7 +109,7 @@ class RolloutError(MegarlError):
 @stage(
     reads=["prompt_ids", "uid"],
     needs=_of_prompts,
-    optional=[EPISODE, LANE],
+    optional=[EPISODE, LANE, POLICY],
     writes=SAMPLE_FIELDS,
     gives=_of_episodes,
     kind=Kind.MODEL_INFERENCE,
@@ -147,7 +147,7 @@ def with_experts(c: StepContext, rollout: RolloutRole, samples: Batch) -> Batch:
 @stage(
     reads=_OF_ROWS,
     needs=_of_greedy,
-    optional=[EPISODE, LANE],
+    optional=[EPISODE, LANE, POLICY],
     writes=["greedy_score"],
     gives=lambda config: ["response_mask"] if config.has_turns else [],
     kind=Kind.MODEL_INFERENCE,
