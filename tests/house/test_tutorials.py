@@ -13,7 +13,14 @@ from tests import forked
 from tests.house.test_docs import FENCE, ROOT
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(900)]
-SECTIONS = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", (ROOT / "docs/tutorials.md").read_text(), re.M | re.S))
+
+
+def sections_of(page: str) -> dict[str, str]:
+    """Texts of a page's sections, by their headings."""
+    return dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", (ROOT / "docs" / page).read_text(), re.M | re.S))
+
+
+SECTIONS = {**sections_of("tutorials.md"), "An agent": sections_of("agents.md")["A program"]}
 
 #: Rows of each file of data in a try; whole runs have all of them.
 ROWS = 200
