@@ -131,7 +131,8 @@ class AsReadyLoop:
     def _make_groups(self) -> GroupGenerator:
         c, config = self.c, self.c.config
         sampling = config.rollout.sampling
-        fair = -(-policy_of(config).capacity // c.layout.dp_size)  # an equal share: more would leave others too few
+        # An equal share of the capacity: more would leave other replicas too few groups.
+        fair = -(-policy_of(config).capacity // c.layout.dp_size)
         most = family_of(config).most_in_flight(config, c.layout.dp_size)
         groups = fair if most is None else min(max(1, most // sampling.n), fair)
         self._batcher = CallBatcher(groups, fair)

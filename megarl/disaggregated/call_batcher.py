@@ -59,7 +59,7 @@ class CallBatcher:
             return False
         if self._since is None:
             self._since = now
-        lacks_reserve = finished and 0 < self.in_hand <= missing  # no prompt in hand for a slot that becomes free
+        lacks_reserve = finished and 0 < self.in_hand <= missing  # no prompt is in reserve for a slot that becomes free
         return empty or lacks_reserve or now - self._since >= self._delay_s
 
     def left_s(self, now: float) -> float:

@@ -88,7 +88,7 @@ class RobotTask(Task):
         episodes = ranks * -(-rows // team.replicas)
         longest, shortest = episode_bytes(config, facts.vision)
         keys = "data.batch_size, rollout.sampling.n, robot.simulator.max_steps"
-        # Episodes that succeed end before their limit, which only the simulator knows for certain.
+        # Episodes that succeed end before their limit, at a step that only the simulator determines.
         terms = [Term(f"pictures of {episodes} episodes", episodes * longest, keys, episodes * shortest)]
         if job == "train" and (frames := recorder_bytes(config)):
             default = SimulatorSettings.model_fields["workers"].default

@@ -219,7 +219,8 @@ class Checkpoints(CheckpointPart):
             c.context.step, state = checkpoint.load(source, c.trained, self._meta)
         c.loading.load_state_dict(state["loader"])
         c.context.kl_controller.load_state_dict(state["kl"])
-        c.context.baselines.load_state_dict(state.get("baselines", {}))  # older checkpoints have none
+        # Checkpoints of older versions have no baselines.
+        c.context.baselines.load_state_dict(state.get("baselines", {}))
         parts = state["surplus_parts"]
         # without a node that uses the surplus, every later checkpoint would contain it again
         if parts and self._why_no_surplus() is None:

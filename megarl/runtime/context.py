@@ -55,7 +55,7 @@ class StepContext:
     progress: Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[float], None]]] = no_progress
     # this rank's share of the scored groups that dynamic sampling left over for the next step
     surplus: Batch | None = None
-    baselines: RunningBaselines = field(default_factory=RunningBaselines)  # running mean scores, for RAE
+    baselines: RunningBaselines = field(default_factory=RunningBaselines)  # the policies' running mean scores (RAE)
     replay: ReplayStore | None = None  # groups to train on again; only in the team that trains
     curriculum: CurriculumLoader | None = None  # draws prompts by past success; only in the team that generates
     sequences: SequenceLayout = TEXT  # how samples are laid out as input sequences of the model

@@ -55,7 +55,7 @@ def by_model(graph: TaskGraph, config: RunConfig) -> TaskGraph:
                 where=f"policies.{name}.model",
                 found=policy.model,
                 allowed=[*config.models, "null"],
-                fix=f"add it: models={{{policy.model}: {{train: true}}}}",
+                fix=f"add the model: models={{{policy.model}: {{train: true}}}}",
             )
     models = policy_models(config)
     if len(models) == 1:
@@ -119,7 +119,7 @@ class OfModel:
         return samples
 
     def _metric(self, name: str) -> str:
-        """Return the name of a metric of the stage: MODEL/actor/... for those of the actor."""
+        """Return the name of a metric of the stage: MODEL/actor/... for metrics of the actor."""
         if self._model == _ACTOR or name.startswith("perf/"):
             return name
         of_engine = name.removeprefix(f"{self._model}/")
@@ -127,7 +127,7 @@ class OfModel:
 
 
 def sampling_of(config: RunConfig, model: str, common: SamplingConfig) -> SamplingConfig:
-    """Return the sampling of a model's turns: in training with the keys of its only policy, if that has any."""
+    """Return the sampling of a model's turns; in training, keys of the model's only policy override it."""
     policies = policy_models(config).get(model, [])
     if common != config.rollout.sampling or len(policies) != 1:
         return common

@@ -163,7 +163,7 @@ def make_further(c: RankState, name: str, checkpoint: str | None) -> FurtherRole
     """Build the further model `models.NAME`. Collective over the actor's team.
 
     A model that is trained starts from its `path`, else from the actor at the start of RL; a resumed run then loads it
-    from `checkpoint`. The files of a frozen one are recorded in checkpoints.
+    from `checkpoint`. The files of a frozen model are recorded in checkpoints.
 
     Raises:
         ConfigError: a token id of the policy means another token to the model; or as `record_frozen`.

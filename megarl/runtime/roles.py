@@ -152,7 +152,7 @@ class CriticRole(ModelRole):
 
 class FurtherRole(ActorRole):
     """A further model of the recipe (`models.NAME`), for stages of the user; `perf/flops` does not include it, because
-    its size may differ. A frozen one has no `train_step`."""
+    its size may differ. A frozen model has no `train_step`."""
 
     def __init__(self, name: str, engine: MegatronEngine, c: StepContext, *, offloads: bool) -> None:
         self.name, self.engine, self._c = name, engine, c

@@ -90,7 +90,7 @@ def samples_of(
     an episode has several sequences.
 
     Args:
-        policies: names of the run's policies; empty: it has one.
+        policies: names of the run's policies; empty: the run has only one.
     """
     parts = [
         (place, part)
@@ -166,7 +166,8 @@ def refuse_failed_step(step: int, numbers: Mapping[str, float]) -> None:
 def record_episodes(c: StepContext, samples: Batch) -> None:
     """Record the metrics `env/...` of episodes; an episode whose environment failed counts only in `env/errors`."""
     places = leads(samples)
-    if POLICY in samples:  # the parts of an episode have the same numbers
+    # The parts of an episode, one for each policy, have the same numbers, which count once.
+    if POLICY in samples:
         first = {whole_episode(samples[EPISODE][place]): place for place in reversed(places)}
         places = sorted(first.values())
     m, every = c.metrics, len(places)

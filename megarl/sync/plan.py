@@ -1,13 +1,13 @@
 """The plan of bytes from senders to receivers: plain data, no torch, testable without processes.
 
-    holders of a tensor's regions        routes                             buckets of a sender
+    ranks with slices of a tensor        routes                             buckets of a sender
     (trainer ranks)
     r0: rows 0..63   of q_proj --.
                                   >--> replica 0, sender r0 --> receiver 0   [q_proj | k_proj | v_proj | ...]
     r1: rows 64..127 of q_proj --'     replica 1, sender r2 --> receiver 1   [...]
 
 A replica is a set of ranks that together hold the model once. Receivers are distributed over the replicas. Within a
-replica every tensor has one sender, to which other ranks pass their regions, and the senders' bytes are balanced. A
+replica every tensor has one sender, to which other ranks pass their slices, and the senders' bytes are balanced. A
 transport that needs shared memory (`same_host`) sends from ranks on the receiver's host, and if possible from the
 replica whose GPUs the receiver uses.
 """
@@ -41,7 +41,7 @@ class TrainerRank:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The regions of a Hugging Face tensor, each with the trainer ranks that hold it, in rank order."""
+    """The slices of a Hugging Face tensor (`regions`), each with the trainer ranks that hold it, in rank order."""
 
     shape: tuple[int, ...]
     regions: tuple[tuple[TensorRegion, tuple[int, ...]], ...]
@@ -88,7 +88,7 @@ class Bucket:
 @dataclass(frozen=True, slots=True)
 class Route:
     """The transfers of a weight update from one replica to its receivers: the buckets of each sender, and the rank that
-    provides each region of a tensor."""
+    provides each slice of a tensor."""
 
     replica: int
     receivers: tuple[int, ...]
@@ -116,7 +116,7 @@ class SyncPlan:
 
 
 def holdings(weights: WeightTable, ranks: Sequence[Coordinate]) -> dict[str, Held]:
-    """Return, for every tensor of the model in export order, which of the trainer's `ranks` hold which regions."""
+    """Return, for every tensor of the model in export order, which of the trainer's `ranks` hold which slices."""
     same: dict[Coordinate, list[int]] = {}
     for rank, at in enumerate(ranks):
         same.setdefault(at, []).append(rank)
@@ -161,7 +161,7 @@ def make_plan(
         same_host: whether senders must run on the host of their receiver; they also share its GPUs if possible.
         gpus: names of each receiver's GPUs on its host, if the trainer may use these GPUs too.
         one_replica: whether the first replica sends to all receivers.
-        senders_per_stage: largest number of senders per pipeline stage; None: every holder of a tensor may send it.
+        senders_per_stage: largest number of senders per pipeline stage; None: every rank with the tensor may send it.
         frozen: tensors that training does not change; they have separate buckets, which each sender sends first.
         together: returns a name that tensors have in common which must share a bucket; None: receivers take each
             tensor by itself.
@@ -183,7 +183,7 @@ def make_plan(
 
 
 def _in_replica(who: tuple[int, ...], replica: int, count: int) -> tuple[int, ...]:
-    """Return the ranks in `who`, the holders of a region, that belong to number `replica` of `count` replicas."""
+    """Return the ranks in `who`, which hold a slice of a tensor, that belong to replica number `replica` of `count`."""
     return who[len(who) * replica // count : len(who) * (replica + 1) // count]
 
 
@@ -272,7 +272,7 @@ def _route(
 
 
 def _provider(who: tuple[int, ...], sender: int, ranks: Sequence[TrainerRank]) -> int:
-    """Return which of the ranks `who`, which hold a region of a tensor, provides it to the sender: the sender itself,
+    """Return which of the ranks `who`, which hold a slice of a tensor, provides it to the sender: the sender itself,
     else a rank on the sender's host, else the first one.
     """
     if sender in who:

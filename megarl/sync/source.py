@@ -32,7 +32,7 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A region of a tensor that rank `giver` sends into the bucket of rank `sender`."""
+    """A slice of a tensor that rank `giver` sends into the bucket of rank `sender`."""
 
     giver: int
     sender: int
@@ -149,10 +149,10 @@ class Source:
             self._wait_for_receiver(*sending.popleft())
 
     def _take(self, entry: Entry, moves: list[Move], out: Tensor) -> None:
-        """Collect all regions of one tensor into the bucket's buffer `out`; quantise the tensor if it is sent as FP8.
+        """Collect all slices of one tensor into the bucket's buffer `out`; quantise the tensor if it is sent as FP8.
 
         Args:
-            moves: the regions, with the ranks that hold them.
+            moves: the slices, with the ranks that hold them.
         """
         plain = ITEMSIZE[entry.dtype] > 1
         if plain:
@@ -219,13 +219,13 @@ class Source:
 
 
 def _slabs(region: Tensor, itemsize: int | None = None) -> Iterator[Tensor]:
-    """Split a region into row blocks of at most SLAB_BYTES, in the same way on the sending and the receiving rank."""
+    """Split a slice into row blocks of at most SLAB_BYTES, in the same way on the sending and the receiving rank."""
     row = max(region[0].numel() * (itemsize or region.element_size()), 1)
     yield from region.split(max(SLAB_BYTES // row, 1))
 
 
 def _moves(route: Route, rank: int) -> dict[int, list[tuple[Entry, list[Move]]]]:
-    """Return the moves of `rank` by round: tensors that it collects, and regions that it sends to other ranks."""
+    """Return the moves of `rank` by round: tensors that it collects, and slices that it sends to other ranks."""
     moves_of_round: dict[int, list[tuple[Entry, list[Move]]]] = {}
     for sender in sorted(route.senders):
         for number, bucket in enumerate(route.senders[sender]):

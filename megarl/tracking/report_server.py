@@ -22,7 +22,7 @@ _FILES = ("metrics.jsonl", "samples.jsonl", "training_samples.jsonl", "run.json"
 
 
 class ReportServer(ThreadingHTTPServer):
-    """An HTTP server of one report: `/` is the page, `/data?tag=TAG` its data as JSON, or 204 if it still has tag TAG.
+    """An HTTP server of one report: `/` is its page, `/data?tag=TAG` its data as JSON, or 204 if these have tag TAG.
 
     Only this machine can reach the server, under a name of this machine. Requests under other host names, which a
     foreign web page can cause (DNS rebinding), are rejected.
@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: ReportServer
 
     def do_GET(self) -> None:
-        """Reply to an HTTP request with the page or its data."""
+        """Reply to an HTTP request with the report's page or its data."""
         if (urlsplit(f"//{self.headers.get('Host', '')}").hostname or "") not in (HOST, "localhost"):
             self._answer(403, "text/plain", "this server is only for this machine")
             return

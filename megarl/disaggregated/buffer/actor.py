@@ -59,7 +59,7 @@ class BufferActor:
         """
         if start != self._core.starts(team):
             raise HandoverError(
-                f"team {team!r} has been restarted since this process of its rank {rank} began, which must end now"
+                f"this process of team {team!r}, rank {rank}, must end: the team has been restarted since"
             )
         last = self._last_changes.get((team, rank))
         if last is None or last[:2] != (start, serial):

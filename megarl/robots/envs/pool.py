@@ -64,7 +64,7 @@ class _Slot:
 
     process: SimulatorProcess
     episode: _Episode | None = None
-    # number of answers of this process in this episode: fewer than of the slot while the process replays earlier calls
+    # number of this process's answers in this episode; less than the slot's while the process replays earlier calls
     played: int = 0
     failures: int = 0  # failures of this slot's processes since the last finished or dropped episode
     used: bool = False  # whether an episode has been started in this slot

@@ -247,7 +247,7 @@ def _find(task: str, suites: Sequence[str]) -> tuple[str, int]:
 
 
 def _suite(name: str) -> Any:
-    """Return LIBERO's object for a suite; the first call imports the package."""
+    """Return LIBERO's object for a suite; the first call imports LIBERO."""
     if name not in SUITES:
         raise ValueError(f"LIBERO: invalid value of `suites`: {name!r}; allowed: {', '.join(SUITES)}")
     _prepare()

@@ -115,7 +115,7 @@ class Reach(Simulator):
         return self._left == 0
 
     def expert(self) -> Numbers:
-        """Return the action [3] of an expert that knows where everything is."""
+        """Return the action [3] of an expert that reads the positions of all objects."""
         if self._kind == "reach":
             x, y = self._squares[self._goal]
             dx, dy = self._towards(x, y)

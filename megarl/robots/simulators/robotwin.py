@@ -45,10 +45,10 @@ class RoboTwin(Simulator):
         "tasks": (),
         "seeds": None,
         "eval_seeds": None,
-        "config": "demo_clean",  # or demo_randomized, with other light, tables and objects
+        "config": "demo_clean",  # task configuration; demo_randomized has other light, tables and objects
         "cameras": ("head_camera", "left_camera", "right_camera"),
         "max_steps": {},
-        "instructions": "task",  # other values: seen, unseen
+        "instructions": "task",  # kind of instruction: task, seen or unseen
     }
 
     @classmethod

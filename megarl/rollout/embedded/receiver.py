@@ -67,7 +67,7 @@ class EngineLayout:
         return tensor in self._regions[rank]
 
     def parts(self, rank: int, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor, int]]:
-        """Yield (name, values, elements) of each region of `tensor` that `rank` holds."""
+        """Yield (name, values, elements) of each slice of `tensor` that `rank` holds."""
         for number, region in enumerate(self._regions[rank].get(name, ())):
             part = tensor[as_index(region)].to(torch.float32 if name in self._float32 else self.dtype)
             yield part_name(name, region, number), part, part.numel()

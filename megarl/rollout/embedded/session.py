@@ -193,7 +193,7 @@ class Session:
         return slots_below(fit) if fit < wanted and device.type == "cuda" else fit
 
     def completions(self, version: int) -> list[Completion]:
-        """Call `run` and return its samples, with routes and kept tokens if recorded. `version`: the weights'."""
+        """Call `run`; return its samples, of weights `version`, with routes and kept tokens if these are recorded."""
         prompts = [len(request.prompt_ids) for request in self._requests for _ in request.seeds]
         return [
             self.completion(number, sample, prompt, version)

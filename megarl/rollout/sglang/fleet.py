@@ -190,7 +190,7 @@ class Fleet:
         Raises:
             ServerError: on every rank, if no server is left.
         """
-        end = time.monotonic() + self.config.start_timeout_s  # one deadline, because all start in parallel
+        end = time.monotonic() + self.config.start_timeout_s  # one deadline, because all servers start in parallel
         self._check(give_up=True)
         self.share_failures()
         self._restart()

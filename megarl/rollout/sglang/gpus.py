@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from megarl.config.sglang import SGLangConfig
 from megarl.system.errors import ConfigError
 
-#: Environment variable of the Ray launcher, whose workers see only their own GPU: the GPUs of all workers of this
-#: machine, except those workers that only send requests and on whose GPUs servers run.
+#: Environment variable of the Ray launcher, whose workers see only their own GPU: the GPUs of this machine's
+#: workers, without those of workers that only send requests, on which servers run.
 TRAINER_GPUS = "MEGARL_TRAINER_GPUS"
 #: Environment variable of the Ray launcher: the GPUs of this machine that are reserved for its servers.
 SERVER_GPUS = "MEGARL_SERVER_GPUS"

@@ -73,7 +73,7 @@ class Keeper:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # a signal to the trainer's process group must not reach the keeper
+                start_new_session=True,  # a signal to the trainer's process group must not reach the keeper process
             )
         assert process.stdin is not None
         self._pipe = process.stdin
@@ -96,7 +96,7 @@ class Keeper:
         self._send({"event": "done", "url": api.url, "version": version, "folder": path})
 
     def close(self) -> None:
-        """Close the pipe. The keeper then restores the servers whose update is not done, and ends."""
+        """Close the pipe. The keeper process then restores the servers whose update is not done, and ends."""
         with contextlib.suppress(BrokenPipeError):
             self._pipe.close()
         # A keeper process that needs longer to restore servers is left running: it does not need the trainer.

@@ -64,7 +64,7 @@ def _by_policy(c: StepContext, samples: Batch) -> Batch:
     both = torch.zeros(2, len(mask.values))
     for policy, section in estimators(c.config).items():
         settings = c.config.policies[policy]
-        if settings.train:  # also without a sample, because estimators may communicate
+        if settings.train:  # called also without samples, because estimators may communicate between ranks
             part = samples.select(places.get(policy, []))
             part.set("uid", compared(part, settings.compare))
             both[:, tokens.select(places.get(policy, [])).values] = torch.stack(_estimated(c, part, section, policy))
@@ -77,7 +77,7 @@ def _estimated(c: StepContext, samples: Batch, section: AdvantageConfig, policy:
     """Return advantages and returns of all response tokens by the estimator of `section`, and record their metrics.
 
     Args:
-        policy: of the samples; empty: the run has one.
+        policy: the policy of the samples; empty: the run has only one.
     """
     from megarl.data.batch import Jagged
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def running_baseline(c: StepContext, samples: Batch) -> Batch:
     """Write the baseline of each sample's policy before the sample, in the order of the data over all replicas.
 
-    Samples without a trained token, as those of failed episodes, do not move it.
+    Samples without a trained token, such as those of failed episodes, do not change the baseline.
     """
     import torch
 

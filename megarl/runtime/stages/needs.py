@@ -29,7 +29,7 @@ def needed_fields(config: RunConfig) -> set[str]:
 
 
 def estimators(config: RunConfig) -> dict[str, AdvantageConfig]:
-    """Return the section of each policy's advantage estimator, by the policy's name; of a single policy it is empty."""
+    """Return the section of each policy's advantage estimator, by the policy's name (empty if there is one policy)."""
     common = config.algorithm.advantage
     if not config.policies:
         return {"": common}

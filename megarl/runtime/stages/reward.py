@@ -272,7 +272,7 @@ def part_table(results: list[dict[str, Any]], parts: list[str]) -> Tensor:
 
 
 def record_scores(c: StepContext, samples: Batch, prefix: str = "") -> None:
-    """Record mean, maximum and minimum of the samples' scores; `prefix`: of the metrics' names."""
+    """Record mean, maximum and minimum of the samples' scores; the metrics' names begin with `prefix`."""
     score = samples["score"]
     if len(score) == 0:
         return
@@ -287,7 +287,7 @@ def record_groups(c: StepContext, samples: Batch, correct: Sequence[float], pref
     Args:
         samples: whole groups, with `uid` and `score`.
         correct: how correct each sample is, usually 0 or 1.
-        prefix: of the metrics' names.
+        prefix: beginning of the metrics' names.
     """
     from statistics import stdev
 

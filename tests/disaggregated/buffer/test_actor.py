@@ -74,7 +74,7 @@ def test_a_process_of_an_earlier_start_of_its_team_changes_nothing() -> None:
         actor = BufferActor(by_hand(), 4, "dealt")
         await change(actor, "ref", 0, 1, "post", "m", "1")
         await actor.restart_team("ref", 1, 60.0)
-        with pytest.raises(HandoverError, match="team 'ref' was restarted after rank 0 of start 0"):
+        with pytest.raises(HandoverError, match="this process of team 'ref', rank 0, must end"):
             await change(actor, "ref", 0, 2, "post", "n", "1")
         await actor.change("ref", 0, 1, 1, "post", ["n", "2"])  # the new process counts its calls from 1
         assert (await read(actor, "train", "n", 1.0))[0] == "2"

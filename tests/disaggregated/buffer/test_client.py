@@ -200,7 +200,7 @@ def test_bytes_that_went_with_their_process_are_waited_for_until_its_team_gives_
         assert ray.wait([waiting], timeout=2.0)[0] == []
         assert ray.get(actor.restart_team.remote("score", 1, 60.0), timeout=400) is None
         told = ray.get(workers["score0"].call.remote("give", 1, key, group, [_payload(1, 0)]), timeout=400)
-        assert "team 'score' was restarted after rank 0 of start 0" in told, "it is to be gone"
+        assert "this process of team 'score', rank 0, must end" in told, "it is to be gone"
         assert ray.get(second.connect.remote("lost", 60.0, 1), timeout=400) is None
         assert ray.wait([waiting], timeout=1.0)[0] == [], ray.get(waiting)
         ray.get(second.call.remote("post", "m", "second"), timeout=400)

@@ -134,7 +134,7 @@ class Vision(nn.Module):
         return self._project("projector", torch.cat(features, 2).flatten(0, 1))
 
     def insert(self, hidden: Tensor, seen: Seen, columns: slice) -> Tensor:
-        """Write the embeddings of pictures and states into `hidden` [t, 1, hidden], the stream's columns `columns`."""
+        """Write the embeddings of pictures and states into `hidden` [t, 1, hidden], columns `columns` of the stream."""
         inserted = [(self.see(seen.pixels.to(hidden.dtype)), seen.places)]
         if len(seen.state_places):
             states = self._project("proprio_projector", seen.states.to(hidden.dtype))
