@@ -127,7 +127,8 @@ def test_policies_with_weights_of_their_own_go_on_as_if_nothing_had_happened(
 ):
     seconds, whole = self_play_s
     process = harness.start(recipe, tmp_path, *self_play)
-    begun = harness.wait_for(lambda: harness.workers(tmp_path), process)
+    harness.wait_for(lambda: len(harness.workers(tmp_path)) == 2, process)
+    begun = harness.workers(tmp_path)
     time.sleep(random.Random(f"policies {seed}").uniform(0.0, seconds))
     with contextlib.suppress(ProcessLookupError):
         os.kill(begun[seed % 2], signal.SIGKILL)
