@@ -6,9 +6,9 @@
 
     program -> http://127.0.0.1:PORT -> this process -> the gateway's Unix socket, the only way out of the sandbox
 
-The program has a folder of its own, with its task and result. When it ends, everything that it started is ended before
-the result is read, so that nothing can change the result later. This file imports nothing but the standard library and
-runs with Python 3.8, because an image of a container may have an old one.
+The program has a folder of its own, with its task and result. When it ends, everything that it started is ended, and
+then the result is read. This file imports nothing but the standard library and runs with Python 3.8, because an image
+of a container may have an old one.
 
 The program may be `--call SOURCE:FUNCTION`: a function, which a fork of this process calls with the task.
 """

@@ -135,7 +135,9 @@ def privileges(row: dict[str, Any]) -> float:
 def late_result(row: dict[str, Any]) -> float:
     """A child that changes the result after the agent has left it."""
     if os.fork() == 0:
-        time.sleep(0.3)
+        while os.getppid() != 1:
+            time.sleep(0.01)
+        time.sleep(0.5)
         Path(os.environ["MEGARL_RESULT"]).write_text("100")
         os._exit(0)
     return 0.5
