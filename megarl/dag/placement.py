@@ -178,7 +178,9 @@ def settled(config: RunConfig, placement: Placement) -> RunConfig:
     if config.placement.auto is None:
         return config
     teams = {
-        team.name: TeamConfig.model_validate({"roles": [role.value for role in team.roles], "devices": team.devices})
+        team.name: TeamConfig.model_validate(
+            {"roles": [role.value for role in team.roles if not role.is_further], "devices": team.devices}
+        )
         for team in placement.teams
     }
     update = {"auto": None, "measured": None, "teams": teams}

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
+from megarl.dag.node import Node
 from megarl.dag.pipeline import Pipeline
-from megarl.dag.placement import MODEL_ROLES, Placement, place, roles_of, together
+from megarl.dag.placement import MODEL_ROLES, Placement, place, roles_of, settled, together
 from megarl.dag.stage import Contract, Kind, Role, stage
 from megarl.recipes.build import build_task_graph
 from megarl.recipes.components import COMPONENTS
@@ -176,3 +177,29 @@ def test_a_team_knows_where_the_mini_batches_of_what_it_trains_begin(teams, cuts
     graph, config = load("ppo", teams, *sizes)  # what does not divide is in the last mini-batch
     found = {team.name: team.cuts for team in place(graph, config).teams}
     assert found == dict.fromkeys(found, ()) | cuts
+
+
+@stage(reads=["response_ids", "advantages"], writes=[], kind=Kind.MODEL_TRAIN, role=Role("judge"))
+def judges(c, samples, *, judge):
+    return samples
+
+
+@pytest.mark.parametrize(
+    "teams",
+    [
+        "placement.teams={draw: {roles: [rollout], devices: 1}, train: {roles: [actor], devices: 1}}",
+        "placement.auto=even",
+    ],
+)
+def test_a_further_model_is_in_the_actor_s_team_and_listed_in_no_recipe(teams):
+    own = "models={judge: {train: true}}"
+    config = load_config("grpo_quickstart", [teams, own, "algorithm.kl.use=loss"], components=COMPONENTS)
+    if config.placement.teams:
+        config = config.model_copy(update={"algorithm": RunConfig(name="x").algorithm})
+    graph = build_task_graph(config)
+    graph = TaskGraph("judged", "", [*(graph[id] for id in graph.order()), Node("judges", judges)])
+    placement = place(graph, config)
+    assert placement.separate
+    assert Role("judge") in placement.home(Role.ACTOR).roles
+    assert placement.of_node("judges") is placement.home(Role.ACTOR)
+    assert "judge" not in str(settled(config, placement).placement)
