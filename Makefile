@@ -89,8 +89,8 @@ older-env: ## transformers 4, which reads exports: 1.1 GB
 	$(OLDER_ENV)/bin/python -m pip install --quiet $(OLDER) jinja2 pillow
 
 # Packages whose requirements are their own (make campaign-connectors): 0.4 GB each in the cache folder.
-CONNECTORS := verifiers==0.4.0
-connectors-env: ## interpreters with verifiers: 0.4 GB
+CONNECTORS := verifiers==0.4.0 openenv-core==0.3.0 openenv==0.10.0
+connectors-env: ## interpreters with verifiers and with servers of OpenEnv: 1 GB
 	$(foreach package,$(CONNECTORS),test -x $(CACHE)/$(subst ==,-,$(package))/bin/python || \
 		$(PYTHON) -m venv $(CACHE)/$(subst ==,-,$(package)); \
 		$(CACHE)/$(subst ==,-,$(package))/bin/python -m pip install --quiet $(package);)

@@ -84,6 +84,8 @@ setup(
         # Tasks of other packages (docs/environments.md).
         "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],
         "gymnasium": ["gymnasium>=1.2,<2"],
+        # For servers only: the trainer speaks to them without the package.
+        "openenv": ["openenv-core>=0.3,<0.4"],
         # Pins a version of mcp, so not together with `mcp` and `dev`.
         "verifiers": ["verifiers>=0.4,<0.5"],
         # Demonstrations of robots: LIBERO's files, videos of LeRobot's data sets.

@@ -207,7 +207,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="how responses are generated")
     env: dict[str, Any] = Field(
         default_factory=lambda: {"name": SINGLE_TURN, "on_error": "fail"},
-        description="environment: `name` (single_turn, tools, agent, gymnasium, verifiers, file.py:Class, "
+        description="environment: `name` (single_turn, tools, agent, gymnasium, openenv, verifiers, file.py:Class, "
         "pkg.mod:Class), `on_error` (fail: end the run; mark: leave the episode out and count it), and the "
         "environment's own keys",
     )

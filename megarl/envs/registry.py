@@ -26,6 +26,7 @@ ENVIRONMENTS = {
     "tools": "megarl.envs.tools:Tools",
     "agent": "megarl.gateway.agent:Agent",
     "gymnasium": "megarl.envs.gymnasium:Gymnasium",
+    "openenv": "megarl.envs.openenv:OpenEnv",
     "verifiers": "megarl.gateway.verifiers:Verifiers",
 }
 _FORMS = ("file.py:Class", "pkg.mod:Class")

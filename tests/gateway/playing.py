@@ -64,8 +64,14 @@ def episodes_of(
     policies: dict[str, AgentPolicyConfig] | None = None,
     **limits: Any,
 ) -> list[Trajectory]:
-    """Play an episode of `agent`, a file and a function in it or a command, for each of `rows`."""
-    program = {"command": agent} if isinstance(agent, list) else {"function": "{}:{}".format(*agent)}
+    """Play an episode of `agent`, a file and a function in it or a command, for each of `rows`.
+
+    Args:
+        agent: empty: `env` is an environment by its name.
+    """
+    program = (
+        {} if not agent else {"command": agent} if isinstance(agent, list) else {"function": "{}:{}".format(*agent)}
+    )
     kind, settings = load_environment({"name": "agent", **program, **(env or {})})
     most = {"prompt_tokens": 12, "tokens": 40, "turns": 8, "seconds": None, **limits}
     turns = Turns(tokenizer, lambda messages: template.write(messages, Row({}, "here", 0)), ends)

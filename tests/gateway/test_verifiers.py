@@ -43,7 +43,7 @@ def test_the_package_plays_episodes_whose_tokens_and_rewards_are_those_of_the_ru
         [],
         tasks,
         SamplingConfig(max_new_tokens=20),
-        env={"name": "verifiers", "command": None, "python": python, "taskset": TASKSET, "config": CONFIG},
+        env={"name": "verifiers", "python": python, "taskset": TASKSET, "config": CONFIG},
         prompt_tokens=300,
         tokens=300,
     )
