@@ -60,8 +60,8 @@ def _refuse_shared_folder(parent: Path) -> None:
                 "other users can replace files in this folder, and so take over a run's Ray",
                 where="RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR",
                 found=f"{folder}, mode {stat.S_IMODE(status.st_mode):04o}, of user {status.st_uid}",
-                allowed="a folder of yours or of root; without the sticky bit no folder of its path may be writable "
-                "for all",
+                allowed="a folder of yours or of root; without the sticky bit neither it nor a folder above may "
+                "be writable for all",
                 fix=f"chmod o-w {folder}, or set RAY_TMPDIR to a folder of yours",
             )
 

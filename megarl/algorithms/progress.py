@@ -2,7 +2,7 @@
 
     embeddings [B, E]   success [B]   task [B]                 of the whole global batch, on every rank
         |
-        +-- for each task: standardise and cluster (DBSCAN) its successes and those in the bank
+        +-- for each task: standardise and cluster (DBSCAN) its successes, of earlier steps too if kept
         +-- distance of each failure to the nearest cluster centre, Euclidean, in the space of the embeddings
         +-- distances of the task's failures -> scores: below that of a success, higher for nearer failures
 
@@ -122,9 +122,9 @@ def progress_scores(
     """Score successes 1 and failures by their distance to the successes of their task.
 
     A failure scores 0 if its embedding is invalid (zero, NaN, or infinite in float32), or if its task has no success
-    with a valid embedding in the batch or in the bank. For an episode that could not be played, pass an embedding of
-    zeros. Everything is computed in float64 on the CPU, so that all ranks get equal scores. The bank is not changed;
-    add the batch to it after the step is scored.
+    with a valid embedding in the batch or in `bank`. For an episode that could not be played, pass an embedding of
+    zeros. Everything is computed in float64 on the CPU, so that all ranks get equal scores. `bank` is not changed; add
+    the batch to it after the step is scored.
 
     Args:
         embeddings: float [B, E] of all episodes of the global batch.
@@ -322,15 +322,15 @@ class ProgressScorer:
         return {} if self._bank is None else self._bank.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore `state` into the bank; an empty state leaves it empty, and without a bank the state is ignored."""
+        """Restore the references of earlier steps from `state`; do nothing if it is empty or no references are kept."""
         if self._bank is not None and state:
             self._bank.load_state(state)
 
 
 class SuccessBank:
-    """The latest successes of each task, oldest first.
+    """A store of the embeddings of each task's latest successful episodes, oldest first.
 
-    Its content depends only on the added batches, in order: ranks that add the same global batches have equal banks.
+    Its content depends only on the added batches, in order: ranks that add the same global batches hold the same.
 
     Args:
         size: number of successes kept for each task, at least 1.
@@ -358,7 +358,7 @@ class SuccessBank:
         return self._held.get(task)
 
     def add(self, embeddings: Tensor, success: Tensor, task: Sequence[Hashable]) -> None:
-        """Add the successes with valid embeddings of a global batch, and drop the oldest beyond the bank's size.
+        """Add the successes with valid embeddings of a global batch, and drop the oldest ones beyond `size` per task.
 
         Args:
             embeddings: float [B, E].
@@ -379,7 +379,7 @@ class SuccessBank:
         return {"embedding": torch.cat(embeddings) if embeddings else torch.zeros(0, 0), "task": names}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Replace the bank's content by `state`, keeping the latest successes of each task that fit."""
+        """Replace all successes by those in `state`, keeping the latest of each task that fit."""
         self._held = {}
         if state["task"]:
             self.add(state["embedding"], torch.ones(len(state["task"]), dtype=torch.bool), state["task"])

@@ -17,7 +17,7 @@ _KEPT = f"{_OFF}; the run then keeps the draft head as it is"
 
 
 def facts_with_draft(config: RunConfig, facts: ModelFacts) -> ModelFacts:
-    """Return the facts of the actor, with its draft head if the recipe trains the head and the model allows it."""
+    """Return the actor's sizes `facts`, with its draft head if the recipe trains the head and the model allows it."""
     if config.actor.mtp is None or draft_problem(config, facts) is not None:
         return facts
     return replace(facts, trains_draft=True)

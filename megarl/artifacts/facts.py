@@ -242,9 +242,9 @@ class ModelFacts:
 
 
 def facts_from_config(raw: dict[str, Any], source: str, *, vision: bool | None = None) -> ModelFacts:
-    """Return the facts of a Hugging Face config.
+    """Return the sizes and properties of the model that a Hugging Face config describes.
 
-    For a robot policy or a vision-language model these are the facts of its language model, with its vision part.
+    For a robot policy or a vision-language model these are those of its language model, with its vision part.
 
     Args:
         source: names the config in errors.
@@ -313,10 +313,10 @@ def known_facts(model: ModelConfig, fix: str) -> ModelFacts:
 
 
 def model_facts(model: ModelConfig) -> ModelFacts | None:
-    """Return the facts of `model.path` (a folder, the hub cache, or a well-known hub name) or of `model.hf_config`.
+    """Return the sizes and properties of the model `model.path` or `model.hf_config`.
 
-    Return None if `path` is a hub name without local description. Raise ConfigError if the model is missing or
-    unsupported.
+    `path` is a folder, a name in the hub cache, or a well-known hub name. Return None if it is a hub name without a
+    local description. Raise ConfigError if the model is missing or unsupported.
     """
     config = raw_config(model)
     if config is None:

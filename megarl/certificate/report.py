@@ -72,7 +72,7 @@ def write_reports(results: Sequence[Result], folder: Path) -> None:
 
 
 def page(results: Sequence[Result], folder: Path, made: str) -> str:
-    """Return the page: a summary, all findings by section, and for failed sections the text of a bug report."""
+    """Return the HTML page: a summary, all findings by section, and for failed sections the text of a bug report."""
     e = html.escape
     machine = results[0].machine if results else {}
     parts = ["<!doctype html><meta charset='utf-8'><title>megarl doctor gpu</title>", f"<style>{_STYLE}</style>"]

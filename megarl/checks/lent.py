@@ -1,4 +1,4 @@
-"""Checks of a rollout team whose workers only send requests to servers, which run on the GPUs that the workers lend."""
+"""Checks of a rollout team whose workers only send requests to servers, which run on the GPUs of these workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def workers_of_machines(config: RunConfig, placement: Placement, team: TeamPlan)
 
 
 def check_lent(config: RunConfig, placement: Placement, team: TeamPlan, checks: Checklist) -> None:
-    """Check that servers of a run on several machines are on machines where rollout workers lend them GPUs."""
+    """Check that servers of a run on several machines run on the GPUs of workers that only send requests."""
     checks = checks.of("placement")
     servers, section = config.rollout.servers, config.rollout.servers_key
     if servers is None:
@@ -55,7 +55,7 @@ def check_lent(config: RunConfig, placement: Placement, team: TeamPlan, checks: 
             allowed="servers on the GPUs that the team's workers lend them",
             fix=f"set {section}.gpus=null, and remove --base-gpu-id",
         )
-    elif config.cluster.device_memory_gb is not None:  # workers on CPUs lend no devices
+    elif config.cluster.device_memory_gb is not None:  # workers on CPUs have no devices for servers
         _check_room(config, servers, workers_of_machines(config, placement, team), team, checks)
 
 

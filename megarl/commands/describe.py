@@ -48,7 +48,7 @@ def reference() -> str:
 
 
 def write_reference(file: Path) -> bool:
-    """Replace the text between the markers in the page `file`, or raise ValueError; return whether it changed."""
+    """Replace the text between the markers in the Markdown `file`, or raise ValueError; return whether it changed."""
     old, text = file.read_text(encoding="utf-8"), {"keys": reference, "models": model_table}[file.stem]()
     begin, end = (marker.format(name=file.stem) for marker in (BEGIN, END))
     if begin not in old or end not in old:

@@ -208,7 +208,7 @@ class Environment:
 
     @classmethod
     def open_with(cls, settings: Any, services: Services | None) -> Any:
-        """Open shared resources as `open` does, for an environment that needs what the run lends it."""
+        """Open shared resources as `open` does, for an environment that uses parts of the run (`Services`)."""
         return cls.open(settings)
 
     @classmethod

@@ -41,7 +41,7 @@ __all__ = ["PolicyConfig", "load_hf_config", "transformer_config"]
 
 @dataclass
 class PolicyConfig(TransformerConfig):
-    """Megatron's configuration, with the facts about a policy for which it has no field."""
+    """Megatron's configuration, with those properties of a policy for which it has no field."""
 
     mixers: tuple[Mixer, ...] = ()
     """The mixer of each layer of the whole model."""

@@ -179,7 +179,7 @@ class Space:
                 if each - tp * many > 0
             ]
             return together + apart
-        # on several machines servers run only on devices that workers lend; these workers only send requests
+        # on several machines servers run only on devices of workers that only send requests
         if nodes > 1:
             return [
                 Spread(hardware.devices, devices // tp, tp, teams=self._two_teams(hardware.devices - devices, devices))
@@ -190,7 +190,7 @@ class Space:
         spreads = []
         for tp in sizes:
             for many in range(1, -(-each // tp)):
-                # workers of the rollout team, which lend their GPUs to the servers
+                # workers of the rollout team, on whose GPUs the servers run
                 lending = min(self.config.placement.request_workers or 1, tp * many)
                 teams = self._two_teams(each - tp * many, lending)
                 spreads.append(Spread(each - tp * many + lending, many, tp, teams=teams))

@@ -36,7 +36,7 @@ _KEY = "env.mcp"
 _GRACE_S = 5.0
 #: Seconds within which a server must list its tools again after an error; otherwise its connection is closed.
 _CHECK_S = 5.0
-#: Seconds after which a program that was told to end is killed.
+#: Seconds that a server has to end when its connection closes; after that it is killed.
 _END_S = 10.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 T = TypeVar("T")
@@ -87,8 +87,8 @@ class McpServers:
         schemas: schemas of all tools, in the form of chat templates.
 
     Raises:
-        ConfigError: the package is missing, a server does not start or reply or lacks a requested tool, or two servers
-            have tools of the same name.
+        ConfigError: the package mcp is missing, a server does not start or reply or lacks a requested tool, or two
+            servers have tools of the same name.
     """
 
     def __init__(self, servers: Mapping[str, McpServer], timeout_s: float) -> None:
@@ -337,8 +337,8 @@ def _variable(name: str) -> str:
 
 
 def check_servers(servers: Mapping[str, McpServer]) -> None:
-    """Check servers as far as possible before any is started or connected. Raise ConfigError if the package is missing,
-    or a command is not found.
+    """Check servers as far as possible before any is started or connected. Raise ConfigError if the package mcp is
+    missing, or a command is not found.
     """
     if servers:
         _check_package()
