@@ -17,6 +17,7 @@ from megarl.architectures.deepseek_v3 import (
     latent_attention,
     other_yarn,
     serving_keys,
+    unscaled,
 )
 from megarl.architectures.draft import AFTER_LAYERS
 from megarl.architectures.sigmoid_routing import check_routing, shared_mixture
@@ -80,5 +81,5 @@ ARCHITECTURE = Architecture(
     draft=AFTER_LAYERS,
     written=lambda values: serving_keys(values) | {"first_k_dense_replace": _dense_layers(values)},
     refusals=(check_latent, check_routing, _check_lite),
-    served=replace(SERVED, wrong=other_in_sglang, tied=False),
+    served=replace(SERVED, wrong=other_in_sglang, tied=False, needs_gpu=unscaled),
 )
