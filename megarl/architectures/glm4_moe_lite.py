@@ -51,6 +51,11 @@ def other_in_sglang(values: Mapping[str, Any], mixers: Sequence[Mixer]) -> str |
     return other_yarn(values, mixers)
 
 
+def unscaled_halves(values: Mapping[str, Any], mixers: Sequence[Mixer]) -> bool:
+    """Return whether rotary positions are not scaled, and rotate the halves of a head instead of pairs."""
+    return unscaled(values, mixers) and not values["rope_interleave"]
+
+
 ARCHITECTURE = Architecture(
     model_type="glm4_moe_lite",
     keys={
@@ -81,5 +86,5 @@ ARCHITECTURE = Architecture(
     draft=AFTER_LAYERS,
     written=lambda values: serving_keys(values) | {"first_k_dense_replace": _dense_layers(values)},
     refusals=(check_latent, check_routing, _check_lite),
-    served=replace(SERVED, wrong=other_in_sglang, tied=False, needs_gpu=unscaled),
+    served=replace(SERVED, wrong=other_in_sglang, tied=False, needs_gpu=unscaled_halves),
 )

@@ -350,8 +350,8 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
         ("glm4_moe", {}, [], None),
         ("glm4_moe", {"tie_word_embeddings": True}, [], "stays random with tied embeddings"),
         ("glm4_moe_lite", {}, [], "without a q_lora_rank"),
-        ("glm4_moe_lite", {"q_lora_rank": 24}, [], "kernels for this model on GPUs only"),
-        ("glm4_moe_lite", {"q_lora_rank": 24, "rope_scaling": _YARN}, [], None),
+        ("glm4_moe_lite", {"q_lora_rank": 24}, [], None),
+        ("glm4_moe_lite", {"q_lora_rank": 24, "rope_interleave": False}, [], "kernels for this model on GPUs only"),
         (
             "glm4_moe_lite",
             {"q_lora_rank": 24, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
