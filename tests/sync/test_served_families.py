@@ -61,6 +61,10 @@ def drawn(model_type: str, count: int) -> list[dict[str, Any]]:
             raw.pop("head_dim", None)
         if served.rope_theta is not None:
             raw["rope_theta"] = served.rope_theta
+        if not served.tied:
+            raw["tie_word_embeddings"] = False
+        if served.rope_types is not None and (raw.get("rope_scaling") or {}).get("rope_type") not in served.rope_types:
+            raw.pop("rope_scaling", None)
         try:
             facts_from_config(raw, "config.json")
         except ConfigError:
