@@ -135,7 +135,15 @@ def test_eight_sandboxes_that_misbehave_at_once_are_ended_and_those_of_others_go
 def test_a_run_goes_on_whose_agents_do_harm_in_half_of_the_episodes(tmp_path):
     env = f"env={{name: agent, history: exact, sandbox: bubblewrap, function: '{BAD}:by_chance', on_error: mark"
     keys = ", ".join(f"{name}: {value}" for name, value in LIMITS.items())
-    overrides = [f"{env}, {keys}}}", *harness.ASKING[1:], "data.val_files=[]", "sft.steps=0", "trainer.steps=6"]
+    overrides = [
+        f"{env}, {keys}}}",
+        *harness.ASKING[1:],
+        "validation.every=0",
+        "data.val_files=[]",
+        "sft.steps=0",
+        "trainer.steps=6",
+        "cluster.timeout_s=600",
+    ]
     steps = harness.of_training(harness.run(harness.write_recipe(tmp_path), tmp_path / "run", *overrides))
     assert len(steps) == 6
     for name in ("errors", "limits/processes", "limits/memory", "limits/cpu", "limits/output", "refused_calls"):
