@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: Names and beginnings of names of metrics `env/<name>` that megarl writes itself.
 RESERVED = (
     *("calls", "undelivered", "refused_calls", "overflows", "retries", "timeouts", "samples", "branches/", "limits/"),
-    *("cached", "cut", "errors", "greedy_errors", "tokens/", "turns/"),
+    *("untrained_calls", "cached", "cut", "errors", "greedy_errors", "tokens/", "turns/"),
 )
 _MOST_NUMBERS = 64
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,99}")

@@ -21,7 +21,7 @@ def post(path: str, **body: Any) -> dict[str, Any]:
         json.dumps({"model": "policy", **body}).encode(),
         {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=600) as response:
         return json.load(response)
 
 
@@ -57,6 +57,14 @@ def debate(task: dict[str, Any]) -> dict[str, Any]:
     with contextlib.suppress(urllib.error.HTTPError):
         ask("policy", said)
     return task["row"]["result"]
+
+
+def asks_slowly(task: dict[str, Any]) -> float:
+    """The same with pauses, so that something can happen between two calls."""
+    time.sleep(1)
+    score = asks_thrice(task)
+    time.sleep(1)
+    return score
 
 
 def branches(task: dict[str, Any]) -> float:

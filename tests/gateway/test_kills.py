@@ -19,7 +19,7 @@ from tests.runtime import harness
 pytestmark = [pytest.mark.procs, pytest.mark.wide, pytest.mark.timeout(900), pytest.mark.campaign("agents")]
 #: A synchronous run of two replicas.
 IN_TURN = ("sft.steps=0", "trainer.steps=4", "validation.every=0", "algorithm.kl.use=none")
-#: Programs of which one, or the process that starts them, is killed in its second call, once.
+#: Programs of which one, or the process that starts them, is killed before its second call, once.
 KILLED = """
 import os, pathlib, sys
 sys.path.append({folder!r})
@@ -28,7 +28,7 @@ import agents
 def play(task):
     def say(messages):
         mark = pathlib.Path({mark!r})
-        if len(messages) == 3 and {sample!r} and not mark.exists():
+        if len(messages) == 3 and pathlib.Path({saved!r}).exists() and not mark.exists():
             mark.touch()
             victim = os.getpid()
             for _ in range({above}):  # the program's guardian, and what started this one
@@ -74,8 +74,10 @@ def test_as_ready_a_run_that_lost_a_process_trains_on_every_episode_once(recipe,
 def test_as_ready_a_killed_program_is_an_error_of_its_episode_only(recipe, tmp_path, on_error, above):
     """`above`: 0 kills a program, 2 the process that starts all of them."""
     file, folder = tmp_path / "killed.py", str(Path(__file__).parent)
-    file.write_text(KILLED.format(folder=folder, mark=str(tmp_path / "mark"), sample=True, above=above))
-    agents = (*harness.ASKING, f"env.function={file}:play", f"env.on_error={on_error}")
+    saved = str(tmp_path / "checkpoints" / "step_2" / "meta.json")
+    file.write_text(KILLED.format(folder=folder, mark=str(tmp_path / "mark"), saved=saved, above=above))
+    training = ("data.val_files=[]", "validation.every=0")
+    agents = (*harness.ASKING, *training, f"env.function={file}:play", f"env.on_error={on_error}")
     if on_error == "fail":
         test_flow.killed_and_resumed(recipe, tmp_path, *agents, work=test_flow.noting)
     else:

@@ -282,6 +282,50 @@ def test_many_sessions_at_once_get_their_own_replies(sessions):
     run(work())
 
 
+@pytest.mark.campaign("agents")
+def test_clients_that_die_at_any_moment_harm_no_other(monkeypatch):
+    """200 sessions with five calls each, of which a third closes its connection early."""
+    monkeypatch.setattr("megarl.gateway.session._ABANDONED_S", 0.05)
+
+    async def work() -> None:
+        async with served() as (gateway, _, client):
+            episodes, rng = [Episode(gateway, str(number)) for number in range(200)], random.Random(0)
+
+            async def ask(episode: Episode) -> str:
+                headers = {"Authorization": f"Bearer {episode.key}"}
+                stream = rng.random() < 0.3
+                response = await client.post("/v1/chat/completions", json={**HELLO, "stream": stream}, headers=headers)
+                text = await response.text()
+                return "" if stream else str(json.loads(text)["choices"][0]["message"]["content"])
+
+            async def use(number: int, episode: Episode) -> int:
+                read = 0
+                for _ in range(5):
+                    call = asyncio.ensure_future(ask(episode))
+                    dies = rng.random() < 1 / 3
+                    if dies:
+                        episode.answers.clear()
+                    await asyncio.wait({call}, timeout=rng.random() * 0.05 if dies else None)
+                    call.cancel()
+                    await asyncio.wait({call})
+                    episode.answers.set()
+                    if not call.cancelled():
+                        read += 1
+                        assert call.result() in ("", str(number))
+                return read
+
+            read = await asyncio.gather(*(use(number, episode) for number, episode in enumerate(episodes)))
+            await until(lambda: not any(episode.session._waiting for episode in episodes))
+            for count, episode in zip(read, episodes, strict=True):
+                assert episode.session.broken == ""
+                assert not episode.policy.done()
+                assert count <= sum(node.delivered for node in episode.nodes) <= 5
+                episode.policy.cancel()
+            assert 200 < sum(read) < 1000
+
+    run(work(), 300)
+
+
 WHOLE: dict[str, dict[str, Any]] = {
     "chat/completions": {
         **HELLO,

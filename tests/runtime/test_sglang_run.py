@@ -292,6 +292,28 @@ def test_a_server_that_hangs_in_any_phase_is_replaced(recipe, tmp_path, phase, s
     print(f"{phase}, {servers} servers: {time.monotonic() - began:.0f} s in all; {why}")
 
 
+@pytest.mark.campaign("agents")
+def test_clients_of_programs_wait_while_a_killed_server_is_replaced(recipe, tmp_path):
+    """kill -9 of all processes of the run's only server while programs play: each call has one answer."""
+    need_interpreter()
+    slow = harness.ASKING[0].replace("asks_thrice", "asks_slowly").replace("timeout_s: 60", "timeout_s: 600")
+    more = ("algorithm.kl.use=none", "trainer.steps=3", "cluster.nproc=1", "cluster.timeout_s=1500")
+    process = start(recipe, tmp_path, *SGLANG, *harness.ASKING[1:], slow, *more)
+    try:
+        killed = stop_scheduler(process, tmp_path, 2, DRAWS)
+        for member in killed.family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        output = finish(process, _BUSY_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output[-4000:]
+    steps = check_replaced(tmp_path, output, 3)
+    for step in (1, 2, 3):
+        assert (steps[step]["env/calls"], steps[step]["env/errors"], steps[step]["env/undelivered"]) == (3, 0, 0)
+        assert steps[step].get("env/retries", 0) == 0
+
+
 #: The quickstart of images with the patches that SGLang takes: 2 x 2 features of 28 pixels.
 SHAPES = (
     *("model.hf_config.vision_config.patch_size=14", "model.hf_config.vision_config.window_size=56"),
