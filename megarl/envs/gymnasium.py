@@ -177,6 +177,7 @@ def _converted(space: Any, value: Any) -> Any:
     import numpy
 
     kind = type(space).__name__
+    action: Any
     try:
         if kind == "Discrete":
             whole = isinstance(value, int) and not isinstance(value, bool)

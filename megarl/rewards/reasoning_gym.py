@@ -58,7 +58,8 @@ def rows(
     training = [next(every) for _ in range(size)]
     if split == "train":
         return training
-    known, held_out = {row["prompt"] for row in training}, []
+    known = {row["prompt"] for row in training}
+    held_out: list[dict[str, Any]] = []
     for _ in range(_TRIES * val_size):
         if len(held_out) == val_size:
             break
