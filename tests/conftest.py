@@ -15,7 +15,12 @@ from tests.turns import SINGLY, FirstCollects, OneTakesTheWide, Turns, kinds_of,
 # How long an example takes depends on what else the machine does. The examples are the same in every run: one that
 # fails belongs to a change of the code or of the test.
 settings.register_profile(
-    "megarl", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    "megarl",
+    max_examples=50,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("megarl")
 

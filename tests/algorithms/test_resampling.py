@@ -63,7 +63,7 @@ def test_weights_that_are_none_are_refused(tmp_path, monkeypatch):
 
 
 @given(cases, st.sampled_from(MODES), st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_copies_are_worth_what_the_copied_batch_is(case, mode, seed):
     """The loss of the batch with every sample written out as often as it was drawn."""
     g = torch.Generator().manual_seed(seed)

@@ -23,7 +23,7 @@ def sections_of(page: str) -> dict[str, str]:
 SECTIONS = {**sections_of("tutorials.md"), "An agent": sections_of("agents.md")["A program"]}
 
 #: Rows of each file of data in a try; whole runs have all of them.
-ROWS = 200
+ROWS = 100
 
 
 @pytest.fixture(scope="module")

@@ -66,6 +66,7 @@ def test_a_failure_is_told_as_by_every_launcher(same: Callable[[str, Path], None
     same("ray", tmp_path)
 
 
+@KILLS  # as a run whose Ray loses a part, and as a team whose process dies, below
 def test_a_run_that_lost_a_rank_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every.test_a_run_that_lost_a_rank_is_started_again("ray", tmp_path, monkeypatch)
 
@@ -236,10 +237,10 @@ def test_what_waits_inside_ray_ends_at_the_deadline() -> None:
 def test_a_part_of_ray_that_dies_is_named_and_the_run_starts_again_in_a_new_ray(
     entry: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker is not forked: that of a node manager that is gone is found by its environment."""
     monkeypatch.setenv("RESTARTS", "1")
-    for name in ("RAY_ADDRESS", FORKER):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("RAY_ADDRESS")
+    if entry == "ray_loses_its_node_manager":  # a worker whose node manager is gone is found by its environment
+        monkeypatch.delenv(FORKER, raising=False)
     result = every.launch("ray", entry, tmp_path, "1")
     assert result.code == 0, result.err
     assert result.err.count(f"megarl: Ray's {part}, process ") == 1, result.err

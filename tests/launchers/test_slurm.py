@@ -232,7 +232,7 @@ def test_values_come_through_a_real_shell(tmp_path, environment, name):
 
 
 @given(TEXT)
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_values_of_the_recipe_come_through_its_file(tmp_path, text):
     config = RunConfig(name="x", data={"format_prompt": text}, env={"name": "single_turn", "on_error": text})
     job = Submission(config, tmp_path, "train", "torchrun", tmp_path)

@@ -20,11 +20,13 @@ def accept() -> None:
         return
     from megarl.launchers import ray
 
-    keep_out = ray._restrict_clients
+    keep_out, chosen = ray._restrict_clients, list[bool]()
 
     def then_choose() -> None:
         keep_out()  # before Ray is imported
-        choose_programs()
+        if not chosen:  # else it is another Ray of this launcher
+            choose_programs()
+            chosen.append(True)
 
     ray._restrict_clients = then_choose
 

@@ -38,7 +38,7 @@ def first_prefix(tokenizer: Any, strings: list[str], tokens: list[int]) -> int |
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_a_turn_ends_with_the_first_token_after_which_its_text_holds_a_string(kind, data):
     """Of tokens of texts, and of any tokens: broken characters, special tokens, and texts longer than the window."""

@@ -123,7 +123,7 @@ def test_damaged_files_beside_the_checkpoints_change_no_number(recipe, whole, un
 
 
 def test_a_finished_run_has_nothing_left_to_do_and_one_that_starts_again_keeps_its_checkpoints_aside(recipe, tmp_path):
-    short = ("trainer.steps=1", "sft.steps=0")
+    short = ("trainer.steps=1", "sft.steps=0", "cluster.nproc=1")
     first = harness.train(recipe, tmp_path / "one", *short)
     process = harness.start(recipe, tmp_path / "one", *short, "trainer.keep_last=3")
     output = harness.finish(process)
@@ -137,6 +137,6 @@ def test_a_finished_run_has_nothing_left_to_do_and_one_that_starts_again_keeps_i
     assert (tmp_path / "one" / "checkpoints.old-1" / "step_1" / "meta.json").is_file()
     assert (tmp_path / "one" / "checkpoints.old-1" / "reference" / "config.json").is_file()
     source = tmp_path / "one" / "checkpoints" / "step_1"
-    more = harness.train(recipe, tmp_path / "two", "trainer.steps=2", "sft.steps=0", f"trainer.resume={source}")
+    more = harness.train(recipe, tmp_path / "two", *short, "trainer.steps=2", f"trainer.resume={source}")
     assert list(more) == [2]
     assert (tmp_path / "two" / "reference" / "config.json").is_file()  # for later resumes of this run

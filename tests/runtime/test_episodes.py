@@ -130,6 +130,11 @@ def test_remax_plays_one_greedy_episode_of_the_same_task_per_prompt(recipe, tmp_
     assert sum(numbers["env/greedy_errors"] for numbers in one.values()) == failed
     assert all(numbers["env/errors"] == 0 and numbers["env/turns/max"] == 3 for numbers in one.values())
     assert all(numbers["actor/grad_norm"] > 0 and numbers["critic/greedy_score/mean"] > 0 for numbers in one.values())
+
+
+@pytest.mark.campaign("teams")  # without greedy episodes: above
+def test_two_replicas_play_the_same_greedy_episodes(recipe, tmp_path_factory):
+    one, began = compared_with_greedy_episodes(recipe, tmp_path_factory.mktemp("one"), "cluster.nproc=1")
     two, again = compared_with_greedy_episodes(recipe, tmp_path_factory.mktemp("two"), "trainer.steps=1")
     assert again.items() <= began.items()
     for name, value in one[1].items():

@@ -70,7 +70,7 @@ def context(estimator: str = "remax") -> SimpleNamespace:
     return SimpleNamespace(config=config, metrics=Metrics(), all_sum=lambda values: values)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(prompts, st.randoms(use_true_random=False))
 def test_samples_are_compared_with_the_whole_greedy_episode_and_left_out_without_one(cases, shuffle):
     """The samples of a prompt stand anywhere in the batch."""

@@ -55,7 +55,7 @@ def worker(prompts: int, replicas: int, size: int, rank: int = 0, shuffle: bool 
     return SimpleNamespace(config=config, layout=layout, seeds=Seeds(3), step=7)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(mixed, st.integers(1, 3), st.data())
 def test_a_mini_batch_is_the_next_prompts_with_all_their_samples(groups, replicas, data):
     sizes, shuffle = groups
@@ -169,7 +169,7 @@ def test_every_sample_of_a_prompt_has_its_greedy_score(monkeypatch: pytest.Monke
     assert c.metrics.result()["critic/greedy_score/mean"] == 4.0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(mixed, st.integers(1, 3), st.data())
 def test_metrics_of_groups_are_those_of_all_groups_of_two_and_more_on_any_number_of_replicas(groups, replicas, data):
     sizes, shuffle = groups

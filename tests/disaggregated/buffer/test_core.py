@@ -28,7 +28,7 @@ def give(core: Core, team: str, rank: int, step: int, key: str, some: list[Group
 # -- the way of a step -------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     train=st.integers(1, 5),
     ref=st.integers(1, 5),
