@@ -68,7 +68,7 @@ THOROUGH = ("tp2", "pp2", "moe-ep2")  # greedy and filtered, too
 # Every way of splitting a model, and every kind of layer that a split concerns; others combine the same parts.
 KEPT = (
     *("tp2", "pp2-vpp2", "cp2", "dp2", "latent-tp2", "full-norm-tp2", "moe-ep2", "moe-tp2-ep2-sp", "moe-pp2"),
-    *("tp2-pp2-vpp2-sp", "moe-pp2-ep2", "moe-tp2-ep2-etp2"),
+    *("tp2-pp2-vpp2-sp", "moe-tp2-ep2-etp2"),
 )
 TIED = {"tie_word_embeddings": True}
 

@@ -34,13 +34,11 @@ TWO = [
     ("drafting", {"tp": 2, "sp": True, "ep": 2}, {"recompute": "full"}),
     ("drafting latent", {"pp": 2}, {"overlap_grad_reduce": True}),
     ("wide", {"tp": 2, "sp": True}, {}),
-    ("sinks", {"tp": 2, "sp": True}, {"recompute": "full"}),
     ("sinks", {"cp": 2, "ep": 2}, {"recompute": "selective"}),
     ("moe", {"ep": 2}, {"distributed_optimizer": False, "recompute": "full"}),
     ("moe", {"tp": 2, "sp": True, "ep": 2}, {}),
     ("moe", {"tp": 2, "sp": True, "etp": 1}, {}),
     ("critic", {"tp": 2, "sp": True}, {"micro_batch_tokens": 50}),
-    ("critic", {"pp": 2, "vpp": 2}, {}),
     ("moe critic", {"tp": 2, "sp": True, "ep": 2}, {}),
 ]
 FOUR = [
@@ -49,11 +47,11 @@ FOUR = [
     ("moe", {"pp": 2, "ep": 2}, {"overlap_grad_reduce": True}),
     ("moe", {"ep": 2}, {}),
     ("moe", {"ep": 2, "etp": 2}, {"recompute": "full"}),
-    ("tied", {"pp": 2, "vpp": 2}, {}),
-    ("critic", {"tp": 2, "cp": 2, "sp": True}, {}),
 ]
 # Each of these changes one thing of a layout above, or leaves one out.
 MORE_OF_TWO = [
+    ("critic", {"pp": 2, "vpp": 2}, {}),
+    ("sinks", {"tp": 2, "sp": True}, {"recompute": "full"}),
     ("moe", {"tp": 2, "sp": True}, {}),
     ("moe", {"pp": 2, "first_stage_layers": 1}, {}),
     ("moe", {}, {}),
@@ -80,6 +78,8 @@ MORE_OF_TWO = [
     ("critic", {}, {"overlap_grad_reduce": True}),
 ]
 MORE_OF_FOUR = [
+    ("critic", {"tp": 2, "cp": 2, "sp": True}, {}),
+    ("tied", {"pp": 2, "vpp": 2}, {}),
     ("dense", {"tp": 2, "pp": 2}, {}),
     ("tied", {"tp": 2, "sp": True}, {}),
     ("moe", {"tp": 2, "cp": 2, "sp": True}, {}),
