@@ -92,8 +92,8 @@ def ppo(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dic
         pytest.param(["actor.parallel.pp=2"], marks=pytest.mark.campaign("teams")),
         [
             "actor.parallel={tp: 2, sp: true}",
-            "critic.engine={micro_batch_tokens: 20, offload: true}",
-            "actor.engine={micro_batch_tokens: 30, offload: true}",
+            "critic.engine={micro_batch_tokens: 40, offload: true}",
+            "actor.engine={micro_batch_tokens: 50, offload: true}",
         ],
     ],
     ids=["single", "pp2", "tp2-sp-micro-batches-offload"],

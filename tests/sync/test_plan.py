@@ -32,13 +32,15 @@ BUCKETS: list[dict] = [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "fp8": True}
 
 
 def spread(values: list) -> list:
-    """Parameters (name, layout, value): one value of each case, in turn; the others are for the campaign."""
+    """Parameters (name, layout, value): one value, in turn, of every third case, so that each name and each layout has
+    some, and of every layout of experts; the others are for the campaign."""
     marks = pytest.mark.campaign("families")
     return [
         (*case, value) if chosen else pytest.param(*case, value, marks=marks)
         for number, case in enumerate(CASES)
         for place, value in enumerate(values)
-        for chosen in [(number - place) % len(values) == 0]
+        for turn, rest in [(number, 0) if case[1] in MOE else divmod(number, 3)]
+        for chosen in [rest == 0 and (turn - place) % len(values) == 0]
     ]
 
 
