@@ -12,11 +12,11 @@ marks a test, or with `pytest.param(..., marks=...)` one of its cases. Plain run
                 clients and engines
     connectors  environments of other packages
     durability  more ways to lose a relay of weights      lora        adapters beside full training
-    exports     under transformers 4                      memory      engines of real size
+    exports     under transformers 4                      memory      engines of real size, a Ray that spills
     families    every architecture, drawn configurations  servers     more cases with real SGLang servers
     faults      every kind of fault                       slurm       jobs of a real Slurm
     install     newest and oldest versions that setup.py  smollm2     a real chat model
-                allows                                    teams       placements and layouts
+                allows, and missing packages              teams       placements and layouts
     kernels     the compiler's other levels, processors   trl         TRL's own losses
     kills       one process at a drawn moment, and whole  tutorials   whole runs of docs/tutorials.md
                 runs at more places than the suite has
