@@ -87,15 +87,34 @@ OWN_WEIGHTS = ["models={proposer: {train: true, optim: {lr: 0.002}}}", "policies
 FULL = "KL over the whole vocabulary"
 WHOLE = "distillation over the whole vocabulary"
 DAPO = ["algorithm.pipeline=dapo", "algorithm.dynamic_sampling.enabled=true"]
+#: Losses and estimators that need nothing else: a run has one of each.
+TOGETHER = dict(
+    zip(
+        (name for name in POLICY_LOSSES.names() if name not in NEEDS),
+        (
+            name
+            for name in ADVANTAGES.names()
+            if name != "gae" and name not in NEEDS and "old_logp" not in ADVANTAGES.required(name)
+        ),
+        strict=False,
+    )
+)
 RECIPES = {
     **{
         f"advantage {name}": [f"algorithm.advantage.name={name}", *NEEDS.get(name, [])]
         for name in ADVANTAGES.names()
-        if name != "gae"
+        if name not in ("gae", *TOGETHER.values())
     },
     **{
         f"loss {name}": [f"algorithm.loss.name={name}", "actor.mini_batch_size=2", *NEEDS.get(name, [])]
         for name in POLICY_LOSSES.names()
+        if name not in TOGETHER
+    },
+    **{
+        f"loss {loss}, advantage {name}": [
+            *(f"algorithm.loss.name={loss}", f"algorithm.advantage.name={name}", "actor.mini_batch_size=2"),
+        ]
+        for loss, name in TOGETHER.items()
     },
     "HPT": [
         *(
