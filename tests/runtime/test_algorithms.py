@@ -436,6 +436,29 @@ def test_a_run_with_further_models_or_policies_resumes_with_the_same_numbers(
     assert line["proposer/actor/entropy"] < 0.9 * lines[0]["proposer/actor/entropy"]
 
 
+#: The proposer is paid for signs and the solver for digits, which is the opposite.
+PAID = AGENT.replace('"proposer": 1 - sum(digits) / 2', '"proposer": 1 - sum(c.isdigit() for c in said) / 4')
+
+
+@pytest.mark.campaign("agents")
+@pytest.mark.usefixtures("alone_for_module")
+@pytest.mark.parametrize("weights", ["own", "shared"])
+@pytest.mark.parametrize("frozen", ["", "proposer", "solver"])
+def test_both_policies_learn_and_a_frozen_one_does_not(weights: str, frozen: str, folder: Path, tmp_path: Path) -> None:
+    (folder / "proposing.py").write_text(PAID)
+    settings = [*POLICIES, *(OWN_WEIGHTS if weights == "own" else ()), "trainer.steps=30", "actor.optim.lr=0.004"]
+    settings += [f"policies.{frozen}.train=false"] if frozen else []
+    lines = train(folder, tmp_path / "run", *settings, "rollout.sampling.n=8")
+    for policy in ("proposer", "solver"):
+        scores = [line[f"{policy}/critic/score/mean"] for line in lines]
+        gain = sum(scores[-5:]) / 5 - sum(scores[:5]) / 5
+        print(weights, frozen or "none", policy, round(gain, 3))
+        if policy != frozen:
+            assert gain > 0.15
+        elif weights == "own":
+            assert abs(gain) < 0.1
+
+
 @pytest.mark.procs
 def test_the_teachers_likeliest_tokens_may_come_from_a_team_of_its_own(folder, teacher, tmp_path):
     """There two teachers share out the prompts, which say what the one teacher here says."""
