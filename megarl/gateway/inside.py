@@ -281,6 +281,8 @@ def _call(name: str) -> int:
                 json.dump(result, file)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)  # as Python does where a program exits with a text
     except BaseException:
         traceback.print_exc()
         code = 1

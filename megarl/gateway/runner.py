@@ -307,6 +307,8 @@ def _start(order: dict[str, Any], function: Any) -> _Program:
         code = _run(order, function)
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        if not isinstance(exit_.code, int | None):
+            print(exit_.code, file=sys.stderr)  # as Python does where a program exits with a text
     except BaseException:
         code = 1 if not order["launch"]["argv"] else code
         traceback.print_exc()

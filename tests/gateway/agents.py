@@ -153,6 +153,11 @@ def crashes(task: dict[str, Any]) -> None:
     raise KeyError("a defect of the agent")
 
 
+def gives_up(task: dict[str, Any]) -> None:
+    """Exits with a text, as programs do."""
+    sys.exit("a reason to give up")
+
+
 def kills(task: dict[str, Any]) -> float:
     """End the process that starts the agents, as someone may who ends processes by hand."""
     if task["row"]["prompt"] == "0":

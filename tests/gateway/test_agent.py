@@ -204,6 +204,8 @@ def test_a_defect_of_the_agent_names_its_output():
         EpisodeError, match=r"train-0-0#0 failed at reset[\s\S]*exit code 1[\s\S]*a defect of the agent"
     ):
         trajectories(scripted("1"), "crashes", [{"prompt": "0"}])
+    with pytest.raises(EpisodeError, match=r"exit code 1[\s\S]*a reason to give up"):
+        trajectories(scripted("1"), "gives_up", [{"prompt": "0"}])
 
 
 def test_an_agent_that_hangs_is_ended_with_all_that_it_started(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from megarl.config.rollout import SamplingConfig
 from megarl.gateway.verifiers import rows
+from megarl.rollout.groups import EpisodeError
 from megarl.system.errors import ConfigError
 from tests.gateway.playing import Scripted, episodes_of
 from tests.gateway.talking import Talk
@@ -24,6 +25,14 @@ def python(monkeypatch):
     return interpreter("verifiers==0.4.0")
 
 
+def played(python, lines, tasks, **env):
+    talk = Talk("qwen3")
+    settings = {"name": "verifiers", "python": python, "taskset": TASKSET, "config": CONFIG, **env}
+    engine, sampling = Scripted(talk.tokenizer, talk.end, *lines), SamplingConfig(max_new_tokens=20)
+    room = {"prompt_tokens": 300, "tokens": 300}
+    return episodes_of(engine, talk.template, talk.tokenizer, [talk.end], [], tasks, sampling, env=settings, **room)
+
+
 @pytest.mark.campaign("connectors")
 @pytest.mark.timeout(600)
 def test_the_package_plays_episodes_whose_tokens_and_rewards_are_those_of_the_run(python, tmp_path):
@@ -33,25 +42,25 @@ def test_the_package_plays_episodes_whose_tokens_and_rewards_are_those_of_the_ru
         "name 8",
         "name 9",
     ]
-    talk = Talk("qwen3")
-    engine = Scripted(talk.tokenizer, talk.end, "1", "1", "3")
-    episodes = episodes_of(
-        engine,
-        talk.template,
-        talk.tokenizer,
-        [talk.end],
-        [],
-        tasks,
-        SamplingConfig(max_new_tokens=20),
-        env={"name": "verifiers", "python": python, "taskset": TASKSET, "config": CONFIG},
-        prompt_tokens=300,
-        tokens=300,
-    )
+    episodes = played(python, ["1", "1", "3"], tasks)
     assert sorted(sum(episode.turn_rewards) for episode in episodes) == [0.0, 1.0]
     for episode in episodes:
         [lane] = episode.all_lanes
         assert lane.turn_numbers == [0, 1]
         assert episode.info["verifiers/turns"] == 2
+
+
+@pytest.mark.campaign("connectors")
+@pytest.mark.timeout(600)
+def test_failures_are_named_and_an_episode_that_a_limit_ends_counts_as_0(python):
+    [task] = rows(TASKSET, python=python, config=CONFIG, select={"limit": 1})
+    with pytest.raises(EpisodeError, match="the row has no column `verifiers`"):
+        played(python, ["3"], [{"prompt": "name 3"}])
+    with pytest.raises(ConfigError, match=r"verifiers cannot list the tasks: (?s:.*)no-such"):
+        rows("no-such", python=python)
+    [episode] = played(python, ["1", "3"], [task], max_calls=1)
+    assert sum(episode.turn_rewards) == 0.0
+    assert episode.info["refused_calls"] >= 1
 
 
 def test_an_interpreter_without_the_package_is_named(tmp_path):
