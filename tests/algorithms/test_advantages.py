@@ -339,8 +339,12 @@ def test_one_valid_token_in_the_whole_batch():
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_empty_batch(name):
     empty = torch.zeros(0)
-    tokens = ("token_rewards", "values", "greedy_score", "old_logp", "teacher_logp", "sum_pi_squared", "turn_keys")
-    given_fields = {**dict.fromkeys(tokens, empty), "uid": [], "reward_parts": empty.view(0, 2)}
+    tokens = ("token_rewards", "values", "old_logp", "teacher_logp", "sum_pi_squared", "turn_keys")
+    given_fields = {
+        **dict.fromkeys((*tokens, "greedy_score", "running_baseline"), empty),
+        "uid": [],
+        "reward_parts": empty.view(0, 2),
+    }
     form = {"mask": empty.bool(), "offsets": torch.zeros(1, dtype=torch.int64)}
     assert estimate(name, given_fields | form, OPTIONS).advantages.shape == (0,)
 

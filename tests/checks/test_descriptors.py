@@ -60,7 +60,7 @@ def checked(*overrides: str) -> list[Any]:
 def test_a_small_run_says_nothing_and_a_large_one_how_many() -> None:
     assert checked("cluster.nproc=8") == []
     (check,) = checked("cluster.nproc=1024", "cluster.nnodes=128")
-    assert f"about {descriptors(1024, ParallelConfig())} of a rank" in check.message
+    assert f"about {descriptors(1024, ParallelConfig())} per rank" in check.message
 
 
 def test_a_hard_limit_that_is_too_low_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
