@@ -84,11 +84,16 @@ def other_yarn(values: Mapping[str, Any], mixers: Sequence[Mixer]) -> str | None
     return None if scaling.get("truncate", True) else "SGLang expects truncate: true of rotary positions"
 
 
-def unscaled(values: Mapping[str, Any], mixers: Sequence[Mixer]) -> bool:
-    """Return whether rotary positions are not scaled."""
+def rotates_halves(values: Mapping[str, Any], mixers: Sequence[Mixer]) -> bool:
+    """Return whether rotary positions rotate the halves of a head instead of its pairs."""
+    return not values["rope_interleave"]
+
+
+def halves_or_unscaled(values: Mapping[str, Any], mixers: Sequence[Mixer]) -> bool:
+    """Return whether rotary positions rotate the halves of a head, or are not scaled."""
     from megarl.architectures.values import rope_scaling
 
-    return bool(rope_scaling(values)["rope_type"] == "default")
+    return rotates_halves(values, mixers) or bool(rope_scaling(values)["rope_type"] == "default")
 
 
 SERVED = ServedClass(wrong=other_yarn, rope_types=("default", "yarn"))
@@ -117,5 +122,5 @@ ARCHITECTURE = Architecture(
     draft=AFTER_LAYERS,
     written=serving_keys,
     refusals=(check_latent, check_routing),
-    served=replace(SERVED, needs_gpu=unscaled),
+    served=replace(SERVED, needs_gpu=halves_or_unscaled),
 )

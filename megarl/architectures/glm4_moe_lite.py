@@ -16,8 +16,8 @@ from megarl.architectures.deepseek_v3 import (
     check_latent,
     latent_attention,
     other_yarn,
+    rotates_halves,
     serving_keys,
-    unscaled,
 )
 from megarl.architectures.draft import AFTER_LAYERS
 from megarl.architectures.sigmoid_routing import check_routing, shared_mixture
@@ -51,11 +51,6 @@ def other_in_sglang(values: Mapping[str, Any], mixers: Sequence[Mixer]) -> str |
     return other_yarn(values, mixers)
 
 
-def unscaled_halves(values: Mapping[str, Any], mixers: Sequence[Mixer]) -> bool:
-    """Return whether rotary positions are not scaled, and rotate the halves of a head instead of pairs."""
-    return unscaled(values, mixers) and not values["rope_interleave"]
-
-
 ARCHITECTURE = Architecture(
     model_type="glm4_moe_lite",
     keys={
@@ -86,5 +81,5 @@ ARCHITECTURE = Architecture(
     draft=AFTER_LAYERS,
     written=lambda values: serving_keys(values) | {"first_k_dense_replace": _dense_layers(values)},
     refusals=(check_latent, check_routing, _check_lite),
-    served=replace(SERVED, wrong=other_in_sglang, tied=False, needs_gpu=unscaled_halves),
+    served=replace(SERVED, wrong=other_in_sglang, tied=False, needs_gpu=rotates_halves),
 )

@@ -329,6 +329,7 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
         ("deepseek_v3", {}, [], None),
         ("deepseek_v3", {}, ["sync.fp8=true", "model.dtype=bf16"], "cannot be sent as FP8"),
         ("deepseek_v3", {"rope_scaling": None}, [], "kernels for this model on GPUs only"),
+        ("deepseek_v3", {"rope_interleave": False}, [], "kernels for this model on GPUs only"),
         ("deepseek_v3", {"rope_scaling": None}, [_ON_GPUS], None),
         ("deepseek_v3", {"rope_scaling": {**_YARN, "mscale": 0.7}}, [], "expects both mscale"),
         ("deepseek_v3", {"rope_scaling": {**_YARN, "truncate": False}}, [], "truncate"),

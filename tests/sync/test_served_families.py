@@ -41,6 +41,17 @@ PROMPT, NEW = 40, 8  # tokens; the drawn windows are shorter, and longrope's sho
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
+def fit_rope(raw: dict[str, Any], kinds: tuple[str, ...]) -> None:
+    """Leave out scaled positions of other kinds, and settings of yarn that only transformers reads."""
+    scaling = raw.get("rope_scaling") or {}
+    if scaling.get("rope_type") not in kinds:
+        raw.pop("rope_scaling", None)
+    for key in ("attention_factor", "truncate"):
+        scaling.pop(key, None)
+    if bool(scaling.get("mscale")) != bool(scaling.get("mscale_all_dim")):
+        scaling |= {"mscale": 0.7, "mscale_all_dim": 1.0}
+
+
 def drawn(model_type: str, count: int) -> list[dict[str, Any]]:
     """Configurations that megarl trains, with widths that CPU servers compute."""
     found: list[dict[str, Any]] = []
@@ -63,8 +74,8 @@ def drawn(model_type: str, count: int) -> list[dict[str, Any]]:
             raw["rope_theta"] = served.rope_theta
         if not served.tied:
             raw["tie_word_embeddings"] = False
-        if served.rope_types is not None and (raw.get("rope_scaling") or {}).get("rope_type") not in served.rope_types:
-            raw.pop("rope_scaling", None)
+        if served.rope_types is not None:
+            fit_rope(raw, served.rope_types)
         try:
             facts_from_config(raw, "config.json")
         except ConfigError:
