@@ -69,7 +69,11 @@ class Gymnasium(Environment):
         """Begin an episode with the row's `seed`, if it has one."""
         self._game = _make(self.settings)
         value, _ = self._game.reset(seed=int(row.get("seed", seed)) % 2**31)
-        form = f"one of {', '.join(self.settings.actions)}" if self.settings.actions else _form(self._game.action_space)
+        form = (
+            f"one of {', '.join(self.settings.actions)}"
+            if self.settings.actions
+            else action_form(self._game.action_space)
+        )
         instructions = how_to_answer(self.settings, form)
         return shown(self._view(value) + (f"\n\n{instructions}" if instructions else ""), self.shared)
 
@@ -164,7 +168,7 @@ def _check_space(space: Any) -> None:
         )
 
 
-def _form(space: Any) -> str:
+def action_form(space: Any) -> str:
     """Return what an action of the space is, for the policy."""
     kind = type(space).__name__
     if kind == "Discrete":

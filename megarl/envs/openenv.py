@@ -174,7 +174,8 @@ class OpenEnv(Environment):
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         """Send a message and return the reply."""
-        assert self._socket is not None, "the episode has begun"
+        if self._socket is None:
+            raise EpisodeFailure("there is no connection yet")
         async with asyncio.timeout(self.settings.timeout_s):
             with contextlib.suppress(ConnectionError):  # a server without room closes; its message can still be read
                 await self._socket.send_json({"type": kind, "data": data})
@@ -191,7 +192,8 @@ class OpenEnv(Environment):
         if self.settings.field is not None:
             return "a text"
         if self.settings.instructions is None and not self.shared.form:
-            assert self._client is not None, "the episode has begun"
+            if self._client is None:
+                raise EpisodeFailure("there is no connection yet")
             async with self._client.get(f"{self.settings.url}/schema") as response:
                 schema = (await response.json()).get("action", {})
             self.shared.form = f"a JSON object of this schema: {json.dumps(schema)}"

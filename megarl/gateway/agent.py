@@ -205,7 +205,7 @@ class AgentReplica:
 class Agent(Environment):
     """Plays an episode of a program that calls the policy."""
 
-    Settings = AgentSettings
+    Settings: ClassVar[type[AgentSettings]] = AgentSettings
     times_itself: ClassVar[bool] = True
     may_drop_turns: ClassVar[bool] = True
     _program: Program  # set by `reset`

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -49,10 +49,10 @@ def section(taskset: str | Mapping[str, Any], config: Mapping[str, Any] | None =
 class Verifiers(Agent):
     """Plays an episode of an environment of verifiers."""
 
-    Settings = VerifiersSettings
+    Settings: ClassVar[type[AgentSettings]] = VerifiersSettings
 
     @classmethod
-    def check(cls, settings: VerifiersSettings) -> None:
+    def check(cls, settings: Any) -> None:
         """Check that the interpreter has the package."""
         section(settings.taskset, settings.config)
         _check_package(settings.python)
