@@ -61,7 +61,7 @@ class OpenEnvSettings(AnswerSettings):
 
 
 class OpenEnvReplica:
-    """What the episodes of a replica share."""
+    """The resources that all episodes of a replica share."""
 
     def __init__(self, settings: OpenEnvSettings, chat: bool) -> None:
         self.chat = chat
