@@ -119,7 +119,7 @@ def test_a_run_plays_a_game(tmp_path):
         "instructions: '', invalid_text: '-'}",
         f"data={{train_files: [{source!r}], val_files: [{source!r}], "
         "loader_kwargs: !replace {size: 8, val_size: 4}}",
-        "reward=!replace {}",
+        "reward=!replace {timeout_s: 100}",
         "rollout={limits: {turns: 3, tokens: 24}, sampling: {max_new_tokens: 2, stop_token_ids: [4, 5, 6, 7]}}",
         "sft.steps=0",
         "trainer.steps=2",
