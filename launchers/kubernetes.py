@@ -233,8 +233,12 @@ def check_fields(settings: KubernetesConfig, launcher: str) -> None:
                 raise ConfigError("other keys set this field", where=f"{_KEY}.{place}.{name}", fix=f"see {keys[name]}")
     for name in ("hostname", "subdomain") if launcher == "torchrun" else ():
         if name in settings.pod:
-            problem = "pods find each other by the names that the JobSet gives them"
-            raise ConfigError(problem, where=f"{_KEY}.pod.{name}", found=settings.pod[name], fix="remove it")
+            raise ConfigError(
+                "pods find each other by the names that the JobSet gives them",
+                where=f"{_KEY}.pod.{name}",
+                found=settings.pod[name],
+                fix="remove it",
+            )
     mounts = mounts_of(settings)
     _check_once("pod.volumes", "name", _entries("pod.volumes", settings.pod, "name"), list(mounts))
     _check_once("mount", "mountPath", [settings.mount], [path for name, path in mounts.items() if name != "runs"])

@@ -29,7 +29,7 @@ _TURNS = 3
 _SHOWN = 2  # tests that the policy may see; the first is its prompt
 _INPUTS = 5
 _RUN_S = 5.0
-_OUTPUT = 4096  # bytes
+_OUTPUT = 4096  # bytes that are read of what the policy's code prints
 _PR_SET_DUMPABLE = 4
 #: Runs in the process of the code: the function's result, or the name of its error, for each input.
 _RUN = """

@@ -102,7 +102,8 @@ def make_sft_rows(
 
 
 def invent(real: list[str], draw: random.Random) -> Iterator[str]:
-    """Yield synthetic expressions without end; each has the form of a real one, with numbers from other expressions."""
+    """Yield synthetic expressions for a cold start, without end. Each has the form of a real expression, with numbers
+    from others."""
     operands: dict[tuple[str, int], list[str]] = defaultdict(list)
     shapes = [OPERAND.sub("{}", expression) for expression in real]
     for shape, expression in zip(shapes, real, strict=True):

@@ -68,14 +68,36 @@ def message(node: ast.expr) -> str:
     return ""
 
 
+def own_words(node: ast.expr) -> list[str]:
+    """Return the words of a string expression that are written in it, not in the values that it names."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.findall(r"[A-Za-z]{2,}", node.value)
+    if isinstance(node, ast.JoinedStr):
+        return [word for part in node.values for word in own_words(part)]
+    if isinstance(node, ast.FormattedValue):
+        return own_words(node.value)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return own_words(node.left) + own_words(node.right)
+    if isinstance(node, ast.IfExp):
+        return own_words(node.body) + own_words(node.orelse)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+        return own_words(node.func.value)
+    return []
+
+
 def error_messages(tree: ast.Module, place: str) -> Iterator[Sentence]:
     """Yield the messages of `raise` statements that are written where the error is raised, with their place and fix."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-            parts = {"": node.exc.args[0]} | {f"{word.arg}: ": word.value for word in node.exc.keywords if word.arg}
+            kind = ast.unparse(node.exc.func)
+            texts = node.exc.args
+            if len(texts) > 1 and isinstance(texts[0], ast.Constant) and re.fullmatch(r"\w+", str(texts[0].value)):
+                texts = texts[1:]  # the first argument is an error code for programs
+            parts = {"": texts[0]} | {f"{word.arg}: ": word.value for word in node.exc.keywords if word.arg}
             text = "\n".join(name + (message(value) or "{" + ast.unparse(value) + "}") for name, value in parts.items())
-            if len(re.findall(r"[A-Za-z]{2,}", re.sub(r"\{[^{}]*\}", "", text))) >= 3:  # else another error's text
-                yield Sentence("error message", f"{place}:{node.lineno}", ast.unparse(node.exc.func), text)
+            words = sum(len(own_words(value)) for value in parts.values())
+            if words >= (2 if len(parts) > 1 else 3):  # with fewer words the text is written elsewhere
+                yield Sentence("error message", f"{place}:{node.lineno}", kind, text)
 
 
 def comments(source: str, place: str) -> Iterator[Sentence]:

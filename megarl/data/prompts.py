@@ -117,14 +117,14 @@ class PromptDataset:
 
     def _other_columns(self, index: int) -> dict[str, Any]:
         row = self.rows[index]
-        repeated = {
+        left_out = {
             "answer": self.config.answer_key == "answer",
             "data_source": row.get("data_source") == _data_source(row),
         }
         if self._images is not None:
-            repeated[self._images.key.partition(".")[0]] = True  # the column of images holds no plain values
-        repeated["prompt"] = self.config.prompt_key == "prompt" and row["prompt"] == self.texts[index]
-        columns = {name: value for name, value in row.items() if not repeated.get(name, False)}
+            left_out[self._images.key.partition(".")[0]] = True  # the batch has the images as fields
+        left_out["prompt"] = self.config.prompt_key == "prompt" and row["prompt"] == self.texts[index]
+        columns = {name: value for name, value in row.items() if not left_out.get(name, False)}
         prompt = self.config.prompt_key.partition(".")[0]
         if self._images is not None and prompt in columns:
             columns[prompt] = without_images(columns[prompt])

@@ -203,7 +203,7 @@ def _owners(sizes: Sequence[int], together: Sequence[int]) -> list[int]:
         return list(range(len(sizes)))
     owners: list[int] = []
     open_: dict[int, int] = {}  # label -> number of the first part in the label's block that has room
-    filled = [0] * len(sizes)  # bytes of the block that begins with each part
+    filled = [0] * len(sizes)  # bytes of each block, by the number of its first part; 0 for other parts
     for number, (size, label) in enumerate(zip(sizes, together, strict=True)):
         owner = open_.setdefault(label, number)
         owners.append(owner)

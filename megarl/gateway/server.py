@@ -193,7 +193,12 @@ class Gateway:
                 return self._sessions[key]
             if key in self._ended:
                 raise Refusal(410, "the episode is over", "episode_over")
-        raise Refusal(401, "the API key names no session", "invalid_api_key", "authentication_error")
+        raise Refusal(
+            401,
+            "no running episode has this API key; send the one in OPENAI_API_KEY",
+            "invalid_api_key",
+            "authentication_error",
+        )
 
     def _to_policy(self, request: ChatRequest, body: dict[str, Any]) -> ChatRequest:
         """Return a request with the limits of the policy that it names."""

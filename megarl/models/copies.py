@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ParameterCopies:
-    """Copies of the parameters that this process holds.
+    """Copies the parameters of this process to host memory, and writes such copies back into the parameters.
 
     Args:
         chunks: this process's chunks of the model; values are written into their parameters in place.

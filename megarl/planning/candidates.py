@@ -330,8 +330,8 @@ class Space:
         # Offloading helps only models that take turns on a GPU, so not an actor in a team of its own. On a CPU the
         # recipe's value stays.
         by_itself = bool(spread.teams) and spread.teams[0][1] == (Role.ACTOR.value,)
-        # With async.order=in_order, weights that wait to be sent are copies of the actor's parameters, which then stay
-        # on the device.
+        # With async.order=in_order, weights that wait to be sent are copied from the actor's parameters. These must
+        # then stay on the device between steps, so the actor cannot be offloaded.
         copied = policy_of(self.config).copies > 0
         offloads = [given.offload] if not self.hardware.gpu else [False] if by_itself or copied else [False, True]
         return [(number, offload) for number in tokens for offload in offloads]

@@ -22,8 +22,12 @@ def refuse_longer(mean: float, longest: int, where: str, allowed: str) -> None:
         ConfigError: the mean is above `longest`; the error names `where` it was set, and what is `allowed`.
     """
     if mean > longest:
-        problem = "the mean response cannot be longer than the longest one"
-        raise ConfigError(problem, where=where, found=f"{mean:g}", allowed=allowed)
+        raise ConfigError(
+            "the mean response cannot be longer than the longest one",
+            where=where,
+            found=f"{mean:g}",
+            allowed=allowed,
+        )
 
 
 @dataclass(frozen=True)

@@ -128,5 +128,5 @@ class Filled:
 
     @property
     def taken(self) -> float:
-        """The bytes of all terms together, each counted as a dry run shows it."""
+        """The bytes of all terms together; on a GPU elastic terms count with their minimum, as in a dry run."""
         return sum(size for _, size in self.parts)

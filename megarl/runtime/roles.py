@@ -264,7 +264,7 @@ class TeacherRole(ModelRole):
         names, results, order = self._names(samples), [], list[int]()
         counts = torch.tensor([names.count(name) for name in engines], dtype=torch.float64)
         totals = self._c.all_sum(counts)
-        if not totals.any():  # no replica has a sample
+        if not totals.any():  # no replica has a sample: the first teacher returns the empty result
             totals[0] = 1
         for name, anywhere in zip(engines, totals.tolist(), strict=True):
             places = [place for place, other in enumerate(names) if other == name]

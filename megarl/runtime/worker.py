@@ -190,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
         redirect_output(arguments.log_dir)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # a launcher sends this signal before it ends a hung rank
-    sys.path.append(os.getcwd())  # user modules beside the recipe; last, so that no folder here hides a package
+    sys.path.append(os.getcwd())  # user modules in the current folder; last, so that they hide no package
     watched = WATCHED in os.environ
     with leave_to_launcher(arguments.config.resolve().parent) if watched else contextlib.nullcontext():
         return run(arguments.entry, arguments.config.resolve())

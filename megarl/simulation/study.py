@@ -161,7 +161,7 @@ def _refuse_other(graph: TaskGraph, measured: Calibration, run_dir: Path | None)
             where="--run",
             found=f"{run_dir}, without {', '.join(missing)}",
             allowed="a run of the same recipe",
-            fix=f"megarl simulate {run_dir} --run {run_dir}",
+            fix=f"simulate the recipe of this run: megarl simulate {run_dir} --run {run_dir}",
         )
 
 

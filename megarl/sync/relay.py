@@ -130,7 +130,10 @@ class Relay:
         stored = sender.bases.get(bucket)
         if stored is None or stored.version != version:
             held = "nothing" if stored is None else f"version {stored.version}"
-            raise Refused(f"the relay holds {held} of bucket {bucket}, not version {version}; send the bucket first")
+            raise Refused(
+                f"the relay holds {held} of bucket {bucket}, not version {version}; send version {version} of the "
+                "bucket first"
+            )
         return {"handles": [handle_of(stored.flat) for _ in range(ranks)]}
 
 

@@ -29,7 +29,8 @@ _RECIPE_KEY = re.compile(rf"(?i){_NO_SWITCH}(?:token|(?:.*_)?(?:{_ENDS}|(?:{_OWN
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 #: Recipe keys that name a secret object of a cluster, which is no secret itself.
 _REFERENCES = ("launch.kubernetes.secrets", "launch.kubernetes.image_pull_secret")
-#: Keys whose values are texts for the model, which may contain addresses with user names and passwords.
+#: Keys whose values are never masked, because they may be prompts for the model: a prompt given on the command line is
+#: an entry of `data.val_files`. An address with a password in a prompt is a part of the prompt.
 _TEXTS = ("data.system_prompt", "data.val_files")
 
 

@@ -82,11 +82,19 @@ def _fitting(shown: OpenDemonstration, spec: TaskSpec) -> OpenDemonstration:
     sizes = {"numbers of an action": shown.actions.shape[1], "numbers of a state": shown.states.shape[1]}
     expected = {"numbers of an action": spec.action_dim, "numbers of a state": spec.state_dim}
     if sizes != expected:
-        problem = f"this demonstration does not fit {spec.name}"
-        fix = "use demonstrations of the same robot"
-        raise DataError(problem, where=shown.where, found=sizes, allowed=str(expected), fix=fix)
+        raise DataError(
+            f"this demonstration does not fit {spec.name}",
+            where=shown.where,
+            found=sizes,
+            allowed=str(expected),
+            fix="use demonstrations of the same robot",
+        )
     missing = [camera for camera in spec.cameras if camera not in shown.cameras]
     if missing:
-        problem = f"this demonstration has no pictures of the camera {missing[0]!r} of {spec.name}"
-        raise DataError(problem, where=shown.where, found=list(shown.cameras), allowed=spec.cameras)
+        raise DataError(
+            f"this demonstration has no pictures of the camera {missing[0]!r} of {spec.name}",
+            where=shown.where,
+            found=list(shown.cameras),
+            allowed=spec.cameras,
+        )
     return shown

@@ -140,7 +140,9 @@ class _Work:
         simulator = self._kind(task, self._settings)
         spec = plain_spec(simulator.spec)
         if spec != self._specs[task]:
-            raise _Refused("raised", f"constructed, the task is {spec}, and in the list of tasks {self._specs[task]}")
+            raise _Refused(
+                "raised", f"the simulator has the task {spec}, but its list of tasks has {self._specs[task]}"
+            )
         self._kept[task] = simulator
         return simulator
 
@@ -191,8 +193,11 @@ class _Work:
         if action is None:
             return self._send({"call": "expert"})
         action = np.asarray(action, np.float32)
-        if action.shape != (self._playing.spec.action_dim,) or not np.isfinite(action).all():
-            raise _Refused("raised", f"the expert's action is {action.tolist()}")
+        size = self._playing.spec.action_dim
+        if action.shape != (size,) or not np.isfinite(action).all():
+            raise _Refused(
+                "raised", f"the expert returned the action {action.tolist()}; allowed: {size} finite numbers"
+            )
         return self._send({"call": "expert"}, {"action": action})
 
     def _observed(self, header: dict[str, Any], observation: Observation, seconds: float) -> None:
@@ -213,11 +218,11 @@ class _Work:
 
 def _check_outcome(outcome: Outcome, given: int) -> None:
     if not 0 < outcome.executed <= given:
-        raise _Refused("raised", f"executed is {outcome.executed} after {given} actions")
+        raise _Refused("raised", f"a step executed {outcome.executed} of {given} actions; allowed: 1 to {given}")
     if outcome.success and not outcome.over:
-        raise _Refused("raised", "an episode with success is not over")
+        raise _Refused("raised", "an episode has succeeded but is not over: set `over` with `success`")
     if outcome.progress is not None and not math.isfinite(outcome.progress):
-        raise _Refused("state", f"progress is {outcome.progress}")
+        raise _Refused("state", f"a step returned the progress {outcome.progress}; allowed: a finite number or None")
 
 
 def _checked_state(spec: TaskSpec, state: Any) -> NDArray[np.float32]:

@@ -317,8 +317,8 @@ class Fleet:
             self._record(process)
 
     def _ask(self, servers: Sequence[Server], end: float) -> None:
-        """Query the health of these servers in parallel until `time.monotonic()` is `end`, and mark those that answer
-        as `catching_up`."""
+        """Send these servers one health check each, in parallel, and mark the servers that answer as `catching_up`. No
+        check waits longer than until `time.monotonic()` is `end`."""
 
         def problem(server: Server) -> str | None:
             why = health(server.api, end)

@@ -284,7 +284,10 @@ class ServerProcess:
 
 
 def health(api: ServerApi, end: float) -> str | None:
-    """Return why the server does not answer by the time that `time.monotonic()` is `end`; None: it answers."""
+    """Send one health check, and return why the server does not answer it; None: the server answers.
+
+    The check waits `HEALTH_S` seconds, or until `time.monotonic()` is `end` if that is earlier.
+    """
     try:
         left = max(end - time.monotonic(), POLL_S)
         api.call("/health", deadline_s=min(HEALTH_S, left), phase="health", method="GET")

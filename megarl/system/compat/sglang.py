@@ -184,7 +184,8 @@ def server_environment(
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "passive",
             "GLIBC_TUNABLES": CPU_MALLOC,
-            "TORCHDYNAMO_DISABLE": "1",  # compiling one small function takes longer than all generation of a test
+            # On a CPU, servers serve short runs: compiling one small function takes longer than all their generation.
+            "TORCHDYNAMO_DISABLE": "1",
         }
         if tp_size > 1:
             cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(tp_size))
