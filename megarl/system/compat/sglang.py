@@ -153,8 +153,7 @@ def server_environment(
         cuda: whether the server runs on GPUs.
         tp_size: number of ranks of the server; on a CPU each gets its own core.
         gpus: GPUs that the server may use; None: the GPUs that this process sees.
-        colocated: whether the server's memory is released between calls; a health check that generates would crash it
-            then.
+        colocated: whether the server's memory is released between calls, after which no health check may generate.
         temporary: folder for the server's sockets, which it never removes; None: the system's temporary folder.
     """
     trainers = {name for name in base if name in _TRAINER_ONLY or name.startswith(_TRAINER_PREFIXES)}
