@@ -61,14 +61,17 @@ def by_model(graph: TaskGraph, config: RunConfig) -> TaskGraph:
     if len(models) == 1:
         return graph
     nodes: list[Node] = []
+    made: dict[str, tuple[str, ...]] = {}  # ids of the nodes in place of each node
     for node in (graph[id] for id in graph.order()):
+        after = tuple(dict.fromkeys(id for dep in node.deps for id in made[dep]))
+        node, first = dataclasses.replace(node, deps=after), len(nodes)
         if _ACTOR not in node.needs_roles:
             nodes.append(node)
-            continue
-        for model, policies in models.items():
+        for model, policies in models.items() if _ACTOR in node.needs_roles else ():
             trained = any(config.policies[policy].train for policy in policies)
             if trained or node.kind is not Kind.MODEL_TRAIN:
                 nodes.append(_node_of(node, model, policies))
+        made[node.id] = tuple(other.id for other in nodes[first:])
     return TaskGraph(graph.id, graph.description, nodes, graph.entry, map(Role, list(models)[1:]))
 
 
@@ -85,7 +88,7 @@ def _node_of(node: Node, model: str, policies: list[str]) -> Node:
     assert callable(node.func), "nodes of a graph are resolved"
     func = OfModel(node.func, contract, model, tuple(policies), written)
     id = node.id if first else f"{model}_{node.id}"
-    return dataclasses.replace(node, id=id, func=func, deps=() if first else node.deps, contract=contract)
+    return dataclasses.replace(node, id=id, func=func, contract=contract)
 
 
 class OfModel:

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from megarl.algorithms.advantages.rae import RunningBaselines
+from megarl.config.load import load_config
 from megarl.config.run import RunConfig
 from megarl.data.batch import Batch, Jagged
+from megarl.recipes.build import build_task_graph
 from megarl.runtime.stages.advantage import advantage
 from megarl.runtime.stages.baseline import running_baseline
 from megarl.system.metrics import Metrics
@@ -121,3 +123,12 @@ def test_baselines_follow_the_order_of_the_data_whatever_the_number_of_replicas(
         # rewards and the field are float32
         assert made == pytest.approx([expected[name] for _, name, _ in share], rel=1e-6, abs=1e-7)
         assert c.baselines.state_dict() == pytest.approx(now, rel=1e-6)
+
+
+@pytest.mark.parametrize(("trains", "updates"), [(True, ("actor_train",)), (False, ())])
+def test_what_comes_after_a_node_of_the_actor_comes_after_those_of_all_models(trains, updates):
+    listed = "[rollout, scoring, advantages, actor_train, {stage: old_logp, after: [actor_train]}]"
+    settings = [f"algorithm.pipeline={listed}", f"policies.solver.train={str(trains).lower()}"]
+    settings += ["models={proposer: {train: true}}", "policies.proposer.model=proposer"]
+    graph = build_task_graph(load_config("grpo_self_play_quickstart", settings))
+    assert all(graph[id].deps == (*updates, "proposer_actor_train") for id in ("old_logp", "proposer_old_logp"))
