@@ -136,7 +136,7 @@ def _conflicts_of_models(config: RunConfig, facts: ModelFacts | None) -> Iterato
     rollout, algorithm, size = config.rollout, config.algorithm, config.data.batch_size
     names = list(dict.fromkeys(policy.model for policy in config.policies.values() if policy.model in config.models))
     engine = "several models generate only with the embedded engine"
-    several = "policies with weights of their own have one update per step"
+    several = "policies with weights of their own have one mini-batch per step"
     no_cp = "several models generate turn by turn, which cp and experts do not"
     compared = "each policy would be compared with the run's policy"
     every = {

@@ -132,3 +132,10 @@ def test_what_comes_after_a_node_of_the_actor_comes_after_those_of_all_models(tr
     settings += ["models={proposer: {train: true}}", "policies.proposer.model=proposer"]
     graph = build_task_graph(load_config("grpo_self_play_quickstart", settings))
     assert all(graph[id].deps == (*updates, "proposer_actor_train") for id in ("old_logp", "proposer_old_logp"))
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_several_passes_over_the_samples_of_a_policy_need_log_probs_before_the_update(epochs):
+    settings = [f"models={{proposer: {{train: true, ppo_epochs: {epochs}}}}}", "policies.proposer.model=proposer"]
+    graph = build_task_graph(load_config("grpo_self_play_quickstart", settings))
+    assert ("proposer_old_logp" in graph.order()) == (epochs > 1)

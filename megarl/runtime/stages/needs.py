@@ -108,7 +108,8 @@ def needs_old_logp(config: RunConfig) -> bool:
     if correction.active:
         return not correction.bypass
     steps = (config.actor.mini_batch_size or config.data.batch_size) < config.data.batch_size
-    several = steps or config.actor.ppo_epochs > 1
+    of_policies = [config.models[p.model] for p in config.policies.values() if p.model in config.models]
+    several = steps or any(settings.ppo_epochs > 1 for settings in (config.actor, *of_policies))
     of_trainer = {"old_logp", "sum_pi_squared"} & component_fields(algorithm)
     return several or algorithm.kl.use == "reward" or bool(of_trainer)
 
