@@ -86,6 +86,14 @@ def test_an_estimator_sees_the_samples_of_its_policy_only():
         assert estimated(other, episodes(*alone))[policy] == values
 
 
+@pytest.mark.parametrize("compare", ["prompt", "episode"])
+def test_a_sample_without_others_to_compare_with_has_advantage_0(compare):
+    rows = episodes([("proposer", [0.7]), ("solver", [1.0])], [("proposer", [0.1])])  # the second one failed
+    policies = {name: {"advantage": {"name": "rloo"}} for name in ("proposer", "solver")}
+    policies["solver"]["compare"] = compare
+    assert estimated(policies, rows) == {"proposer": pytest.approx([0.6, -0.6]), "solver": [0.0]}
+
+
 def test_rae_subtracts_each_policy_s_baseline_before_the_sample():
     rae = {"advantage": {"name": "rae"}}
     c = context({"p0": rae, "p1": rae})
