@@ -48,7 +48,7 @@ def parts_of(episode: Trajectory, name: str, policies: Sequence[str]) -> Iterato
     lanes = [whole, *episode.lanes]
     for policy in policies:
         of_policy = sorted((lane for lane in lanes if lane.policy == policy), key=lambda lane: lane.turn_numbers[:1])
-        rewards = episode.rewards.get(policy, 0.0)
+        rewards = episode.rewards.get(policy) or 0.0  # an empty list: the agent has not called the policy
         if not of_policy:
             continue
         if not isinstance(rewards, list):

@@ -348,7 +348,8 @@ def end_without_turn(trajectory: Trajectory, answer: Answer, end_token: int, ver
     """End an episode whose environment ended it before the first turn; it becomes one end token."""
     trajectory.end_without_turn(end_token, version, answer.reply.reward)
     trajectory.info |= answer.reply.info
-    trajectory.output = "" if answer.branch is None else answer.branch.output
+    if answer.branch is not None:
+        trajectory.output, trajectory.rewards = answer.branch.output, dict(answer.branch.rewards)
 
 
 def apply_branch(trajectory: Trajectory, answer: Answer, branch: Branch, prompt: int, version: int) -> Trajectory:

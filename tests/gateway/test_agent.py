@@ -19,8 +19,11 @@ from megarl.data.lanes import rows_of
 from megarl.data.policies import parts_of
 from megarl.data.templates import chat_renderer
 from megarl.data.tokenizer import character_tokenizer
+from megarl.data.trajectory import Trajectory
+from megarl.envs.host import Reply
 from megarl.envs.protocol import EpisodeFailure
 from megarl.gateway.agent import Agent, AgentSettings
+from megarl.rollout.answers import Answer, Branch, end_without_turn
 from megarl.rollout.groups import EpisodeError
 from megarl.system.errors import ConfigError
 from tests.envs.playing import EOS
@@ -134,6 +137,14 @@ def test_an_agent_that_calls_nothing_is_scored_and_not_trained_on():
     [episode] = trajectories(scripted("1"), "silent", [{"prompt": "0"}])
     assert (episode.token_ids, episode.sampled, episode.turn_rewards) == ([EOS], [False], [0.25])
     assert (episode.info["asked"], episode.info["calls"]) == (0, 0)
+
+
+@pytest.mark.parametrize(("rewards", "reward"), [({"proposer": 0.25, "solver": 1}, 0.25), ({"proposer": []}, 0.0)])
+def test_the_first_policy_is_scored_for_an_agent_that_calls_none(rewards, reward):
+    episode = Trajectory([5])
+    end_without_turn(episode, Answer(Reply(None, done=True), None, branch=Branch(rewards=rewards)), EOS, 0)
+    [part] = parts_of(episode, "a#0", list(POLICIES))
+    assert (part.policy, part.rows[0].sampled, part.rows[0].turn_rewards) == ("proposer", [False], [reward])
 
 
 CREDITS = """
