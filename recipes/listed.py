@@ -22,9 +22,13 @@ from megarl.dag.pipeline import Pipeline
 from megarl.recipes import grpo
 from megarl.runtime.stages import (
     advantage,
+    baseline,
     correction,
     critic,
+    curriculum,
+    experts,
     logprob,
+    replay,
     resampling,
     reward,
     rollout,
@@ -46,7 +50,8 @@ _STAGES = (
     *(reward.model_score, reward.total_reward, logprob.old_logp, logprob.ref_logp, logprob.sum_pi_squared),
     *(logprob.teacher_logp, correction.rollout_correction, correction.rollout_gap, correction.rollout_as_old),
     *(shaping.overlong, shaping.filter_samples, sampling.dynamic_sampling, advantage.kl_in_reward, turns.turn_keys),
-    *(critic.value, critic.critic_train, advantage.advantage, resampling.resample, update.actor_train),
+    *(critic.value, critic.critic_train, baseline.running_baseline, experts.expert_gate, advantage.advantage),
+    *(resampling.resample, replay.replay, curriculum.curriculum, update.actor_train),
 )
 #: Stages of the built-in pipelines, by the names that a list may have.
 STAGES: dict[str, Callable[..., Any]] = {stage.__name__: stage for stage in _STAGES}

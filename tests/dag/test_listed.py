@@ -15,6 +15,7 @@ from megarl.dag.pipeline import Pipeline
 from megarl.dag.stage import Role, stage
 from megarl.data.batch import Batch
 from megarl.recipes.build import build_task_graph
+from megarl.recipes.listed import STAGES as NAMES
 from megarl.system.errors import UserError
 from megarl.system.metrics import Metrics
 
@@ -39,6 +40,12 @@ def test_the_list_is_the_graph_of_the_built_in_pipeline(more):
     listed, built_in = graph("[rollout, scoring, advantages, actor_train]", *more), graph("grpo", *more)
     assert [(node.id, node.func, node.contract) for node in listed] == [(n.id, n.func, n.contract) for n in built_in]
     assert all(listed.parents(id) == built_in.parents(id) for id in built_in.order())
+
+
+def test_every_stage_of_the_built_in_pipelines_has_a_name():
+    sources = ("data.experts={files: [x.jsonl]}", "data.replay={share: 0.5}", "data.curriculum={}")
+    more = ("algorithm.loss.expert_gate=0.5", "algorithm.advantage.name=rae", "rollout_correction.preset=ppo_is_bypass")
+    assert {node.func for node in graph("grpo", *sources, *more)} <= {*NAMES.values()}
 
 
 def test_a_node_has_its_settings(tmp_path):
