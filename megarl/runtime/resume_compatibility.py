@@ -76,10 +76,19 @@ def _staleness(before: Plain, now: Plain) -> Effect:
     return "groups in the checkpoint that are too old under the new value are generated again" if fewer else None
 
 
+def _model(key: str, before: Plain, now: Plain) -> Effect:
+    """Return the effect of a changed `key` of a further model, models.NAME or below it."""
+    models = [value_at(config, ".".join(key.split(".")[:2])) for config in (before, now)]
+    trained = [isinstance(model, Mapping) and model.get("train", False) for model in models]
+    if trained[0] != trained[1]:
+        return FIXED  # a checkpoint has the weights and optimizer states of those models that were trained
+    return f"not used: {WEIGHTS}" if trained[0] and key.endswith(".path") else None
+
+
 #: Keys whose new value is used from the next step on: whole sections, then keys of the others.
 _USED_AT_ONCE = """
     reward env robot rollout sync rollout_correction reference teacher reward_model preference cluster
-        placement launch tracking
+        placement launch tracking policies models
     model.hf_config model.tokenizer model.trust_remote_code
     algorithm.pipeline algorithm.advantage algorithm.loss algorithm.kl.use algorithm.kl.estimator
         algorithm.kl.adaptive algorithm.kl.target algorithm.kl.horizon algorithm.distillation algorithm.filter
@@ -146,6 +155,8 @@ def effect_of(key: str, before: Plain, now: Plain, command: Command) -> Effect:
         above = find_key(tuple(key.split(".")))
         if above is not None and above.path != key and names_component(above.section):
             return None  # a component's own key, such as `reward.X` of a reward function with an argument X
+    if entry == "models":
+        return _model(key, before, now)
     effect = EFFECTS[entry]
     return effect(before, now) if callable(effect) else effect
 
@@ -172,12 +183,10 @@ def changed_keys(before: Plain, now: Plain) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _differences(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield path, old and new value if they differ; for two mappings, once for each name that differs."""
+    """Yield path, old and new value if they differ; for two mappings, those of each name that differs."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in dict.fromkeys([*old, *new]):
-            values = old.get(name, "not set"), new.get(name, "not set")
-            if values[0] != values[1]:
-                yield f"{path}.{name}", *values
+            yield from _differences(f"{path}.{name}", old.get(name, "not set"), new.get(name, "not set"))
     elif old != new:
         yield path, old, new
 
@@ -206,7 +215,8 @@ def announcements(
                 where=key,
                 found=new,
                 allowed=str(old),
-                fix=f"set {key}={old}; trainer.resume=never starts from the beginning",
+                fix=(f"remove {key}" if old == "not set" else f"set {key}={old}")
+                + "; trainer.resume=never starts from the beginning",
             )
         notes = [effect] if effect else []
         if generated is not None and not (effect or "").startswith("not used"):

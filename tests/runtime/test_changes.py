@@ -112,6 +112,35 @@ def test_a_changed_argument_of_a_reward_or_environment_is_used(before, now, line
     assert announcements(config(**before), config(**now), "train") == lines
 
 
+MODELS = {"models": {"judge": {"path": "a"}, "proposer": {"train": True}}, "policies": {"solver": {}}}
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"models.judge.path": "b"}, "models.judge.path: a -> b"),
+        ({"models.proposer.optim.lr": 1e-3}, "models.proposer.optim.lr: 1e-06 -> 0.001"),
+        ({"models.proposer.path": "b"}, "models.proposer.path: None -> b (not used: the weights are those of"),
+        ({"policies.solver.sampling.max_new_tokens": 9}, "policies.solver.sampling.max_new_tokens: None -> 9"),
+    ],
+)
+def test_changes_of_further_models_and_policies_are_named(changed, line):
+    now = config(**MODELS)
+    for key, value in changed.items():
+        *above, last = key.split(".")
+        changes.value_at(now, ".".join(above))[last] = value
+    (said,) = announcements(config(**MODELS), now, "train")
+    assert said.startswith(line)
+
+
+def test_a_checkpoint_without_a_trained_model_is_not_continued_with_it():
+    now = config(**{**MODELS, "models": {**MODELS["models"], "critic_2": {"train": True}}})
+    with pytest.raises(ConfigError, match=r"fix:     remove models.critic_2; trainer.resume=never"):
+        announcements(config(**MODELS), now, "train")
+    now["models"]["critic_2"]["train"] = False
+    assert len(announcements(config(**MODELS), now, "train")) == 1
+
+
 @pytest.mark.parametrize(
     ("now", "late"),
     [
