@@ -15,6 +15,7 @@ from megarl.data.batch import Batch, Jagged
 from megarl.recipes.build import build_task_graph
 from megarl.runtime.stages.advantage import advantage
 from megarl.runtime.stages.baseline import running_baseline
+from megarl.runtime.stages.reward import write_scores
 from megarl.system.metrics import Metrics
 
 #: Rewards of two episodes of a prompt, and the mean over others in each of them: the worked numbers of the estimators.
@@ -75,6 +76,18 @@ def test_solvers_are_compared_within_their_episode_and_proposers_across_episodes
     policies = {"proposer": {"train": False}, "solver": {"advantage": others, "compare": "episode"}}
     made = estimated(policies, episodes(*REWARDS))
     assert made == {"proposer": [0.0, 0.0], "solver": pytest.approx([0.5, -1, 0.5, -0.5, -0.5, 1])}
+
+
+def test_the_groups_of_metrics_are_those_of_the_estimator():
+    rows = episodes([("solver", [1.0, 1.0])], [("solver", [0.0, 0.0])])
+    samples = samples_of(rows)
+    samples.set("response_ids", samples["response_mask"])
+    equal = []
+    for compare in ("prompt", "episode"):
+        c = context({"solver": {"compare": compare}})
+        write_scores(c, samples, [{"overall": reward} for *_, reward in rows], by_turn=False)
+        equal.append(c.metrics.result()["solver/critic/groups/zero_std"])
+    assert equal == [0, 1]
 
 
 def test_an_estimator_sees_the_samples_of_its_policy_only():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.fields import DIGESTS, GRIDS, PATCHES, SOURCE, own_places
 from megarl.data.lanes import EPISODE, LANE, branches, leads, spread
-from megarl.data.policies import POLICY, places_of
+from megarl.data.policies import POLICY, compared, places_of
 from megarl.runtime.stages.needs import model_fields, part_fields
 from megarl.system.errors import ConfigError
 
@@ -137,6 +137,7 @@ def write_scores(c: StepContext, samples: Batch, results: list[dict[str, Any]], 
     for policy, rows in places_of(played_samples).items():
         part = played_samples.select(rows)
         record_scores(c, part, f"{policy}/")
+        part.set("uid", compared(part, c.config.policies[policy].compare))
         record_groups(c, part, [correctness(results[played[place]]) for place in rows], f"{policy}/")
 
 
