@@ -110,17 +110,21 @@ def rows(
     with tempfile.TemporaryDirectory() as folder:
         ask, reply = Path(folder) / "order.json", Path(folder) / "rows.json"
         ask.write_text(json.dumps(order))
-        done = subprocess.run(
-            [python or sys.executable, str(START), _PROGRAM, str(ask), str(reply)],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_ROWS_S,
-            check=False,
-        )
-        if done.returncode:
+        try:
+            done = subprocess.run(
+                [python or sys.executable, str(START), _PROGRAM, str(ask), str(reply)],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_ROWS_S,
+                check=False,
+            )
+            problem = done.stderr.strip()[-1500:] if done.returncode else ""
+        except subprocess.TimeoutExpired:
+            problem = f"it did not end within {_ROWS_S:g} s"
+        if problem or not reply.exists():
             raise ConfigError(
-                f"verifiers cannot list the tasks: {done.stderr.strip()[-1500:]}",
+                f"verifiers cannot list the tasks: {problem}",
                 where="data.loader_kwargs",
                 found=order,
                 fix="correct the taskset, its configuration or the selection",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.rollout import SamplingConfig
+from megarl.gateway import verifiers
 from megarl.gateway.verifiers import rows
 from megarl.rollout.groups import EpisodeError
 from megarl.system.errors import ConfigError
@@ -67,4 +68,12 @@ def test_an_interpreter_without_the_package_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"env.python: this interpreter has no package verifiers(?s:.*)pip install"):
         rows("digits-taskset")
     with pytest.raises(ConfigError, match=r"env.python: the interpreter does not start"):
+        rows("digits-taskset", python=str(tmp_path / "python"))
+
+
+def test_a_taskset_that_does_not_end_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(verifiers, "_ROWS_S", 0.2)
+    (tmp_path / "python").write_text('#!/bin/sh\n[ "$1" = -c ] || exec sleep 60\n')
+    (tmp_path / "python").chmod(0o755)
+    with pytest.raises(ConfigError, match=r"verifiers cannot list the tasks: it did not end within 0.2 s"):
         rows("digits-taskset", python=str(tmp_path / "python"))
