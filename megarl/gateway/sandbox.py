@@ -392,11 +392,13 @@ def _outermost(paths: Sequence[str]) -> list[str]:
 
 
 def _unreachable(paths: Sequence[str]) -> list[str]:
-    """Return the paths that a user without rights cannot reach."""
+    """Return the paths that a user without rights cannot reach, by their own folders or by those of their targets."""
     return [
         path
         for path in paths
-        if not all(parent.stat().st_mode & stat.S_IXOTH for parent in Path(path).resolve().parents)
+        if not all(
+            parent.stat().st_mode & stat.S_IXOTH for parent in (*Path(path).parents, *Path(path).resolve().parents)
+        )
     ]
 
 

@@ -231,6 +231,15 @@ def test_a_command_in_a_sandbox_plays_an_episode_and_sees_its_own_file_only(tmp_
 
 
 @boxed
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root starts sandboxes as another user")
+def test_a_link_in_a_folder_that_others_cannot_enter_is_readable_in_a_sandbox_of_root(tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(0o700)
+    (closed / "link").symlink_to("/usr/share")
+    Sandbox("bubblewrap", Limits(), readable=[str(closed / "link")]).check(["python"], None)
+
+
+@boxed
 def test_a_sandbox_by_a_template_plays_an_episode():
     template = [
         *("bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"),
