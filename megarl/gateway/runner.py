@@ -245,11 +245,17 @@ def _terminate(program: _Program) -> None:
 
 def _start_after(program: _Program) -> None:
     """Start what ends a program's container, if it has one, without waiting for it."""
-    argv = program.order["launch"]["after"]
-    if argv:
-        nothing = subprocess.DEVNULL
+    launch, nothing = program.order["launch"], subprocess.DEVNULL
+    if launch["after"]:
         with contextlib.suppress(OSError):
-            subprocess.Popen(argv, stdin=0, stdout=nothing, stderr=nothing, start_new_session=True)
+            subprocess.Popen(
+                launch["after"],
+                env=launch["environment"],  # with the address of the same daemon
+                stdin=0,
+                stdout=nothing,
+                stderr=nothing,
+                start_new_session=True,
+            )
 
 
 def _exceeded(used: Usage, limits: dict[str, Any]) -> str:

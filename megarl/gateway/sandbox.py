@@ -43,6 +43,11 @@ _SHARED_FILES = {
     "hosts": "127.0.0.1 localhost\n::1 localhost\n",
 }
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+#: Variables with which docker's client finds its daemon. The container does not get them.
+_OF_CLIENT = (
+    *("HOME", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH"),
+    "XDG_RUNTIME_DIR",
+)
 _PROBE_S = 20.0
 _PLACE = re.compile(r"\{(\w+)\}")
 
@@ -301,7 +306,8 @@ def _docker(sandbox: Sandbox, program: list[str], function: str | None, environm
         *("--workdir", "/tmp", str(sandbox.image)),
         *sandbox.command("python3", program, function, own_processes=False),
     ]
-    return Launch(argv, environment, after=sandbox.close_after(name))
+    of_client = {variable: os.environ[variable] for variable in _OF_CLIENT if variable in os.environ}
+    return Launch(argv, {**of_client, **environment}, after=sandbox.close_after(name))
 
 
 def _apptainer(sandbox: Sandbox, program: list[str], function: str | None, environment: dict[str, str]) -> Launch:

@@ -277,6 +277,17 @@ def test_the_command_of_docker(monkeypatch, tmp_path):
     assert argv[-2:] == ["python3", "HERE/agent.py"]
 
 
+def test_docker_s_client_finds_the_daemon_of_the_trainer_and_the_container_does_not(monkeypatch):
+    monkeypatch.setenv("DOCKER_HOST", "unix:///run/user/1000/docker.sock")
+    sandbox = Sandbox("docker", Limits(), image="python:3.12")
+    try:
+        launch = sandbox.launch(["python", "agent.py"], None, {"OPENAI_API_KEY": "k"})
+    finally:
+        sandbox.close()
+    assert launch.environment["DOCKER_HOST"] == "unix:///run/user/1000/docker.sock"
+    assert "DOCKER_HOST" not in launch.argv
+
+
 def test_the_command_of_apptainer(monkeypatch, tmp_path):
     monkeypatch.setattr("megarl.gateway.sandbox.is_root", lambda: False)
     argv = _arguments("apptainer", monkeypatch, tmp_path)
