@@ -396,8 +396,9 @@ class Agent(Environment):
             limited: a limit ended the episode, so that a program without a result counts as 0.
         """
         scores = self.gives_scores(self.settings)
-        if not program.has_begun and not limited:
-            raise EpisodeFailure(f"the sandbox did not start the agent: {program.how_it_ended()}")
+        if not program.has_begun and (self._late or not limited):
+            within = f" within env.timeout_s = {self.settings.timeout_s:g} seconds" if self._late else ""
+            raise EpisodeFailure(f"the sandbox did not start the agent{within}: {program.how_it_ended()}")
         if not limited and program.ended.done() and program.ended.result() != 0:
             raise EpisodeFailure(f"the agent ended with {program.how_it_ended()}")
         try:

@@ -101,7 +101,8 @@ class Program:
     def how_it_ended(self) -> str:
         """Describe the end, with the last output."""
         output = self.output.strip()
-        how = ending(self.ended.result()) + (f" ({self.error})" if self.error else "")
+        how = ending(self.ended.result()) if self.ended.done() else "no exit: it could not be ended"
+        how += f" ({self.error})" if self.error else ""
         return how + (f"; its last output:\n{output}" if output else "; it printed nothing")
 
 

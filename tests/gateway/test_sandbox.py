@@ -20,6 +20,7 @@ from megarl.envs.registry import load_environment
 from megarl.gateway.results import ResultError, parse_result
 from megarl.gateway.sandbox import Limits, Sandbox
 from megarl.recipes.code_agent import make_demonstrations, make_rows, run
+from megarl.rollout.groups import EpisodeError
 from megarl.system.errors import ConfigError
 from megarl.system.leftovers import leftovers
 from tests.campaigns import chosen
@@ -247,6 +248,14 @@ def test_a_sandbox_by_a_template_plays_an_episode():
     ]
     [episode] = trajectories(scripted("3", "5"), "guess", [{"prompt": "1+1"}], env={"sandbox": template})
     assert (episode.error, episode.info["asked"]) == ("", 2)
+
+
+def test_an_agent_whose_sandbox_does_not_start_it_in_time_is_an_error_and_not_scored():
+    env = {"sandbox": ["sh", "-c", "exec sleep 60", "{command}"], "timeout_s": 0.5, "grace_s": 0.1}
+    with pytest.raises(
+        EpisodeError, match=r"did not start the agent within env.timeout_s = 0.5 seconds: signal SIGKILL"
+    ):
+        trajectories(scripted("1"), "guess", [{"prompt": "1+1"}], env=env)
 
 
 def _arguments(kind: str, monkeypatch, tmp_path, **how) -> list[str]:
