@@ -177,7 +177,7 @@ class Sandbox:
             done = subprocess.run(
                 argv,
                 env={"PATH": os.environ.get("PATH", os.defpath)},
-                preexec_fn=lambda: enter(launch.mounts, as_nobody=launch.as_nobody),
+                preexec_fn=lambda: _enter_or_exit(launch),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -252,6 +252,15 @@ class Sandbox:
     def close_after(self, name: str) -> list[str]:
         """Return the command that ends a container whose client was ended."""
         return ["docker", "rm", "--force", name]
+
+
+def _enter_or_exit(launch: Launch) -> None:
+    """Prepare this process, a fork, to start a sandbox; where that fails, write why to stderr and end the process."""
+    try:
+        enter(launch.mounts, as_nobody=launch.as_nobody)
+    except OSError as error:  # of which `subprocess` would only report that there was one
+        os.write(2, f"{error}\n".encode())
+        os._exit(1)
 
 
 def _bubblewrap(sandbox: Sandbox, program: list[str], function: str | None, environment: dict[str, str]) -> Launch:

@@ -344,6 +344,20 @@ def test_a_sandbox_whose_program_is_missing_is_refused_and_never_left_out(monkey
         kind.check(settings)
 
 
+def test_why_the_user_of_a_sandbox_cannot_be_changed_is_in_the_message(monkeypatch, tmp_path):
+    bwrap = tmp_path / "bwrap"
+    bwrap.write_text("#!/bin/sh\n")
+    bwrap.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def refuse(mounts, *, as_nobody):
+        raise PermissionError(1, "Operation not permitted; root needs CAP_SYS_ADMIN to start a sandbox", "unshare")
+
+    monkeypatch.setattr("megarl.gateway.sandbox.enter", refuse)
+    with pytest.raises(ConfigError, match=r"does not start here[\s\S]*root needs CAP_SYS_ADMIN"):
+        Sandbox("bubblewrap", Limits()).check(["python"], None)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
