@@ -55,7 +55,8 @@ KINDS: dict[str, tuple[str, Callable[[int, int], int]]] = {
 
 def play(task: dict[str, Any]) -> dict[str, Any]:
     """Play an episode of at most three turns."""
-    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # the code cannot look into this process
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # the code cannot look into this process
     os.unlink(os.environ["MEGARL_TASK"])  # it has the hidden tests
     tests = [(x, y) for x, y in task["row"]["tests"]]
     messages = [{"role": "user", "content": task["row"]["prompt"]}]
@@ -92,7 +93,7 @@ def run(code: str, inputs: Sequence[int]) -> list[Any]:
             check=False,
         )
         outputs = json.loads(done.stdout[:_OUTPUT])
-    except (subprocess.TimeoutExpired, ValueError):
+    except (subprocess.TimeoutExpired, ValueError, RecursionError):  # the code may print JSON of its own
         outputs = None
     good = isinstance(outputs, list) and len(outputs) == len(inputs)
     return outputs if good else ["Error"] * len(inputs)

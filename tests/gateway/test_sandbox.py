@@ -188,6 +188,7 @@ def test_code_is_run_with_limits_and_its_errors_have_names():
     assert run("def f(x):return x+", [1]) == ["SyntaxError"]
     assert run("f=lambda x:b'1'*10**10", [1, 2]) == ["MemoryError"] * 2
     assert run("f=lambda x:True", [1]) == ["bool"]
+    assert run("print('['*4000)", [1]) == ["Error"]
 
 
 def test_tasks_of_the_code_quickstart_are_held_out_and_their_demonstrations_are_right():
