@@ -20,8 +20,11 @@ import json
 import os
 import random
 import resource
+import select
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,22 +84,34 @@ def said(x: int, y: int, output: Any) -> str:
 
 def run(code: str, inputs: Sequence[int]) -> list[Any]:
     """Return what the function `f` of some code returns for each input, or the name of an error."""
+    with tempfile.TemporaryFile() as given:
+        given.write(json.dumps([code, list(inputs)]).encode())
+        given.seek(0)
+        argv = [sys.executable, "-I", "-S", "-c", _RUN]
+        nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+        with subprocess.Popen(argv, stdin=given, stdout=pipe, stderr=nothing, env={}, preexec_fn=_limit) as process:
+            try:
+                text = _output(process)
+            finally:
+                process.kill()
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _RUN],
-            input=json.dumps([code, list(inputs)]).encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={},
-            timeout=_RUN_S,
-            preexec_fn=_limit,
-            check=False,
-        )
-        outputs = json.loads(done.stdout[:_OUTPUT])
-    except (subprocess.TimeoutExpired, ValueError, RecursionError):  # the code may print JSON of its own
+        outputs = json.loads(text)
+    except (ValueError, RecursionError):  # the code may print JSON of its own
         outputs = None
     good = isinstance(outputs, list) and len(outputs) == len(inputs)
     return outputs if good else ["Error"] * len(inputs)
+
+
+def _output(process: subprocess.Popen[bytes]) -> bytes:
+    """Return the first `_OUTPUT` bytes that a process prints within `_RUN_S` seconds; it may print gigabytes."""
+    assert process.stdout, "it is a pipe"
+    text, until = b"", time.monotonic() + _RUN_S
+    while len(text) < _OUTPUT and select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))[0]:
+        piece = os.read(process.stdout.fileno(), _OUTPUT)
+        if not piece:
+            break
+        text += piece
+    return text[:_OUTPUT]
 
 
 def _limit() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -189,6 +190,12 @@ def test_code_is_run_with_limits_and_its_errors_have_names():
     assert run("f=lambda x:b'1'*10**10", [1, 2]) == ["MemoryError"] * 2
     assert run("f=lambda x:True", [1]) == ["bool"]
     assert run("print('['*4000)", [1]) == ["Error"]
+
+
+def test_code_that_prints_without_end_takes_no_memory_of_its_agent():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert run("while 1:print('x'*10**6)", [1]) == ["Error"]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (50 << 10)
 
 
 def test_tasks_of_the_code_quickstart_are_held_out_and_their_demonstrations_are_right():
