@@ -36,6 +36,7 @@ from megarl.system.reaper import guarded
 
 _NO_FORK = 71  # exit code of a program that could not be forked
 _PIECE = 1 << 16  # bytes that are read at once
+_MOST_PIECES = 16  # as many as a pipe holds at most, by Linux's default limit
 _KEPT = 1 << 14  # bytes at the end of a program's output that are kept
 _LOOK_EVERY_S = 0.25  # how often it is measured what programs use
 _END_S = 3.0  # time for a sandbox to end by itself and pass on the result
@@ -223,8 +224,9 @@ class Runner:
                 self._exceed(measured[pid], limit)
 
     def _finish(self, program: _Program, code: int) -> None:
-        while program.output in self._poll.get_map() and self._read(program):
-            pass
+        for _ in range(_MOST_PIECES):  # more comes only from a process that could not be ended
+            if program.output not in self._poll.get_map() or not self._read(program):
+                break
         if program.output in self._poll.get_map():
             self._poll.unregister(program.output)
         os.close(program.output)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import re
+import selectors
 import subprocess
 import time
 import venv
@@ -23,6 +26,7 @@ from megarl.data.trajectory import Trajectory
 from megarl.envs.host import Reply
 from megarl.envs.protocol import EpisodeFailure
 from megarl.gateway.agent import Agent, AgentSettings
+from megarl.gateway.runner import Runner, _Program
 from megarl.rollout.answers import Answer, Branch, end_without_turn
 from megarl.rollout.groups import EpisodeError
 from megarl.system.errors import ConfigError
@@ -269,6 +273,17 @@ def test_agents_start_again_after_the_process_that_starts_them_was_killed():
     lost, played = trajectories(scripted("1"), "kills", rows, on_error="mark", env={"max_running": 1})
     assert "signal SIGKILL" in lost.error
     assert (played.error, played.turn_rewards) == ("", [1.0])
+
+
+def test_the_end_of_a_program_is_reported_although_something_still_writes_to_its_output(monkeypatch, tmp_path):
+    monkeypatch.setattr("selectors.DefaultSelector", selectors.SelectSelector)  # which takes /dev/zero
+    (orders, _), (news, told), (wake, _) = os.pipe(), os.pipe(), os.pipe()
+    runner = Runner(orders, told, wake, None)
+    order = {"start": 3, "folder": str(tmp_path), "limits": {"output_mb": None}, "launch": {"after": []}}
+    program = _Program(order, 1, os.open("/dev/zero", os.O_RDONLY))
+    runner._poll.register(program.output, selectors.EVENT_READ, program)
+    runner._finish(program, 0)
+    assert json.loads(os.read(news, 100)) == {"ended": 3, "code": 0}
 
 
 def test_more_episodes_than_may_run_at_once_are_all_played():
