@@ -166,7 +166,8 @@ class Gateway:
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             try:
-                return await handle(request)
+                async with self._session(request).holding(_size(request)):
+                    return await handle(request)
             except (Refusal, web.HTTPException, ConnectionError):
                 raise
             except Exception as error:
@@ -176,8 +177,11 @@ class Gateway:
         return guarded
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
-        session, body = self._session(request), await _body(request)
-        return web.json_response({"input_tokens": session.count(self._to_policy(anthropic.read_messages(body), body))})
+        session = self._session(request)
+        async with session.holding(_size(request)):
+            body = await _body(request)
+            tokens = session.count(self._to_policy(anthropic.read_messages(body), body))
+        return web.json_response({"input_tokens": tokens})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
@@ -237,6 +241,12 @@ async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
     body = anthropic.error_body(refusal) if messages else openai.error_body(refusal)
     headers = {"x-should-retry": "true" if refusal.status == 429 else "false"}
     return web.json_response(body, status=refusal.status, headers=headers)
+
+
+def _size(request: web.Request) -> int:
+    """Return the maximum bytes of a request's body."""
+    length = None if "Content-Encoding" in request.headers else request.content_length  # None: it is not known
+    return _MOST_BYTES if length is None else min(length, _MOST_BYTES)
 
 
 async def _body(request: web.Request) -> dict[str, Any]:

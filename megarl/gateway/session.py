@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from megarl.system.errors import DataError
 
 _MOST_WAITING = 64  # calls of an episode that wait at the same time
 _MOST_KEPT = 64  # replies that are kept for clients that send a request again
+_MOST_HELD = 64 << 20  # bytes of an episode's requests that are read or wait at the same time
 _ABANDONED_S = 2.0  # seconds that a client has to send a request again before its generation is aborted
 
 
@@ -160,6 +161,23 @@ class ChatSession:
         self._waiting: deque[PendingCall] = deque()
         self._arrived = asyncio.Event()
         self._kept: dict[str, _Answering] = {}
+        self._held, self._released = 0, asyncio.Event()  # bytes of requests
+
+    @contextlib.asynccontextmanager
+    async def holding(self, size: int) -> AsyncIterator[None]:
+        """Count the `size` bytes of a request in this block, which begins once the session has room for them.
+
+        A client cannot fill the trainer's memory with requests that it never completes, or that wait.
+        """
+        while self._held and self._held + size > _MOST_HELD:
+            self._released.clear()
+            await self._released.wait()
+        self._held += size
+        try:
+            yield
+        finally:
+            self._held -= size
+            self._released.set()
 
     async def call(self, request: ChatRequest) -> ChatReply:
         """Return the policy's reply to a request.

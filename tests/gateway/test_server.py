@@ -95,6 +95,32 @@ def test_a_request_that_is_sent_again_has_one_generation_and_an_equal_one_anothe
     run(work())
 
 
+def test_requests_of_an_episode_that_hold_too_many_bytes_wait_until_others_end(monkeypatch):
+    monkeypatch.setattr("megarl.gateway.session._MOST_HELD", 2 * len(json.dumps(HELLO)))
+
+    async def work() -> None:
+        async with served() as (gateway, episode, client):
+            never = asyncio.Event()
+
+            async def body(end: bytes):
+                yield b'{"model": '
+                await never.wait()
+                yield end
+
+            unfinished = asyncio.ensure_future(client.post("/v1/chat/completions", data=body(b"1}")))
+            await until(lambda: episode.session._held)
+            waits = asyncio.ensure_future(client.post("/v1/messages/count_tokens", json=HELLO))
+            other = Episode(gateway)
+            headers = {"Authorization": f"Bearer {other.key}"}
+            reply = await client.post("/v1/chat/completions", json=HELLO, headers=headers)
+            assert (reply.status, waits.done()) == (200, False)
+            never.set()
+            assert ((await unfinished).status, (await waits).status, episode.session._held) == (404, 200, 0)
+            other.policy.cancel()
+
+    run(work())
+
+
 def test_a_client_that_leaves_gives_up_its_calls_in_flight_and_in_the_queue(monkeypatch):
     monkeypatch.setattr("megarl.gateway.session._ABANDONED_S", 0.05)
 
