@@ -109,7 +109,7 @@ def needs_old_logp(config: RunConfig) -> bool:
         return not correction.bypass
     steps = (config.actor.mini_batch_size or config.data.batch_size) < config.data.batch_size
     of_policies = [config.models[p.model] for p in config.policies.values() if p.model in config.models]
-    several = steps or any(settings.ppo_epochs > 1 for settings in (config.actor, *of_policies))
+    several = steps or max(config.actor.ppo_epochs, *(model.ppo_epochs for model in of_policies), 1) > 1
     of_trainer = {"old_logp", "sum_pi_squared"} & component_fields(algorithm)
     return several or algorithm.kl.use == "reward" or bool(of_trainer)
 
