@@ -121,7 +121,8 @@ def _limit() -> None:
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NPROC, 0),
     ):
-        resource.setrlimit(number, (limit, limit))
+        if sys.platform == "linux" or number != resource.RLIMIT_AS:  # macOS refuses limits of address space
+            resource.setrlimit(number, (limit, limit))
 
 
 def _ask(messages: list[dict[str, str]]) -> dict[str, str]:
