@@ -197,9 +197,9 @@ def _converted(space: Any, value: Any) -> Any:
         else:
             given = numpy.asarray(value)
             fits = given.shape == space.shape and given.dtype.kind in ("iuf" if kind == "Box" else "iu")
-            cast = given.astype(space.dtype) if fits else None
-            whole = space.dtype.kind not in "iu" or bool((cast == given).all())  # a cast may wrap or cut off a number
-            action = cast if whole else None
+            action = given.astype(space.dtype) if fits else None
+            if fits and space.dtype.kind in "iu" and not numpy.array_equal(action, given):
+                action = None  # the cast has wrapped or cut off a number
         return action if action is not None and space.contains(action) else None
     except (TypeError, ValueError, KeyError, OverflowError):
         return None
