@@ -28,7 +28,7 @@ def test_a_bank_is_read_again_by_a_run_that_compares_the_same(tmp_path):
     assert later.state()["embedding"].tolist() == [[1.0, 2.0]]
 
     other, _ = scores({"name": "state", "points": 4})
-    with pytest.raises(ConfigError, match="was made with a different embedding"):
+    with pytest.raises(ConfigError, match="made with a different embedding"):
         other.load(tmp_path)
 
 
