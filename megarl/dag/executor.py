@@ -119,7 +119,8 @@ class Executor:
                 extra["more"] = lambda: self._refill(node, context, more)
 
             def call() -> Batch:
-                return node.func(context, GuardedBatch.of(batch, node), **extra, **node.config)  # type: ignore[operator]
+                given = batch.select(range(len(batch))) if node.retry else batch  # a copy for each attempt
+                return node.func(context, GuardedBatch.of(given, node), **extra, **node.config)  # type: ignore[operator]
 
             output = call_again(node, context, call) if node.retry else call()
             state.check(f"node {node.id!r} ({node.func_name})")

@@ -81,8 +81,10 @@ def test_an_attempt_begins_with_the_same_seeds_and_metrics(monkeypatch, capsys):
     drawn, pauses = [], []
     monkeypatch.setattr(retry.time, "sleep", pauses.append)
 
-    @stage(reads=[], writes=["x"], role=Role.REWARD, retries_on=[ConnectionError])
+    @stage(reads=["seen"], writes=["x", "seen"], role=Role.REWARD, retries_on=[ConnectionError])
     def asks_a_service(c, samples, failures):
+        assert not samples["seen"].any(), "an attempt begins with the same samples"
+        samples["seen"].add_(1)
         drawn.append((random.random(), float(torch.rand(()))))
         c.metrics.sum("asked", 1)
         if len(drawn) <= failures:
@@ -95,7 +97,9 @@ def test_an_attempt_begins_with_the_same_seeds_and_metrics(monkeypatch, capsys):
         p = Pipeline("p").add(asks_a_service, "ask", config={"failures": failures}, retry=retries)
         context = SimpleNamespace(metrics=Metrics())
         context.metrics.sum("before", 1)
-        Executor(p.build()).run(context, Batch({"prompt_ids": torch.zeros(2)}))
+        Executor(p.build(["prompt_ids", "seen"])).run(
+            context, Batch({"prompt_ids": torch.zeros(2), "seen": torch.zeros(2)})
+        )
         return context.metrics.result()
 
     assert run(2, 3) == {"before": 1, "asked": 1, "retries/ask": 2}
