@@ -87,6 +87,7 @@ def test_the_command_says_what_it_has_removed(monkeypatch, tmp_path, capsys):
     from megarl import cli
 
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # else /tmp is looked at, too, where others leave folders
     monkeypatch.setattr(module.tempfile, "tempdir", None)
     monkeypatch.setattr(module, "SHARED", tmp_path)
     folder = tmp_path / "torchelastic_old"
