@@ -274,11 +274,15 @@ class StepFormulas:
             model, groups = self.model(role), self.work.groups
             mini = section.mini_batch_size or groups
             self.memo[key] = (
-                model.update(self.work.share(model.replicas, mini), section.ppo_epochs, max(1, groups // mini))
+                model.update(self._mini_batch(model.replicas, mini), section.ppo_epochs, max(1, groups // mini))
                 if kind is Kind.MODEL_TRAIN
                 else model.forward(self.work.share(model.replicas))
             )
         return self.memo[key]
+
+    def _mini_batch(self, replicas: int, groups: int) -> Share:
+        """Return a replica's share of a mini-batch of `groups` fresh prompts and its part of the replayed ones."""
+        return self.work.share(replicas, groups * self.work.trained)
 
     def _section(self, role: Role) -> TrainedConfig:
         """Return the section with the settings of a role's passes; frozen models of built-in roles use the actor's."""
@@ -397,7 +401,7 @@ class StepFormulas:
         for node in self.graph:
             if node.role in (Role.ACTOR, Role.CRITIC, Role.REFERENCE):
                 times = {
-                    Kind.MODEL_TRAIN: 3.0 * self._section(node.role).ppo_epochs,
+                    Kind.MODEL_TRAIN: 3.0 * self._section(node.role).ppo_epochs * work.trained,
                     Kind.MODEL_INFERENCE: 1.0,
                 }.get(node.declared.kind, 0.0)
                 passes[node.role is not Role.CRITIC] += times
@@ -409,7 +413,7 @@ class StepFormulas:
         if counter.draft is not None:
             of_sample = counter.train_draft([work.prompt + mean], mean)
             of_sample += 3 * counter.draft.unevenness(work.prompt + mean, work.lengths.variance)
-            flops += work.number * self.config.actor.ppo_epochs * of_sample
+            flops += work.number * work.trained * self.config.actor.ppo_epochs * of_sample
         if self.policy.encoder is not None and work.patches:
             flops += work.seen * seen * image_flops(self.policy.encoder, [work.patches])
         return flops

@@ -99,6 +99,7 @@ class Workload:
     even: bool = False  # replicas get equal tokens (`placement.share=tokens`)
     patches: float = 0.0  # image patches per prompt, or per episode
     apart: bool = False  # samples of a group have different images, which an environment shows
+    replayed: int = 0  # groups of earlier steps that a step trains on again (`data.replay`)
 
     @classmethod
     def of(cls, config: RunConfig, given: PlanAssumptions, encoder: VisionEncoder | None = None) -> Workload:
@@ -120,7 +121,9 @@ class Workload:
             most = image_patches(config, encoder)
             patches = min(given.prompt_patches or most / 2, most)
         even = config.placement.share == "tokens"
-        return cls(config.data.batch_size, sampling.n, prompt, lengths, even, patches, config.has_turns)
+        replay = config.data.replay
+        replayed = 0 if replay is None else replay.groups(config.data.batch_size)
+        return cls(config.data.batch_size, sampling.n, prompt, lengths, even, patches, config.has_turns, replayed)
 
     @property
     def seen(self) -> int:
@@ -134,11 +137,16 @@ class Workload:
         return self.groups * self.samples
 
     @property
+    def trained(self) -> float:
+        """Samples that a step trains on per sample that it generates: more than 1 with replay."""
+        return 1 + self.replayed / self.groups
+
+    @property
     def tokens(self) -> float:
         """Prompt and response tokens per step."""
         return self.number * (self.prompt + self.lengths.expected)
 
-    def share(self, replicas: int, groups: int | None = None) -> Share:
+    def share(self, replicas: int, groups: float | None = None) -> Share:
         """Return the work of the busiest of `replicas` replicas that share the samples of `groups` prompts (None: all
         prompts of a step).
 

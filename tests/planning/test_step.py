@@ -134,6 +134,20 @@ def test_dynamic_sampling_draws_as_often_as_groups_are_dropped():
     assert half.seconds["actor_train"] == every.seconds["actor_train"]
 
 
+def test_replayed_groups_are_trained_but_not_generated():
+    """With a share of one half a step trains on as many stored groups as new ones."""
+    plain, replayed = (
+        planned(BIG, "rollout_correction.preset=ppo_is_bypass", *keys) for keys in ([], ["data.replay={share: 0.5}"])
+    )
+    assert replayed.seconds["rollout"] == plain.seconds["rollout"]
+    assert replayed.seconds["ref_logp"] == plain.seconds["ref_logp"]
+    assert replayed.seconds["actor_train"] == pytest.approx(2 * plain.seconds["actor_train"], rel=0.1)
+    config, _, sizes = read(BIG)
+    samples = config.data.batch_size * config.rollout.sampling.n
+    sample = FlopCounter.of(sizes[Role.ACTOR]).forward([plain.tokens / samples], head_tokens=0)
+    assert replayed.flops - plain.flops > 3 * samples * sample
+
+
 def test_a_cold_start_has_seconds_of_its_own():
     assert planned("grpo_quickstart", hardware=TWO_CORES).sft
     assert not planned("grpo_quickstart", "sft.steps=0", hardware=TWO_CORES).sft
