@@ -310,15 +310,17 @@ def _check_mode(config: RunConfig, spec: LossSpec, checks: Checklist) -> None:
 
 def _check_ratio_free(config: RunConfig, checks: Checklist) -> None:
     """Warn of settings that train on samples of older weights with a loss that has no ratio to correct for that."""
-    name, actor = config.algorithm.loss.name, config.actor
-    minis = config.data.batch_size // (actor.mini_batch_size or config.data.batch_size) * actor.ppo_epochs
-    if minis > 1:
-        checks.warn(
-            "algorithm.loss.name",
-            f"{name} has no ratio with which to correct {minis} optimizer steps on one step's samples",
-            found=name,
-            fix="set actor.mini_batch_size=null and actor.ppo_epochs=1, or another loss",
-        )
+    name, size = config.algorithm.loss.name, config.data.batch_size
+    for role in dict.fromkeys(["actor", *(p.model for p in config.policies.values() if p.model in config.models)]):
+        settings, section = config.training_of(role), config.section_of(role)
+        minis = size // (settings.mini_batch_size or size) * settings.ppo_epochs
+        if minis > 1:
+            checks.warn(
+                "algorithm.loss.name",
+                f"{name} has no ratio with which to correct {minis} optimizer steps on one step's samples",
+                found=name,
+                fix=f"set {section}.mini_batch_size=null and {section}.ppo_epochs=1, or another loss",
+            )
     sampling = config.algorithm.dynamic_sampling
     if sampling.enabled and sampling.surplus == "keep" and config.async_.in_order:
         checks.warn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megarl.algorithms.needs import loss_fields
 from megarl.checks.checklist import Checklist
+from megarl.checks.conflicts import Conflict, refuse_conflicts
 from megarl.config.data import ExpertsConfig
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
@@ -36,7 +37,7 @@ def check_experts(config: RunConfig, graph: TaskGraph | None, checks: Checklist)
     if not experts.files:
         checks.fail(f"{KEY}.files", "no file of expert responses is named", found=[], fix="name at least one file")
     _check_use(config, experts, checks, reads=reads)
-    _check_others(config, graph, checks)
+    refuse_conflicts(_conflicts(config, graph), KEY, f"{KEY}=null", checks)
 
 
 def _check_use(config: RunConfig, experts: ExpertsConfig, checks: Checklist, *, reads: bool) -> None:
@@ -98,32 +99,34 @@ def _check_use(config: RunConfig, experts: ExpertsConfig, checks: Checklist, *, 
         )
 
 
-def _check_others(config: RunConfig, graph: TaskGraph | None, checks: Checklist) -> None:
-    """Check that the recipe has no setting that expert responses do not support, such as episodes, replay of routes or
-    kept tokens, resampling, or a critic.
+def _conflicts(config: RunConfig, graph: TaskGraph | None) -> list[Conflict]:
+    """Return the settings that do not go with expert responses, such as episodes, replay of routes or kept tokens,
+    resampling, or a critic.
     """
-    rollout = config.rollout
-    lacks = {
-        "env.name": (config.has_turns, "episodes are tokens of policy and environment, which a file does not have"),
-        KEY: (not config.task.writes_text, "expert responses are texts"),
-        "data.image_key": (config.data.image_key is not None, "prompts with images are not matched with responses"),
-        "rollout.replay_routes": (rollout.replay_routes, "expert responses have no routes"),
-        "rollout.replay_kept_tokens": (rollout.replay_kept_tokens, "expert responses have no kept tokens"),
-        "algorithm.resampling.name": (
-            config.algorithm.resampling.active,
+    rollout, resampling, image_key = config.rollout, config.algorithm.resampling, config.data.image_key
+    critic = graph is not None and Role.CRITIC in graph.roles
+    env = config.env.get("name")
+    return [
+        Conflict(
+            *("env", env, config.has_turns, "'!replace {}'"),
+            "episodes are tokens of policy and environment, which a file does not have",
+        ),
+        Conflict(KEY, "a section", not config.task.writes_text, "null", "expert responses are texts"),
+        Conflict(
+            *("data.image_key", image_key, image_key is not None, "null"),
+            "prompts with images are not matched with responses",
+        ),
+        Conflict(*("rollout.replay_routes", True, rollout.replay_routes, "false"), "expert responses have no routes"),
+        Conflict(
+            *("rollout.replay_kept_tokens", True, rollout.replay_kept_tokens, "false"),
+            "expert responses have no kept tokens",
+        ),
+        Conflict(
+            *("algorithm.resampling.name", resampling.name, resampling.active, "none"),
             "copies would count expert responses as samples",
         ),
-        "algorithm.pipeline": (
-            graph is not None and Role.CRITIC in graph.roles,
+        Conflict(
+            *("algorithm.pipeline", "with a critic", critic, "grpo"),
             "a critic would learn the values of responses that the policy does not write",
         ),
-    }
-    for key, (used, why) in lacks.items():
-        if used:
-            checks.fail(
-                key,
-                f"{why}, so this does not go with {KEY}",
-                found="set",
-                allowed="not set",
-                fix=f"set {KEY}=null, or remove this setting",
-            )
+    ]

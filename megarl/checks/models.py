@@ -8,6 +8,9 @@ from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.stage import Kind, Role
 
+#: Keys of a model that only an update of megarl follows.
+_OF_UPDATES = ("mini_batch_size", "ppo_epochs", "shuffle")
+
 
 def check_models(config: RunConfig, graph: TaskGraph | None, checks: Checklist) -> None:
     """Check the further models of a training run against the stages of its graph."""
@@ -56,7 +59,18 @@ def _check_model(
             allowed=True,
             fix=f"set {key}.train=true",
         )
-    if settings.train and users and not training and not any(p.model == name for p in config.policies.values()):
+    of_policy = any(policy.model == name for policy in config.policies.values())
+    changed = [field for field in _OF_UPDATES if getattr(settings, field) != type(settings).model_fields[field].default]
+    if training and changed and not of_policy:
+        checks.warn(
+            f"{key}.{changed[0]}",
+            f"the node {training[0]!r} is a stage of yours, which chooses its own mini-batches and passes; megarl only "
+            "computes the length of the learning-rate schedule from these keys",
+            found=", ".join(f"{field}={getattr(settings, field)}" for field in changed),
+            fix="remove them, unless the stage follows them: megarl.runtime.stages.update.mini_batches(c, samples, "
+            f"{name!r}, epoch) yields the mini-batches of a pass",
+        )
+    if settings.train and users and not training and not of_policy:
         checks.warn(
             f"{key}.train",
             "no node trains this model, which has an optimizer",

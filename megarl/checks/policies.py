@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.advantages.base import GroupSettings
 from megarl.algorithms.needs import advantage_fields
 from megarl.artifacts.facts import ModelFacts
 from megarl.checks.checklist import Checklist
-from megarl.config.models import FurtherModelConfig
+from megarl.checks.conflicts import Conflict, refuse_conflicts
 from megarl.config.policies import DISTRIBUTION
 from megarl.config.rollout import BRANCHING
 from megarl.config.run import RunConfig
-from megarl.config.training import ActorConfig
 from megarl.runtime.stages.needs import estimators
 from megarl.system.errors import ConfigError
 
+KEY = "policies"
+_NO_POLICIES = "policies='!replace {}'"
 #: Fields of an estimator that each policy's samples have.
 _KNOWN = ("running_baseline",)
 
@@ -29,49 +28,59 @@ def check_policies(config: RunConfig, job: str, facts: ModelFacts | None, checks
     """
     if not config.policies:
         return
+    refuse_conflicts(_conflicts_of_env(config), KEY, _NO_POLICIES, checks)
     if job != "train":
         if _has_models(config):
             checks.fail(
-                "policies",
+                KEY,
                 f"megarl {job} loads one model, but these policies have several",
                 found=", ".join(f"{name}: {policy.model or 'actor'}" for name, policy in config.policies.items()),
-                allowed="policies that share the weights of `model`",
-                fix="use the accuracy of held-out prompts that the run has measured, or export one model (hf, hf_NAME)",
+                allowed="policies that share the weights of `model`, for example one of the models that the run has "
+                "exported (hf, hf_NAME); the run itself measures held-out prompts with all of its models",
+                fix=f"set {_shared_weights(config)}",
             )
         return
-    conflicts = [*_conflicts(config), *(_conflicts_of_models(config, facts) if _has_models(config) else ())]
-    for key, value, allowed, why in conflicts:
-        checks.fail(key, why, found=value, allowed=allowed, fix=f"set {key}={allowed}, or remove the section policies")
+    refuse_conflicts(_conflicts(config), KEY, _NO_POLICIES, checks)
+    if _has_models(config):
+        without = _shared_weights(config)
+        refuse_conflicts(_conflicts_of_models(config, facts), "policies with weights of their own", without, checks)
     if not any(policy.train for policy in config.policies.values()):
         checks.fail(
-            "policies",
+            KEY,
             "no policy is trained",
             found=", ".join(f"{name}.train=false" for name in config.policies),
             fix=f"set policies.{next(iter(config.policies))}.train=true",
         )
-    most = config.rollout.sampling.max_new_tokens
     for name, policy in config.policies.items():
-        room = policy.sampling.max_new_tokens
-        if room is not None and room > most:
-            checks.fail(
-                f"policies.{name}.sampling.max_new_tokens",
-                "rollout.sampling.max_new_tokens limits the turns of all policies",
-                found=room,
-                allowed=f"at most {most}",
-                fix=f"raise rollout.sampling.max_new_tokens to {room}",
-            )
         if policy.train:
             _check_estimator(name, config, checks)
-        shared = [other for other, settings in config.policies.items() if settings.model == policy.model]
-        keys = [key for key in DISTRIBUTION if getattr(policy.sampling, key) is not None]
-        if keys and (policy.model is None or len(shared) > 1):
-            checks.fail(
-                f"policies.{name}.sampling.{keys[0]}",
-                "policies that share weights also share the distribution from which tokens are drawn",
-                found=getattr(policy.sampling, keys[0]),
-                allowed="null, or a model that no other policy has",
-                fix=f"set rollout.sampling.{keys[0]}, or policies.{name}.model to a model of its own",
-            )
+        _check_sampling(name, config, checks)
+
+
+def _check_sampling(name: str, config: RunConfig, checks: Checklist) -> None:
+    """Check how the turns of the policy `name` are sampled."""
+    policy, most = config.policies[name], config.rollout.sampling.max_new_tokens
+    room = policy.sampling.max_new_tokens
+    if room is not None and room > most:
+        checks.fail(
+            f"policies.{name}.sampling.max_new_tokens",
+            "rollout.sampling.max_new_tokens limits the turns of all policies",
+            found=room,
+            allowed=f"at most {most}",
+            fix=f"set rollout.sampling.max_new_tokens={room}",
+        )
+    sharing = [other for other, settings in config.policies.items() if settings.model == policy.model]
+    keys = [key for key in DISTRIBUTION if getattr(policy.sampling, key) is not None]
+    if keys and (policy.model is None or len(sharing) > 1):
+        value = getattr(policy.sampling, keys[0])
+        checks.fail(
+            f"policies.{name}.sampling.{keys[0]}",
+            "policies that share weights also share the distribution from which tokens are drawn",
+            found=value,
+            allowed="null, or a model that no other policy has",
+            fix=f"set policies.{name}.sampling.{keys[0]}=null rollout.sampling.{keys[0]}={value}, or, for weights of "
+            f"its own, policies.{name}.model={name} models.{name}.train=true",
+        )
 
 
 def _has_models(config: RunConfig) -> bool:
@@ -106,57 +115,68 @@ def _check_estimator(name: str, config: RunConfig, checks: Checklist) -> None:
         )
 
 
-def _conflicts(config: RunConfig) -> Iterator[tuple[str, object, str, str]]:
-    """Yield, for each setting that does not go with several policies: its key, its value, what is allowed, and why."""
-    env, algorithm, data = config.env, config.algorithm, config.data
-    by_agent = "several policies are called by an agent"
+def _shared_weights(config: RunConfig) -> str:
+    """Return the overrides with which all policies share the weights of the run's policy."""
+    return " ".join(f"policies.{name}.model=null" for name, policy in config.policies.items() if policy.model)
+
+
+def _conflicts_of_env(config: RunConfig) -> list[Conflict]:
+    """Return the settings of the environment that do not go with several policies, in any job."""
+    env = config.env
+    name, score, train, credit = env.get("name"), env.get("score"), env.get("train"), env.get("credit")
+    return [
+        Conflict(*("env.name", name, name not in BRANCHING, BRANCHING[0]), "several policies are called by an agent"),
+        Conflict("env.score", score, score not in (None, "agent"), "agent", "the agent gives the rewards"),
+        Conflict("env.train", train, train not in (None, "all"), "all", "policies.NAME.train chooses what is trained"),
+        Conflict("env.credit", credit, credit not in (None, "each"), "each", "policies have their rewards"),
+        Conflict("env.models", env.get("models"), bool(env.get("models")), "[]", "calls name policies"),
+    ]
+
+
+def _conflicts(config: RunConfig) -> list[Conflict]:
+    """Return the settings of training that do not go with several policies."""
+    algorithm, data, placement = config.algorithm, config.data, config.placement
+    sampling, resampling, keep, kl = algorithm.dynamic_sampling, algorithm.resampling, algorithm.filter, algorithm.kl
     counts = "this counts the samples of a prompt, of which several policies have different numbers"
-    every = {
-        "env.name": (env.get("name"), env.get("name") in BRANCHING, BRANCHING[0], by_agent),
-        "env.score": (env.get("score"), env.get("score", "agent") == "agent", "agent", "the agent gives the rewards"),
-        "env.train": (env.get("train"), env.get("train", "all") == "all", "all", "policies.NAME.train says so"),
-        "env.credit": (env.get("credit"), env.get("credit", "each") == "each", "each", "policies have their rewards"),
-        "env.models": (env.get("models"), not env.get("models"), "[]", "calls name policies"),
-        "placement": ("several teams", not config.placement.has_several_teams, "'!replace {}'", "one team plays them"),
-        "data.experts": ("files", data.experts is None, "null", "experts answer for no policy"),
-        "data.replay": ("groups", data.replay is None, "null", counts),
-        "data.curriculum": ("pools", data.curriculum is None, "null", counts),
-        "algorithm.dynamic_sampling.enabled": (True, not algorithm.dynamic_sampling.enabled, "false", counts),
-        "algorithm.resampling.name": (algorithm.resampling.name, not algorithm.resampling.active, "none", counts),
-        "algorithm.filter.name": (algorithm.filter.name, not algorithm.filter.active, "bounds", counts),
-        "algorithm.kl.use": (algorithm.kl.use, algorithm.kl.use != "reward", "loss", counts),
-    }
-    for key, (value, fits, allowed, why) in every.items():
-        if not fits:
-            yield key, value, allowed, why
+    nothing = "'!replace {}'"
+    return [
+        Conflict("placement", "several teams", placement.has_several_teams, nothing, "one team plays them"),
+        Conflict("data.experts", "a section", data.experts is not None, "null", "experts answer for no policy"),
+        Conflict("data.replay", "a section", data.replay is not None, "null", counts),
+        Conflict("data.curriculum", "a section", data.curriculum is not None, "null", counts),
+        Conflict("algorithm.dynamic_sampling.enabled", True, sampling.enabled, "false", counts),
+        Conflict("algorithm.resampling.name", resampling.name, resampling.active, "none", counts),
+        Conflict("algorithm.filter", keep.name, keep.active, nothing, counts),
+        Conflict("algorithm.kl.use", kl.use, kl.use == "reward", "loss", counts),
+    ]
 
 
-def _conflicts_of_models(config: RunConfig, facts: ModelFacts | None) -> Iterator[tuple[str, object, str, str]]:
-    """Yield what does not go with policies that have weights of their own, as `_conflicts`."""
-    rollout, algorithm, size = config.rollout, config.algorithm, config.data.batch_size
-    names = list(dict.fromkeys(policy.model for policy in config.policies.values() if policy.model in config.models))
+def _conflicts_of_models(config: RunConfig, facts: ModelFacts | None) -> list[Conflict]:
+    """Return the settings that do not go with policies that have weights of their own."""
+    rollout, algorithm, size, share = config.rollout, config.algorithm, config.data.batch_size, config.placement.share
     engine = "several models generate only with the embedded engine"
     several = "policies with weights of their own have one mini-batch per step"
     no_cp = "several models generate turn by turn, which cp and experts do not"
     compared = "each policy would be compared with the run's policy"
-    every = {
-        "rollout.engine": (rollout.engine, rollout.holds_model, "embedded", engine),
-        "rollout.stale_steps": (rollout.stale_steps, not rollout.stale_steps, "0", engine),
-        "rollout.replay_kept_tokens": (True, not rollout.replay_kept_tokens, "false", engine),
-        "actor.parallel.cp": (config.actor.parallel.cp, config.actor.parallel.cp == 1, "1", no_cp),
-        "model": ("a mixture of experts", facts is None or not facts.is_moe, "a dense model", no_cp),
-        "model.lora": ("adapters", config.model.lora is None, "null", "policies have weights of their own"),
-        "placement.share": (config.placement.share, config.placement.share == "dealt", "dealt", several),
-        "algorithm.distillation.coef": (algorithm.distillation.coef, not algorithm.distillation.coef, "0", compared),
-        "algorithm.kl.use": (algorithm.kl.use, algorithm.kl.use == "none", "none", compared),
-    }
-    trained: dict[str, ActorConfig | FurtherModelConfig] = {"actor": config.actor}
-    trained |= {f"models.{name}": config.models[name] for name in names}
-    for section, settings in trained.items():
-        mini = settings.mini_batch_size
-        every[f"{section}.mini_batch_size"] = (mini, mini in (None, size), "null", several)
-        offloads = settings.engine.offload
-        every[f"{section}.engine.offload"] = (offloads, not offloads, "false", "all policies generate at the same time")
-    for key, (value, fits, allowed, why) in every.items():
-        if not fits:
-            yield key, value, allowed, why
+    stale, cp, kl, coef = rollout.stale_steps, config.actor.parallel.cp, algorithm.kl.use, algorithm.distillation.coef
+    conflicts = [
+        Conflict("rollout.engine", rollout.engine, not rollout.holds_model, "embedded", engine),
+        Conflict("rollout.stale_steps", stale, stale > 0, "0", engine),
+        Conflict("rollout.replay_kept_tokens", True, rollout.replay_kept_tokens, "false", engine),
+        Conflict("actor.parallel.cp", cp, cp != 1, "1", no_cp),
+        Conflict("model.lora", "adapters", config.model.lora is not None, "null", "policies have weights of their own"),
+        Conflict("placement.share", share, share != "dealt", "dealt", several),
+        Conflict("algorithm.distillation.coef", coef, bool(coef), "0", compared),
+        Conflict("algorithm.kl.use", kl, kl != "none", "none", compared),
+    ]
+    if facts is not None and facts.is_moe:
+        conflicts.append(Conflict("model.path", "a mixture of experts", True, "FOLDER of a dense model", no_cp))
+    names = [policy.model for policy in config.policies.values() if policy.model in config.models]
+    for role in dict.fromkeys(["actor", *names]):
+        settings, section = config.training_of(role), config.section_of(role)
+        mini, offloads = settings.mini_batch_size, settings.engine.offload
+        conflicts += [
+            Conflict(f"{section}.mini_batch_size", mini, mini not in (None, size), "null", several),
+            Conflict(*(f"{section}.engine.offload", True, offloads, "false"), "all policies generate at the same time"),
+        ]
+    return conflicts

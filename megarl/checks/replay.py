@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megarl.algorithms.needs import whole_vocabulary
 from megarl.checks.checklist import Checklist
+from megarl.checks.conflicts import Conflict, refuse_conflicts
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.stage import Role
@@ -53,41 +54,38 @@ def check_replay(config: RunConfig, graph: TaskGraph | None, checks: Checklist) 
             allowed="grpo, dapo, or a pipeline of yours with megarl.runtime.stages.replay:replay after the advantage",
             fix="add the nodes with megarl.recipes.grpo.add_advantage, or set data.replay=null",
         )
-    for key, (value, why) in _conflicts(config, graph).items():
-        if value is not None:
-            checks.fail(
-                key,
-                f"{why}, so this does not go with {KEY}",
-                found=value,
-                allowed="the default, or no replay",
-                fix=f"remove it, or set {KEY}=null",
-            )
+    refuse_conflicts(_conflicts(config, graph), KEY, f"{KEY}=null", checks)
 
 
-def _conflicts(config: RunConfig, graph: TaskGraph | None) -> dict[str, tuple[object, str]]:
-    """Return key -> the value that does not go with replay, None if there is none, and why it does not."""
-    sampling = config.algorithm.dynamic_sampling
-    return {
-        "data.experts": (None if config.data.experts is None else "a section", "the age of an expert is unknown"),
-        "algorithm.resampling.name": (
-            config.algorithm.resampling.name if config.algorithm.resampling.active else None,
+def _conflicts(config: RunConfig, graph: TaskGraph | None) -> list[Conflict]:
+    """Return the settings that do not go with replay."""
+    algorithm = config.algorithm
+    sampling, resampling, experts = algorithm.dynamic_sampling, algorithm.resampling, config.data.experts
+    keeps = sampling.enabled and config.async_.in_order and sampling.surplus == "keep"
+    whole, share, text = whole_vocabulary(algorithm), config.placement.share, config.task.writes_text
+    term = "algorithm.kl.use" if whole == "ref_hidden" else "algorithm.distillation.coef"
+    critic = graph is not None and Role.CRITIC in graph.roles
+    return [
+        Conflict("data.experts", "a section", experts is not None, "null", "the age of an expert is unknown"),
+        Conflict(
+            *("algorithm.resampling.name", resampling.name, resampling.active, "none"),
             "copies are those of the step that drew them",
         ),
-        "algorithm.dynamic_sampling.surplus": (
-            "keep" if sampling.enabled and config.async_.in_order and sampling.surplus == "keep" else None,
+        Conflict(
+            *("algorithm.dynamic_sampling.surplus", sampling.surplus, keeps, "drop"),
             "surplus groups have fields that stored groups lack",
         ),
-        "placement.share": (
-            "tokens" if config.placement.share == "tokens" else None,
+        Conflict(
+            *("placement.share", share, share == "tokens", "dealt"),
             "groups are shared out by number, and a step has more of them than data.batch_size",
         ),
-        "algorithm.distillation": (
-            whole_vocabulary(config.algorithm),
+        Conflict(
+            *(term, whole, whole is not None, "none" if whole == "ref_hidden" else "0"),
             "states of every token would be stored with the samples",
         ),
-        "algorithm.pipeline": (
-            "with a critic" if graph is not None and Role.CRITIC in graph.roles else None,
+        Conflict(
+            *("algorithm.pipeline", "with a critic", critic, "grpo"),
             "the critic's values of replayed samples are those of an earlier critic",
         ),
-        KEY: (None if config.task.writes_text else "a section", "only samples of text are stored"),
-    }
+        Conflict(KEY, "a section", not text, "null", "only samples of text are stored"),
+    ]

@@ -136,7 +136,7 @@ class AsReadyLoop:
         most = family_of(config).most_in_flight(config, c.layout.dp_size)
         groups = fair if most is None else min(max(1, most // sampling.n), fair)
         self._batcher = CallBatcher(groups, fair)
-        return open_groups(c.context, c.rollout, sampling, groups * sampling.n)
+        return open_groups(c.context, c.rollout, sampling, groups * sampling.n, training=True)
 
     def _open(self) -> None:
         """Open the buffer's flow of groups at the loader's next prompt; hand over a checkpoint's finished groups."""

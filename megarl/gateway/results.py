@@ -59,8 +59,9 @@ def parse_rewards(
     """Return the rewards of an episode of several policies, as `Trajectory.rewards`, and its numbers.
 
     Raises:
-        ResultError: the result has another form, lacks the reward of a policy that was called and is trained, or has
-            a list of another length than the policy has conversations; or as `parse_result`.
+        ResultError: the result has another form, lacks the reward of a policy that was called and is trained, has a
+            list of another length than the policy has conversations, or a number where `compare` needs a list; or as
+            `parse_result`.
     """
     try:
         fields = json.loads(text)
@@ -86,6 +87,12 @@ def parse_rewards(
         begun, given = len(record.roots(name)), rewards.get(name)
         if begun and settings.train and given is None:
             raise ResultError(f"it has no reward of the policy {name!r}, which the agent has called")
+        if begun and settings.train and settings.compare == "episode" and not isinstance(given, list):
+            raise ResultError(
+                f"it has a number as the reward of the policy {name!r}, which has nothing to be compared with "
+                f"(policies.{name}.compare is episode); allowed: a list of {begun} rewards, one for each conversation "
+                "that the agent began with it"
+            )
         if isinstance(given, list) and len(given) != begun:
             raise ResultError(
                 f"it has {len(given)} rewards of the policy {name!r}; allowed: a number, or {begun} rewards, one for "

@@ -23,16 +23,16 @@ class PolicyEngines:
     Args:
         engines: engines by model; the first one is the run's policy, which also generates without an environment.
         models: the model of each policy.
-        sampling: returns, for a model and the sampling of a call of `open`, the model's own sampling.
+        sampling: of each model, in place of that of a call of `open`; None: all models have that of the call.
     """
 
     def __init__(
         self,
         engines: Mapping[str, RolloutEngine],
         models: Mapping[str, str],
-        sampling: Callable[[str, SamplingConfig], SamplingConfig] = lambda model, common: common,
+        sampling: Mapping[str, SamplingConfig] | None = None,
     ) -> None:
-        self._engines, self._models, self._sampling = dict(engines), dict(models), sampling
+        self._engines, self._models, self._sampling = dict(engines), dict(models), sampling or {}
 
     @property
     def weight_version(self) -> int:
@@ -57,7 +57,7 @@ class PolicyEngines:
     def open(self, sampling: SamplingConfig, eos_ids: Sequence[int], sequences: int, longest: int) -> Generation:
         """Return a `PolicyGenerations` with a generation of every model."""
         opened = {
-            name: engine.open(self._sampling(name, sampling), eos_ids, sequences, longest)
+            name: engine.open(self._sampling.get(name, sampling), eos_ids, sequences, longest)
             for name, engine in self._engines.items()
         }
         return PolicyGenerations(opened, self._models)

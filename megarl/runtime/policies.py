@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.training import ActorConfig
@@ -129,12 +128,10 @@ class OfModel:
         return f"{self._model}/{name}" if of_engine == name else f"{self._model}/{_ACTOR}/{of_engine}"
 
 
-def sampling_of(config: RunConfig, model: str, common: SamplingConfig) -> SamplingConfig:
-    """Return the sampling of a model's turns; in training, keys of the model's only policy override it."""
-    policies = policy_models(config).get(model, [])
-    if common != config.rollout.sampling or len(policies) != 1:
-        return common
-    return config.policies[policies[0]].sampling.after(common)
+def sampling_of(config: RunConfig, model: str) -> SamplingConfig:
+    """Return the sampling of a model's turns in training: keys of its only policy override `rollout.sampling`."""
+    policies, common = policy_models(config).get(model, []), config.rollout.sampling
+    return common if len(policies) != 1 else config.policies[policies[0]].sampling.after(common)
 
 
 def _context_of(c: StepContext, model: str) -> StepContext:
@@ -142,7 +139,7 @@ def _context_of(c: StepContext, model: str) -> StepContext:
     if model == _ACTOR:
         return dataclasses.replace(c, metrics=Metrics())
     settings, common = c.config.models[model], c.config.rollout
-    rollout = common.model_copy(update={"sampling": sampling_of(c.config, model, common.sampling)})
+    rollout = common.model_copy(update={"sampling": sampling_of(c.config, model)})
     shared = {name: getattr(settings, name) for name in ("engine", "optim", "mini_batch_size", "ppo_epochs", "shuffle")}
     changed = {_ACTOR: ActorConfig(parallel=c.config.actor.parallel, **shared), "rollout": rollout}
     return dataclasses.replace(c, metrics=Metrics(), config=c.config.model_copy(update=changed))
@@ -183,4 +180,6 @@ def open_policies(c: RankState) -> None:
             chunks = c.models[name].chunks
             engines[name] = EmbeddedEngine(chunks, c.config.rollout, c.layout, c.tokenizer)
     of_policy = {policy: model for model, policies in models.items() for policy in policies}
-    c.rollout.engine = PolicyEngines(engines, of_policy, partial(sampling_of, c.config))
+    c.rollout.engine = PolicyEngines(engines, of_policy)
+    sampling = {model: sampling_of(c.config, model) for model in engines}
+    c.rollout.training_engine = PolicyEngines(engines, of_policy, sampling)

@@ -156,7 +156,7 @@ class FurtherRole(ActorRole):
 
     def __init__(self, name: str, engine: MegatronEngine, c: StepContext, *, offloads: bool) -> None:
         self.name, self.engine, self._c = name, engine, c
-        self._temperature = sampling_of(c.config, name, c.config.rollout.sampling).temperature
+        self._temperature = sampling_of(c.config, name).temperature
         c.offload.add(name, engine, offloads=offloads, further=True)
 
     @property
@@ -397,6 +397,8 @@ class RolloutRole:
     episodes: Episodes | None = None  # the recipe's environment; None: a sample is one prompt and one response
     player: TaskPlayer | None = None  # plays the episodes of a task other than text; None: the engine generates text
     stale: StaleWeights | None = None  # makes training samples with older weights on purpose (`rollout.stale_steps`)
+    # generates training samples where their sampling differs from that of a call (`policies`); None: `engine`
+    training_engine: RolloutEngine | None = None
     routes: RouteForm | None = None  # form of the routes that samples have (`rollout.replay_routes`)
     # whether samples have the tokens that the sampling filters kept (`rollout.replay_kept_tokens`)
     keeps_tokens: bool = False

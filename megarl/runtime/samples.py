@@ -14,7 +14,7 @@ from megarl.data.batch import Batch, Jagged
 from megarl.data.fields import PATCHES
 from megarl.data.image_set import image_sets, pil_images
 from megarl.data.lanes import EPISODE, LANE, SHARE, UNSAMPLED, leads
-from megarl.data.policies import POLICY, parts_of, whole_episode
+from megarl.data.policies import POLICY, parts_of, places_of, whole_episode
 from megarl.data.trajectory import Trajectory, token_shares, trajectory_values
 from megarl.rollout.answers import EpisodeLimits, EpisodeRules
 from megarl.rollout.groups import Group, GroupGenerator
@@ -26,13 +26,20 @@ if TYPE_CHECKING:
 
     from megarl.runtime.context import StepContext
     from megarl.runtime.roles import RolloutRole
+    from megarl.system.metrics import Metrics
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
-def open_groups(c: StepContext, rollout: RolloutRole, sampling: SamplingConfig, slots: int) -> GroupGenerator:
-    """Open the generator of prompt groups, with up to `slots` samples in flight."""
+def open_groups(
+    c: StepContext, rollout: RolloutRole, sampling: SamplingConfig, slots: int, *, training: bool
+) -> GroupGenerator:
+    """Open the generator of prompt groups, with up to `slots` samples in flight.
+
+    Args:
+        training: whether the samples are trained on, so that several policies have their own sampling.
+    """
     config, episodes, rules = c.config, rollout.episodes, None
     strings = StopStrings.of(sampling, rollout.tokenizer)
     if episodes is not None:
@@ -58,7 +65,8 @@ def open_groups(c: StepContext, rollout: RolloutRole, sampling: SamplingConfig, 
             episodes.may_drop_turns,
         )
     longest = config.data.max_prompt_tokens + config.response_tokens(sampling)
-    return GroupGenerator(rollout.engine, sampling, rollout.eos_ids, slots, longest, rules, strings)
+    engine = (training and rollout.training_engine) or rollout.engine
+    return GroupGenerator(engine, sampling, rollout.eos_ids, slots, longest, rules, strings)
 
 
 def groups_of_prompts(c: StepContext, prompts: Batch, n: int, numbers: Iterable[int]) -> Iterator[Group]:
@@ -165,29 +173,36 @@ def refuse_failed_step(step: int, numbers: Mapping[str, float]) -> None:
 
 def record_episodes(c: StepContext, samples: Batch) -> None:
     """Record the metrics `env/...` of episodes; an episode whose environment failed counts only in `env/errors`."""
-    places = leads(samples)
-    # The parts of an episode, one for each policy, have the same numbers, which count once.
-    if POLICY in samples:
-        first = {whole_episode(samples[EPISODE][place]): place for place in reversed(places)}
-        places = sorted(first.values())
-    m, every = c.metrics, len(places)
-    if LANE in samples and every:
-        m.mean("env/samples", len(samples), every)
-    samples = samples.select(places)
+    m, count = c.metrics, len(samples)
+    samples = samples.select(leads(samples))
+    # The parts of an episode, one for each policy, have the same error and numbers, which count once.
+    names = [whole_episode(name) for name in samples[EPISODE]] if POLICY in samples else range(len(samples))
+    first = {name: place for place, name in reversed([*enumerate(names)])}
+    if LANE in samples and first:
+        m.mean("env/samples", count, len(first))
     good = [place for place, error in enumerate(samples["env_error"]) if not error]
-    m.sum("env/errors", len(samples) - len(good))
+    episodes = [place for place in good if first[names[place]] == place]
+    m.sum("env/errors", len(first) - len(episodes))
     if not good:
         if len(samples):
             print(all_failed(c.step, samples["env_error"]), flush=True)
         return
-    turns = samples["turn_ends"].lengths[good]
-    m.mean("env/turns/mean", float(turns.sum()), len(good))
-    m.max("env/turns/max", float(turns.max()))
-    lengths = samples["response_ids"].lengths[good]
-    m.mean("env/tokens/mean", float(lengths.sum()), len(good))
-    m.max("env/tokens/max", float(lengths.max()))
-    ends = [(samples["ended_by"][place], samples["finish_reason"][place]) for place in good]
-    m.mean("env/cut", sum(by != "done" or reason != "stop" for by, reason in ends), len(good))
-    infos = [samples["env_info"][place] for place in good]
+    _record_lengths(m, samples.select(good))
+    infos = [samples["env_info"][place] for place in episodes]
     for name in sorted({name for info in infos for name in info}):
-        m.mean(f"env/{name}", sum(info.get(name, 0.0) for info in infos), len(good))
+        m.mean(f"env/{name}", sum(info.get(name, 0.0) for info in infos), len(episodes))
+
+
+def _record_lengths(m: Metrics, samples: Batch) -> None:
+    """Record turns, tokens and cut ends of episodes, of several policies those of each policy's parts."""
+    turns, lengths = samples["turn_ends"].lengths, samples["response_ids"].lengths
+    ends = zip(samples["ended_by"], samples["finish_reason"], strict=True)
+    cut = [by != "done" or reason != "stop" for by, reason in ends]
+    of_policies = places_of(samples) if POLICY in samples else {}
+    for policy, places in {"": [*range(len(samples))], **of_policies}.items():
+        prefix = f"{policy}/env" if policy else "env"
+        m.mean(f"{prefix}/turns/mean", float(turns[places].sum()), len(places))
+        m.max(f"{prefix}/turns/max", float(turns[places].max()))
+        m.mean(f"{prefix}/tokens/mean", float(lengths[places].sum()), len(places))
+        m.max(f"{prefix}/tokens/max", float(lengths[places].max()))
+        m.mean(f"{prefix}/cut", sum(cut[place] for place in places), len(places))

@@ -244,6 +244,24 @@ def test_episodes_whose_last_turn_was_cut_count_as_cut():
     assert (c.metrics.result()["env/tokens/mean"], c.metrics.result()["env/tokens/max"]) == (2, 3)
 
 
+def test_episodes_of_several_policies_count_the_turns_of_each_and_their_numbers_once():
+    c, names = case(), ["a#0@black", "a#0@white:0", "a#0@white:1", "b#0@black", "b#0@white"]
+    batch = Batch({"turn_ends": Jagged.from_list([[1], [1, 2], [1, 2, 3], [1], [1]], dtype=torch.int64)})
+    batch.set("lane", torch.zeros(5, dtype=torch.int64))
+    batch.set("response_ids", batch["turn_ends"])
+    batch.set("episode", names)
+    batch.set("policy", [name[4:9] for name in names])
+    batch.set("ended_by", ["done"] * 5)
+    batch.set("finish_reason", ["stop", "stop", "length", "stop", "stop"])
+    batch.set("env_error", ["", "", "", "no state", "no state"])
+    batch.set("env_info", [{"calls": 4.0}] * 3 + [{}] * 2)
+    record_episodes(c, batch)
+    numbers = c.metrics.result()
+    assert [numbers[f"{prefix}env/turns/mean"] for prefix in ("", "black/", "white/")] == [2, 1, 2.5]
+    assert [numbers[f"{prefix}env/cut"] for prefix in ("", "black/", "white/")] == [1 / 3, 0, 1 / 2]
+    assert [numbers[f"env/{name}"] for name in ("errors", "calls", "samples")] == [1, 4, 2.5]
+
+
 def test_the_penalty_begins_near_the_limit_of_all_turns():
     rewards = Jagged.from_list([[0.0] * 4, [0.0] * 9], dtype=torch.float32)
     samples = overlong(case(algorithm={"overlong": {"buffer_tokens": 2}}), Batch({"token_rewards": rewards}))

@@ -3,6 +3,7 @@
 import pytest
 
 from megarl.algorithms.advantages import ADVANTAGES
+from megarl.checks.recipe import check_config
 from megarl.system.errors import ConfigError
 
 GDPO = "algorithm.advantage.name=gdpo"
@@ -264,6 +265,7 @@ OWN = ("policies.white.model=white", "models={white: {train: true}}")
         ([POLICIES, AGENT, "policies.white.model=grey"], "policies.white.model", "no model of this name"),
         ([POLICIES, AGENT, "policies.white.sampling.top_k=5"], "policies.white.sampling.top_k", "share weights"),
         ([POLICIES, AGENT, *OWN, "rollout.stale_steps=1"], "rollout.stale_steps", "embedded engine"),
+        ([POLICIES, AGENT, "algorithm.filter.low=0.1"], "algorithm.filter", "counts the samples"),
         ([POLICIES, AGENT, *OWN, "algorithm.kl.use=loss"], "algorithm.kl.use", "compared with the run's policy"),
         ([POLICIES, AGENT, *OWN, "models.white.engine.offload=true"], "models.white.engine.offload", "generate at"),
     ],
@@ -272,6 +274,13 @@ def test_what_does_not_go_with_several_policies_is_refused(failures, overrides, 
     refused = {check.key: check for check in failures("sft.steps=0", *overrides)}
     assert words in refused[key].message
     assert refused[key].fix or refused[key].allowed
+
+
+def test_evaluation_refuses_what_generation_with_several_policies_does_not_support(config_of):
+    config = config_of("data.val_files=[v.jsonl]", POLICIES, AGENT, *OWN, "env.models=[gpt]")
+    found = {check.key: check.fix for check in check_config(config, job="eval").items if check.status == "fail"}
+    assert found["env.models"].startswith("set env.models=[], or")
+    assert found["policies"] == "set policies.white.model=null"
 
 
 def test_several_policies_with_an_agent_pass(failures):

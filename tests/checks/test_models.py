@@ -220,3 +220,10 @@ def test_further_models_that_stages_cannot_use_are_refused(failures, write, mode
     refused = {check.key: check for check in failures("algorithm.pipeline=judged.py:build", f"models={models}")}
     assert words in refused[key].message
     assert refused[key].fix
+
+
+def test_keys_that_only_updates_of_megarl_follow_are_doubtful_with_a_stage_of_the_user(config_of, write):
+    write(STAGES, "judged.py")
+    config = config_of("algorithm.pipeline=judged.py:build", "models={judge: {train: true, ppo_epochs: 2}}")
+    found = [c.key for c in check_config(config).items if c.status == "warn" and "models" in c.key]
+    assert found == ["models.judge.ppo_epochs"]

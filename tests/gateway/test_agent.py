@@ -92,9 +92,9 @@ POLICIES = {
 }
 
 
-def debates(result, *lines):
+def debates(result, *lines, policies=POLICIES):
     rows = [{"prompt": "0", "result": result}]
-    [episode] = trajectories(scripted(*lines), "debate", rows, policies=POLICIES)
+    [episode] = trajectories(scripted(*lines), "debate", rows, policies=policies)
     return episode
 
 
@@ -135,6 +135,12 @@ def test_a_number_is_the_reward_of_all_sequences_of_a_policy():
 def test_rewards_that_are_missing_or_of_no_policy_fail_the_episode(result, words):
     with pytest.raises(EpisodeError, match=re.escape(words)):
         debates(result, "3", "1", "2", "4", "5")
+
+
+def test_a_policy_whose_attempts_are_compared_with_each_other_needs_a_reward_of_each():
+    policies = {**POLICIES, "solver": AgentPolicyConfig(compare="episode")}
+    with pytest.raises(EpisodeError, match=re.escape("'solver', which has nothing to be compared with")):
+        debates({"rewards": {"proposer": 1, "solver": 1}}, "3", "1", "2", "4", "5", policies=policies)
 
 
 def test_an_agent_that_calls_nothing_is_scored_and_not_trained_on():

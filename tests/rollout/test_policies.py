@@ -43,7 +43,7 @@ def opened(first, second):
     engines = PolicyEngines(
         {"actor": first, "other": second},
         MODELS,
-        lambda model, common: common.model_copy(update={"temperature": 0.5}) if model == "other" else common,
+        {"other": SamplingConfig(temperature=0.5)},
     )
     return engines, engines.open(SamplingConfig(), [2], 4, 10)
 

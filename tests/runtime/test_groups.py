@@ -50,7 +50,7 @@ def batch_of(names: list[str]) -> Batch:
 
 def worker(prompts: int, replicas: int, size: int, rank: int = 0, shuffle: bool = False) -> SimpleNamespace:
     actor = SimpleNamespace(mini_batch_size=size, shuffle=shuffle)
-    config = SimpleNamespace(data=SimpleNamespace(batch_size=prompts, replay=None), actor=actor)
+    config = SimpleNamespace(data=SimpleNamespace(batch_size=prompts, replay=None), training_of=lambda role: actor)
     layout = SimpleNamespace(dp_size=replicas, dp_rank=rank)
     return SimpleNamespace(config=config, layout=layout, seeds=Seeds(3), step=7)
 

@@ -13,6 +13,8 @@ from megarl.config.load import load_config
 from megarl.config.run import RunConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.recipes.build import build_task_graph
+from megarl.runtime.roles import RolloutRole
+from megarl.runtime.samples import open_groups
 from megarl.runtime.stages.advantage import advantage
 from megarl.runtime.stages.baseline import running_baseline
 from megarl.runtime.stages.reward import write_scores
@@ -153,6 +155,15 @@ def test_what_comes_after_a_node_of_the_actor_comes_after_those_of_all_models(tr
     settings += ["models={proposer: {train: true}}", "policies.proposer.model=proposer"]
     graph = build_task_graph(load_config("grpo_self_play_quickstart", settings))
     assert all(graph[id].deps == (*updates, "proposer_actor_train") for id in ("old_logp", "proposer_old_logp"))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_held_out_samples_have_their_own_sampling_even_if_it_equals_that_of_training(training):
+    c = SimpleNamespace(config=RunConfig(name="x"))
+    engines = [SimpleNamespace(open=lambda *a, name=name: opened.append(name)) for name in ("common", "own")]
+    rollout, opened = RolloutRole(engines[0], None, [2], training_engine=engines[1]), []
+    open_groups(c, rollout, c.config.rollout.sampling, 1, training=training).open()
+    assert opened == ["own" if training else "common"]
 
 
 @pytest.mark.parametrize("epochs", [1, 2])

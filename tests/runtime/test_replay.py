@@ -53,7 +53,7 @@ def context(
 ) -> SimpleNamespace:
     layout = SimpleNamespace(dp_group=group, dp_rank=replica, dp_size=len(stores), rank=replica, is_lead=True)
     data = SimpleNamespace(batch_size=PROMPTS, replay=stores[0].settings)
-    config = SimpleNamespace(data=data, actor=SimpleNamespace(**actor))
+    config = SimpleNamespace(data=data, training_of=lambda role: SimpleNamespace(**actor))
     return SimpleNamespace(step=step, layout=layout, config=config, seeds=Seeds(3), metrics=metrics)
 
 

@@ -204,7 +204,8 @@ def generate(
 
     Args:
         prompts: B prompts.
-        scored: whether a `TaskPlayer` adds the score and the fields that training needs to the episodes it plays.
+        scored: whether the samples are trained on: several policies have their own sampling then, and a `TaskPlayer`
+            adds the score and the fields that training needs to the episodes it plays.
 
     Returns:
         B * n samples: the prompts' fields repeated, and the fields of SAMPLE_FIELDS (with an environment also
@@ -221,7 +222,8 @@ def generate(
         else:
             from megarl.runtime.samples import groups_of_prompts, open_groups, samples_of
 
-            with closing(open_groups(c, rollout, sampling, len(prompts) * sampling.n)) as groups:
+            slots = len(prompts) * sampling.n
+            with closing(open_groups(c, rollout, sampling, slots, training=scored)) as groups:
                 for group in groups_of_prompts(c, prompts, sampling.n, range(len(prompts))):
                     groups.add(group)
                 samples = samples_of(rollout, prompts, groups.finish(advance), sampling, list(c.config.policies))

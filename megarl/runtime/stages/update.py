@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from megarl.algorithms.divergences import terms
 from megarl.algorithms.kl import KL
@@ -108,14 +108,15 @@ def train_actor(c: StepContext, samples: Batch, step: Callable[[Batch], Metrics]
                 c.metrics.merge(metrics)
 
 
-def mini_batches(c: StepContext, samples: Batch, role: Literal["actor", "critic"], epoch: int) -> Iterator[Batch]:
+def mini_batches(c: StepContext, samples: Batch, role: str, epoch: int) -> Iterator[Batch]:
     """Yield this rank's part of each mini-batch of a role's `mini_batch_size` prompts (null: one mini-batch of all).
 
-    All samples of a prompt are in one mini-batch, in the order of the data, or with `shuffle` in a random order for
-    each epoch. Groups of `data.replay` come in addition, dealt to the mini-batches in turn. Samples with 0 copies are
-    left out. Every rank yields equally many parts; a part may be empty.
+    The role is actor, critic or the name of a further model. All samples of a prompt are in one mini-batch, in the
+    order of the data, or with `shuffle` in a random order for each epoch. Groups of `data.replay` come in addition,
+    dealt to the mini-batches in turn. Samples with 0 copies are left out. Every rank yields equally many parts; a part
+    may be empty.
     """
-    settings = getattr(c.config, role)
+    settings = c.config.training_of(role)
     size = settings.mini_batch_size
     if size is None or size >= c.config.data.batch_size:
         parts = iter([samples.copy()])  # a copy, because an update adds fields to its mini-batch
