@@ -11,7 +11,11 @@ algorithm:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, NonNegativeInt, ValidationError
@@ -19,24 +23,12 @@ from pydantic import Field, NonNegativeInt, ValidationError
 from megarl.config.base import ConfigErrors, Section
 from megarl.config.fields import wrong_value
 from megarl.dag.pipeline import Pipeline
-from megarl.recipes import grpo
-from megarl.runtime.stages import (
-    advantage,
-    baseline,
-    correction,
-    critic,
-    curriculum,
-    experts,
-    logprob,
-    replay,
-    resampling,
-    reward,
-    rollout,
-    sampling,
-    shaping,
-    turns,
-    update,
-)
+from megarl.dag.stage import LOADER_FIELDS
+from megarl.recipes import grpo, preference
+from megarl.robots import stages as of_robots
+from megarl.runtime import stages as of_text
+from megarl.runtime.stages import kto, rollout
+from megarl.runtime.stages.preference import PAIR_FIELDS
 from megarl.system.errors import ConfigError, UserError, close_matches
 from megarl.system.imports import is_file_reference, is_module_reference
 
@@ -45,16 +37,26 @@ if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
 
 KEY = "algorithm.pipeline"
-_STAGES = (
-    *(rollout.rollout, rollout.greedy_rollout, reward.reward_submit, reward.reward, reward.rule_rewards),
-    *(reward.model_score, reward.total_reward, logprob.old_logp, logprob.ref_logp, logprob.sum_pi_squared),
-    *(logprob.teacher_logp, correction.rollout_correction, correction.rollout_gap, correction.rollout_as_old),
-    *(shaping.overlong, shaping.filter_samples, sampling.dynamic_sampling, advantage.kl_in_reward, turns.turn_keys),
-    *(critic.value, critic.critic_train, baseline.running_baseline, experts.expert_gate, advantage.advantage),
-    *(resampling.resample, replay.replay, curriculum.curriculum, update.actor_train),
-)
+
+
+def _stages(modules: Iterator[ModuleType]) -> dict[str, Callable[..., Any]]:
+    """Return the functions of the modules that `@stage` declares, by name, in the order of modules and lines."""
+    return {
+        name: member
+        for module in modules
+        for name, member in vars(module).items()
+        if inspect.isfunction(member) and hasattr(member, "__stage__") and member.__module__ == module.__name__
+    }
+
+
+def _modules() -> Iterator[ModuleType]:
+    for module in iter_modules(of_text.__path__):
+        yield import_module(f"{of_text.__name__}.{module.name}")
+    yield of_robots
+
+
 #: Stages of the built-in pipelines, by the names that a list may have.
-STAGES: dict[str, Callable[..., Any]] = {stage.__name__: stage for stage in _STAGES}
+STAGES = _stages(_modules())
 #: Blocks of nodes that depend on the recipe's settings, by the names that a list may have.
 BLOCKS: dict[str, Callable[[Pipeline, RunConfig], None]] = {
     "scoring": grpo.add_scoring,
@@ -82,6 +84,7 @@ def build_graph(config: RunConfig) -> TaskGraph:
         UserError: an entry is wrong; the message has its number.
     """
     p = Pipeline("listed", "the nodes that the recipe lists", config)
+    stages: list[Callable[..., Any] | str] = []
     for number, entry in enumerate(config.algorithm.pipeline):
         where = f"{KEY}[{number}]"
         node = _read({"stage": entry} if isinstance(entry, str) else entry, where)
@@ -89,8 +92,14 @@ def build_graph(config: RunConfig) -> TaskGraph:
             _refuse_settings(node, where)
             BLOCKS[node.stage](p, config)
         else:
-            p.add(_stage(node.stage, where), node.id, deps=node.after, config=node.config, retry=node.retry)
-    return p.build()
+            stages.append(_stage(node.stage, where))
+            p.add(stages[-1], node.id, deps=node.after, config=node.config, retry=node.retry)
+    for stage, pipeline in preference.TRAIN.items():
+        if stage in stages:
+            preference.check_loss(pipeline, config)
+    if config.preference is None or rollout.rollout in stages:
+        return p.build(LOADER_FIELDS)
+    return p.build(kto.EXAMPLE_FIELDS if config.preference.labelled else PAIR_FIELDS)
 
 
 def _read(entry: Any, where: str) -> ListedNode:

@@ -12,7 +12,8 @@ is in megarl/algorithms/preference.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from megarl.dag.pipeline import Pipeline
 from megarl.runtime.stages import kto, logprob, preference
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 
 #: The losses of each pipeline, the default first.
 _LOSSES = {"dpo": ("sigmoid", "robust", "hinge", "ipo"), "kto": ("kto",), "reward_model": ("bradley_terry",)}
+#: The stage that trains, and its pipeline.
+TRAIN: dict[Callable[..., Any], str] = {
+    preference.dpo_train: "dpo",
+    kto.kto_train: "kto",
+    preference.reward_model_train: "reward_model",
+}
 
 
 def build_dpo(config: RunConfig) -> TaskGraph:
@@ -52,7 +59,13 @@ def build_reward_model(config: RunConfig) -> TaskGraph:
 
 
 def _pipeline(pipeline: str, title: str, config: RunConfig) -> Pipeline:
-    """Return an empty pipeline, to which the caller adds nodes.
+    """Return an empty pipeline, to which the caller adds nodes; errors as those of `check_loss`."""
+    check_loss(pipeline, config)
+    return Pipeline(pipeline, title, config)
+
+
+def check_loss(pipeline: str, config: RunConfig) -> None:
+    """Check that `preference.loss` belongs to the pipeline, one of `TRAIN`.
 
     Raises:
         ConfigError: the recipe lacks the section `preference`, or its loss belongs to another pipeline.
@@ -77,4 +90,3 @@ def _pipeline(pipeline: str, title: str, config: RunConfig) -> Pipeline:
             allowed=", ".join(losses),
             fix=f"set preference.loss={losses[0]}, or algorithm.pipeline={other}",
         )
-    return Pipeline(pipeline, title, config)

@@ -21,7 +21,7 @@ from megarl.config.run import RunConfig
 from megarl.config.training import PreferenceConfig
 from megarl.dag.edges import MissingFieldError
 from megarl.dag.graph import TaskGraph
-from megarl.dag.stage import Role
+from megarl.dag.stage import Kind, Role
 from megarl.data.fields import FIELDS
 from megarl.recipes.build import PIPELINES, build_task_graph
 from megarl.runtime.stages.advantage import OFFERED
@@ -56,9 +56,22 @@ def check_graph(config: RunConfig, built: TaskGraph | UserError | None, checks: 
             _check_pairs(config, built, checks.of("preferences"))
         else:
             _check_critic(config, built, checks)
+        _check_training(built, checks.of("task graph"))
         _check_sampling(config, built, checks)
         _check_filter(config, built, checks)
         _check_resampling(config, built, checks)
+
+
+def _check_training(graph: TaskGraph, checks: Checklist) -> None:
+    """Warn of a graph in which no model learns."""
+    if not any(node.kind is Kind.MODEL_TRAIN for node in graph):
+        checks.warn(
+            "algorithm.pipeline",
+            "no node trains a model, so all weights stay as they are",
+            found=f"nodes {', '.join(graph.order())}",
+            fix="add the stage actor_train (megarl.runtime.stages.update:actor_train), or declare a stage that "
+            "trains by @stage(..., kind=Kind.MODEL_TRAIN)",
+        )
 
 
 def _is_users_mistake(config: RunConfig, missing: MissingFieldError, checks: Checklist) -> bool:

@@ -242,6 +242,12 @@ def test_parts_are_looked_for_in_the_source_of_the_reward(write, failures, warne
     assert not failures(*mine, "algorithm.advantage.parts={right: 1.0, shrt: 1.0}")
 
 
+@pytest.mark.parametrize(("last", "doubtful"), [("advantages", True), ("advantages, actor_train", False)])
+def test_a_pipeline_in_which_no_model_learns_is_doubtful(warned, last, doubtful):
+    doubts = warned(f"algorithm.pipeline=[rollout, scoring, {last}]")
+    assert any("no node trains a model" in check.message for check in doubts) == doubtful
+
+
 POLICIES = "policies={white: {}, black: {advantage: {name: rloo}, compare: episode}}"
 AGENT = "env={name: agent, function: 'megarl.recipes.self_play:play'}"
 OWN = ("policies.white.model=white", "models={white: {train: true}}")

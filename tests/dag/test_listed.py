@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import megarl
 from megarl.config.load import load_config
 from megarl.dag import retry
 from megarl.dag.executor import Executor, NodeError
@@ -33,19 +36,35 @@ def graph(listed: str, *more: str):
     return build_task_graph(load_config("grpo_quickstart", [f"algorithm.pipeline={listed}", *more]))
 
 
+GRPO = "[rollout, scoring, advantages, actor_train]"
+KTO = "preference={loss: kto}"
+
+
 @pytest.mark.parametrize(
-    "more", [(), ("rollout_correction.preset=decoupled_token_is", "algorithm.kl={use: reward, coef: 0.1}")]
+    ("listed", "name", "more"),
+    [
+        (GRPO, "grpo", ()),
+        (GRPO, "grpo", ("rollout_correction.preset=decoupled_token_is", "algorithm.kl={use: reward, coef: 0.1}")),
+        ("[ref_logp, mismatched_ref_logp, kto_train]", "kto", (KTO,)),
+        ("[reward_model_train]", "reward_model", ("preference={loss: bradley_terry}",)),
+        ("[rollout, episode_reward, logprobs, advantages, actor_train]", "srpo", ("robot={}",)),
+    ],
 )
-def test_the_list_is_the_graph_of_the_built_in_pipeline(more):
-    listed, built_in = graph("[rollout, scoring, advantages, actor_train]", *more), graph("grpo", *more)
+def test_the_list_is_the_graph_of_the_built_in_pipeline(listed, name, more):
+    listed, built_in = graph(listed, *more), graph(name, *more)
+    assert listed.entry == built_in.entry
     assert [(node.id, node.func, node.contract) for node in listed] == [(n.id, n.func, n.contract) for n in built_in]
     assert all(listed.parents(id) == built_in.parents(id) for id in built_in.order())
 
 
-def test_every_stage_of_the_built_in_pipelines_has_a_name():
-    sources = ("data.experts={files: [x.jsonl]}", "data.replay={share: 0.5}", "data.curriculum={}")
-    more = ("algorithm.loss.expert_gate=0.5", "algorithm.advantage.name=rae", "rollout_correction.preset=ppo_is_bypass")
-    assert {node.func for node in graph("grpo", *sources, *more)} <= {*NAMES.values()}
+def test_every_stage_of_megarl_has_a_name():
+    root = Path(megarl.__file__).parent
+    written = [*root.glob("runtime/stages/*.py"), *root.glob("robots/**/*.py")]
+    declared = (
+        re.findall(r"^@(?:stage|trains|_scores)\b.*?^def (\w+)", file.read_text(), re.M | re.S) for file in written
+    )
+    assert {*NAMES} == {name for names in declared for name in names}
+    assert all(NAMES[node.id] is node.func for node in graph("grpo"))
 
 
 def test_a_node_has_its_settings(tmp_path):
@@ -66,6 +85,7 @@ def test_a_node_has_its_settings(tmp_path):
         ("[rollout, scoring, {stage: FILE:price}]", ("takes 'price'", "give the node the config {'price': ...}")),
         ("[rollout, scoring, {stage: FILE:one, retry: 1}]", ("node 'one': the node has a retry",)),
         ("[rollout, FILE:nothing]", ("node 'nothing'", "has no 'nothing'")),
+        ("[ref_logp, dpo_train]", ("preference: the pipeline dpo learns from pairs",)),
         ("[rollout, advantage]", ("pipeline 'listed': node 'advantage' reads 'token_rewards'",)),
         ("[]", ("pipeline 'listed': the pipeline has no nodes",)),
     ],
