@@ -84,8 +84,11 @@ class SlurmJob:
         self.ended = True
 
     def _check_signals(self) -> None:
-        """Raise Over for a signal while nodes are tested: steps that a signal interrupted must not be judged. After a
-        failure of the run, Slurm's warning of the time limit is handled as late as possible, after the failure.
+        """Handle a signal that arrived while nodes are tested; raise Over, which ends the job, before a test that the
+        signal interrupted counts against a node.
+
+        When an attempt of the run has failed, Slurm's warning of the time limit is handled only LEFT_S seconds before
+        the job's end, so that the tests can first find the nodes that caused the failure.
         """
         self.files.write_heartbeat()
         late = self.warned is not None and time.monotonic() > self.warned + self.plan["warn_s"] - LEFT_S

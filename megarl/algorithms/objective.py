@@ -254,7 +254,7 @@ class Objective:
         metrics.merge(source_metrics(logp, old_logp, mask, inputs))
         if correction is not None:
             metrics.merge(correction.moments)
-        if late:  # the weights must be divided by the tokens for token-mean, otherwise by the sequences
+        if late:  # the loss's token weights are not divided yet: by the tokens for token-mean, else by the sequences
             from megarl.algorithms.aggregation import local_counts
 
             counts = local_counts(mask, inputs.offsets, copies=inputs.copies).tolist()

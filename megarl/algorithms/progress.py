@@ -226,7 +226,7 @@ def _check(embeddings: Tensor, success: Tensor, task: Sequence[Hashable]) -> Non
 
 
 def _valid(embeddings: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the embeddings as float64 [B, E], and which rows are valid, bool [B]."""
+    """Return the embeddings as float64 [B, E], and which of them are valid as in `valid_embeddings`, bool [B]."""
     points = embeddings.detach().float().cpu().double().numpy()
     return points, ((points != 0).any(1) & ~(abs(points) == math.inf).any(1) & ~(points != points).any(1))
 

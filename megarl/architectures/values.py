@@ -242,7 +242,8 @@ def rope_scaling(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     if ARCHITECTURES[values["model_type"]].rope.local_theta is not None:
         section = (values["rope_parameters"] or {}).get("full_attention") or {}
-        # in transformers' objects both names have the sections; in a config.json the older one has no sections
+        # in transformers' objects both names hold one section per kind of layer; in a config.json the older name holds
+        # the settings themselves
         older = {} if values["rope_scaling"] == values["rope_parameters"] else values["rope_scaling"] or {}
         return _complete({**section, **older}, values)
     default = ARCHITECTURES[values["model_type"]].keys["rope_parameters"]

@@ -67,7 +67,7 @@ def begins_again(config: RunConfig, team: TeamPlan) -> bool:
 
 @dataclass(frozen=True)
 class Handover:
-    """Those fields of one node that exactly the same other teams read; a node may have several handovers."""
+    """The fields of one node that the same other teams read; a node has one handover per set of reading teams."""
 
     node: str  # node that wrote the fields; `giver` is its team
     giver: str
@@ -83,7 +83,7 @@ class Handover:
 
 @dataclass(frozen=True)
 class Placement:
-    """The teams of a run, the actor's first, and the transfers between them."""
+    """The teams of a run, the actor's first, and the batch fields that they hand over to one another."""
 
     teams: tuple[TeamPlan, ...]
     handovers: tuple[Handover, ...] = ()

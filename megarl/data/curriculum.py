@@ -20,9 +20,9 @@ from megarl.system.errors import DataError
 
 
 class GroupScore(NamedTuple):
-    """The mean score of one prompt group, and the pool of its row before this score changed the row's average."""
+    """The mean score of one prompt group, and the pool (`data.curriculum.pools`) of its row before this score."""
 
-    pool: str
+    pool: str  # name of the pool; `unseen`: no group of the row had a score
     score: float
 
 

@@ -114,8 +114,9 @@ def refuse_branches(samples: Batch, what: str, where: str) -> None:
     """Raise MegarlError if an episode has several rows; `what` cannot be used for it, and is set by the key `where`."""
     if branches(samples):
         raise MegarlError(
-            f"{what} counts samples, but an episode of this step has several rows\n  where:   {where}\n  fix:     "
-            "leave it out, or use env.history=exact and an agent that only appends to its messages"
+            f"{what} counts each row as a sample, but an episode of this step has several rows\n  where:   {where}\n"
+            f"  fix:     remove or change {where}, or use env.history=exact and an agent that only appends to its "
+            "messages"
         )
 
 

@@ -197,7 +197,7 @@ class AgentReplica:
         await self.gateway.start()
 
     async def stop(self) -> None:
-        """End all programs, and the endpoint."""
+        """End all agents' programs, and close the endpoint."""
         await self.programs.close()
         await self.gateway.stop()
 
@@ -226,13 +226,13 @@ class Agent(Environment):
 
     @classmethod
     def gives_scores(cls, settings: AgentSettings) -> bool:
-        """Return whether the program gives the score."""
+        """Return whether the agent's program gives the score."""
         return settings.score == "agent"
 
     @classmethod
     def check(cls, settings: AgentSettings) -> None:
-        """Find the program, or import the function, and that of `credit`; start the sandbox once. The function of
-        another interpreter is imported in the first episode."""
+        """Find the agent's program or import its function, import the function of `env.credit`, and start the sandbox
+        once. The function of another interpreter is imported in the first episode."""
         find_credit(settings.credit)
         if settings.python is not None and shutil.which(settings.python) is None:
             raise ConfigError(
@@ -277,16 +277,16 @@ class Agent(Environment):
 
     @classmethod
     def close(cls, shared: AgentReplica) -> None:
-        """End all programs, and the endpoint."""
+        """End all agents' programs, and close the endpoint."""
         if shared.loop is not None:
             asyncio.run_coroutine_threadsafe(shared.stop(), shared.loop).result(_CLOSE_S)
 
     def task(self, row: dict[str, Any], seed: int) -> dict[str, Any]:
-        """Return what the program is given."""
+        """Return the task that the agent's program reads: the row without its images, and the episode's seed."""
         return {"row": {name: value for name, value in row.items() if name != "images"}, "seed": seed}
 
     async def reset(self, row: dict[str, Any], seed: int) -> Any:
-        """Start the program and return the prompt of its first call."""
+        """Start the agent's program and return the prompt of its first call."""
         shared = self.shared
         self.is_waiting = True
         await shared.free.acquire()

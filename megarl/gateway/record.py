@@ -92,8 +92,10 @@ class Record:
         self._children: dict[int | None, list[int]] = {}
 
     def place(self, messages: Sequence[ChatMessage], tools: str, policy: str = "") -> Place:
-        """Return where a call with these messages belongs: after the policy's deepest node whose path they repeat. Of
-        equally deep nodes one that may be continued goes first, then the latest.
+        """Return where a call with these messages belongs: after the policy's deepest node whose path they repeat.
+
+        Among equally deep nodes one that may be continued comes first, then the latest. The call becomes a new root if
+        no node fits, if the node must not be continued, or if an assistant's message follows the repeated path.
         """
         node, used = self._deepest(messages, tools, policy)
         rest = tuple(messages[used:])

@@ -82,21 +82,26 @@ def parse_rewards(
         ) from None
     _check_info(info)
     if unknown := [name for name in rewards if name not in policies]:
-        raise ResultError(f"it has a reward of {unknown[0]!r}; allowed: {', '.join(policies)}")
+        raise ResultError(
+            f"`rewards` in the file MEGARL_RESULT names {unknown[0]!r}, which is no policy of the run; allowed: "
+            f"{', '.join(policies)}"
+        )
     for name, settings in policies.items():
         begun, given = len(record.roots(name)), rewards.get(name)
         if begun and settings.train and given is None:
-            raise ResultError(f"it has no reward of the policy {name!r}, which the agent has called")
+            raise ResultError(
+                f"`rewards` in the file MEGARL_RESULT lacks the policy {name!r}, which the agent has called"
+            )
         if begun and settings.train and settings.compare == "episode" and not isinstance(given, list):
             raise ResultError(
-                f"it has a number as the reward of the policy {name!r}, which has nothing to be compared with "
-                f"(policies.{name}.compare is episode); allowed: a list of {begun} rewards, one for each conversation "
-                "that the agent began with it"
+                f"`rewards` in the file MEGARL_RESULT has one number for the policy {name!r}, whose conversations are "
+                f"compared with one another (policies.{name}.compare is episode); allowed: a list of {begun} numbers, "
+                "one for each conversation that the agent began with the policy"
             )
         if isinstance(given, list) and len(given) != begun:
             raise ResultError(
-                f"it has {len(given)} rewards of the policy {name!r}; allowed: a number, or {begun} rewards, one for "
-                "each conversation that the agent began with it"
+                f"`rewards` in the file MEGARL_RESULT has {len(given)} numbers for the policy {name!r}; allowed: one "
+                f"number, or {begun} in a list, one for each conversation that the agent began with the policy"
             )
     return rewards, info
 

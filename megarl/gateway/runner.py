@@ -1,4 +1,4 @@
-"""The process that starts a replica's programs: `python -m megarl.gateway.runner [SOURCE:FUNCTION]`.
+"""The process that starts the agents' programs of a replica: `python -m megarl.gateway.runner [SOURCE:FUNCTION]`.
 
     stdin    {"start": 3, "folder": ..., "launch": {"argv": [...], "environment": {...}, ...}, "limits": {...},
               "cwd": ..., "sandboxed": false}                                                  {"stop": 3}
@@ -6,12 +6,13 @@
              {"ended": 3, "code": 0}        {"ended": 4, "code": 71, "error": "why it did not start"}
              {"ended": 5, "code": -9, "limit": "memory"}
 
-Every program is forked from here, with a guardian that ends it with everything that it has started, in any group or
-session (`megarl.system.reaper`). A function's module is imported once, before the first fork; what it prints goes to
-stderr. The process ends with all programs when its stdin closes, which happens when the trainer ends.
+This process forks every program, with a guardian process that ends the program and everything that it has started, in
+any process group or session (`megarl.system.reaper`). The module of FUNCTION is imported once, before the first fork;
+what it prints goes to stderr. The process ends with all programs when its stdin closes, which happens when the trainer
+ends.
 
-Of a program's output the end is kept. A program that uses more than it may is ended; the sandbox, where there is one,
-refuses what a few tenths of a second could harm.
+Only the end of a program's output is kept. A program that exceeds a limit is ended some tenths of a second later; a
+sandbox, where there is one, itself refuses what could do harm in this time.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _NO_FORK = 71  # exit code of a program that could not be forked
 _PIECE = 1 << 16  # bytes that are read at once
 _MOST_PIECES = 16  # as many as a pipe holds at most, by Linux's default limit
 _KEPT = 1 << 14  # bytes at the end of a program's output that are kept
-_LOOK_EVERY_S = 0.25  # how often it is measured what programs use
-_END_S = 3.0  # time for a sandbox to end by itself and pass on the result
+_LOOK_EVERY_S = 0.25  # seconds between two measurements of what programs use
+_END_S = 3.0  # seconds in which a sandbox may end by itself, after passing on the program's result
 _OPEN_FILES = 1024
 
 
@@ -48,14 +49,16 @@ class _Program:
     """A program that runs.
 
     Attributes:
-        guardian: process id of its guardian.
-        output: descriptor to read its output from.
-        input: descriptor of the sandbox's stdin, which ends the sandbox when it is closed; -1: there is no sandbox.
+        order: the trainer's message that started the program.
+        guardian: process id of the program's guardian.
+        output: descriptor from which the program's output is read.
+        input: descriptor of the sandbox's stdin; the sandbox ends when it is closed. -1: there is no sandbox; -2: the
+            descriptor is closed.
         unsent: part of the task that is still to be written to `input`.
-        tail: end of its output.
-        written: bytes of all its output.
-        limit: the limit that it has exceeded.
-        kill_at: when it is killed that was asked to end.
+        tail: end of the program's output.
+        written: bytes of all the program's output.
+        limit: name of the limit that the program has exceeded; empty: none.
+        kill_at: time at which a program that was asked to end is killed; infinity: it was not asked.
     """
 
     order: dict[str, Any]
@@ -70,7 +73,7 @@ class _Program:
 
     @property
     def is_measured(self) -> bool:
-        """Whether it must be measured what it uses; containers have their own limits."""
+        """Whether the memory, CPU time and processes of the program are measured; containers have their own limits."""
         limits = self.order["limits"]
         return (
             not self.order["launch"]["after"]
@@ -101,19 +104,19 @@ class Runner:
     Args:
         orders, news: descriptors of the messages.
         wake: descriptor that becomes readable when a child ends.
-        function: what programs without arguments call.
+        function: called by programs that have no command; None: all programs have one.
     """
 
     def __init__(self, orders: int, news: int, wake: int, function: Any) -> None:
         self._orders, self._news, self._wake, self._function = orders, news, wake, function
-        self._running: dict[int, _Program] = {}  # by their guardians' process ids
+        self._running: dict[int, _Program] = {}  # programs by the process ids of their guardians
         self._poll = selectors.DefaultSelector()
         self._poll.register(orders, selectors.EVENT_READ)
         self._poll.register(wake, selectors.EVENT_READ)
         self._looked = time.monotonic()
 
     def run(self) -> None:
-        """Start and stop programs until the orders end."""
+        """Start and stop programs until the trainer closes the descriptor of orders."""
         _tell(self._news, {"ready": True})
         waiting = b""
         while True:
@@ -137,7 +140,7 @@ class Runner:
                     self._write(key.data)
             self._watch()
             for pid, code in _ended():
-                if pid in self._running:  # others are processes that the function's module started
+                if pid in self._running:  # otherwise the function's module has started the process
                     self._finish(self._running.pop(pid), code)
 
     def _obey(self, order: dict[str, Any]) -> None:
@@ -157,7 +160,8 @@ class Runner:
                     self._stop(program)
 
     def _stop(self, program: _Program) -> None:
-        """End a program; a sandbox first passes on the result."""
+        """Ask a sandbox to end, which first passes on its program's result; kill it if it was asked before. A program
+        without a sandbox is killed at once."""
         if program.input >= 0 and program.kill_at == float("inf"):
             self._close_input(program)
             program.kill_at = time.monotonic() + _END_S
@@ -169,7 +173,7 @@ class Runner:
         if program.input in self._poll.get_map():
             self._poll.unregister(program.input)
         os.close(program.input)
-        program.input = -2  # there was one
+        program.input = -2  # closed, so that the next `_stop` kills the sandbox
 
     def _write(self, program: _Program) -> None:
         """Write more of the task to a sandbox."""
@@ -177,7 +181,7 @@ class Runner:
             program.unsent = program.unsent[os.write(program.input, program.unsent[:_PIECE]) :]
         except BlockingIOError:
             return
-        except OSError:  # it has ended
+        except OSError:  # the sandbox has ended
             program.unsent = b""
         if not program.unsent:
             self._poll.unregister(program.input)
@@ -200,12 +204,12 @@ class Runner:
         return True
 
     def _exceed(self, program: _Program, limit: str) -> None:
-        """End a program at once: a sandbox would need time to pass on the result."""
+        """Kill a program at once, without the time in which a sandbox passes on the result."""
         program.limit = limit
         _terminate(program)
 
     def _watch(self) -> None:
-        """Measure what programs use, and kill those that had to end."""
+        """Kill programs that did not end in time, and programs whose measured use exceeds a limit."""
         now = time.monotonic()
         for program in self._running.values():
             if now >= program.kill_at:
@@ -224,7 +228,7 @@ class Runner:
                 self._exceed(measured[pid], limit)
 
     def _finish(self, program: _Program, code: int) -> None:
-        for _ in range(_MOST_PIECES):  # more comes only from a process that could not be ended
+        for _ in range(_MOST_PIECES):  # only a process that could not be ended writes more than a pipe holds
             if program.output not in self._poll.get_map() or not self._read(program):
                 break
         if program.output in self._poll.get_map():
@@ -232,7 +236,7 @@ class Runner:
         os.close(program.output)
         if program.input >= 0:
             self._close_input(program)
-        if code < 0:  # a container ends with its program, but not with its client
+        if code < 0:  # a container ends with its program, but not when a signal kills docker's client
             _start_after(program)
         with contextlib.suppress(OSError), open(os.path.join(program.order["folder"], "output.txt"), "wb") as file:
             file.write(program.tail)
@@ -246,13 +250,13 @@ def _terminate(program: _Program) -> None:
 
 
 def _start_after(program: _Program) -> None:
-    """Start what ends a program's container, if it has one, without waiting for it."""
+    """Start the command that ends a program's container, if there is one, without waiting for it."""
     launch, nothing = program.order["launch"], subprocess.DEVNULL
     if launch["after"]:
         with contextlib.suppress(OSError):
             subprocess.Popen(
                 launch["after"],
-                env=launch["environment"],  # with the address of the same daemon
+                env=launch["environment"],  # contains the address of the container's daemon
                 stdin=0,
                 stdout=nothing,
                 stderr=nothing,
@@ -261,7 +265,7 @@ def _start_after(program: _Program) -> None:
 
 
 def _exceeded(used: Usage, limits: dict[str, Any]) -> str:
-    """Return the name of a limit that is exceeded; empty: none is."""
+    """Return the name of a limit that a program's use exceeds; empty: none."""
     memory = limits["memory_mb"]
     for name, value, most in (
         ("processes", used.processes, limits["processes"]),
@@ -274,9 +278,9 @@ def _exceeded(used: Usage, limits: dict[str, Any]) -> str:
 
 
 def _taken() -> tuple[int, int]:
-    """Return descriptors of stdin and stdout, which are replaced by an empty input and by stderr.
+    """Return copies of the descriptors of stdin and stdout, and replace stdin by an empty input and stdout by stderr.
 
-    The function's module can then read and print without disturbing the messages.
+    Whatever the function's module reads and prints is then apart from the messages.
     """
     orders, news, nothing = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -286,7 +290,7 @@ def _taken() -> tuple[int, int]:
 
 
 def _tell(news: int, message: dict[str, Any]) -> None:
-    """Write a message, whose length is less than what a pipe takes at once."""
+    """Write a message to the trainer; it is short enough that a pipe takes it whole."""
     os.write(news, json.dumps(message).encode() + b"\n")
 
 
@@ -316,7 +320,7 @@ def _start(order: dict[str, Any], function: Any) -> _Program:
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
         if not isinstance(exit_.code, int | None):
-            print(exit_.code, file=sys.stderr)  # as Python does where a program exits with a text
+            print(exit_.code, file=sys.stderr)  # as Python does for sys.exit("text")
     except BaseException:
         code = 1 if not order["launch"]["argv"] else code
         traceback.print_exc()
@@ -328,7 +332,7 @@ def _start(order: dict[str, Any], function: Any) -> _Program:
 
 
 def _become(order: dict[str, Any], given: int, written: int) -> None:
-    """Turn a fork into the process of a program: descriptors, guardian, environment, user, limits."""
+    """Make this forked process that of a program: set its descriptors, guardian, environment, user and limits."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     result = written
@@ -347,7 +351,7 @@ def _become(order: dict[str, Any], given: int, written: int) -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # when memory is short, the kernel ends this process and not the trainer
     enter(launch["mounts"], as_nobody=launch["as_nobody"])
-    if not launch["after"]:  # else the limits are those of a container, not of its client
+    if not launch["after"]:  # otherwise this process is a container's client, and the container has the limits
         _limit(limits, sandboxed=order["sandboxed"])
 
 
@@ -364,7 +368,7 @@ def _limit(limits: dict[str, Any], *, sandboxed: bool) -> None:
 def _run(order: dict[str, Any], function: Any) -> int:
     argv = order["launch"]["argv"]
     if argv:
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, which programs would inherit
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals, which a program would inherit
             signal.signal(number, signal.SIG_DFL)
         os.execvp(argv[0], argv)
     environment = order["launch"]["environment"]

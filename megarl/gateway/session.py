@@ -234,7 +234,7 @@ class ChatSession:
         return len(self.record.tokens(prompt.node)) + len(prompt.token_ids)
 
     async def arrival(self) -> None:
-        """Wait until a call waits."""
+        """Wait until a client's call is ready for `take`."""
         await self._arrived.wait()
 
     def take(self) -> PendingTurn | None:
@@ -263,7 +263,11 @@ class ChatSession:
             call.done.set_result(ChatReply(node, node.reply, path, stop))
 
     def close(self, reason: str) -> None:
-        """Answer no further call; those that wait are refused."""
+        """Refuse the calls that wait for a reply, and all later ones.
+
+        Args:
+            reason: why, for the refusals.
+        """
         self.over = self.over or reason
         while self._waiting:
             self._refuse(self._waiting.popleft(), self._refusal_after_end())

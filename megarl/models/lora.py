@@ -219,7 +219,10 @@ class StackedAdapters(ExpertAdapters):
 
     @torch.no_grad()
     def merged(self, weight: Tensor, region: TensorRegion) -> Tensor:
-        """Implement `Adapter.merged`. Only one expert's weights are wide at a time."""
+        """Return W + scale * (B A)^T in a region of this rank's weight [experts, in, out].
+
+        Computed in float32 or wider, one expert after another to save memory, and rounded once to the weight's dtype.
+        """
         wide = torch.promote_types(weight.dtype, torch.float32)
         experts, inputs, outputs = as_index(region)
         a = self.a.view(self._experts, self._rank, -1)[experts, :, inputs]

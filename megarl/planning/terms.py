@@ -51,10 +51,11 @@ class Moment:
 
 
 def taken(part: Term, *, gpu: bool) -> float:
-    """Return the bytes of a term for display: on a GPU the minimum of an elastic term, on a CPU all of it."""
+    """Return the bytes of a term for display: on a GPU the minimum of a term that adapts to the free memory, on a CPU
+    its whole size."""
     return part.least if gpu and part.shrinks else part.bytes
 
 
 def held(terms: Iterable[Term]) -> float:
-    """Return the bytes of terms, with elastic terms at their minimum."""
+    """Return the bytes of terms; of a term that adapts to the free memory (`Term.shrinks`) only its minimum."""
     return sum(part.least if part.shrinks else part.bytes for part in terms)

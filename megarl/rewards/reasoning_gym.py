@@ -81,7 +81,12 @@ def rows(
 def _draw(tasks: dict[str, dict[str, Any]], size: int, val_size: int, seed: int) -> Iterator[dict[str, Any]]:
     """Yield rows in turn from all tasks, without end."""
     if not tasks:
-        raise ConfigError("no task is named", where=f"{_KEY}.tasks", allowed="the names of reasoning-gym's tasks")
+        raise ConfigError(
+            "no task is named",
+            where=f"{_KEY}.tasks",
+            allowed="the names of reasoning-gym's tasks",
+            fix=f"set {_KEY}.tasks, for example to leg_counting, or remove the key",
+        )
     total = size + _TRIES * val_size
     sets = {name: _dataset(name, {"seed": seed, **config, "size": total}) for name, config in tasks.items()}
     index = 0

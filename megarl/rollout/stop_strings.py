@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BROKEN = "\ufffd"  # the decoded text of an incomplete or invalid sequence of bytes
-_FIRST_LOOK = 64  # tokens up to which a turn is decoded as a whole; then the first of them are dropped
+_FIRST_LOOK = 64  # a turn of more tokens is decoded only in part: about the first half of its tokens is dropped
 _MARGIN = 16  # a turn's last characters that are kept in addition to the longest stop string's length
 # After earlier tokens are dropped, the first characters of the rest may decode differently, so a stop string that
 # begins in these many characters is ignored.

@@ -119,7 +119,7 @@ class Relay:
             if sender.patched is not None:
                 last_delta = "the delta of bucket {}, version {}".format(*sender.patched)
             wanted = f"bucket {bucket}, version {version}"
-            raise Refused(f"the relay holds {last_delta}, not that of {wanted}; send the wanted delta first")
+            raise Refused(f"the relay holds {last_delta}, but {wanted} is requested; send the delta of {wanted} first")
         flat = sender.patch[: sender.patched[2]]
         return {"handles": [handle_of(flat) for _ in range(ranks)]}
 

@@ -125,7 +125,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > opened_size(file):
-                raise ValueError("it is longer than the file, which is probably truncated")
+                raise ValueError(f"the file ends before its header of {length} bytes, so it is probably truncated")
             return json.loads(file.read(length)), 8 + length
     except (OSError, ValueError) as error:
         raise _no_header(path, error) from error

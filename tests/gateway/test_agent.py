@@ -127,9 +127,9 @@ def test_a_number_is_the_reward_of_all_sequences_of_a_policy():
     ("result", "words"),
     [
         (1.0, 'allowed: an object {"rewards"'),
-        ({"rewards": {"proposer": 1}}, "no reward of the policy 'solver'"),
-        ({"rewards": {"proposer": 1, "solver": [1]}}, "has 1 rewards of the policy 'solver'; allowed: a number, or 2"),
-        ({"rewards": {"proposer": 1, "solver": 1, "author": 1}}, "a reward of 'author'; allowed: proposer, solver"),
+        ({"rewards": {"proposer": 1}}, "lacks the policy 'solver', which"),
+        ({"rewards": {"proposer": 1, "solver": [1]}}, "has 1 numbers for the policy 'solver'; allowed: one number, or"),
+        ({"rewards": {"proposer": 1, "solver": 1, "author": 1}}, "names 'author', which is no policy of the run"),
     ],
 )
 def test_rewards_that_are_missing_or_of_no_policy_fail_the_episode(result, words):
@@ -139,7 +139,7 @@ def test_rewards_that_are_missing_or_of_no_policy_fail_the_episode(result, words
 
 def test_a_policy_whose_attempts_are_compared_with_each_other_needs_a_reward_of_each():
     policies = {**POLICIES, "solver": AgentPolicyConfig(compare="episode")}
-    with pytest.raises(EpisodeError, match=re.escape("'solver', which has nothing to be compared with")):
+    with pytest.raises(EpisodeError, match=re.escape("one number for the policy 'solver', whose conversations")):
         debates({"rewards": {"proposer": 1, "solver": 1}}, "3", "1", "2", "4", "5", policies=policies)
 
 

@@ -26,7 +26,7 @@ _NOTHING = 1e-3
 
 
 def run(found: Findings, folder: Path) -> None:
-    """Check every kernel in bf16 and float32."""
+    """Check attention, log-probs, norm and SwiGLU in bf16 and float32; add the results to `found`."""
     torch.manual_seed(0)
     found.fact("float32 products in TF32", torch.backends.cuda.matmul.allow_tf32)
     for dtype, limit in LIMITS.items():

@@ -55,11 +55,16 @@ def local_shards(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, Tensor]]:
     shards = chunks[0].weight_table.shards(coordinate(chunks))
     planned = {(s.chunk, s.param) for s in shards}
     if planned != params.keys():
-        raise ValueError(f"the plan and the model have different parameters: {sorted(planned ^ params.keys())[:4]}")
+        raise ValueError(
+            "the weight table of the architecture and Megatron's model have different parameters (chunk, name), which "
+            f"is an error in megarl: {sorted(planned ^ params.keys())[:4]}; report it with the model's config.json"
+        )
     for shard in shards:
         if shard.shape != tuple(params[shard.chunk, shard.param].shape):
             raise ValueError(
-                f"{shard.param} must have shape {shard.shape}, not {tuple(params[shard.chunk, shard.param].shape)}"
+                f"the parameter {shard.param} of the model has shape {tuple(params[shard.chunk, shard.param].shape)}, "
+                f"but {shard.shape} in the weight table of the architecture, which is an error in megarl: report it "
+                "with the model's config.json"
             )
     return [(shard, params[shard.chunk, shard.param]) for shard in shards]
 

@@ -144,7 +144,10 @@ class SimulatorProcess:
     def _mapped(self, size: int) -> mmap.mmap | None:
         if size > os.fstat(self._memory).st_size:
             memory = os.fstat(self._memory).st_size
-            raise Malformed(f"the pictures need {size} bytes, but the shared memory has {memory}")
+            raise Malformed(
+                f"the pictures of this answer take {size} bytes, but the simulator's process made the shared memory "
+                f"only {memory} bytes large"
+            )
         if size and (self._map is None or len(self._map) < size):
             self._map = mmap.mmap(self._memory, size, prot=mmap.PROT_READ)
         return self._map

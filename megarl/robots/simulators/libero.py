@@ -93,7 +93,10 @@ class Libero(Simulator):
             with contextlib.suppress(RandomizationError):
                 self._env.env.reset()
                 return
-        raise RuntimeError(f"{self.spec.name}: LIBERO could not place the objects in {ATTEMPTS} attempts")
+        raise RuntimeError(
+            f"{self.spec.name}: LIBERO could not place the objects of the scene in {ATTEMPTS} attempts; leave the "
+            "task's suite out of robot.simulator.suites"
+        )
 
     def _without_shadows(self) -> None:
         import mujoco

@@ -366,7 +366,7 @@ _QUIET_ON_CPU = ((r"When using async grad allreduce it is recommended to set .* 
 
 
 def rewrites_for(module: str, *, cuda: bool) -> list[Rewrite]:
-    """Return the entries of `REWRITES` that apply to `module` on a machine with or without CUDA."""
+    """Return the changes of source text that Megatron's module `module` needs on a machine with or without CUDA."""
     return [r for r in REWRITES if r.applies(module) and not (cuda and r.cpu_only)]
 
 

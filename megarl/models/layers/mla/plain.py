@@ -27,7 +27,7 @@ class MLA(Mixer):
     heads: int
     q_rank: int | None  # None: queries are projected directly
     kv_rank: int
-    nope: int  # width of the part of a query and key without position
+    nope: int  # width of the part of a query and key that RoPE leaves unchanged
     rope: int  # width of the part that RoPE rotates
     value: int
     scale: float  # factor of the attention scores
