@@ -273,16 +273,13 @@ class StepFormulas:
         if key not in self.memo:
             model, groups = self.model(role), self.work.groups
             mini = section.mini_batch_size or groups
+            trained = mini * self.work.trained  # a mini-batch's fresh prompts and its part of the replayed ones
             self.memo[key] = (
-                model.update(self._mini_batch(model.replicas, mini), section.ppo_epochs, max(1, groups // mini))
+                model.update(self.work.share(model.replicas, trained), section.ppo_epochs, max(1, groups // mini))
                 if kind is Kind.MODEL_TRAIN
                 else model.forward(self.work.share(model.replicas))
             )
         return self.memo[key]
-
-    def _mini_batch(self, replicas: int, groups: int) -> Share:
-        """Return a replica's share of a mini-batch of `groups` fresh prompts and its part of the replayed ones."""
-        return self.work.share(replicas, groups * self.work.trained)
 
     def _section(self, role: Role) -> TrainedConfig:
         """Return the section with the settings of a role's passes; frozen models of built-in roles use the actor's."""
