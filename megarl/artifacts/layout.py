@@ -70,21 +70,6 @@ def context_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> Co
     )
 
 
-def image_problems(layouts: Iterable[ParallelConfig]) -> list[ConfigError]:
-    """Return the errors of teams' layouts that do not support a vision-language model; empty if all support it."""
-    if all(layout.cp == 1 for layout in layouts):
-        return []
-    return [
-        ConfigError(
-            "context parallelism is not supported for models with images",
-            where="actor.parallel.cp",
-            found="above 1",
-            allowed="1",
-            fix="use tp or pp for long sequences",
-        )
-    ]
-
-
 def tensor_widths(facts: ModelFacts) -> dict[str, int]:
     """Return the widths that tensor parallelism splits, by name."""
     widths: dict[str, int] = {}

@@ -5,18 +5,16 @@ from __future__ import annotations
 from megarl.architectures.decoders import DECODERS
 from megarl.architectures.vision_language import ImageSettings, VisionEncoder
 from megarl.artifacts.facts import ModelFacts, local_folder
-from megarl.artifacts.layout import image_problems
 from megarl.artifacts.vla_folder import read_preprocessor
 from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
-from megarl.dag.placement import Placement
 from megarl.rollout.families import family_of
 from megarl.system.errors import ConfigError
 
 _NAME = "images"
 
 
-def check_images(config: RunConfig, placement: Placement | None, facts: ModelFacts | None, checks: Checklist) -> None:
+def check_images(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
     """Check that the model of a recipe with images can see them, and that engine and layout support it."""
     checks = checks.of(_NAME)
     key, encoder = config.data.image_key, None if facts is None else facts.encoder
@@ -35,10 +33,7 @@ def check_images(config: RunConfig, placement: Placement | None, facts: ModelFac
         return
     if facts is not None and encoder is not None:
         _check_numbers(config, encoder, facts.vocab, checks)
-    layouts = [config.actor.parallel] if placement is None else [team.parallel for team in placement.teams]
     before = len(checks.items)
-    for problem in image_problems(layouts):
-        checks.from_error(problem)
     if encoder is not None:
         family_of(config).check_images(config, encoder, checks)
     fits = len(checks.items) == before

@@ -188,7 +188,7 @@ def _check_parts(
         checks.of(role).from_error(prefix_problem(config, facts, role))
     check_routes(config, facts, checks.of("rollout"))
     check_kept_tokens(config, checks.of("rollout"))
-    check_images(config, placement, facts, checks)
+    check_images(config, facts, checks)
     check_places(config, checks)
 
 

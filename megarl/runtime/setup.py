@@ -13,7 +13,6 @@ import torch
 from megarl.algorithms.kl import KLController
 from megarl.architectures.decoders import DECODERS
 from megarl.artifacts.draft_training import draft_problem
-from megarl.artifacts.layout import image_problems
 from megarl.artifacts.shared_prefixes import prefix_problem, shares_prefixes
 from megarl.config.base import raise_problems
 from megarl.config.run import RunConfig, repeated_problem, steps_of_epochs, steps_text
@@ -291,8 +290,6 @@ def _check_model_config(config: RunConfig, team: TeamContext, hf_config: Pretrai
         *(prefix_problem(config, facts, role) for role in ("actor", "critic", *config.models)),
     ]
     raise_problems([problem for problem in problems if problem is not None])
-    if encoder_of(hf_config) is not None:
-        raise_problems(image_problems([team.plan.parallel]))
 
 
 def _end_tokens(c: StepContext, tokenizer: PreTrainedTokenizerBase) -> list[int]:

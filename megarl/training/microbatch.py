@@ -136,8 +136,11 @@ def build(
         _share(packed.prefixes, stream, moved.params)
     # Routers count the tokens of samples, not those of a filler and of the padding sequences above.
     moved.params.padding = ~stream.take(torch.arange(len(tokens)) < counted, fill=False)
-    if packed.seen is not None:
-        moved.params.seen = packed.seen.to(device)
+    seen = packed.seen
+    if seen is not None and layout.cp_size > 1:
+        seen = seen.share(stream.index)
+    if seen is not None:
+        moved.params.seen = seen.to(device)
     if packed.routes is not None:
         form, routes = packed.routes
         whole = torch.cat([routes, form.empty(len(tokens) - len(routes))])

@@ -114,22 +114,45 @@ def killed(folder: Path, *overrides: str) -> dict[int, dict[str, float]]:
     return harness.train("grpo_shapes_quickstart", folder / "run", *settings(folder), *overrides)
 
 
-@pytest.mark.campaign("families")
-@pytest.mark.parametrize("kind", sorted(FAMILIES))
-def test_a_killed_run_of_each_family_goes_on_to_the_same_numbers(kind, tmp_path):
+def model_of(kind: str) -> list[str]:
+    """Settings of a tiny model of this family."""
     raw = config_of(kind, vocab_size=22)
     raw |= {"vision_start_token_id": 4, "image_token_id": 5, "vision_end_token_id": 6, "video_token_id": 7}
     raw["vision_config"] |= {"patch_size": 8} | ({"window_size": 32} if kind == "qwen2_5_vl" else {})
+    # null first: a mapping is merged into the recipe's
+    replays = f"rollout.replay_routes={str('num_experts' in raw['text_config']).lower()}"
+    return ["model.hf_config=null", f"model.hf_config={json.dumps(raw)}", replays]
+
+
+@pytest.mark.campaign("families")
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_a_killed_run_of_each_family_goes_on_to_the_same_numbers(kind, tmp_path):
     for folder in ("whole", "killed"):
         (tmp_path / folder).mkdir()
     write_rows(tmp_path / "whole")
-    # null first: a mapping is merged into the recipe's
-    replays = f"rollout.replay_routes={str('num_experts' in raw['text_config']).lower()}"
-    model = "model.hf_config=null", f"model.hf_config={json.dumps(raw)}", replays
+    model = model_of(kind)
     given = "grpo_shapes_quickstart", tmp_path / "whole" / "run", *settings(tmp_path / "whole"), *model
     whole = harness.train(*given)
     assert max(whole) == STEPS
     assert killed(tmp_path / "killed", *model) == whole
+
+
+@pytest.mark.campaign("families")
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_context_parallel_ranks_reach_the_numbers_of_one_process(kind, tmp_path):
+    """Also tokens, as the sum over their rewards; log-probs and the loss to what rounding leaves."""
+    numbers = []
+    for nproc in (1, 2):
+        folder = tmp_path / str(nproc)
+        folder.mkdir()
+        write_rows(folder)
+        layout = [f"cluster.nproc={nproc}", f"actor.parallel.cp={nproc}"]
+        numbers.append(
+            harness.train("grpo_shapes_quickstart", folder / "run", *settings(folder), *model_of(kind), *layout)
+        )
+    for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy", "mismatch/kl"):
+        for step in numbers[0]:
+            assert numbers[1][step].get(name) == pytest.approx(numbers[0][step].get(name), rel=1e-4, abs=1e-6), name
 
 
 def test_a_run_whose_image_was_damaged_names_it_and_goes_on_when_it_is_whole_again(whole, tmp_path):

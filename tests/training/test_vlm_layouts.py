@@ -29,15 +29,16 @@ DATA = [
     ({}, {"overlap_grad_reduce": True, "micro_batch_tokens": 60}),
     ({}, {"micro_batch_tokens": 1, "distributed_optimizer": False}),
 ]
+CONTEXT = [({"cp": 2}, {"micro_batch_tokens": 1})]  # in some micro-batches one rank has no feature
 MIXTURE = [({"tp": 2, "ep": 2}, {}), ({"ep": 2}, {"recompute": "full"})]
 # Every way of splitting the three encoders and both language models; the campaign splits every family in every way.
 LAYOUTS = {
     "qwen2_vl": TENSOR[1:],
     "qwen2_5_vl": TENSOR[:1] + DATA[:1],
-    "qwen3_vl": TENSOR[1:] + PIPELINE + DATA[1:],
+    "qwen3_vl": TENSOR[1:] + PIPELINE + DATA[1:] + CONTEXT,
     "qwen3_vl_moe": MIXTURE[:1],
     "qwen3_5_moe": MIXTURE[1:],
-    "qwen3_5": TENSOR[1:] + PIPELINE,
+    "qwen3_5": TENSOR[1:] + PIPELINE + CONTEXT,
 }
 #: Samples of each data-parallel rank, by the number of these ranks; those of the last one have no image.
 SHARES = {1: [6], 2: [4, 2], 4: [2, 1, 1, 2]}
@@ -154,7 +155,7 @@ def test_every_layout_equals_one_process(name, wrong):
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_two_processes_equal_one(kind):
     mixture = [{"ep": 2}] if "num_experts" in config_of(kind)["text_config"] else []
-    sizes = [{"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2}, *mixture]
+    sizes = [{"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2}, {"cp": 2}, *mixture]
     assert _of_both_ranks({kind: (kind, [(size, {}, ()) for size in sizes])}) == [{kind: []}, {kind: []}]
 
 

@@ -4,7 +4,8 @@
                                                \\-> deeper features -> added to the outputs of the first layers
 
 Each tensor-parallel rank holds the whole encoder. Under sequence parallelism a rank inserts the features of its own
-columns only, so encoder gradients are summed over ranks, as for a norm.
+columns only, so encoder gradients are summed over ranks, as for a norm. Under context parallelism a rank encodes the
+images that have a feature among its columns; gradients are summed over these ranks with those of the decoder.
 """
 
 from __future__ import annotations
@@ -47,6 +48,31 @@ class Images:
     def to(self, device: torch.device) -> Images:
         """Return the images with all tensors on `device`."""
         return Images(*(getattr(self, item.name).to(device) for item in fields(self)))
+
+    def share(self, index: Tensor) -> Images | None:
+        """Return the images with a feature among a context-parallel rank's tokens, and the places of these features.
+
+        Args:
+            index: int64 [t], the column of each of this rank's tokens, -1 for padding.
+
+        Returns:
+            Images whose `places` are indices of the t tokens; None if no token of this rank takes a feature.
+        """
+        here = torch.full((int(max(index.max(), self.places.max())) + 1,), -1)
+        here[index[index >= 0]] = (index >= 0).nonzero()[:, 0]
+        places = here[self.places]
+        taken = places >= 0
+        if not taken.any():
+            return None
+        sizes = self.grids.prod(1)  # patches of each image
+        merged = int(sizes.sum()) // (int(self.features.max()) + 1)  # patches of a feature
+        owner = torch.arange(len(sizes)).repeat_interleave(sizes // merged)  # image of each feature
+        wanted = torch.zeros(len(sizes), dtype=torch.bool)
+        wanted[owner[self.features[taken]]] = True
+        kept = wanted[owner]
+        renumbered = kept.cumsum(0) - 1
+        patches = self.patches[wanted.repeat_interleave(sizes)]
+        return Images(patches, self.grids[wanted], places[taken], renumbered[self.features[taken]])
 
 
 def gather_images(lengths: Sequence[int], sets: Sequence[ImageSet | None], encoder: VisionEncoder) -> Images | None:
