@@ -97,7 +97,7 @@ class Gymnasium(Environment):
             self._game = None
 
     def _action(self, text: str) -> Any:
-        """Return the action that a text names; None: none."""
+        """Return the action that a text names; None: it names no action."""
         if self.settings.actions:
             words = {word.lower(): value for word, value in self.settings.actions.items()}
             return _converted(self._game.action_space, words[text.lower()]) if text.lower() in words else None
@@ -109,7 +109,7 @@ class Gymnasium(Environment):
             return None
 
     def _view(self, value: Any) -> str:
-        """Return what the policy reads."""
+        """Return an observation as text for the policy."""
         how = self.settings.observation
         if how == "auto":
             how = "render" if self._game.render_mode == "ansi" else "value"
@@ -169,7 +169,7 @@ def _check_space(space: Any) -> None:
 
 
 def action_form(space: Any) -> str:
-    """Return what an action of the space is, for the policy."""
+    """Return a description of the space's actions for the policy."""
     kind = type(space).__name__
     if kind == "Discrete":
         return f"a whole number from {space.start} to {space.start + space.n - 1}"
@@ -177,7 +177,7 @@ def action_form(space: Any) -> str:
 
 
 def _converted(space: Any, value: Any) -> Any:
-    """Return JSON data as an action of the space; None: it is none."""
+    """Return JSON data as an action of the space; None: the data is no action of the space."""
     import numpy
 
     kind = type(space).__name__

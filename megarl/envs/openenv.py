@@ -66,7 +66,7 @@ class OpenEnvReplica:
     def __init__(self, settings: OpenEnvSettings, chat: bool) -> None:
         self.chat = chat
         self.free = asyncio.Semaphore(settings.max_running)
-        self.form = ""  # what an action is, for the policy
+        self.form = ""  # description of actions for the policy; empty: not requested yet
         self.connected: set[OpenEnv] = set()
         self.loop: asyncio.AbstractEventLoop | None = None
 
@@ -90,7 +90,7 @@ class OpenEnv(Environment):
 
     @classmethod
     def open_with(cls, settings: OpenEnvSettings, services: Services | None) -> OpenEnvReplica:
-        """Return what the episodes share."""
+        """Return the resources that all episodes of a replica share."""
         return OpenEnvReplica(settings, services is not None and services.template is not None)
 
     @classmethod
@@ -188,7 +188,7 @@ class OpenEnv(Environment):
         return reply
 
     async def _form(self) -> str:
-        """Return what an action is; the server's schema says so where the policy writes all of it."""
+        """Return a description of actions for the policy, with the server's schema if the policy writes whole actions."""
         if self.settings.field is not None:
             return "a text"
         if self.settings.instructions is None and not self.shared.form:
@@ -200,7 +200,7 @@ class OpenEnv(Environment):
         return str(self.shared.form)
 
     def _view(self, data: dict[str, Any]) -> str:
-        """Return what the policy reads."""
+        """Return the observation in a reply as text for the policy."""
         fields = data.get("observation")
         if self.settings.observation is None:
             whole = {name: value for name, value in fields.items() if name != "metadata"} if fields else fields

@@ -149,7 +149,7 @@ class AgentSettings(EnvSettings):
 
     @property
     def limits(self) -> Limits:
-        """Return what each agent may use."""
+        """The limits of memory, time, processes and output of each agent's program."""
         sandboxed = self.sandbox != "none"
         return Limits(
             self.memory_mb or (2048 if sandboxed else None),
@@ -161,14 +161,14 @@ class AgentSettings(EnvSettings):
         )
 
     def sandbox_of(self) -> Sandbox | None:
-        """Return the sandbox; None: agents run in none."""
+        """Return the sandbox in which agents run; None: they run without a sandbox."""
         if self.sandbox == "none":
             return None
         return Sandbox(self.sandbox, self.limits, self.readable, self.cwd, self.image)
 
 
 class AgentReplica:
-    """The endpoint of a replica, and the programs that it runs."""
+    """The endpoint of a replica, and the agents' programs that the replica runs."""
 
     def __init__(self, settings: AgentSettings, services: Services) -> None:
         self.form = ChatForm(services.template, services.turns, settings.parser, settings.announce, settings.history)
@@ -192,7 +192,7 @@ class AgentReplica:
         self.loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
-        """Begin to serve, at the first episode."""
+        """Open the endpoint; called before every episode, it does nothing after the first time."""
         self.loop = asyncio.get_running_loop()
         await self.gateway.start()
 
@@ -203,7 +203,7 @@ class AgentReplica:
 
 
 class Agent(Environment):
-    """Plays an episode of a program that calls the policy."""
+    """Plays an episode in which an agent's program calls the policy."""
 
     Settings: ClassVar[type[AgentSettings]] = AgentSettings
     times_itself: ClassVar[bool] = True
@@ -310,10 +310,10 @@ class Agent(Environment):
         return await self._next()
 
     async def step(self, action: Action) -> Any:
-        """Give the turn to the program and return the prompt of its next call, or the end."""
+        """Send the policy's turn to the agent, and return the prompt of the agent's next call or the episode's end."""
         turn = self._turn
         if turn is None:
-            raise RuntimeError("the program waits for no turn")
+            raise RuntimeError("the agent waits for no turn: `step` must follow a prompt of `reset` or `step`")
         self._session.reply(turn, action)
         if action.finish_reason == "abort" and not self.drops_turn:
             self._session.close("its time is up")
@@ -321,7 +321,7 @@ class Agent(Environment):
         return Step(following) if isinstance(following, Continuation) else following
 
     def discard(self) -> None:
-        """End the program, because the run needs no more of the episode."""
+        """End the agent's program, because the run needs no more of the episode."""
         self._session.close("the run has ended it")
         if self._holds:
             self._freeing = asyncio.ensure_future(self._free())
@@ -341,7 +341,7 @@ class Agent(Environment):
         raise EpisodeFailure(self._session.over)
 
     async def _next(self) -> Continuation | Step:
-        """Return the prompt of the program's next call, or the end of the episode."""
+        """Return the prompt of the agent's next call to the policy, or the episode's end."""
         program, loop = self._program, asyncio.get_running_loop()
         while True:
             if not program.ended.done() and not self._session.over and loop.time() >= self._deadline:
@@ -368,7 +368,7 @@ class Agent(Environment):
             arrival.cancel()
 
     async def _end(self, program: Program) -> Step:
-        """Return the last step: the program's result, or why it has none."""
+        """Return the episode's last step with the program's result; raise EpisodeFailure if it has no valid result."""
         session = self._session
         limited = bool(session.over) or self._late or session.overflowed or bool(program.limit)
         session.close("its program has ended")
@@ -415,7 +415,7 @@ class Agent(Environment):
             ) from error
 
     async def _free(self) -> None:
-        """End the program and the session, and let another episode begin."""
+        """End the agent's program and its session, and let another episode begin."""
         if not self._holds:
             return
         self._holds = False

@@ -213,7 +213,7 @@ def _separate(text: str) -> tuple[str, str]:
 
 
 def _sent(call: Call, id: str) -> ToolCall | None:
-    """Return a call as clients are sent it; None: it is broken, or no JSON can express it."""
+    """Return a tool call in the form that clients receive; None: it is malformed, or JSON cannot express it."""
     if call.error:
         return None
     try:

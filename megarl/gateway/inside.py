@@ -1,4 +1,4 @@
-"""The first process in a sandbox, from a copy that stands alone: `python inside.py SETTINGS PROGRAM...`.
+"""The first process in a sandbox, run from a copy of this file: `python inside.py SETTINGS PROGRAM...`.
 
     stdin    the task as one line of JSON; when it closes, the program is ended
     stdout   a line feed once the program runs, and then its result
@@ -6,11 +6,11 @@
 
     program -> http://127.0.0.1:PORT -> this process -> the gateway's Unix socket, the only way out of the sandbox
 
-The program has a folder of its own, with its task and result. When it ends, everything that it started is ended, and
-then the result is read. This file imports nothing but the standard library and runs with Python 3.8, because an image
-of a container may have an old one.
+The program has a folder of its own, with its task and result. When the program ends, this process ends everything that
+the program has started, and then reads the result. This file imports only the standard library and runs with Python
+3.8, because the image of a container may have an old Python.
 
-The program may be `--call SOURCE:FUNCTION`: a function, which a fork of this process calls with the task.
+With `--call SOURCE:FUNCTION` as the program, a fork of this process calls the function with the task.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import time
 from typing import Any, NoReturn
 
 _PIECE = 1 << 16  # bytes that are read at once
-_TICK_S = 0.5  # a child's end is noticed at once; this bounds the wait for the deadline
+_TICK_S = 0.5  # seconds between two checks of the deadline; the end of a child is noticed at once
 _PR_SET_DUMPABLE = 4
-_NO_PROGRAM = 127  # exit code, as a shell has it
+_NO_PROGRAM = 127  # exit code for a program that does not start, as in a shell
 
 
 def main() -> NoReturn:
@@ -58,7 +58,7 @@ def main() -> NoReturn:
 
 def _allow_looks(allowed: bool) -> None:
     """Allow or forbid other processes of this user to read this process's memory (Linux)."""
-    # An image may lack ctypes: the program could then change its own result, as it may in any case.
+    # An image may lack ctypes. The program could then change this process, but only to change its own result.
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
 
@@ -88,7 +88,7 @@ def _listener(port: int) -> socket.socket:
 
 
 def _start(settings: dict[str, Any], argv: list[str], paths: dict[str, str]) -> int:
-    """Fork the program, with the limit of processes; return its process id."""
+    """Fork the program, which gets the limit on its number of processes; return its process id."""
     child = os.fork()
     if child:
         return child
@@ -105,7 +105,7 @@ def _start(settings: dict[str, Any], argv: list[str], paths: dict[str, str]) -> 
             MEGARL_TASK=paths["task"], MEGARL_RESULT=paths["result"], HOME=settings["folder"], TMPDIR="/tmp"
         )
         os.chdir(settings["cwd"] or settings["folder"])
-        # Set here and not before the sandbox began: the kernel then counts the processes of this sandbox only.
+        # Set inside the sandbox, where the kernel counts only the processes of this sandbox.
         if settings["processes"] is not None:
             resource.setrlimit(resource.RLIMIT_NPROC, (settings["processes"],) * 2)
         if argv[0] != "--call":
@@ -126,12 +126,12 @@ class SocketRelay:
 
     def __init__(self, listener: socket.socket, gateway: str, poll: selectors.BaseSelector) -> None:
         self._listener, self._gateway, self._poll = listener, gateway, poll
-        self._peers: dict[socket.socket, socket.socket] = {}  # where the data of each end goes
-        self._waiting: dict[socket.socket, bytes] = {}  # what each end has not taken yet
+        self._peers: dict[socket.socket, socket.socket] = {}  # the socket to which the data of each socket goes
+        self._waiting: dict[socket.socket, bytes] = {}  # bytes that are still to be sent to each socket
         poll.register(listener, selectors.EVENT_READ)
 
     def handle(self, end: Any, events: int) -> None:
-        """Move what a ready socket has, or can take."""
+        """Receive or send data on the socket `end`, which is ready for `events`; the listener accepts a connection."""
         if end is self._listener:
             self._accept()
         elif end in self._peers:
@@ -150,7 +150,7 @@ class SocketRelay:
             near = self._listener.accept()[0]
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                time.sleep(0.05)  # the program holds too many connections: others wait
+                time.sleep(0.05)  # the program has too many open connections, so further ones have to wait
             return
         far = socket.socket(socket.AF_UNIX)
         try:
@@ -166,7 +166,11 @@ class SocketRelay:
         self._watch(far)
 
     def _move(self, end: socket.socket, events: int) -> None:
-        """Move data from an end to its peer, and what waits for the end to it. Raise OSError when it is closed."""
+        """Send the socket `end` the data that waits for it, and pass on to its peer what the socket has received.
+
+        Raises:
+            OSError: the connection is closed.
+        """
         if events & selectors.EVENT_WRITE:
             self._waiting[end] = self._waiting[end][end.send(self._waiting[end]) :]
         if events & selectors.EVENT_READ:
@@ -179,7 +183,7 @@ class SocketRelay:
             self._waiting[peer] = data[sent:]
 
     def _watch(self, end: socket.socket) -> None:
-        """Read from an end unless its peer still has to take data; write where data waits."""
+        """Poll the socket `end` for reading unless data waits for its peer, and for writing if data waits for it."""
         reads = 0 if self._waiting[self._peers[end]] else selectors.EVENT_READ
         events = reads | (selectors.EVENT_WRITE if self._waiting[end] else 0)
         known = end in self._poll.get_map()
@@ -221,7 +225,7 @@ def _serve(child: int, listener: socket.socket, wake: int, gateway: str, deadlin
 
 
 def _ended(child: int) -> int | None:
-    """Return the program's exit code, or None; forget the orphans that have ended."""
+    """Return the program's exit code, or None while it runs; also reap orphaned processes that have ended."""
     code = None
     while True:
         try:
@@ -235,8 +239,8 @@ def _ended(child: int) -> int | None:
 
 
 def _end_all(child: int) -> None:
-    """End what the program has started: everything in the sandbox, if this is its first process."""
-    with contextlib.suppress(OSError):  # nothing is left
+    """Kill all other processes of the sandbox or, if this is not its first process, those of the program's group."""
+    with contextlib.suppress(OSError):  # raised if no process is left
         os.kill(-1 if os.getpid() == 1 else -child, signal.SIGKILL)
     deadline = time.monotonic() + 2
     while time.monotonic() < deadline:
@@ -248,7 +252,7 @@ def _end_all(child: int) -> None:
 
 
 def _result(path: str, most: int) -> bytes:
-    """Return the result, with one byte too many if it is too long."""
+    """Return up to `most` + 1 bytes of the result, so that the reader can refuse a longer one; empty: no result."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -257,7 +261,7 @@ def _result(path: str, most: int) -> bytes:
 
 
 def _call(name: str) -> int:
-    """Call a function with the task; what it returns is the result. Return the exit code."""
+    """Call a function with the task, write what it returns as the result, and return an exit code."""
     import importlib.util
     import traceback
 
@@ -281,8 +285,8 @@ def _call(name: str) -> int:
                 json.dump(result, file)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if not isinstance(end.code, int | None):
-            print(end.code, file=sys.stderr)  # as Python does where a program exits with a text
+        if end.code is not None and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)  # as Python does for sys.exit("text")
     except BaseException:
         traceback.print_exc()
         code = 1

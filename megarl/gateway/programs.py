@@ -50,11 +50,11 @@ class Program:
     """A program that was started.
 
     Attributes:
-        folder: the episode's folder, with its task, result and output.
-        ended: its exit code, negative for a signal.
-        sandboxed: it runs in a sandbox.
-        error: why it did not start, or why its end is not known; empty: it ended by itself.
-        limit: the limit that it exceeded, so that it was ended: memory, processes, cpu or output; empty: none.
+        folder: the episode's folder, with the program's task, result and output.
+        ended: the program's exit code, negative for a signal.
+        sandboxed: whether the program runs in a sandbox.
+        error: why the program did not start, or why its end is not known; empty: it ended by itself.
+        limit: the limit for which the program was ended: memory, processes, cpu or output; empty: none.
     """
 
     number: int
@@ -70,10 +70,10 @@ class Program:
         return self.folder / "result.json"
 
     def read_result(self) -> str:
-        """Return the result; empty: there is none.
+        """Return the program's result; empty: the program has left no result.
 
         Raises:
-            ValueError: it is too long.
+            ValueError: the result is too long.
         """
         if not self.result.is_file():
             return ""
@@ -85,7 +85,7 @@ class Program:
 
     @property
     def has_begun(self) -> bool:
-        """Whether its sandbox, if it has one, has started it."""
+        """Whether the program has been started, in the case of a sandbox by the sandbox."""
         return not self.sandboxed or (self.result.is_file() and self.result.stat().st_size > 0)
 
     @property
@@ -99,7 +99,7 @@ class Program:
             return opened.read().decode(errors="replace")[-_TAIL:]
 
     def how_it_ended(self) -> str:
-        """Describe the end, with the last output."""
+        """Describe how the program ended, with its last output."""
         output = self.output.strip()
         how = ending(self.ended.result()) if self.ended.done() else "no exit: it could not be ended"
         how += f" ({self.error})" if self.error else ""
@@ -108,14 +108,14 @@ class Program:
 
 @dataclass
 class Programs:
-    """Starts programs.
+    """Starts the agents' programs of a replica.
 
     Attributes:
         argv: the command; None: `function` is called.
         function: `file.py:fn` or `pkg.mod:fn`.
         cwd: folder in which a program starts; None: the current one.
         pass_env: further variables of the trainer's environment that programs get.
-        sandbox: where they run; None: in none.
+        sandbox: the sandbox in which programs run; None: no sandbox.
         python: interpreter of the function, and of a command `python`; None: the trainer's.
     """
 
@@ -165,7 +165,7 @@ class Programs:
         return program
 
     def _launch(self, folder: Path, task: dict[str, Any], environment: dict[str, str]) -> Launch:
-        """Return how a program is started; without a sandbox its task is left in the episode's folder."""
+        """Return how a program is started; without a sandbox, also write its task into the episode's folder."""
         argv = list(self.argv or [])
         if self.sandbox is not None:
             return self.sandbox.launch(argv, self.function, self._inherited(INHERITED_IN_SANDBOX) | environment)
@@ -205,7 +205,7 @@ class Programs:
             if self._runner is not None and self._runner.returncode is None:
                 return self._runner
             if self._reader is not None:
-                await self._reader  # the reader resolves the programs of the previous process
+                await self._reader  # the reader sets `ended` of the programs of the previous process
             function = [] if self.function is None or self.sandbox is not None else [self.function]
             python = self.python if function else None
             start = ["-m", _RUNNER] if python is None else [str(START), _RUNNER]
@@ -238,7 +238,7 @@ class Programs:
             return runner
 
     async def _read(self, runner: asyncio.subprocess.Process) -> None:
-        """Resolve programs as they end, and all of them when the process that starts them has ended."""
+        """Set `ended` of programs as they end, and of all programs when the process that starts them has ended."""
         output, lost = _pipes(runner)[1], "the process that started it has ended"
         try:
             while line := await output.readline():

@@ -28,11 +28,11 @@ from megarl.system.errors import ConfigError
 from megarl.system.leftovers import PREFIX
 
 KINDS = ("none", "bubblewrap", "docker", "apptainer")
-#: Where the endpoint is in a sandbox; its network is its own, so the port is free.
+#: Port of the endpoint in a sandbox; a sandbox has a network of its own, so the port is free.
 PORT = 8123
 #: The folder of a program in a sandbox, with its task and result.
 FOLDER = "/tmp/episode"
-#: Bytes of a program's result.
+#: Maximum bytes of a program's result.
 RESULT_BYTES = 1 << 16
 #: Variables that programs in a sandbox get from the trainer's environment.
 INHERITED = ("PATH", "LANG", "LC_ALL", "TERM", "TZ", "PYTHONPATH", "VIRTUAL_ENV")
@@ -57,12 +57,12 @@ class Limits:
     """The limits of a program.
 
     Attributes:
-        memory_mb: address space of each of its processes, and memory of all of them together.
-        cpu_s: CPU time of all its processes together.
-        processes: processes and threads at the same time.
-        output_mb: what it may write to stdout and stderr.
-        disk_mb: what it may write to files, in a sandbox.
-        seconds: time after which a sandbox ends by itself, when nobody else has ended it.
+        memory_mb: address space of each of the program's processes, and memory of all of them together.
+        cpu_s: CPU time of all the program's processes together.
+        processes: number of processes and threads at the same time.
+        output_mb: megabytes that the program may write to stdout and stderr.
+        disk_mb: megabytes that the program may write to files in a sandbox.
+        seconds: time after which a sandbox ends by itself, if the runner has not ended it before.
 
     None: no limit.
     """
@@ -80,10 +80,10 @@ class Launch:
     """How a program is started.
 
     Attributes:
-        argv: the command; empty: the runner calls its function.
+        argv: the command; empty: the runner calls its function (`megarl.gateway.runner`).
         mounts: (source, target) of folders and files that root binds for the user that the sandbox runs as.
-        as_nobody: the sandbox is started by this user, because the trainer is root.
-        after: a command that ends what is left when the program was ended; empty: none.
+        as_nobody: whether the user nobody starts the sandbox, because the trainer is root.
+        after: a command that ends the rest of a program that was ended, such as its container; empty: none.
     """
 
     argv: list[str]
@@ -100,9 +100,9 @@ class Sandbox:
     Attributes:
         kind: `bubblewrap`, `docker`, `apptainer`, or the arguments of a command of the user's (`_PLACES`).
         readable: files and folders that programs may read, in addition to the interpreter and their own files.
-        cwd: a folder to start in, which they may read; None: their own.
-        image: of docker and apptainer.
-        shared: a folder with what all sandboxes of a replica need; made by `open`.
+        cwd: folder in which programs start, and which they may read; None: each program's own folder.
+        image: the image that docker or apptainer starts.
+        shared: a folder with files that all sandboxes of a replica need; made by `open`.
     """
 
     kind: str | Sequence[str]

@@ -94,7 +94,7 @@ class _Answering:
 
     @property
     def has_failed(self) -> bool:
-        """Whether there is no answer and will be none."""
+        """Whether answering the request was cancelled or raised an error."""
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
     def abandon(self) -> None:

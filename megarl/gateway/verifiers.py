@@ -58,7 +58,7 @@ class Verifiers(Agent):
         _check_package(settings.python)
 
     def task(self, row: dict[str, Any], seed: int) -> dict[str, Any]:
-        """Return what the program is given: row, seed, and the section `env` of verifiers."""
+        """Return the task that the agent's program reads: row, seed, and the section `env` of verifiers."""
         return {**super().task(row, seed), "verifiers": section(self.settings.taskset, self.settings.config)}
 
 

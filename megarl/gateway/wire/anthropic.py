@@ -100,7 +100,7 @@ def error_body(refusal: Refusal) -> dict[str, Any]:
 
 
 def _parts(block: dict[str, Any]) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-    """Return a block without its content, and the content in pieces."""
+    """Return a content block with empty content, and the events that stream the content in pieces."""
     if block["type"] == "tool_use":
         text = json.dumps(block["input"], ensure_ascii=False)
         return {**block, "input": {}}, ({"type": "input_json_delta", "partial_json": piece} for piece in pieces(text))
