@@ -16,7 +16,7 @@ _COEF, _GATE = "algorithm.loss.expert_coef", "algorithm.loss.expert_gate"
 
 
 def check_experts(config: RunConfig, graph: TaskGraph | None, checks: Checklist) -> None:
-    """Check that expert responses and the terms that learn them come together, and the rest of the recipe."""
+    """Check that the recipe has expert responses if the loss uses them, and that no setting conflicts with them."""
     loss, experts = config.algorithm.loss, config.data.experts
     reads = EXPERT_MASK in loss_fields(config.algorithm)
     if experts is None:
@@ -41,7 +41,7 @@ def check_experts(config: RunConfig, graph: TaskGraph | None, checks: Checklist)
 
 
 def _check_use(config: RunConfig, experts: ExpertsConfig, checks: Checklist, *, reads: bool) -> None:
-    """Check which term learns the responses, and the log-probs that it needs."""
+    """Check that a term of the loss trains on expert responses, and has the log-probs that it needs."""
     loss, correction = config.algorithm.loss, config.rollout_correction.resolved()
     weighs = correction.bypass or correction.is_level != "none"
     if reads and not experts.in_group:

@@ -53,7 +53,7 @@ class CurriculumConfig(Section):
 
 
 class ExpertsConfig(Section):
-    """Responses of others to training prompts, as further samples of prompt groups."""
+    """Responses to training prompts that others than the policy wrote, as further samples of prompt groups."""
 
     files: list[str] = Field(
         default_factory=list, description="rows with a prompt and a response, in the forms of train_files"

@@ -120,11 +120,11 @@ class Placement:
         return next(team for team in self.teams if id in team.nodes)
 
     def given(self, id: str) -> list[Handover]:
-        """Return the transfers of this node's fields to other teams."""
+        """Return the handovers of this node's fields to other teams."""
         return [handover for handover in self.handovers if handover.node == id]
 
     def given_by(self, team: str) -> list[Handover]:
-        """Return the transfers from this team, in the order of the graph."""
+        """Return the handovers from this team, in the order of the graph."""
         return [handover for handover in self.handovers if handover.giver == team]
 
     def taken(self, team: str) -> list[Handover]:

@@ -26,7 +26,7 @@ POLICY = "policy"
 
 @dataclass(frozen=True)
 class PolicyPart:
-    """The rows of one part; the first one has its reward."""
+    """The rows of one part of an episode (`parts_of`); the last turn of the first row has the part's reward."""
 
     name: str
     policy: str
@@ -36,10 +36,12 @@ class PolicyPart:
 def parts_of(episode: Trajectory, name: str, policies: Sequence[str]) -> Iterator[PolicyPart]:
     """Yield the parts of a finished episode, in the order of `policies`.
 
+    A part has all sequences of one policy or, if the agent gave a list of rewards, those that begin with the same turn.
+
     Args:
-        name: of the episode.
-        policies: names of all policies; empty: the run has one, whose only part is the episode. An episode without a
-            turn is a part of the first one.
+        name: name of the episode.
+        policies: names of all policies; empty: the run has one policy, and the whole episode is its only part. An
+            episode without a turn is a part of the first policy.
     """
     if not policies:
         yield PolicyPart(name, "", rows_of(episode))
@@ -61,7 +63,7 @@ def parts_of(episode: Trajectory, name: str, policies: Sequence[str]) -> Iterato
 
 
 def _rows(episode: Trajectory, lanes: Sequence[Trajectory], reward: float) -> list[Trajectory]:
-    """Return the rows of a part's sequences."""
+    """Return the rows of a part's sequences `lanes`, the first row with the part's reward."""
     last, others = lanes[-1], list(lanes[:-1])
     part = replace(last, lanes=others, answer=None, info=episode.info, ended_by=episode.ended_by)
     part = replace(part, error=episode.error, output=episode.output)

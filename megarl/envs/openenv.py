@@ -188,7 +188,7 @@ class OpenEnv(Environment):
         return reply
 
     async def _form(self) -> str:
-        """Return a description of actions for the policy, with the server's schema if the policy writes whole actions."""
+        """Describe actions for the policy, by the server's schema if the policy writes all of an action."""
         if self.settings.field is not None:
             return "a text"
         if self.settings.instructions is None and not self.shared.form:

@@ -117,7 +117,7 @@ class Filled:
 
     @property
     def bytes(self) -> float:
-        """The bytes of all terms, elastic ones at their minimum; they decide whether the moment fits."""
+        """The bytes that decide whether the moment fits: of all terms, with `Term.shrinks` at their minimum."""
         return held(self.moment.terms)
 
     @property
@@ -128,5 +128,5 @@ class Filled:
 
     @property
     def taken(self) -> float:
-        """The bytes of all terms together; on a GPU elastic terms count with their minimum, as in a dry run."""
+        """The bytes of all terms together; on a GPU those with `Term.shrinks` at their minimum, as in a dry run."""
         return sum(size for _, size in self.parts)

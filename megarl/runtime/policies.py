@@ -91,7 +91,7 @@ def _node_of(node: Node, model: str, policies: list[str]) -> Node:
 
 
 class OfModel:
-    """A stage of the actor, for the rows of the policies of one model."""
+    """A stage of the actor that runs on one of several models, for the rows of the policies that the model has."""
 
     def __init__(
         self,
@@ -129,7 +129,8 @@ class OfModel:
 
 
 def sampling_of(config: RunConfig, model: str) -> SamplingConfig:
-    """Return the sampling of a model's turns in training: keys of its only policy override `rollout.sampling`."""
+    """Return how a model's turns are sampled in training: the keys of its policy, if it has only one, override
+    `rollout.sampling`."""
     policies, common = policy_models(config).get(model, []), config.rollout.sampling
     return common if len(policies) != 1 else config.policies[policies[0]].sampling.after(common)
 
@@ -146,12 +147,12 @@ def _context_of(c: StepContext, model: str) -> StepContext:
 
 
 def _scattered(samples: Batch, name: str, own: Any, places: list[int]) -> Any:
-    """Return a field of all samples with the values `own` at `places`; others keep theirs, or have 0."""
+    """Return a field of all samples with the values `own` at `places`; other samples keep their value, or get 0."""
     import torch
 
     from megarl.data.batch import Jagged
 
-    assert isinstance(own, Jagged | torch.Tensor), f"the stage writes the column {name}, which has no value for others"
+    assert isinstance(own, Jagged | torch.Tensor), f"a stage wrote the column {name}, which other rows would lack"
     if isinstance(own, Jagged):
         lengths = samples["response_ids"].lengths
         tokens = Jagged.from_lengths(torch.arange(int(lengths.sum())), lengths)

@@ -56,7 +56,7 @@ class RunningBaselines:
         return self._values.get(policy, 0.0)
 
     def before(self, policy: str, score: float | None, decay: float) -> float:
-        """Return the baseline before a policy's next sample, and update it by the sample's score; None: by none."""
+        """Return a policy's baseline for its next sample, and update it by the sample's score (None: leave it)."""
         baseline = self[policy]
         if score is not None:
             self._values[policy] = decay * baseline + (1 - decay) * score

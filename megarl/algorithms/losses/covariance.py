@@ -22,7 +22,7 @@ class FractionSettings(Settings):
 
 
 class ClipCovSettings(FractionSettings, DualClipSettings):
-    """The clip range, and the range of covariances among whose tokens the loss chooses those without a gradient."""
+    """The clip range, and the range of covariances from which the loss chooses tokens that get no gradient."""
 
     cov_low: float = Field(1.0, description="smallest covariance of a token that may be chosen")
     cov_high: float = Field(5.0, description="largest covariance of a token that may be chosen")

@@ -58,10 +58,10 @@ class Inbox:
         self._inbox.feed(data)
 
     def take(self) -> Message | None:
-        """Return the next message; None: it is not complete.
+        """Return the next message; None: no message is complete yet.
 
         Raises:
-            Malformed: it is invalid.
+            Malformed: the message is invalid.
         """
         message = self._inbox.take()
         return None if message is None else (message[0], _arrays(*message, most=self._arrays))

@@ -21,7 +21,7 @@ _MARKED = _disable_dynamo(lambda: None).__code__  # code object of every functio
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """Import a package without registering its functions with the tracer, unless the tracer is already imported."""
+    """In this block, imports register no functions with torch.compile's tracer, unless it is already imported."""
     if _TRACER in sys.modules:
         yield
         return
@@ -36,7 +36,10 @@ def untraced() -> Iterator[None]:
 
 
 def install() -> None:
-    """Change torch's Adam and its base class so that only processes that compile import the tracer; call it once."""
+    """Change torch's Adam and its base class so that only processes that compile import torch.compile's tracer.
+
+    Call it once.
+    """
     for name, method in list(vars(torch.optim.Optimizer).items()):
         if getattr(method, "__code__", None) is _MARKED:
             setattr(torch.optim.Optimizer, name, _either(method, method.__wrapped__))
@@ -46,7 +49,7 @@ def install() -> None:
 
 
 def _either(traced: Callable[..., Any], direct: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that calls `direct` until the tracer is imported, and `traced` from then on."""
+    """Return a method that calls `direct` until torch.compile's tracer is imported, and `traced` from then on."""
 
     @functools.wraps(traced)
     def method(*args: Any, **kwargs: Any) -> Any:
