@@ -22,7 +22,7 @@ _POLL_S = 0.1
 #: written.
 _LOOPS = {"train": ("step", "sft"), "sft": ("sft",)}
 _BETWEEN_STEPS = ("checkpoint", "idle", "await_metrics", "reduce_metrics")
-#: Signals after which the sender, such as Slurm or systemd, waits only for a while and then sends SIGKILL.
+#: Signals after which the sender, such as Slurm or systemd, waits only for a limited time before SIGKILL.
 _LIMITED = (signal.SIGTERM, signal.SIGHUP)
 
 

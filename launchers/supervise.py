@@ -18,10 +18,10 @@ from megarl.system.errors import WorkerError
 from megarl.system.processes import oom_kills, signal_name
 
 POLL_S = 0.1
-SETTLE_S = 1.0  # time after the first failure for other ranks to show that they only lost a peer
-LOST_S = 5.0  # the same while every failed rank has only lost a peer: the death of that peer may be reported later
-LINGER_S = 15.0  # time for a rank that has reported its error to end before it is killed
-STACKS_S = 0.5  # time for hung ranks to write their stacks into the log
+SETTLE_S = 1.0  # seconds to wait for the errors of other ranks after the first rank has failed
+LOST_S = 5.0  # seconds to wait instead while all failed ranks have only lost a peer, whose death may be reported later
+LINGER_S = 15.0  # seconds in which a rank that has reported its error may end before it is killed
+STACKS_S = 0.5  # seconds for hung ranks to write their stacks into the log
 _LINE = 400  # maximum characters of a message in one line
 _SOURCE_PATH = re.compile(r"\[[\w./-]*/(?=[\w.]+:\d+\])")  # build path of a library in an error message
 _NATIVE_STACK = "Exception raised from "  # torch puts the C++ stack after the message

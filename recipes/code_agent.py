@@ -60,7 +60,7 @@ def play(task: dict[str, Any]) -> dict[str, Any]:
     """Play an episode of at most three turns."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # the code cannot look into this process
-    os.unlink(os.environ["MEGARL_TASK"])  # it has the hidden tests
+    os.unlink(os.environ["MEGARL_TASK"])  # this file has the hidden tests
     tests = [(x, y) for x, y in task["row"]["tests"]]
     messages = [{"role": "user", "content": task["row"]["prompt"]}]
     outputs: list[Any] = []

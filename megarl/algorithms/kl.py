@@ -37,7 +37,7 @@ class KLSpec(Spec):
 
 #: fn(d, **settings) -> float in the shape of d
 KL = Registry("KL estimator", "algorithm.kl.estimator", KLSpec)
-#: An estimator with its settings: d = log pi - log ref, float in any shape, to the same shape.
+#: fn(d) -> float in the shape of d: an estimator whose settings are set; d = log pi - log ref
 Estimator: TypeAlias = "Callable[[Tensor], Tensor]"
 
 

@@ -16,7 +16,7 @@ from megarl.models.layers.wiring import LLAMA, Wiring
 
 #: refuse(key, found, allowed, problem) raises a ConfigError that names the key.
 Refuse = Callable[..., None]
-#: fn(config.json, the values that are read from it, refuse)
+#: fn(config.json, the values that megarl reads from it, a function `Refuse`)
 Refusal = Callable[[Mapping[str, Any], Mapping[str, Any], Refuse], None]
 
 
@@ -49,9 +49,9 @@ class Architecture:
     keys: dict[str, Any]
     null: tuple[str, ...]  # keys that may be null
     tensors: tuple[WeightRule, ...]  # rules of the model's weights, without the head
-    attention: AttentionTraits = field(default_factory=AttentionTraits)  # its softmax attention
+    attention: AttentionTraits = field(default_factory=AttentionTraits)  # the softmax attention of the class
     rope: RopeTraits = field(default_factory=RopeTraits)
-    experts: MixtureTraits | None = None  # its mixtures of experts; None: the class has none
+    experts: MixtureTraits | None = None  # the mixtures of experts of the class; None: it has none
     # type of layers whose mixer is not softmax attention -> function from the values of `keys` to the mixer. All layers
     # of a class without `layer_types` have the type `FULL`.
     mixers: Mapping[str, Callable[[Mapping[str, Any]], Mixer]] = field(default_factory=dict)

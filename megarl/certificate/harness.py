@@ -62,7 +62,7 @@ class CertificateSection:
     function: str = ""
 
 
-#: In the order in which they run.
+#: The certificate's sections, in the order in which they run.
 SECTIONS = (
     CertificateSection("environment", "driver, compiler, NCCL, topology, shared memory", 300),
     CertificateSection("kernels", "attention, log-probs, norm, activation against float64", 300),

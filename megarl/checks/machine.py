@@ -255,7 +255,8 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
         else:
             checks.warn(key, message, found=least, fix=fix)
         return
-    # Count only the memory that is certainly used: elastic terms, and terms that sum many others, may need less.
+    # Count only the memory that is certainly used: terms that adapt to the free memory, or sum many others, may need
+    # less.
     moments = {moment.name: held(moment.terms) for moment in memory.moments}
     name = max(moments, key=lambda key: moments[key])
     if moments[name] > TIGHT * capacity:

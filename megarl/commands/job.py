@@ -205,7 +205,7 @@ def _check_inputs(config: RunConfig, job: str, checks: Checklist | None = None) 
     if job != "generate" and config.tracking.mlflow:
         uri = config.tracking.mlflow_uri
         check_default_store(Path(config.tracking.dir)) if uri is None else check_store(uri)
-    ignored = check_environment(config)  # before the rows: whether they need answers depends on the environment
+    ignored = check_environment(config)  # before `check_rows`: whether rows need answers depends on the environment
     read = check_rows(config, job, checks=checks)
     check_arguments(config)
     if job != "generate":

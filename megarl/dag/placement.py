@@ -196,7 +196,7 @@ def _shares(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dict[
         return {ONLY_TEAM: (tuple(roles), nproc)}
     _check_names(placement.teams)
     named = {name: tuple(Role(role) for role in team.roles) for name, team in placement.teams.items()}
-    further = tuple(role for role in roles if role.is_further)  # they are in the actor's processes
+    further = tuple(role for role in roles if role.is_further)  # further models are in the actor's processes
     named = {name: (*team, *further) if Role.ACTOR in team else team for name, team in named.items()}
     _check_roles(named, roles)
     devices = sum(team.devices for team in placement.teams.values())
@@ -303,7 +303,7 @@ def _cuts(config: RunConfig, roles: Iterable[Role]) -> tuple[int, ...]:
 
 
 def _handovers(graph: TaskGraph, nodes: dict[str, str], config: RunConfig) -> Iterable[Handover]:
-    """Yield the transfers between teams, in the order of the graph."""
+    """Yield the handovers between teams, in the order of the graph."""
     readers: dict[str, dict[str, set[str]]] = {id: {} for id in graph.order()}  # writer -> field -> its readers
     known: dict[str, str | None] = {}  # team -> node that made the samples that the team has
     for id in graph.order():
@@ -314,7 +314,7 @@ def _handovers(graph: TaskGraph, nodes: dict[str, str], config: RunConfig) -> It
         apart = inputs.samples is not None and nodes[inputs.samples] != nodes[id]
         for name, writer in inputs.sources.items():
             if node.declared.resamples and not node.declared.refills and apart and name not in node.declared.uses:
-                continue  # `_check_together` has made sure that no later node reads it
+                continue  # `_check_together` has made sure that no later node reads the field
             if nodes[writer] != nodes[id]:
                 readers[writer].setdefault(name, set()).add(nodes[id])
                 _check_handle(node, name, graph[writer], nodes)

@@ -38,7 +38,7 @@ class Gymnasium(Environment):
     """Plays an episode of an environment of gymnasium."""
 
     Settings = GymnasiumSettings
-    replayable: ClassVar[bool] = True  # what differs in a replay is compared, and the episode begins again
+    replayable: ClassVar[bool] = True  # an episode whose replay gives other replies begins again
 
     _game: Any = None
 

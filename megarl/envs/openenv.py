@@ -24,7 +24,7 @@ _CLOSE_S = 20.0  # seconds to end all connections
 _BYTES = 64 << 20  # maximum size of a message
 _FULL, _INVALID = "CAPACITY_REACHED", "VALIDATION_ERROR"
 _FULL_FOR = 10  # deadlines of a reply for which a server may have no room
-_AGAIN_S = 0.2  # a server frees a session a moment after its connection has ended
+_AGAIN_S = 0.2  # seconds until the next attempt to begin an episode on a full server
 
 
 class OpenEnvSettings(AnswerSettings):

@@ -177,7 +177,7 @@ class AgentReplica:
         sandbox, self.policies = settings.sandbox_of(), services.policies
         path = None if sandbox is None else sandbox.open()
         self.gateway = Gateway(settings.models, path=path, policies=self.policies)
-        self.url = self.gateway.url if sandbox is None else f"http://127.0.0.1:{PORT}"  # as programs reach it
+        self.url = self.gateway.url if sandbox is None else f"http://127.0.0.1:{PORT}"  # for programs
         self.programs = Programs(
             settings.command,
             settings.function,
@@ -217,7 +217,7 @@ class Agent(Environment):
         self._key = ""
         self._freeing: asyncio.Future[None] | None = None
         self._late = self._holds = False
-        self._deadline = self._last = math.inf  # when calls are refused, and when the program is ended
+        self._deadline = self._last = math.inf  # times at which calls are refused, and at which the program is ended
 
     @property
     def drops_turn(self) -> bool:  # type: ignore[override]
@@ -334,7 +334,7 @@ class Agent(Environment):
         if not self._session.over:
             return
         self.shared.gateway.end(self._key)
-        if (program := getattr(self, "_program", None)) is not None:  # it started after `discard` was called
+        if (program := getattr(self, "_program", None)) is not None:  # the program started after `discard` was called
             await self.shared.programs.stop(program)
             self.shared.programs.remove(program)
         await self._free()

@@ -170,7 +170,7 @@ class Sandbox:
                     "this path does not exist", where="env.readable, env.cwd", found=path, fix="correct or remove it"
                 )
         if self.kind != "bubblewrap":
-            return  # what they do here is not what they do where the episodes are played: images, daemons
+            return  # other sandboxes depend on images and daemons of the machines on which episodes are played
         try:
             launch = self.launch(program, function, {})
             argv = [*launch.argv[: launch.argv.index("--") + 1], "/bin/true"]
@@ -258,7 +258,7 @@ def _enter_or_exit(launch: Launch) -> None:
     """Prepare this process, a fork, to start a sandbox; where that fails, write why to stderr and end the process."""
     try:
         enter(launch.mounts, as_nobody=launch.as_nobody)
-    except OSError as error:  # of which `subprocess` would only report that there was one
+    except OSError as error:  # `subprocess` would report an error here without its text
         os.write(2, f"{error}\n".encode())
         os._exit(1)
 
@@ -269,7 +269,7 @@ def _bubblewrap(sandbox: Sandbox, program: list[str], function: str | None, envi
     interpreter = [sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))]
     paths = _outermost([*interpreter, *sandbox.paths(program, function)])
     root = is_root()
-    hidden = _unreachable(paths) if root else []  # such as a Python below /root
+    hidden = _unreachable(paths) if root else []  # for `nobody`, such as a Python below /root
     targets = {path: str(shared / "mounts" / str(paths.index(path))) if path in hidden else path for path in paths}
     for path in hidden:
         place = Path(targets[path])

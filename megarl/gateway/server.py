@@ -142,7 +142,7 @@ class Gateway:
                 try:
                     return list(await asyncio.gather(*calls))
                 finally:
-                    for call in calls:  # of those that were not refused, if one was
+                    for call in calls:  # if one call was refused, the others still run
                         call.cancel()
 
             retries = request.headers.get("x-stainless-retry-count", "0")
@@ -245,7 +245,7 @@ async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
 
 def _size(request: web.Request) -> int:
     """Return the maximum bytes of a request's body."""
-    length = None if "Content-Encoding" in request.headers else request.content_length  # None: it is not known
+    length = None if "Content-Encoding" in request.headers else request.content_length  # None: unknown
     return _MOST_BYTES if length is None else min(length, _MOST_BYTES)
 
 

@@ -209,7 +209,8 @@ class ChatSession:
         answering = self._kept.get(key) if again else None
         if answering is None or answering.has_failed:
             task = asyncio.ensure_future(answer())
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its client may have gone
+            # reads the error, which asyncio would otherwise log if the client has gone
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
             answering = _Answering(task)
             self._kept.pop(key, None)
             self._kept[key] = answering

@@ -45,7 +45,7 @@ def usage_of(roots: Iterable[int], shared_above: dict[int, int]) -> dict[int, Us
     usages = {}
     for root in roots:
         below = list(children.get(root, []))
-        for pid in below:  # the list grows while it is read
+        for pid in below:  # the loop also reaches the children that it appends
             below += children.get(pid, [])
         total = Usage()
         for pid in below:

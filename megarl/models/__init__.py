@@ -2,4 +2,4 @@
 
 from megarl.system.compat import megatron as _megatron
 
-_megatron.install()  # it rewrites modules of megatron.core when they are imported, so it must come first
+_megatron.install()  # rewrites modules of megatron.core when they are imported, so this call must come first

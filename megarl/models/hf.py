@@ -129,7 +129,7 @@ def _vision_language(raw: dict[str, Any], where: str, model: ModelConfig, key: s
 
     hf = load_hf_config(ModelConfig(hf_config=decoder_config(raw)), f"{where}.text_config")
     VisionEncoder.from_config(raw, hf.hidden_size, where)
-    hf.vision_language = dict(raw)  # from it exports write config.json
+    hf.vision_language = dict(raw)  # exports write config.json from this attribute
     hf.preprocessor = None if model.path is None else read_preprocessor(resolve_folder(model.path, key, weights=False))
     image_settings(hf)
     return hf

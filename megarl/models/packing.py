@@ -28,7 +28,7 @@ class SharedPrefixes:
     """How the nodes of a packed stream depend on each other (`megarl.data.prefix_tree`)."""
 
     lengths: tuple[int, ...]  # tokens of each node, padding included
-    spans: tuple[SharedSpan, ...]  # every node whose tokens are seen by other nodes, and these nodes
+    spans: tuple[SharedSpan, ...]  # columns of each inner node, and of the nodes below that see its tokens
     positions: Tensor  # int64 [t], on the CPU, positions of the tokens in their sequences
     multiplicity: Tensor  # int64 [t], on the CPU, number of sequences that have each token; 0 for padding
 

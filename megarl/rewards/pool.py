@@ -168,7 +168,7 @@ class ScorerPool:
                 self._on_loss(worker, batch, None)
         if self._sample_limit_s is not None:
             for worker in [w for w in self._workers if w.chunk and time.monotonic() > w.since + self._sample_limit_s]:
-                left = worker.left  # empty if all its samples are scored and it only fails to report that
+                left = worker.left  # samples without a score; empty if only the report of the chunk's end is missing
                 late = ScoringFailure(
                     f"the function did not finish within reward.sample_timeout_s = {self._sample_limit_s:g}"
                 )

@@ -596,7 +596,7 @@ class GroupGenerator:
         after = apply_branch(before, answer, branch, prompt, self._engine.weight_version)
         sample.in_flight.trajectories[sample.place] = after
         if after is not before and slot in self._submitted and self._generation is not None:
-            self._generation.forget(slot)  # the slot's cache is of the other sequence
+            self._generation.forget(slot)  # the slot's cache belongs to another sequence of the episode
             self._submitted.discard(slot)
 
     def _restart(self, answers: Answers, slot: int, error: str) -> None:

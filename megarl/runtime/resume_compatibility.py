@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 Command = Literal["train", "sft"]
 Plain = Mapping[str, Any]
-#: What a changed value does. None: it is used from the next step on. A text: for what it is used, or not used; FIXED.
+#: What a changed value does to a resumed run. None: the run uses it from the next step on; a text: what the run does
+#: with it; `FIXED`: the run cannot be resumed.
 Effect = str | None
 
 WEIGHTS = "the weights are those of the checkpoint"
@@ -85,7 +86,7 @@ def _model(key: str, before: Plain, now: Plain) -> Effect:
     return f"not used: {WEIGHTS}" if trained[0] and key.endswith(".path") else None
 
 
-#: Keys whose new value is used from the next step on: whole sections, then keys of the others.
+#: Keys whose new value is used from the next step on: first whole sections, then single keys of other sections.
 _USED_AT_ONCE = """
     reward env robot rollout sync rollout_correction reference teacher reward_model preference cluster
         placement launch tracking policies models

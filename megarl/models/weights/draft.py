@@ -31,7 +31,7 @@ class KeptDraft:
     """The draft head in a checkpoint's files; its tensors are read one at a time."""
 
     reader: CheckpointReader
-    names: tuple[str, ...]  # without the scales of quantised tensors, which are dequantised when they are read
+    names: tuple[str, ...]  # names of the head's tensors, without scales: quantised tensors are dequantised
 
     @classmethod
     def of(cls, reader: CheckpointReader | None) -> KeptDraft | None:

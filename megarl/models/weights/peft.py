@@ -269,6 +269,6 @@ class AdapterReader:
             return torch.addmm(weight.float(), up, down, alpha=scale).to(weight.dtype)
         merged = weight.clone()
         a, b = down.unflatten(0, (len(weight), -1)), up.unflatten(1, (-1, len(weight)))
-        for expert, each in enumerate(merged):  # only one expert's weights are wide at a time
+        for expert, each in enumerate(merged):  # to save memory, only one expert's weights at a time are in float32
             each.copy_(torch.addmm(each.float(), a[expert].T, b[:, :, expert].T, alpha=scale))
         return merged

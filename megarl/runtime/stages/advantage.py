@@ -96,7 +96,7 @@ def _estimated(c: StepContext, samples: Batch, section: AdvantageConfig, policy:
     fields |= {"mask": mask.values, "offsets": mask.offsets}
     options = dict(ADVANTAGES.choose(section).settings)
     if policy and "allow_singleton" in options:
-        options["allow_singleton"] = True  # other episodes may have failed, or not called the policy
+        options["allow_singleton"] = True  # the group's other episodes may have failed, or not called the policy
     result = estimate(section.name, fields, {**options, "all_sum": c.all_sum})
     advantages, returns = result.advantages.float(), result.returns.float()
     if UNSAMPLED in samples:

@@ -42,7 +42,7 @@ class Attention(Mixer):
     out_bias: bool = False  # the projection of the result has a bias
     scale: float | None = None  # factor of the attention scores; None: 1 / sqrt(width)
     sinks: bool = False  # each head has a learned score that joins the softmax and has no value
-    cap: float | None = None  # scores x become cap * tanh(x / cap) before the softmax; None: they stay
+    cap: float | None = None  # scores x become cap * tanh(x / cap) before the softmax; None: no cap
     rope: str | None = ROPE  # the RoPE tables that rotate queries and keys; None: they are not rotated
 
     def dimensions(self) -> dict[str, int]:

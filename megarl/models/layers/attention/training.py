@@ -284,7 +284,7 @@ def _flash_varlen(
     q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float, window: int | None, cap: float = 0.0
 ) -> Tensor:
     flash = _flash_attention()
-    assert flash is not None  # varlen_kernel has checked it
+    assert flash is not None  # varlen_kernel chooses this function only if the package is installed
     lengths = call.cu_q, call.cu_k, call.longest_q, call.longest_k
     left = -1 if window is None else window - 1
     span = (left, 0 if window else -1)
