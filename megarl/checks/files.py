@@ -324,6 +324,7 @@ def _check_function(config: RunConfig, label: str, reward: RewardConfig, checks:
         with checks.recorded():
             with located(label):
                 if included:
+                    _check_text(name, reward)
                     _check_deadline(reward_settings(name, reward.kwargs, REWARDS.spec(name)), reward)
                 else:
                     tree = check_reference(name, "reward.name")
@@ -346,6 +347,18 @@ def _check_function(config: RunConfig, label: str, reward: RewardConfig, checks:
             fix=f"write {name}:function"
             if missing_function
             else method_fix(name, REWARDS.names()) or f"set {key} to one of these",
+        )
+
+
+def _check_text(name: str, reward: RewardConfig) -> None:
+    """Refuse special tokens in the responses of a built-in reward that would count them as part of the answer."""
+    if REWARDS.spec(name).whole and not reward.skip_special_tokens:
+        raise ConfigError(
+            f"{name} reads whole responses, so it would find every response wrong that ends with a special token",
+            where="reward.skip_special_tokens",
+            found="false",
+            allowed="true with this reward; false with functions that search in the text",
+            fix="set reward.skip_special_tokens: true, or compare in a function of yours",
         )
 
 

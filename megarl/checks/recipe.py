@@ -39,6 +39,7 @@ from megarl.checks.models import check_models
 from megarl.checks.mtp import check_mtp
 from megarl.checks.placement import check_placement, extra_models
 from megarl.checks.policies import check_policies
+from megarl.checks.profile import check_profile
 from megarl.checks.replay import check_replay
 from megarl.checks.reward_model import check_reward_model
 from megarl.checks.routes import check_routes
@@ -124,6 +125,7 @@ def check_config(
     if job in ("train", "sft"):
         check_only_in_training(facts, checks)
         _check_steps(config, placement, roles, job, checks)
+        check_profile(config, placement, machine, checks, launcher=launcher, job=job, starts=starts)
     learns_pairs = job == "train" and config.preference is not None
     if job == "train":
         _check_training(config, built, placement, checks)

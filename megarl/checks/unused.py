@@ -145,7 +145,7 @@ OWNERS = (
         lambda j: j.config.data.image_key is not None,
         "prompts have no images",
         "set data.image_key",
-        only=("image_dir", "min_pixels", "max_pixels", "limit_images"),
+        only=("image_dir", "min_pixels", "max_pixels", "limit_images", "loader_workers"),
     ),
     Owner(
         "tracking",

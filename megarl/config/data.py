@@ -6,7 +6,7 @@ import datetime
 from typing import Annotated, Any, Literal
 
 import annotated_types
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from megarl.config.base import Seconds, Section
 
@@ -182,6 +182,11 @@ class DataConfig(Section):
     loader_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments of pkg.mod:fn sources, by argument name"
     )
+    loader_workers: NonNegativeInt = Field(
+        0,
+        le=256,
+        description="threads per rank that read the next batch's images beside the step; 0: the step reads its own",
+    )
 
     @property
     def held_out(self) -> list[str]:
@@ -224,6 +229,11 @@ class RewardConfig(Section):
     )
     mode: Literal["batch", "sequential"] = Field(
         "batch", description="what the function is called with: a batch as lists, or one sample at a time"
+    )
+    skip_special_tokens: bool = Field(
+        True,
+        description="leave special tokens out of the texts that functions get; false: `response` and `transcript` are "
+        "the texts of all tokens, end token and stop string included",
     )
     workers: PositiveInt = Field(
         1,

@@ -64,6 +64,7 @@ _KEYS = {
     "data.answer_key": "output_key",
     "data.max_val_samples": "val_max_samples max_val_samples",
     "data.val_batch_size": "val_batch_size",
+    "data.loader_workers": "dataloader_num_workers num_loader_workers",
     "data.override_chat_template": "custom_chat_template chat_template_path tokenizer.chat_template",
     "rollout.sampling.max_new_tokens": "max_response_length max_completion_length response_length max_new_tokens",
     "rollout.sampling.n": "num_generations rollout.n num_generations_per_prompt",
@@ -215,6 +216,9 @@ _KEYS = {
     "trainer.epochs, of megarl sft sft.epochs": "num_train_epochs total_epochs",
     "sft.epochs": "sft.max_num_epochs",
     "trainer.save_every": "save_steps save_freq save_strategy save_period",
+    "trainer.profile.steps": "global_profiler.steps profile_steps",
+    "trainer.profile.ranks": "profile_ranks",
+    "trainer.profile.tool": "global_profiler.tool",
     "trainer.save_by_s (seconds)": "checkpoint_must_save_by exit_duration_in_mins",
     "trainer.resume_every": "non_persistent_save_interval",
     "trainer.keep_last": "max_critic_ckpt_to_keep save_total_limit save_limit max_actor_ckpt_to_keep keep_top_k",
@@ -322,8 +326,7 @@ _ABSENT = {
         "activation_offloading enable_activation_offload fine_grained_activation_offloading offload_modules"
     ),
     "rows are read and rendered by the trainer's processes here, without data workers": (
-        "dataset_num_proc dataloader_num_workers filter_overlong_prompts_workers dataset_kwargs remove_unused_columns "
-        "dataloader_pin_memory"
+        "dataset_num_proc filter_overlong_prompts_workers dataset_kwargs remove_unused_columns dataloader_pin_memory"
     ),
     f"{_ALWAYS}: log-probs of the reference are computed once per step": (
         "precompute_ref_log_probs precompute_ref_batch_size"

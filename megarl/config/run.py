@@ -59,6 +59,20 @@ class EarlyStopConfig(Section):
     target: float | None = Field(None, description="value of the metric at which the run ends; null: none")
 
 
+class ProfileConfig(Section):
+    """Records what the processor and the GPU do in a few steps."""
+
+    steps: list[PositiveInt] = Field([3], min_length=1, max_length=1000, description="numbers of the steps to record")
+    ranks: list[NonNegativeInt] = Field(
+        [0], min_length=1, description="workers that record, by their number in the names of log files"
+    )
+    tool: Literal["torch", "nsys"] = Field(
+        "torch",
+        description="torch: write RUN_DIR/profile/step_N_rank_K.json.gz; nsys: mark the steps for `nsys profile "
+        "--capture-range=cudaProfilerApi`, under which the run has been started",
+    )
+
+
 class TrainerConfig(Section):
     """The training loop: length, checkpoints, resuming."""
 
@@ -97,6 +111,7 @@ class TrainerConfig(Section):
         "checkpoints.old-K",
     )
     export_hf: bool = Field(True, description="write the final model in Hugging Face format")
+    profile: ProfileConfig | None = Field(None, description="record kernels and operators of some steps; null: none")
 
     def steps_of(self, prompts: int, batch_size: int) -> int:
         """Return the number of training steps for `epochs` passes over `prompts` prompts."""

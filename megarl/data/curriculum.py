@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from megarl.config.data import UNSEEN, CurriculumConfig
-from megarl.data.loader import Indexed, PromptLoader
+from megarl.data.loader import PromptLoader
+from megarl.data.read_ahead import Indexed
 from megarl.data.weighted_draw import weighted_draw
 from megarl.system.errors import DataError
 
@@ -31,8 +32,11 @@ class CurriculumLoader(PromptLoader):
 
     A batch has different rows, unless fewer than `batch_size` rows have a weight above 0: then it repeats rows. The
     uid of a group is `SPLIT-K-ROW`, where K counts the earlier draws of the row. A batch depends on the seed, the
-    number of prompts drawn before it, and the averages; `state_dict` contains all three.
+    number of prompts drawn before it, and the averages; `state_dict` contains all three. Scores of the current batch
+    change the next draw, so threads read a batch only when it is taken.
     """
+
+    _knows_next: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -43,8 +47,9 @@ class CurriculumLoader(PromptLoader):
         seed: int = 0,
         *,
         settings: CurriculumConfig,
+        workers: int = 0,
     ) -> None:
-        super().__init__(dataset, batch_size, dp_rank, dp_size, seed)
+        super().__init__(dataset, batch_size, dp_rank, dp_size, seed, workers=workers)
         self.settings = settings
         self._averages = np.full(len(dataset), np.nan)  # NaN: no group of the row has a score
         self._draws = np.zeros(len(dataset), dtype=np.int64)

@@ -11,6 +11,7 @@ import base64
 import binascii
 import io
 import math
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 #: Limit of an image file's pixels: a larger one is a mistake, or an attack by a small file with many pixels.
 MOST_PIXELS = 100_000_000
+#: Held while an image object of PIL is read.
+_WHOLE_IMAGES = threading.Lock()
 _LEAST_SIDE, _MOST_RATIO = 2, 200
 _LONGEST_PATH = 4096
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
@@ -81,7 +84,8 @@ def _reading(value: Any, folder: Path | None, where: str) -> Iterator[tuple[Imag
 
     if isinstance(value, Image.Image):
         _check_size(value, where)
-        with readable(where):  # PIL may read the image's file only now
+        # PIL may read the image's file only now, which two threads must not do with one object.
+        with _WHOLE_IMAGES, readable(where):
             yield value, where
         return
     if isinstance(value, Mapping):
@@ -104,17 +108,15 @@ def _reading(value: Any, folder: Path | None, where: str) -> Iterator[tuple[Imag
 def _opened_image(source: BinaryIO, where: str) -> Image:
     from PIL import Image, UnidentifiedImageError
 
-    with warnings.catch_warnings():
-        # PIL warns above a number of pixels of its own; `_check_size` compares with `MOST_PIXELS`.
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        try:
-            image = Image.open(source, formats=_FORMATS)
-        except UnidentifiedImageError as error:
-            source.seek(0)
-            head = source.read(16)
-            raise DataError("the file is not an image", where=where, found=head, allowed=", ".join(_FORMATS)) from error
-        except Image.DecompressionBombError as error:
-            raise _too_large(str(error), where) from error
+    _ignore_large_images()
+    try:
+        image = Image.open(source, formats=_FORMATS)
+    except UnidentifiedImageError as error:
+        source.seek(0)
+        head = source.read(16)
+        raise DataError("the file is not an image", where=where, found=head, allowed=", ".join(_FORMATS)) from error
+    except Image.DecompressionBombError as error:
+        raise _too_large(str(error), where) from error
     _check_size(image, where)
     # further frames of an MPO file, a phone's JPEG, are previews
     frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
@@ -127,6 +129,17 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
             fix="save each frame as a separate image",
         )
     return image
+
+
+def _ignore_large_images() -> None:
+    """Ignore PIL's warning above a number of pixels of its own, because `_check_size` compares with `MOST_PIXELS`.
+
+    The filter stays: `warnings.catch_warnings` would change the filters of all threads when it ends.
+    """
+    from PIL import Image
+
+    if not any(category is Image.DecompressionBombWarning for _, _, category, *_ in warnings.filters):
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 
 @contextmanager

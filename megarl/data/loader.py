@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
 from megarl.data.batch import Batch
+from megarl.data.read_ahead import Indexed, ReadAhead
 from megarl.system.errors import DataError
-
-
-class Indexed(Protocol):
-    """A data set whose rows a loader reads by index."""
-
-    fingerprint: str
-
-    def __len__(self) -> int: ...
-
-    def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
-        """Return the samples at `indices` as they are in `epoch`."""
-        ...
 
 
 class Described(Indexed, Protocol):
@@ -49,12 +38,31 @@ class PromptLoader:
     ... of each global batch, so that the first k samples of all ranks are the first k * d of the batch: a mini-batch
     holds the same samples whatever the number of ranks. The state contains the number of the next sample but nothing
     about ranks, so a run that resumes on a different number of ranks gets the same batches.
+
+    With `workers`, threads read the next batch while the current one is used. The state never counts what was only
+    read ahead.
     """
 
+    #: Whether the next batch is known before the current one has been used.
+    _knows_next: ClassVar[bool] = True
+
     def __init__(
-        self, dataset: Indexed, batch_size: int, dp_rank: int = 0, dp_size: int = 1, seed: int = 0, shuffle: bool = True
+        self,
+        dataset: Indexed,
+        batch_size: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        *,
+        workers: int = 0,
     ) -> None:
-        """Start at the first epoch. `batch_size` counts samples over all ranks."""
+        """Start at the first epoch.
+
+        Args:
+            batch_size: samples of a batch over all ranks.
+            workers: threads that read samples; 0: the caller's thread reads them.
+        """
         if len(dataset) == 0 or batch_size < 1 or not 0 <= dp_rank < dp_size:
             raise ValueError(
                 "a loader needs samples, a batch of at least 1 and a rank below the number of ranks, got "
@@ -65,6 +73,7 @@ class PromptLoader:
         self.seed, self.shuffle = seed, shuffle
         self._epoch, self._position = 0, 0
         self._orders: dict[int, np.ndarray] = {}
+        self._reads = ReadAhead(dataset, workers)
 
     @property
     def epoch(self) -> float:
@@ -75,19 +84,25 @@ class PromptLoader:
         return self
 
     def __next__(self) -> Batch:
-        parts, place, order = [], 0, list[int]()
-        for epoch, indices in self._pieces():
-            order += indices.tolist()
-            first = (self.dp_rank - place) % self.dp_size
-            parts.append(self.dataset.batch(indices[first :: self.dp_size].tolist(), epoch))
-            place += len(indices)
-        more, self._position = divmod(self._position + self.batch_size, len(self.dataset))
-        self._epoch += more
-        batch = Batch.concat(parts)
+        number, (pieces, order) = self.number, self._share()
+        batch = self._reads.take(number, pieces)
+        self.go_to(number + self.batch_size)
         if isinstance(self.dataset, Mismatched):
             places = slice(self.dp_rank, None, self.dp_size)
             self.dataset.set_mismatched(batch, order[places], others_before(order)[places])
+        if self._knows_next and self._reads.is_on:
+            self._reads.begin(self.number, self._share()[0])
         return batch
+
+    def _share(self) -> tuple[list[tuple[int, list[int]]], list[int]]:
+        """Return (epoch, dataset indices) pairs of this rank's share of the next global batch, and the indices of the
+        whole batch in order."""
+        share, order = [], list[int]()
+        for epoch, indices in self._pieces():
+            first = (self.dp_rank - len(order)) % self.dp_size
+            share.append((epoch, indices[first :: self.dp_size].tolist()))
+            order += indices.tolist()
+        return share, order
 
     @property
     def number(self) -> int:
@@ -98,14 +113,19 @@ class PromptLoader:
         """Continue with sample `number`."""
         self._epoch, self._position = divmod(number, len(self.dataset))
 
-    def at(self, numbers: Sequence[int]) -> Batch:
-        """Return the samples with these numbers (at least one), counted from the first sample of the first epoch. The
-        loader keeps its position."""
-        parts = []
+    def at(self, number: int) -> Batch:
+        """Return the sample with this number, counted from the first sample of the first epoch. The loader keeps its
+        position."""
+        return self._reads.take(("sample", number), self._pieces_at(number))
+
+    def prepare(self, numbers: Sequence[int]) -> None:
+        """Begin to read the samples with these numbers for later calls of `at`, if the loader has threads."""
         for number in numbers:
-            epoch, place = divmod(number, len(self.dataset))
-            parts.append(self.dataset.batch([int(self._indices(epoch)[place])], epoch))
-        return Batch.concat(parts)
+            self._reads.begin(("sample", number), self._pieces_at(number))
+
+    def close(self) -> None:
+        """End the threads that read; the loader returns no further batch."""
+        self._reads.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state as JSON values: the next sample (epoch and place in it), the order (seed, shuffle)
@@ -125,6 +145,7 @@ class PromptLoader:
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])
         self._orders = {}
+        self._reads.forget()
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise an error if this loader cannot continue at `state`."""
@@ -138,6 +159,10 @@ class PromptLoader:
             yield epoch, indices
             left -= len(indices)
             epoch, first = epoch + 1, 0
+
+    def _pieces_at(self, number: int) -> list[tuple[int, list[int]]]:
+        epoch, place = divmod(number, len(self.dataset))
+        return [(epoch, [int(self._indices(epoch)[place])])]
 
     def _indices(self, epoch: int) -> np.ndarray:
         """Return the order of the samples in `epoch`; two orders are cached, for requests around the end of an

@@ -112,7 +112,7 @@ class AsReadyLoop:
         generator = self._make_groups()
         try:
             self._open()
-            self.recorder.start_step()
+            self.recorder.start_step(version + 1)
             while version < c.config.trainer.steps:
                 set_step(version + 1)
                 with phase("step"):
@@ -232,11 +232,14 @@ class AsReadyLoop:
         self._unreported, self._unsent, self._refused = 0, [], []
         self._versions |= dict.fromkeys(numbers, version)
         self._waiting += numbers
+        if numbers:
+            assert c.loader is not None, "the buffer returned numbers of prompts"
+            c.loader.prepare(numbers)
 
     def _begin(self, generator: GroupGenerator, number: int) -> None:
         c = self.c
         assert c.loader is not None, "the buffer returned numbers of prompts"
-        self._prompts[number] = prompt = c.loader.at([number])
+        self._prompts[number] = prompt = c.loader.at(number)
         [group] = groups_of_prompts(c.context, prompt, c.config.rollout.sampling.n, [number])
         again = generator.add(group, self._partials.pop(number, None))
         if again and c.layout.is_lead:
@@ -353,7 +356,7 @@ class AsReadyLoop:
         publish(c, version)
         c.context.step = version
         self.recorder.end_step(number)  # metrics of the segment that ends here
-        self.recorder.start_step()
+        self.recorder.start_step(version + 1)
         self._update_number, self._drained, self._wanted = number + 1, False, False
         return version
 

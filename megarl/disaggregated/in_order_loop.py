@@ -55,7 +55,7 @@ class InOrderLoop:
             version = policy.oldest(step + 1)  # version with which the next step is generated
             c.context.step = step
             set_step(step)
-            self.recorder.start_step()
+            self.recorder.start_step(step)
             with phase("step"):
                 generated = self._give_restored() if self.restored else self._generate()
                 if policy.max_staleness and generated is not None:

@@ -185,7 +185,7 @@ def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: Chec
         c.context.step = step
         set_step(step)
         accuracy = None
-        recorder.start_step()
+        recorder.start_step(step)
         with phase("step"):
             prompts = None
             if c.loader is not None:

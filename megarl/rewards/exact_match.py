@@ -18,7 +18,7 @@ class ExactMatchSettings(Settings):
     answers: Answers = ANSWERS
 
 
-@REWARDS.register("exact_match", settings=ExactMatchSettings, reference=str)
+@REWARDS.register("exact_match", settings=ExactMatchSettings, reference=str, whole=True)
 @meeting_any
 def exact_match(sample: dict[str, Any], *, ignore_case: bool = False) -> dict[str, Any]:
     """Score 1.0 when response and answer are the same text, up to white space."""

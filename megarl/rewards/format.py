@@ -22,7 +22,7 @@ class FormatSettings(Settings):
     answer: bool = Field(False, description="require that the rest is one non-empty `<answer>...</answer>`")
 
 
-@REWARDS.register("format", settings=FormatSettings)
+@REWARDS.register("format", settings=FormatSettings, whole=True)
 def format_reward(sample: dict[str, Any], *, think: bool = True, boxed: bool = True, answer: bool = False) -> float:
     """Return 1.0 when the response has the required form.
 

@@ -34,7 +34,7 @@ def read_reference(answer: str) -> Fraction:
     return value
 
 
-@REWARDS.register("numeric", settings=NumericSettings, reference=read_reference)
+@REWARDS.register("numeric", settings=NumericSettings, reference=read_reference, whole=True)
 @meeting_any
 def numeric(
     sample: dict[str, Any],

@@ -43,6 +43,8 @@ class RewardSpec(Spec):
             reads no answer. `meeting_any` adds lists.
         batch: a built-in reward that takes the list of samples, and may return a `ScoringFailure` for a sample.
         process: a built-in reward that runs in its own process, as a user's function does.
+        whole: the reward reads the response from its first to its last character, so that an end token would make every
+            response wrong (`reward.skip_special_tokens`).
     """
 
     package: str | None = None
@@ -52,6 +54,7 @@ class RewardSpec(Spec):
     reference: Callable[[str], object] | None = None
     batch: bool = False
     process: bool = False
+    whole: bool = False
 
 
 #: fn(sample, **settings), or for a user's function with `reward.mode: batch` fn(samples, **settings)

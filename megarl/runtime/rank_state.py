@@ -238,3 +238,5 @@ class RankState:
         with phase("finish"), contextlib.ExitStack() as stack:  # an error in one call does not skip the others
             self._close_generation(stack)
             stack.callback(self.link.close)
+            if self.loader is not None:
+                stack.callback(self.loader.close)

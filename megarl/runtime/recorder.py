@@ -21,6 +21,7 @@ from megarl.dag.stage import Role
 from megarl.runtime.alarms import Alarms
 from megarl.runtime.context import no_progress
 from megarl.runtime.health import report
+from megarl.runtime.profiler import StepProfiler
 from megarl.runtime.team_time import AllTeams, TeamTime
 from megarl.runtime.training_samples import group_rows, shows_groups
 from megarl.system import tracing
@@ -67,6 +68,9 @@ class Recorder:
         self, c: RankState, stage: str, total_steps: int, resume_step: int | None = None, part: Part = "whole"
     ) -> None:
         self._c = c
+        # A cold start counts steps of its own, which are not recorded.
+        profile = None if part == "first" or stage == "eval" else c.config.trainer.profile
+        self._profiler = StepProfiler(profile, c.run_dir, worker_number())
         self._tracker: Tracker | None = None
         if c.layout.rank == 0 and c.team.leads:
             from megarl.tracking.tracker import Tracker
@@ -123,13 +127,15 @@ class Recorder:
 
     def _finish(self, status: Status) -> None:
         refuse_if_taken(self._c.run_dir)
+        self._profiler.close()
         self._trace.write(tracing.drain())
         self._trace.close()
         if self._tracker is not None:
             self._tracker.finish(status)
 
-    def start_step(self) -> None:
-        """Start the clock of a step."""
+    def start_step(self, step: int = 0) -> None:
+        """Start the clock of a step, and record it if `trainer.profile` names it."""
+        self._profiler.start(step)
         self._start = (time.perf_counter(), time.process_time())
         self._team_time.start_step()
 
@@ -163,6 +169,7 @@ class Recorder:
         elsewhere, self._measured_elsewhere = self.measured_elsewhere(step), None
         wall, cpu = self._start
         seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
+        self._profiler.end()
         events = tracing.drain()
         self._trace.write(events)
         # All ranks of a replica have the same samples: only its first rank counts them.

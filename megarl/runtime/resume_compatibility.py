@@ -98,13 +98,13 @@ _USED_AT_ONCE = """
         data.image_key data.image_dir data.min_pixels data.max_pixels data.limit_images data.format_prompt
         data.chat_template data.chat_template_kwargs data.override_chat_template data.date
         data.max_prompt_tokens data.overlong data.batch_size data.val_batch_size data.max_val_samples
-        data.loader_kwargs data.curriculum data.experts data.replay
+        data.loader_kwargs data.loader_workers data.curriculum data.experts data.replay
     validation.sampling validation.every validation.select_by validation.log_samples
     actor.parallel actor.engine actor.optim actor.mini_batch_size actor.ppo_epochs actor.shuffle
     critic.parallel critic.engine critic.optim critic.mini_batch_size critic.ppo_epochs critic.shuffle
         critic.aggregation critic.sum_norm critic.value_clip critic.warmup_steps
     trainer.steps trainer.epochs trainer.save_every trainer.resume_every trainer.save_by_s trainer.keep_last
-        trainer.best_metric trainer.early_stop trainer.resume trainer.export_hf
+        trainer.best_metric trainer.early_stop trainer.resume trainer.export_hf trainer.profile
     async.order async.partial
 """
 

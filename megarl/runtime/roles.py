@@ -387,6 +387,13 @@ def _without_padding(row: list[int], pad: int | None) -> list[int]:
     return row[:end]
 
 
+def whole_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[Sequence[int]]) -> list[str]:
+    """Return the texts of token lists, with special tokens and every space."""
+    if not token_ids:
+        return []  # batch_decode reads an empty list as one empty sequence
+    return tokenizer.batch_decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
 @dataclass
 class RolloutRole:
     """The role that generates samples."""
@@ -427,3 +434,6 @@ class ScorerRole:
     by_environment: bool = False  # whether the environment gives the rewards, so that no functions run
     # the data's column of prompts, whose messages reward functions get
     prompts: PromptColumn = field(default_factory=PromptColumn)
+    # returns the texts of token lists with special tokens, for reward functions; None: functions get texts without them
+    # (`reward.skip_special_tokens`)
+    whole_texts: Callable[[Sequence[Sequence[int]]], list[str]] | None = None

@@ -49,7 +49,7 @@ from megarl.rollout.stop_strings import check_stop_strings
 from megarl.runtime.context import StepContext
 from megarl.runtime.episodes import Episodes, build_episodes
 from megarl.runtime.rank_state import RankState, TeamContext
-from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole, prompt_column
+from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole, prompt_column, whole_texts
 from megarl.system.comm import team_world
 from megarl.system.device import DTYPES, ProcessState, device, dist_backend, gpu_id, has_cuda, refuse_shared_gpu
 from megarl.system.errors import ConfigError
@@ -274,7 +274,12 @@ class _Source:
                 keeps_tokens=config.rollout.replay_kept_tokens,
                 experts=self.experts,
             ),
-            "scorer": ScorerRole(self.reward, by_environment, prompt_column(config)),
+            "scorer": ScorerRole(
+                self.reward,
+                by_environment,
+                prompt_column(config),
+                None if config.reward.skip_special_tokens else partial(whole_texts, tokenizer),
+            ),
         }
 
 
@@ -491,6 +496,7 @@ def open_loader(config: RunConfig, data: Described, layout: Layout, section: Lit
         if (problem := repeated_problem(f"{section}.batch_size", size, len(data))) is not None:
             print(f"WARNING: {problem}", flush=True)
     place = (size, layout.dp_rank, layout.dp_size, config.trainer.seed)
+    workers = 0 if config.data.image_key is None else config.data.loader_workers
     if config.data.curriculum is not None and not supervised:
-        return CurriculumLoader(data, *place, settings=config.data.curriculum)
-    return PromptLoader(data, *place, config.data.shuffle)
+        return CurriculumLoader(data, *place, settings=config.data.curriculum, workers=workers)
+    return PromptLoader(data, *place, config.data.shuffle, workers=workers)

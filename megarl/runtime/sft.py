@@ -148,7 +148,7 @@ def _steps(
     held_out = load_held_out(c)
     for step in range(begun + 1, settings.steps + 1):
         set_step(step)
-        recorder.start_step()
+        recorder.start_step(step)
         last = step == settings.steps
         accuracy = None
         with phase("sft"):

@@ -77,6 +77,7 @@ def find_start(c: RankState, graph: TaskGraph, checkpoints: Checkpoints) -> RunS
         unfinished.find()
         prepare_run_folder(c, graph, checkpoints)
         sft.cold_start(c, examples, unfinished)
+        examples.close()
     if not c.team.holds(Role.ROLLOUT):
         c.end_generation()
     c.actor.reset_optimizer(config.actor.optim, config.updates(config.actor, c.context.resting))

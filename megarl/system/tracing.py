@@ -11,6 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
+
+
+class Ranges(Protocol):
+    """Where a profiler shows phases: a stack of named ranges of this thread."""
+
+    def push(self, name: str) -> None:
+        """Open a range."""
+        ...
+
+    def pop(self) -> None:
+        """Close the range that was opened last."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,7 @@ _stack: list[str] = []
 _events: list[PhaseEvent] = []
 _on_change: list[Callable[[str], None]] = []
 _failed_at: tuple[BaseException, str] | None = None
+_ranges: Ranges | None = None
 step_now = 0
 
 
@@ -53,6 +67,12 @@ def current() -> str:
 def on_change(callback: Callable[[str], None]) -> None:
     """Call `callback(path)` whenever a phase opens or closes, and at every `beat`; heartbeats use it."""
     _on_change.append(callback)
+
+
+def show_phases(ranges: Ranges | None) -> None:
+    """Open a range of a profiler for every phase that opens from now on; None: open none."""
+    global _ranges
+    _ranges = ranges
 
 
 def beat() -> None:
@@ -87,7 +107,9 @@ def phase(name: str, waits_for: str = "") -> Iterator[None]:
     global _failed_at
     _stack.append(name)
     beat()
-    start = time.time_ns()
+    ranges, start = _ranges, time.time_ns()
+    if ranges is not None:
+        ranges.push(name)
     try:
         yield
     except BaseException as error:
@@ -95,6 +117,8 @@ def phase(name: str, waits_for: str = "") -> Iterator[None]:
             _failed_at = (error, current())
         raise
     finally:
+        if ranges is not None:
+            ranges.pop()
         _events.append(PhaseEvent(current(), start, time.time_ns(), step_now, waits_for))
         _stack.pop()
         beat()

@@ -63,6 +63,10 @@ function differences() {
 
 function details() {
   if (DATA.graph) section("graph", "Task graph", "Graph", "", el("div", { class: "graph" }, el("img", { src: DATA.graph, alt: "task graph" })));
+  if (DATA.profiles.length) {
+    const links = DATA.profiles.map((file) => el("li", {}, el("a", { href: file, download: "", text: file })));
+    section("profiles", "Profiles", "Profiles", "open a file in ui.perfetto.dev", el("ul", {}, ...links));
+  }
   const pre = el("pre");
   for (const line of DATA.config.split("\n")) {
     const match = /^(\s*(?:- )?)([\w./-]+)(:.*)$/.exec(line);

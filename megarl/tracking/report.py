@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import megarl
+from megarl.artifacts.profiles import profile_files
 from megarl.artifacts.records import set_aside
 from megarl.artifacts.trained import exported
 from megarl.config.yamlio import flatten
@@ -82,6 +83,7 @@ def report_data(runs: list[Run]) -> dict[str, Any]:
         "training": [{"run": r.label, "rows": rows} for r in runs if (rows := training_groups(r.folder))],
         "differences": _differences(runs),
         "graph": data_uri(graph) if graph.is_file() else None,
+        "profiles": [path.as_posix() for path in profile_files(run.folder)],
         "config": _config(run),
         "machine": _machine(run),
     }

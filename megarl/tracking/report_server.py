@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from megarl.artifacts.profiles import profile_files
 from megarl.system.errors import ConfigError, MegarlError
 from megarl.tracking.close import close_if_killed
 from megarl.tracking.report import render, report_data
@@ -22,7 +23,8 @@ _FILES = ("metrics.jsonl", "samples.jsonl", "training_samples.jsonl", "run.json"
 
 
 class ReportServer(ThreadingHTTPServer):
-    """An HTTP server of one report: `/` is its page, `/data?tag=TAG` its data as JSON, or 204 if these have tag TAG.
+    """An HTTP server of one report: `/` is its page, `/data?tag=TAG` its data as JSON, or 204 if these have tag TAG,
+    `/profile/NAME` a file of the profiler.
 
     Only this machine can reach the server, under a name of this machine. Requests under other host names, which a
     foreign web page can cause (DNS rebinding), are rejected.
@@ -62,6 +64,11 @@ class ReportServer(ThreadingHTTPServer):
         stats = [path.stat() for folder in self.folders for name in _FILES if (path := folder / name).is_file()]
         return "-".join(f"{stat.st_mtime_ns:x}.{stat.st_size:x}" for stat in stats)
 
+    def profile(self, path: str) -> Path | None:
+        """Return the profiler's file that a request names; None: the report links to no such file."""
+        folder = self.folders[0]
+        return next((folder / file for file in profile_files(folder) if f"/{file.as_posix()}" == path), None)
+
     def data(self) -> dict[str, Any]:
         """Return the data of the report's page, with their tag and the period at which the page polls for changes."""
         tag = self.tag()  # computed before the files are read, so that the next check finds later changes
@@ -83,6 +90,8 @@ class _Handler(BaseHTTPRequestHandler):
             if where.path == "/":
                 data = self.server.data()
                 self._answer(200, "text/html", render(data["runs"][0]["name"], data))
+            elif (file := self.server.profile(where.path)) is not None:
+                self._send(200, "application/gzip", file.read_bytes())
             elif where.path != "/data":
                 self._answer(404, "text/plain", "/ is the report")
             elif parse_qs(where.query).get("tag") == [self.server.tag()]:
@@ -93,9 +102,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(500, "text/plain", str(error))
 
     def _answer(self, status: int, kind: str, text: str) -> None:
-        body = text.encode("utf-8", "backslashreplace")
+        self._send(status, f"{kind}; charset=utf-8", text.encode("utf-8", "backslashreplace"))
+
+    def _send(self, status: int, kind: str, body: bytes) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
         self.end_headers()

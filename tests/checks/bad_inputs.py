@@ -133,6 +133,12 @@ rollout.limits.turns=3
 rollout.limits={seconds: 5} -> rollout.limits.seconds
 trainer.best_metric=val/ac & data.val_files=[good.jsonl]
 trainer.early_stop={patience: 3} -> trainer.early_stop.metric
+reward.skip_special_tokens=false & reward.name=exact_match
+trainer.profile.steps=[0]
+trainer.profile={steps: [2, 101]} -> trainer.profile.steps
+trainer.profile={ranks: [64]} -> trainer.profile.ranks
+trainer.profile={tool: nsys} -> trainer.profile.tool
+data.loader_workers=-1
 trainer.early_stop={metric: critic/score/mean} -> trainer.early_stop.patience
 rollout.limits.seconds=-1
 algorithm.loss.clip_low=2

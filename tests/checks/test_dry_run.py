@@ -248,6 +248,7 @@ def test_optimizer_state_is_shared_by_the_replicas():
         "grpo_self_play_quickstart",
         "grpo_gsm8k_calc",
         "grpo_qwen3_8b_8gpu",
+        "grpo_qwen2_5_7b_math_8gpu",
         "grpo_qwen3_30b_a3b_32gpu",
         "srpo_reach_quickstart",
         "srpo_metaworld",

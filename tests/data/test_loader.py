@@ -1,7 +1,9 @@
 """The loader: full batches, every sample once per epoch, the same batches on any number of ranks and after a resume."""
 
+import contextlib
 import itertools
 import json
+import threading
 from collections import Counter
 
 import hypothesis.strategies as st
@@ -58,18 +60,59 @@ def test_shares_dealt_out_in_turn_are_the_global_batch(size, batch_size, dp):
     assert max(counts) - min(counts) <= 1
 
 
-@given(sizes, sizes, st.integers(0, 9), st.integers(1, 4))
-def test_a_resumed_run_on_other_ranks_sees_the_same_batches(size, batch_size, steps, dp):
+@given(sizes, sizes, st.integers(0, 9), st.integers(1, 4), st.sampled_from([0, 1, 3]))
+def test_a_resumed_run_on_other_ranks_sees_the_same_batches(size, batch_size, steps, dp, workers):
     undisturbed = take(PromptLoader(Numbers(size), batch_size, seed=5), steps + 4)
-    first = PromptLoader(Numbers(size), batch_size, seed=5)
-    take(first, steps)
-    state = json.loads(json.dumps(first.state_dict()))
+    with contextlib.closing(PromptLoader(Numbers(size), batch_size, seed=5, workers=workers)) as first:
+        take(first, steps)
+        state = json.loads(json.dumps(first.state_dict()))
     shares = []
     for rank in range(dp):
-        loader = PromptLoader(Numbers(size), batch_size, rank, dp, seed=0, shuffle=False)
-        loader.load_state_dict(state)
-        shares.append(take(loader, 4))
+        other = PromptLoader(Numbers(size), batch_size, rank, dp, seed=0, shuffle=False, workers=workers)
+        with contextlib.closing(other) as loader:
+            next(loader)  # the batch that is read ahead of it is not of the state
+            loader.load_state_dict(state)
+            shares.append(take(loader, 4))
     assert [dealt(step) for step in zip(*shares, strict=True)] == undisturbed[steps:]
+
+
+class Watched(Numbers):
+    """A data set that records which samples were read, and cannot read sample `bad`."""
+
+    def __init__(self, size: int, bad: int | None = None) -> None:
+        super().__init__(size)
+        self.bad, self.read, self.grown = bad, set(), threading.Condition()
+
+    def batch(self, indices, epoch=0) -> Batch:
+        if self.bad in indices:
+            raise DataError("the file is not an image", where=f"rows.jsonl:{self.bad}")
+        with self.grown:
+            self.read.update(indices)
+            self.grown.notify_all()
+        return super().batch(indices, epoch)
+
+    def has_read(self, *indices: int) -> bool:
+        with self.grown:
+            return self.grown.wait_for(lambda: self.read.issuperset(indices), timeout=60)
+
+
+def test_threads_read_the_next_batch_while_the_current_one_is_used():
+    data = Watched(100)
+    with contextlib.closing(PromptLoader(data, 4, shuffle=False, workers=2)) as loader:
+        assert take(loader, 1) == [[[0, i] for i in range(4)]]
+        assert data.has_read(4, 5, 6, 7)
+        assert loader.number == 4, "the state counts what was used"
+        loader.prepare([50, 60])
+        assert data.has_read(50, 60)
+        assert loader.at(60)["at"] == [[0, 60]]
+
+
+def test_a_sample_that_a_thread_cannot_read_stops_the_run_at_its_own_batch():
+    with contextlib.closing(PromptLoader(Watched(12, bad=6), 4, shuffle=False, workers=3)) as loader:
+        assert len(next(loader)) == 4
+        with pytest.raises(DataError, match=r"rows.jsonl:6: the file is not an image"):
+            next(loader)
+        assert loader.number == 4
 
 
 def test_all_ranks_have_the_same_state():

@@ -32,7 +32,10 @@ from tests.runtime import harness
 from tests.runtime.test_teams import assert_near, of_training, placed
 
 REWARD = """
-def parts(samples):
+def parts(samples, whole=False):
+    for sample in samples:
+        ended = whole and sample["finish_reason"] == "stop"
+        assert sample["response"].endswith("<eos>") == ended, "reward.skip_special_tokens"
     return [
         {"overall": digits + right, "digits": digits, "right": right}
         for digits, right in ((sum(c.isdigit() for c in s["response"]) / 6, float(s["response"] == s["answer"]))
@@ -172,6 +175,7 @@ RECIPES = {
     "resampled and shuffled": [
         *("algorithm.resampling={name: pow, power: 1.0}", "actor.mini_batch_size=2", "actor.shuffle=true"),
         *("actor.ppo_epochs=2", "actor.optim.warmup_ratio=0.5"),
+        *("reward.skip_special_tokens=false", "reward.kwargs={whole: true}"),
     ],
     "optimal token baseline, corrected": [
         "algorithm.advantage={name: optimal_token_baseline, is_weighted: true}",

@@ -33,7 +33,11 @@ def make(tmp_path, monkeypatch):
     def build(finish):
         monkeypatch.setattr("megarl.tracking.tracker.Tracker", lambda *args, **more: FakeTracker(finish))
         config = SimpleNamespace(
-            tracking=None, cluster=RunConfig(name="x").cluster, name="x", model_dump=lambda mode: {}
+            tracking=None,
+            cluster=RunConfig(name="x").cluster,
+            trainer=RunConfig(name="x").trainer,
+            name="x",
+            model_dump=lambda mode: {},
         )
         c = SimpleNamespace(
             run_dir=tmp_path,
@@ -166,6 +170,7 @@ def of_team(name: str, tmp_path) -> SimpleNamespace:
         tracking=SimpleNamespace(peak_tflops=None),
         model=SimpleNamespace(dtype="fp32"),
         cluster=RunConfig(name="x").cluster,
+        trainer=RunConfig(name="x").trainer,
         name="x",
         model_dump=lambda mode: {},
     )

@@ -8,6 +8,7 @@ import urllib.request
 import pytest
 
 from megarl.artifacts.jsonl import JsonlWriter
+from megarl.artifacts.profiles import profile_file
 from megarl.system.errors import ConfigError, DataError
 from megarl.tracking.report_server import ReportServer
 from tests.tracking.browser import BROWSER, open_page
@@ -47,6 +48,19 @@ def test_data_come_again_when_the_run_has_gone_on(served):
     assert status == 200
     assert json.loads(text)["groups"][0]["charts"][0]["range"] == [1, 6]
     assert json.loads(text)["live"]["tag"] != tag
+
+
+def test_files_of_the_profiler_are_linked_and_served(served):
+    file = profile_file(served.folders[0], 3, 0)
+    file.parent.mkdir()
+    file.write_text("a trace")
+    (file.parent / "secret.json.gz").write_text("another file")
+    _, page = get(served.address)
+    assert page_data(page)["profiles"] == ["profile/step_3_rank_0.json.gz"]
+    assert get(f"{served.address}profile/step_3_rank_0.json.gz") == (200, "a trace")
+    for path in ("profile/secret.json.gz", "profile/../run.json"):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            get(served.address + path)
 
 
 @pytest.mark.parametrize(("path", "host", "status"), [("", "evil.example:80", 403), ("other", "localhost:1", 404)])

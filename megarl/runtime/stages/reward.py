@@ -13,7 +13,7 @@ from megarl.runtime.stages.needs import model_fields, part_fields
 from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -149,7 +149,8 @@ def submit(scorer: ScorerRole, samples: Batch) -> list[Pending | None]:
     if scorer.runner is None or scorer.by_environment:
         return [None] * len(samples)
     led = samples.select(leads(samples)) if branches(samples) else samples
-    handle = scorer.runner.submit(reward_inputs(led, scorer.prompts), _images(scorer.runner, led))
+    inputs = reward_inputs(led, scorer.prompts, scorer.whole_texts)
+    handle = scorer.runner.submit(inputs, _images(scorer.runner, led))
     return spread([Pending(handle, place) for place in range(len(led))], samples)
 
 
@@ -198,15 +199,22 @@ def _results(runner: Rewards | None, pending: list[Pending | None]) -> list[dict
     return [results[score.handle][score.place] for score in scores]
 
 
-def reward_inputs(samples: Batch, prompts: PromptColumn) -> list[dict[str, Any]]:
+def reward_inputs(
+    samples: Batch, prompts: PromptColumn, whole_texts: Callable[[list[list[int]]], list[str]] | None = None
+) -> list[dict[str, Any]]:
     """Return one dict per sample, the input of reward functions.
 
     It has the sample's own entries, the row's columns whose names do not clash with them, and all columns under `row`.
     `ground_truth` equals `answer`, unless the row has such a column. `messages` is None if the prompt is a text.
+
+    Args:
+        whole_texts: decodes `response` and `transcript` with special tokens; None: they are without.
     """
     from megarl.data.trajectory import policy_tokens
 
     lengths = policy_tokens(samples, by_turn="turn_starts" in samples).tolist()
+    if whole_texts is not None:
+        samples = samples.with_values(_texts_of_tokens(samples, whole_texts))
     more = [{"transcript": text} for text in samples["transcript"]] if "transcript" in samples else [{}] * len(samples)
     return [
         {
@@ -227,6 +235,19 @@ def reward_inputs(samples: Batch, prompts: PromptColumn) -> list[dict[str, Any]]
             *(samples[name] for name in _COLUMNS), lengths, more, strict=True
         )
     ]
+
+
+def _texts_of_tokens(samples: Batch, whole_texts: Callable[[list[list[int]]], list[str]]) -> dict[str, list[str]]:
+    """Return the texts of all tokens of the last turns, and of whole episodes if samples have turns."""
+    ids = [tokens.tolist() for tokens in samples["response_ids"].unbind()]
+    if "turn_starts" not in samples:
+        return {"response_text": whole_texts(ids)}
+    bounds = zip(samples["turn_starts"].unbind(), samples["turn_ends"].unbind(), strict=True)
+    turns = [
+        tokens[int(starts[-1]) : int(ends[-1])] if len(ends) else []
+        for tokens, (starts, ends) in zip(ids, bounds, strict=True)
+    ]
+    return {"response_text": whole_texts(turns), "transcript": whole_texts(ids)}
 
 
 def set_scores(samples: Batch, results: list[dict[str, Any]], *, by_turn: bool = False) -> None:
