@@ -80,6 +80,18 @@ def hub_dataset(source: str) -> str | None:
     return None if match is None else match["name"]
 
 
+#: Part of transformers' message about a checkpoint whose files name classes in code of their own.
+_OWN_CODE = "custom code"
+
+
+def own_code_advice(error: Exception) -> str | None:
+    """Return the advice for a checkpoint that transformers reads only with the checkpoint's code; None: no code is
+    needed."""
+    if _OWN_CODE not in str(error):
+        return None
+    return "read the Python files that ship with it; if you trust them, set model.trust_remote_code: true"
+
+
 def advice(kind: str, name: str, otherwise: str) -> str:
     """Return the advice for a source that could not be loaded; takes at most `ASK_S`.
 

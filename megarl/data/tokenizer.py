@@ -43,13 +43,14 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        from megarl.data.hub import advice
+        from megarl.data.hub import advice, own_code_advice
 
         raise ConfigError(
             f"the tokenizer cannot be loaded: {str(error).strip().splitlines()[0] if str(error).strip() else error!r}",
             where=key,
             found=name,
-            fix=_missing_package(Path(name).expanduser())
+            fix=own_code_advice(error)
+            or _missing_package(Path(name).expanduser())
             or advice("models", name, "name a folder or hub repository with a tokenizer.json"),
         ) from error
     if tokenizer.eos_token_id is None:

@@ -179,14 +179,14 @@ def read_hf_config(path: str, where: str, *, trust_remote_code: bool = False) ->
     try:
         return _config_classes().from_pretrained(path, trust_remote_code=trust_remote_code)
     except _refusals() as error:
-        from megarl.data.hub import advice
+        from megarl.data.hub import advice, own_code_advice
 
         raise ConfigError(
             f"the model's configuration cannot be loaded: {_first_line(error)}",
             where=where,
             found=path,
             allowed=_ALLOWED,
-            fix=advice("models", path, "check its config.json"),
+            fix=own_code_advice(error) or advice("models", path, "check its config.json"),
         ) from error
 
 
