@@ -108,7 +108,10 @@ def _reading(value: Any, folder: Path | None, where: str) -> Iterator[tuple[Imag
 def _opened_image(source: BinaryIO, where: str) -> Image:
     from PIL import Image, UnidentifiedImageError
 
-    _ignore_large_images()
+    # PIL warns above a number of pixels of its own; `_check_size` compares with `MOST_PIXELS`. The filter stays:
+    # `warnings.catch_warnings` would change the filters of all threads when it ends.
+    if not any(category is Image.DecompressionBombWarning for _, _, category, *_ in warnings.filters):
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     try:
         image = Image.open(source, formats=_FORMATS)
     except UnidentifiedImageError as error:
@@ -129,17 +132,6 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
             fix="save each frame as a separate image",
         )
     return image
-
-
-def _ignore_large_images() -> None:
-    """Ignore PIL's warning above a number of pixels of its own, because `_check_size` compares with `MOST_PIXELS`.
-
-    The filter stays: `warnings.catch_warnings` would change the filters of all threads when it ends.
-    """
-    from PIL import Image
-
-    if not any(category is Image.DecompressionBombWarning for _, _, category, *_ in warnings.filters):
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 
 @contextmanager

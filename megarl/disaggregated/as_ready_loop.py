@@ -232,8 +232,7 @@ class AsReadyLoop:
         self._unreported, self._unsent, self._refused = 0, [], []
         self._versions |= dict.fromkeys(numbers, version)
         self._waiting += numbers
-        if numbers:
-            assert c.loader is not None, "the buffer returned numbers of prompts"
+        if c.loader is not None:
             c.loader.prepare(numbers)
 
     def _begin(self, generator: GroupGenerator, number: int) -> None:
