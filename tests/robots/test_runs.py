@@ -136,13 +136,19 @@ def test_an_episode_whose_simulator_dies_is_left_out_and_counted(recipe, tmp_pat
         "cluster.nproc=1",
         "robot.simulator.wrong=exit",
         f"robot.simulator.once={once}",
+        # a family that predicts one token after another, whose prompt ends with token 29871, scores that are not 1,
+        # and a distance in the reward
+        *("robot.family=openvla", "model.hf_config.text_config.vocab_size=29900"),
+        "model.tokenizer=chars:abcdefghijklmnopqrstuvwxyz INOW:?\n",
+        *("robot.reward.coef=2", "algorithm.kl={use: reward, coef: 0.1}"),
     )
     assert sum(numbers[step]["env/errors"] for step in (1, 2)) == 1
     assert sum(numbers[step].get("env/errors/crash", 0) for step in (1, 2)) == 1
     for step in (1, 2):
         successes = numbers[step]["env/success"] * (16 - numbers[step]["env/errors"])
         assert successes == pytest.approx(round(successes)), "a share of those that were played"
-        assert numbers[step]["critic/score/mean"] == pytest.approx(numbers[step]["env/success"])
+        assert numbers[step]["critic/score/mean"] == pytest.approx(2 * numbers[step]["env/success"])
+        assert (numbers[step]["actor/reward_kl"] != 0) == (step == 2), "the reference is the first policy"
 
 
 def test_simulators_that_all_fail_end_the_run_with_what_they_said(recipe, tmp_path) -> None:
