@@ -111,7 +111,8 @@ def killed(run_dir: Path, overrides: Sequence[str], when: Callable[[], int | Non
             while (victim := when()) is None:
                 if process.poll() is not None or time.monotonic() > end:
                     raise TimeoutError(
-                        f"the command started no process to kill; its output: {Path(log.name).read_text()[-2000:]}"
+                        f"the command did not start the process that this test kills; the command's output: "
+                        f"{Path(log.name).read_text()[-2000:]}"
                     )
                 time.sleep(0.02)
             os.kill(victim, signal.SIGKILL)

@@ -121,7 +121,10 @@ class Message:
             return cls(**json.loads(text))
         except ValidationError as error:
             wrong = ", ".join(str(problem["loc"][0]) for problem in error.errors())
-            raise WorkerError(f"the message {cls.__name__} of another team has wrong fields: {wrong}") from error
+            raise WorkerError(
+                f"the message {cls.__name__} of another team has wrong fields: {wrong}; all machines need the same "
+                "version of megarl"
+            ) from error
 
     def post(self, mail: Mail) -> None:
         """Post this message to all teams; one rank calls this."""

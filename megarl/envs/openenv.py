@@ -175,7 +175,7 @@ class OpenEnv(Environment):
     async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         """Send a message and return the reply."""
         if self._socket is None:
-            raise EpisodeFailure("there is no connection yet")
+            raise EpisodeFailure("the episode is not connected to its server yet: call `reset` first")
         async with asyncio.timeout(self.settings.timeout_s):
             with contextlib.suppress(ConnectionError):  # a server without room closes; its message can still be read
                 await self._socket.send_json({"type": kind, "data": data})
@@ -193,7 +193,7 @@ class OpenEnv(Environment):
             return "a text"
         if self.settings.instructions is None and not self.shared.form:
             if self._client is None:
-                raise EpisodeFailure("there is no connection yet")
+                raise EpisodeFailure("the episode is not connected to its server yet: call `reset` first")
             async with self._client.get(f"{self.settings.url}/schema") as response:
                 schema = (await response.json()).get("action", {})
             self.shared.form = f"a JSON object of this schema: {json.dumps(schema)}"

@@ -124,9 +124,9 @@ class AgentSettings(EnvSettings):
     @model_validator(mode="after")
     def _one_way(self) -> AgentSettings:
         if (self.command is None) == (self.function is None):
-            raise ValueError("an agent is either a command or a function")
+            raise ValueError("an agent is either a command or a function: set env.command or env.function, not both")
         if self.command is not None and not self.command:
-            raise ValueError("env.command names no program")
+            raise ValueError("env.command is an empty list: name the agent's program and its arguments")
         if self.credit not in CREDITS and ":" not in self.credit:
             raise ValueError(f"env.credit is {self.credit!r}; allowed: {', '.join(CREDITS)}, file.py:fn, pkg.mod:fn")
         return self
@@ -144,7 +144,9 @@ class AgentSettings(EnvSettings):
         if self.sandbox != "none" and self.python is not None:
             raise ValueError("env.python is for agents without a sandbox: name the interpreter in env.command")
         if self.sandbox == "none" and self.readable:
-            raise ValueError("env.readable is for sandboxes: without one the agent may read what the user can")
+            raise ValueError(
+                "env.readable is only for sandboxes, because other agents may read all that the user may: remove it"
+            )
         return self
 
     @property

@@ -177,7 +177,9 @@ def _read_file(file: Path) -> Hardware:
             allowed = f"{'an integer' if kind == 'int' else 'a number'} {'from' if least in (0, 1) else 'above'} "
             allowed += f"{least if least in (0, 1) else 0}"
         if not right:
-            raise ConfigError("invalid value", where=where, found=value, allowed=allowed)
+            raise ConfigError(
+                "the value of a key in the hardware file is invalid", where=where, found=value, allowed=allowed
+            )
         values[name] = float(value) if kind == "float" else value
     missing = [name for name, field in known.items() if field.default is MISSING and name not in values]
     if missing:

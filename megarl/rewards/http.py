@@ -82,7 +82,7 @@ def _scores(answer: Any, count: int) -> list[Any]:
     scores = answer.get("scores") if isinstance(answer, dict) else answer
     if not isinstance(scores, list) or len(scores) != count:
         reply = f"{len(scores)} scores" if isinstance(scores, list) else f"{answer!r:.200}"
-        raise ValueError(f"the server returned {reply} for {count} samples")
+        raise ValueError(f"the server returned {reply} for {count} samples; allowed: a list with one score per sample")
     return scores
 
 
@@ -91,5 +91,8 @@ def _sglang(answer: Any, count: int) -> list[float]:
     given = _scores(answer if isinstance(answer, list) else [answer], count)
     scores = [entry["embedding"] for entry in given]
     if any(not isinstance(score, list) or len(score) != 1 for score in scores):
-        raise ValueError(f"the served model returns {len(scores[0])} numbers, but a reward model returns one")
+        raise ValueError(
+            f"the served model returns {len(scores[0])} numbers for a text, but a reward model returns one: serve a "
+            "reward model"
+        )
     return [score[0] for score in scores]

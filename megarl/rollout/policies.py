@@ -71,7 +71,10 @@ class PolicyGenerations:
 
     def __init__(self, generations: Mapping[str, Generation], models: Mapping[str, str]) -> None:
         if any(generation.is_async or generation.is_batched for generation in generations.values()):
-            raise MegarlError("several models generate only with the embedded engine, without experts and cp")
+            raise MegarlError(
+                "policies with different models can only generate with the embedded engine, without experts and "
+                "context parallelism: set rollout.engine=embedded actor.parallel.cp=1, or let policies share one model"
+            )
         self._generations, self._models = dict(generations), dict(models)
         self._holders: dict[int, Generation] = {}
 

@@ -274,7 +274,9 @@ def _routes(mine: dict[str, str] | None, group: WorkerGroup) -> list[str]:
     routes = [way or {} for way in group.all_gather_json(mine)]
     for way in routes:
         if "error" in way:
-            raise WorkerError(f"machines cannot reach each other: {way['error']}")
+            raise WorkerError(
+                f"machines cannot reach each other: {way['error']}; check the network between them and MASTER_ADDR"
+            )
     return [way.get("address", "") for way in routes]
 
 

@@ -187,7 +187,11 @@ class MegatronEngine:
             frozen = "adapters are trained, so the biases are frozen" if self.lora else "the model has no such biases"
             where = f"{self._where.removesuffix('engine')}optim.expert_bias_rate"
             raise ConfigError(
-                f"experts' biases cannot follow their load: {frozen}", where=where, found=rate, allowed="0"
+                f"experts' biases cannot follow their load: {frozen}",
+                where=where,
+                found=rate,
+                allowed="0",
+                fix="remove the key",
             )
         self._routers = corrected_routers(self.chunks) if rate else []
         count_tokens(self._routers)

@@ -54,5 +54,5 @@ def test_no_two_kinds_have_one_name():
     ids=["missing", "another type", "unknown", "a key of another type"],
 )
 def test_wrong_fields_are_an_error_that_names_them(text, field):
-    with pytest.raises(WorkerError, match=rf"the message StepIsLast of another team has wrong fields: {field}$"):
+    with pytest.raises(WorkerError, match=rf"the message StepIsLast of another team has wrong fields: {field};"):
         StepIsLast.decode(text)

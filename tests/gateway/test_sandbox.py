@@ -319,7 +319,7 @@ def test_the_command_of_apptainer(monkeypatch, tmp_path):
     [
         ({"sandbox": "docker"}, "env.image goes with"),
         ({"image": "x"}, "env.image goes with"),
-        ({"readable": ["data"]}, "env.readable is for sandboxes"),
+        ({"readable": ["data"]}, "env.readable is only for sandboxes"),
         ({"sandbox": ["firejail"]}, "one of its parts must be {command}"),
         (
             {"sandbox": ["firejail", "{folder}", "{command}"]},

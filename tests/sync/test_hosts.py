@@ -131,7 +131,10 @@ def without_a_way(lost: int) -> str:
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_machine_without_a_way_to_the_others_ends_the_run_everywhere(lost):
     way = f"no address of machine{lost} leads to 127.0.0.1: Network is unreachable"
-    assert run_distributed(without_a_way, 2, 120, lost) == [f"machines cannot reach each other: {way}"] * 2
+    assert (
+        run_distributed(without_a_way, 2, 120, lost)
+        == [f"machines cannot reach each other: {way}; check the network between them and MASTER_ADDR"] * 2
+    )
 
 
 @pytest.mark.procs

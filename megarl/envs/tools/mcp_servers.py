@@ -61,18 +61,20 @@ class McpServer(Section):
     @model_validator(mode="after")
     def _one_way(self) -> McpServer:
         if (self.command is None) == (self.url is None):
-            raise ValueError("a server has either a command or a url")
+            raise ValueError("a server has either a command or a url: set one of them")
         if self.url is None and self.token_env:
             raise ValueError("token_env is only for a url; use pass_env to pass variables to a command")
         if self.url is not None and (self.args or self.cwd or self.pass_env):
-            raise ValueError("args, cwd and pass_env are only for a command")
+            raise ValueError(
+                "args, cwd and pass_env are only for a command: remove them, or set command instead of url"
+            )
         parts = urlsplit(self.url or "")
         if self.url is not None and parts.scheme not in ("http", "https"):
             raise ValueError("a url must begin with http:// or https://")
         if parts.password:
             raise ValueError("a url must not contain credentials: name a variable with token_env")
         if self.token_env and parts.scheme == "http" and parts.hostname not in _LOOPBACK:
-            raise ValueError("a token is only sent over https://, or to this machine")
+            raise ValueError("the token of token_env is sent only over https://, or to this machine: correct the url")
         return self
 
 

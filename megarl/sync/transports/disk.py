@@ -64,7 +64,10 @@ class DiskTransport(Transport):
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise WorkerError(f"cannot write weights of version {self._version} to {path}: {error}") from error
+            raise WorkerError(
+                f"cannot write weights of version {self._version} to {path}: {error}; free space there, or choose "
+                "another sync.transport"
+            ) from error
         self._files += 1
 
     def publish(self) -> None:
