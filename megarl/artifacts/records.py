@@ -78,7 +78,7 @@ def parse_object(data: bytes, needs: Needs) -> dict[str, Any]:
     """Parse the JSON object in `data`; NaN and infinity become None.
 
     Raises:
-        ValueError: it is not an object, or lacks a required field.
+        ValueError: `data` is not a JSON object, or lacks a required field.
     """
     text = data.strip(b"\0 \t\r\n")  # a file system may leave zero bytes after a power cut
     if not text:

@@ -49,7 +49,7 @@ class CertificateSection:
 
     Attributes:
         name: name on the command line.
-        title: what it tests.
+        title: parts of megarl or the machine that the section tests.
         deadline_s: seconds that it may take on GPUs.
         cpu_deadline_s: seconds that it may take without GPUs.
         function: `module:function` of (findings, folder); empty: `run` of the module with the section's name.
@@ -84,7 +84,7 @@ class Result:
     Attributes:
         section: the section's name.
         status: `failed` if a check or the section's process failed.
-        reason: why it was skipped or failed.
+        reason: why the section was skipped or failed.
         seconds: seconds that it took.
         findings: lines that the section wrote, see `Findings`.
         machine: versions and devices of the run, see `machine_key`.

@@ -24,7 +24,7 @@ def check_policies(config: RunConfig, job: str, facts: ModelFacts | None, checks
     """Check the environment, estimators and settings of a run with several policies.
 
     Args:
-        facts: of the run's policy; None: not known.
+        facts: sizes of the run's model; None: not known.
     """
     if not config.policies:
         return

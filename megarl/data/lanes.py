@@ -85,8 +85,8 @@ def spread_constant(values: Tensor, samples: Batch, name: str) -> Tensor:
     """Return a value for every response token, from values of the lead rows' tokens that are the same within a row.
 
     Args:
-        values: of the response tokens of the rows `leads`, end to end.
-        name: of the estimator, for the error.
+        values: one value per response token of the rows `leads`, row after row.
+        name: the estimator's name, for the error.
 
     Raises:
         MegarlError: a row's trained tokens have different values.

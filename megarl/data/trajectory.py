@@ -71,9 +71,9 @@ class Trajectory:
     # factor of the advantages of each turn; empty: 1
     turn_shares: list[float] = field(default_factory=list)
     answer: int | None = None  # number of the turn that reward functions score; None: the last one
-    policy: str = ""  # name of the policy that samples the turns; empty: the run has one
-    # of a finished episode of several policies: each policy's reward, or the rewards of sequences with the same first
-    # turn, in the order of these turns
+    policy: str = ""  # name of the policy that samples the turns; empty: there is only one
+    # by policy, in a finished episode of several policies: its reward, or one reward for all sequences with the same
+    # first turn, in the order of these turns
     rewards: dict[str, float | list[float]] = field(default_factory=dict)
     lanes: list[Trajectory] = field(default_factory=list)  # the episode's other sequences, none of them in a turn
     turn_room: int | None = None  # maximum tokens of the next turn or the one being sampled; None: no limit of its own

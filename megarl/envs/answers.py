@@ -37,7 +37,7 @@ def how_to_answer(settings: AnswerSettings, form: str) -> str:
     """Return the instructions for the first observation.
 
     Args:
-        form: what an action is, such as `one of left, right`.
+        form: description of an action, such as `one of left, right`.
     """
     if settings.instructions is not None:
         return settings.instructions

@@ -84,8 +84,8 @@ class Ending:
     Attributes:
         untrained: numbers of turns, counted as in `Continuation`, that are not trained on.
         answer: number of the turn that reward functions score; None: the last one.
-        output: what the environment has written during the episode, for the report.
-        rewards: of a run with several policies, as `Trajectory.rewards`.
+        output: text that the environment has written during the episode, for the report.
+        rewards: the policies' rewards, as `Trajectory.rewards`; empty: the run has one policy.
         shares: number of a turn -> factor of its tokens' advantages; turns that it lacks have the factor 1.
     """
 

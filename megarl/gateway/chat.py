@@ -35,9 +35,9 @@ class Prompt:
     """The prompt of a call.
 
     Attributes:
-        node: the node that it continues; None: `token_ids` are the whole prompt.
-        token_ids: tokens after the node's.
-        place: what the record keeps of the call: its messages after the node's, and the cause of a branch.
+        node: the node that the prompt continues; None: `token_ids` are the whole prompt.
+        token_ids: the prompt's tokens after those of the node.
+        place: the call's place in the record, with the messages after those of the node, and the cause of a branch.
     """
 
     node: CallNode | None
@@ -106,9 +106,9 @@ class ChatForm:
 
         Args:
             text: the turn without special tokens.
-            raw: the turn with special tokens, in which calls are looked for.
-            number: of the generation, for the ids of calls.
-            tools: whether the request listed tools; without them nothing is a call.
+            raw: the turn with special tokens, from which tool calls are read.
+            number: number of the generation, for the ids of tool calls.
+            tools: whether the request listed tools; otherwise no tool calls are read.
         """
         reasoning, content = _separate(text)
         message = ChatMessage(ASSISTANT, content, reasoning)

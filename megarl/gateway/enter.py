@@ -29,7 +29,7 @@ def enter(mounts: Sequence[Sequence[str]], *, as_nobody: bool) -> None:
         mounts: (source, target); the new user may be unable to reach the source.
 
     Raises:
-        OSError: this process may not do that.
+        OSError: this process lacks the rights to mount or to change its user.
     """
     if mounts:
         libc = ctypes.CDLL(None, use_errno=True)

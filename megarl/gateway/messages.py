@@ -47,7 +47,7 @@ class ChatMessage:
     Attributes:
         role: system, user, assistant or tool.
         reasoning: the assistant's thoughts.
-        call_id: of a tool's message: the id of the call that it answers.
+        call_id: for a tool's message, the id of the call that it answers; else empty.
     """
 
     role: str

@@ -23,17 +23,17 @@ class CallNode:
 
     Attributes:
         number: position among the episode's generations.
-        parent: number of the node that it continues; None: a root.
+        parent: number of the node that this one continues; None: this node is a root.
         messages: messages of the request after those of the path.
         tools: a digest of the request's tools.
         prompt_ids: tokens between the parent's last token and the first sampled one.
         prefix: a digest of the template's text for all messages of the request.
-        cause: why it is a root or a sibling; empty: it continues a leaf, or is the first.
-        reply: the message as the client was sent it; None: it is being generated.
+        cause: why the node is a root or a sibling; empty: it continues a leaf, or is the first node.
+        reply: the message that was sent to the client; None: the node is being generated.
         token_ids, logprobs: sampled tokens, end token included.
         finish: `stop`, `length` or `abort`.
         deliveries: how often a client has received the reply.
-        policy: name of the policy that generates; empty: the run has one.
+        policy: name of the policy that generates; empty: the run has only one policy.
     """
 
     number: int

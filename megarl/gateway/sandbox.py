@@ -149,7 +149,7 @@ class Sandbox:
         """Start the sandbox with `true` in it.
 
         Raises:
-            ConfigError: it does not start.
+            ConfigError: the sandbox does not start.
         """
         tool = {"bubblewrap": "bwrap"}.get(str(self.kind), self.kind) if isinstance(self.kind, str) else self.kind[0]
         fixes = {

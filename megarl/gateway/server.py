@@ -62,11 +62,11 @@ class Gateway:
     Args:
         names: names that requests may give the model, in addition to `policy`; `*`: any.
         host: address to listen at.
-        path: a Unix socket to listen at, too, for programs in a sandbox.
+        path: path of a Unix socket on which to listen as well, for programs in a sandbox.
         policies: the run's policies by name, which requests name in place of `policy`; empty: it has one.
 
     Attributes:
-        url: where it listens.
+        url: address at which the gateway listens.
     """
 
     def __init__(

@@ -303,7 +303,7 @@ def _server_cache(config: RunConfig, sizes: Sizes, share: float, free: float) ->
 
 
 def beside_servers(moment: Moment) -> float:
-    """Return the bytes of a moment used by everything except the servers, with elastic allocations at their minimum."""
+    """Return the bytes of a moment used by everything except the servers, with `Term.shrinks` at their minimum."""
     return held(term for term in moment.terms if term.what not in (_SERVER_WEIGHTS, SERVER_CACHE))
 
 

@@ -164,7 +164,7 @@ class StepFormulas:
     def room(self) -> ServerRoom:
         """The memory of an engine or a server for keys and values (formula K1 of docs/planning.md)."""
         decoder, work = self.decoder, self.work
-        # of a model whose layers are all recurrent, a token has no keys, and any number of tokens fits
+        # in a model whose layers are all recurrent, tokens have no keys, so any number of tokens fits
         token, servers = max(decoder.key_bytes, 1.0), self.config.rollout.servers
         if servers is None:
             layers = decoder.facts.layers

@@ -23,7 +23,7 @@ class PolicyEngines:
     Args:
         engines: engines by model; the first one is the run's policy, which also generates without an environment.
         models: the model of each policy.
-        sampling: of each model, in place of that of a call of `open`; None: all models have that of the call.
+        sampling: how turns of a model are sampled, by model; others are sampled as the argument of `open` says.
     """
 
     def __init__(

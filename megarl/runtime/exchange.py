@@ -77,7 +77,7 @@ class TokenExchange:
 
 
 def pool_of(c: StepContext) -> GroupPool:
-    """Return an empty pool of the replicas' groups."""
+    """Return an empty `GroupPool`, in which replicas collect groups before they share them out."""
     return GroupPool(c.layout.dp_group, c.cuts, once=c.config.actor.engine.share_prefixes)
 
 

@@ -462,7 +462,7 @@ def check_epochs(config: RunConfig, samples: int, section: Literal["trainer", "s
     """Reject `SECTION.steps` that do not match `SECTION.epochs`, now that the number of samples is known.
 
     Raises:
-        ConfigError: they do not match, for instance because the tools of an environment make more prompts too long.
+        ConfigError: steps and epochs do not match, for instance because an environment's tools make prompts too long.
     """
     settings: TrainerConfig | SFTConfig = getattr(config, section)
     unit, batches = ("examples", config.sft) if section == "sft" else ("prompts", config.data)

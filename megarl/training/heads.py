@@ -96,7 +96,7 @@ def head_rows(
         rows = copy_to_tensor_model_parallel_region(hidden[micro.rows])
     start, stop = model.vocab_range
     weight = model.lm_head_weight
-    if columns is not None:  # they may lie outside of this rank's shard of the vocabulary
+    if columns is not None:  # the columns may lie outside of this rank's shard of the vocabulary
         first, last = (min(max(column, start), stop) for column in columns)
         start, weight = first, weight[first - start : last - start]
     return rows, weight, start

@@ -114,9 +114,12 @@ class Caches:
 class _Pass:
     """The fields that all kinds of forward passes of a session have.
 
-    caches: of the session. memo: values that the first layer computes for the others, by a name that the kind chooses.
-    rope: tables of the pass's tokens, set by the decoder. other_ropes: tables of layers that have others, by name.
-    routes: gets the experts, int64 [n, k], that each layer with experts chose; None: not recorded.
+    Attributes:
+        caches: the session's caches.
+        memo: values that the first layer computes for the others, by a name that the kind chooses.
+        rope: tables of the pass's tokens, set by the decoder.
+        other_ropes: tables of layers that have others, by name.
+        routes: gets the experts, int64 [n, k], that each layer with experts chose; None: not recorded.
     """
 
     caches: Caches
