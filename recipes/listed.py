@@ -12,7 +12,7 @@ algorithm:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pkgutil import iter_modules
 from types import ModuleType
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 KEY = "algorithm.pipeline"
 
 
-def _stages(modules: Iterator[ModuleType]) -> dict[str, Callable[..., Any]]:
+def _stages(modules: Iterable[ModuleType]) -> dict[str, Callable[..., Any]]:
     """Return the functions of the modules that `@stage` declares, by name, in the order of modules and lines."""
     return {
         name: member
@@ -49,14 +49,10 @@ def _stages(modules: Iterator[ModuleType]) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _modules() -> Iterator[ModuleType]:
-    for module in iter_modules(of_text.__path__):
-        yield import_module(f"{of_text.__name__}.{module.name}")
-    yield of_robots
-
-
 #: Stages of the built-in pipelines, by the names that a list may have.
-STAGES = _stages(_modules())
+STAGES = _stages(
+    [*(import_module(f"{of_text.__name__}.{module.name}") for module in iter_modules(of_text.__path__)), of_robots]
+)
 #: Blocks of nodes that depend on the recipe's settings, by the names that a list may have.
 BLOCKS: dict[str, Callable[[Pipeline, RunConfig], None]] = {
     "scoring": grpo.add_scoring,

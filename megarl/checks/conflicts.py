@@ -13,14 +13,14 @@ class Conflict(NamedTuple):
 
     Attributes:
         key: dotted key of the setting.
-        found: its value.
+        value: the setting's value.
         used: whether the recipe has it, so that it is refused.
         allowed: the value that goes with the part, as an override has it.
         why: why the setting does not go with the part.
     """
 
     key: str
-    found: object
+    value: object
     used: bool
     allowed: str
     why: str
@@ -38,7 +38,7 @@ def refuse_conflicts(conflicts: Iterable[Conflict], part: str, without: str, che
             checks.fail(
                 conflict.key,
                 f"{conflict.why}, so this does not go with {part}",
-                found=conflict.found,
+                found=conflict.value,
                 allowed=conflict.allowed,
                 fix=f"set {conflict.key}={conflict.allowed}, or {without}",
             )

@@ -115,8 +115,7 @@ def check_config(
     facts = check_model(config.model, hf, checks)
     check_cluster(config, checks, launcher)
     built = build(config, checks) if job == "train" else None
-    graph = built if isinstance(built, TaskGraph) else None
-    roles = graph.roles if graph is not None else None
+    graph, roles = (built, built.roles) if isinstance(built, TaskGraph) else (None, None)
     others = check_other_models(config, roles if job == "train" else extra_models(config, job), facts, checks)
     sizes = {Role.ACTOR: None if facts is None else facts_with_draft(config, facts), Role.ROLLOUT: facts, **others}
     placement = check_placement(config, graph, job, launcher, checks)

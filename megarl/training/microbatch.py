@@ -123,12 +123,9 @@ def build(
         positions = None if positions is None else F.pad(positions, (0, sum(extra)))
         lengths += extra
         opens += [0] * len(extra) if opens else []
+    # `multiple` is needed for sequence parallelism, which mixtures of experts always use.
     stream = pack_stream(
-        lengths,
-        cp_size=layout.cp_size,
-        cp_rank=layout.cp_rank,
-        multiple=layout.tp_size * multiple,  # needed for sequence parallelism, which mixtures of experts always use
-        open_from=opens,
+        lengths, cp_size=layout.cp_size, cp_rank=layout.cp_rank, multiple=layout.tp_size * multiple, open_from=opens
     )
     rows, order = _rows_here(stream.index, packed.sources, len(tokens))
     moved = stream.to(device)

@@ -49,6 +49,7 @@ BY_NAME = {
     "megarl/dag/staleness.py": "a policy of the user",
     "megarl/tracking/loggers.py": "a tracker of the user",
     "recipes/build.py": "a function of the user",
+    "recipes/listed.py": "the modules of the stages, which are all in one folder",
 }
 #: file -> why it holds texts that name modules of this package.
 NAMES = {

@@ -61,18 +61,17 @@ class Images:
         here = torch.full((int(max(index.max(), self.places.max())) + 1,), -1)
         here[index[index >= 0]] = (index >= 0).nonzero()[:, 0]
         places = here[self.places]
-        taken = places >= 0
-        if not taken.any():
+        present = places >= 0
+        if not present.any():
             return None
         sizes = self.grids.prod(1)  # patches of each image
         merged = int(sizes.sum()) // (int(self.features.max()) + 1)  # patches of a feature
         owner = torch.arange(len(sizes)).repeat_interleave(sizes // merged)  # image of each feature
         wanted = torch.zeros(len(sizes), dtype=torch.bool)
-        wanted[owner[self.features[taken]]] = True
-        kept = wanted[owner]
-        renumbered = kept.cumsum(0) - 1
+        wanted[owner[self.features[present]]] = True
+        renumbered = wanted[owner].cumsum(0) - 1
         patches = self.patches[wanted.repeat_interleave(sizes)]
-        return Images(patches, self.grids[wanted], places[taken], renumbered[self.features[taken]])
+        return Images(patches, self.grids[wanted], places[present], renumbered[self.features[present]])
 
 
 def gather_images(lengths: Sequence[int], sets: Sequence[ImageSet | None], encoder: VisionEncoder) -> Images | None:
