@@ -169,7 +169,7 @@ def test_what_a_model_calls_may_be_functions_and_servers_together(web):
         ({"command": "x", "url": "http://a/mcp"}, "either a command or a url"),
         ({"url": "ftp://a/mcp"}, "http:// or https://"),
         ({"url": "https://me:password@a/mcp"}, "token_env"),
-        ({"url": "http://a.example/mcp", "token_env": "T"}, "only sent over https://"),
+        ({"url": "http://a.example/mcp", "token_env": "T"}, "sent only over https://"),
         ({"url": "http://a/mcp", "args": ["x"]}, "are only for a command"),
         ({"command": "x", "token_env": "T"}, "pass_env"),
         ({"comand": "x"}, "comand"),

@@ -79,5 +79,5 @@ def test_a_slot_s_cache_is_freed_when_another_model_goes_on_and_not_when_it_is_t
 def test_engines_that_generate_in_rounds_are_refused():
     rounds = Turns()
     rounds.is_batched = True
-    with pytest.raises(MegarlError, match="without experts and cp"):
+    with pytest.raises(MegarlError, match="without experts and context"):
         opened(Turns(), rounds)
