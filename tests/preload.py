@@ -9,6 +9,7 @@ import importlib
 gc.disable()  # looking for garbage among what modules make takes a sixth of the time
 
 from megarl.system.compat import megatron  # noqa: E402
+from tests import huge_pages  # noqa: E402
 
 megatron.install()
 for name in (
@@ -31,3 +32,4 @@ for name in (
 gc.collect()
 gc.freeze()
 gc.enable()
+huge_pages.collapse()
