@@ -145,7 +145,6 @@ def test_with_dynamic_sampling_only_groups_with_a_signal_are_trained_on(recipe, 
     assert min(numbers[step]["sampling/kept"] for step in numbers if step) < 1
 
 
-@pytest.mark.campaign("teams")  # single answers: above
 def test_dynamic_sampling_chooses_episodes_too(recipe, tmp_path):
     """The environment rewards no guess at all alike, and others by how near they come."""
     numbers = train(recipe, tmp_path, *harness.DAPO, *harness.GUESSING, "validation.every=0", PARTIAL)

@@ -128,17 +128,14 @@ def test_a_checkpoint_that_is_asked_for_at_any_step_has_the_parts_of_all_teams(r
     assert {step: numbers[step] for step in (2, 3, 4)} == {step: undisturbed[1][step] for step in (2, 3, 4)}
 
 
-def test_what_was_drawn_ahead_is_trained_on_by_a_run_that_does_so_no_more(recipe, killed, tmp_path):
+def test_a_run_that_resumes_trains_on_what_was_drawn_ahead_and_may_stop_or_begin_to_draw_ahead(
+    recipe, killed, tmp_path
+):
     run_dir = shutil.copytree(killed, tmp_path / "run")
     train(recipe, run_dir, "async.max_staleness=0", work=noting_versions)
     assert drawn_with(run_dir) == {3: {1}, 4: {3}}
-
-
-@pytest.mark.campaign("teams")  # the other way round: above
-def test_a_run_may_begin_to_run_ahead_when_it_resumes(recipe, tmp_path):
-    train(recipe, tmp_path, "async.max_staleness=0", "trainer.steps=1")
-    train(recipe, tmp_path, work=noting_versions)
-    assert drawn_with(tmp_path) == {2: {1}, 3: {1}, 4: {2}}
+    train(recipe, run_dir, "trainer.steps=6", work=noting_versions)
+    assert drawn_with(run_dir) == {3: {1}, 4: {3}, 5: {4}, 6: {4}}
 
 
 def test_two_steps_ahead_every_step_has_exactly_its_version_and_a_killed_run_goes_on(recipe, tmp_path):

@@ -112,7 +112,7 @@ def alive(pids: list[int]) -> list[int]:
     ("launcher", "program"),
     [
         ("local", False),  # tests/runtime/test_same_run.py starts the program
-        ("torchrun", False),  # a test below starts the program, up to its workers
+        ("torchrun", False),  # a test below starts the program, up to its workers, and looks at their path
         pytest.param("torchrun", True, marks=pytest.mark.campaign("kills")),
     ],
 )
@@ -273,6 +273,14 @@ def _runs(process: psutil.Process, program: str) -> bool:
     return "-m" in words and words[words.index("-m") + 1] == program
 
 
+def _ignores_its_folder(process: psutil.Process) -> bool:
+    """Whether an interpreter leaves its working folder out of the path of imports: folders of the repository, such as
+    kernels, would hide other packages of these names."""
+    words = process.cmdline()
+    options = words[1 : words.index("-m")]
+    return bool(process.environ().get("PYTHONSAFEPATH")) and not any(option[:2] in ("-E", "-I") for option in options)
+
+
 def of_run(mark: str) -> list[psutil.Process]:
     """The processes of a command that was started with this mark in its environment, whoever their parents are."""
     found = []
@@ -306,6 +314,7 @@ def test_a_launcher_that_ends_while_its_processes_start_leaves_none(
         with contextlib.suppress(psutil.Error):
             children = psutil.Process(process.pid).children(recursive=True)
             started = [child for child in children if _runs(child, program)]
+    assert _ignores_its_folder(started[0])
 
     if stopped:
         started[0].suspend()

@@ -27,10 +27,12 @@ def local(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, d
     return harness.train(recipe, tmp_path_factory.mktemp("local"), STEPS)
 
 
-def test_torchrun_gives_the_same_metrics_under_another_layout(recipe, local, tmp_path):
-    """The same bits under the same layout: tests/launchers/test_slurm_real.py."""
-    layout = ["actor.parallel.tp=2", "actor.parallel.sp=true"]
-    assert_same(harness.run(recipe, tmp_path, STEPS, *layout, launcher="torchrun"), local)
+def test_torchrun_gives_the_same_bits_under_the_same_layout(recipe, local, tmp_path):
+    assert harness.run(recipe, tmp_path, STEPS, launcher="torchrun") == local
+
+
+def test_tensor_parallelism_gives_the_same_metrics(recipe, local, tmp_path):
+    assert_same(harness.train(recipe, tmp_path, STEPS, "actor.parallel={tp: 2, sp: true}"), local)
 
 
 def test_the_program_with_one_worker_gives_the_same_metrics(recipe, local, tmp_path):

@@ -25,8 +25,8 @@ from tests.dist import fresh_layout, run_distributed
 from tests.training import cases
 
 PAIRS = 5
-LAYOUTS = ({"tp": 2, "sp": True}, {"cp": 2})
-EVERY = ({}, *LAYOUTS, {"pp": 2})
+LAYOUTS = ({"tp": 2, "sp": True}, {"cp": 2}, {"pp": 2})
+EVERY = ({}, *LAYOUTS)
 SETTINGS = {"beta": 0.5, "label_smoothing": 0.1, "sft_coef": 0.3}
 SCORES = {"loss": "bradley_terry", "center_coef": 0.1}
 KTO = {"loss": "kto", "beta": 0.05, "desirable_weight": 1.5}  # rewards of 100 nats would leave no gradient
