@@ -18,14 +18,6 @@ def check_images(config: RunConfig, facts: ModelFacts | None, checks: Checklist)
     """Check that the model of a recipe with images can see them, and that engine and layout support it."""
     checks = checks.of(_NAME)
     key, encoder = config.data.image_key, None if facts is None else facts.encoder
-    if key is not None and config.has_lanes:
-        checks.fail(
-            "data.image_key",
-            "the calls of agents are text, so the policy would see no image",
-            found=key,
-            allowed="null with env.name=agent",
-            fix="set data.image_key to null, or choose another environment",
-        )
     if (problem := _vision_problem(config, facts)) is not None:
         checks.from_error(problem)
         return

@@ -158,12 +158,14 @@ def _conflicts_of_models(config: RunConfig, facts: ModelFacts | None) -> list[Co
     several = "policies with weights of their own have one mini-batch per step"
     no_cp = "several models generate turn by turn, which cp and experts do not"
     compared = "each policy would be compared with the run's policy"
+    images = config.data.image_key
     stale, cp, kl, coef = rollout.stale_steps, config.actor.parallel.cp, algorithm.kl.use, algorithm.distillation.coef
     conflicts = [
         Conflict("rollout.engine", rollout.engine, not rollout.holds_model, "embedded", engine),
         Conflict("rollout.stale_steps", stale, stale > 0, "0", engine),
         Conflict("rollout.replay_kept_tokens", True, rollout.replay_kept_tokens, "false", engine),
         Conflict("actor.parallel.cp", cp, cp != 1, "1", no_cp),
+        Conflict("data.image_key", images, images is not None, "null", "further models read text"),
         Conflict("model.lora", "adapters", config.model.lora is not None, "null", "policies have weights of their own"),
         Conflict("placement.share", share, share != "dealt", "dealt", several),
         Conflict("algorithm.distillation.coef", coef, bool(coef), "0", compared),

@@ -98,7 +98,13 @@ class ImagePrompts:
         return tokens
 
     def read(self, value: Any, where: str) -> ImageSet:
-        """Read an image as patches. Raise DataError at `where` if it cannot be read or has an invalid size."""
+        """Read an image as patches; one that has been read is returned unchanged.
+
+        Raises:
+            DataError: at `where`, if the image cannot be read or has an invalid size.
+        """
+        if isinstance(value, ImageSet):
+            return value
         return patches_of(value, self.settings, self.folder, where)
 
     def patches(self, row: Row) -> list[ImageSet]:

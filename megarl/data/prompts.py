@@ -48,6 +48,7 @@ class PromptDataset:
         answered: bool = True,
         images: ImagePrompts | None = None,
         rows: Sequence[Row] | None = None,
+        keeps_given: bool = False,
     ) -> None:
         """Read, render and tokenise the rows.
 
@@ -58,6 +59,8 @@ class PromptDataset:
                 responses.
             answered: the run reads reference answers, so every row needs one.
             images: reads the images of a vision-language model's prompts; None: prompts have no images.
+            keeps_given: whether the rows of batches have the prompt without chat template and image tokens, for
+                programs that send it to a chat endpoint.
         """
         self.config, self.split = config, split
         rows = read_split(config, split) if rows is None else rows
@@ -80,6 +83,10 @@ class PromptDataset:
         self.rows = [rows[i] for i in indices]
         self.texts = [texts[i] for i in indices]
         self.given = [given[i] for i in indices]
+        self._sent: list[Any] | None = None
+        if keeps_given:
+            sent = given_prompts(config, self.rows, chat=self.chat is not None, whole=whole)
+            self._sent = [p[0]["content"] if isinstance(p, list) and len(p) == 1 else p for p in sent]
         self.prompt_ids = Jagged.from_list([ids[i] for i in indices], dtype=torch.int64)
         self.answers = [reference_of(row, config.answer_key, demanded=answered) for row in self.rows]
         self.fingerprint = fingerprint(self.prompt_ids.offsets, self.prompt_ids.values)
@@ -100,7 +107,8 @@ class PromptDataset:
         """Return the prompts at `indices`: prompt_ids, images, columns uid, prompt_text, answer, data_source, row.
 
         `row` has the columns of the data row that no other column of the batch repeats; it has the prompt if templates
-        changed the prompt. uid is `<split>-<epoch>-<index>`, so that a prompt forms a new group in each epoch.
+        changed the prompt, or with `keeps_given`, then as text, or as messages if it has several. uid is
+        `<split>-<epoch>-<index>`, so that a prompt forms a new group in each epoch.
         """
         picked = [self.rows[i] for i in indices]
         prompts = self.prompt_ids.select(torch.tensor(indices, dtype=torch.int64))
@@ -128,7 +136,7 @@ class PromptDataset:
         prompt = self.config.prompt_key.partition(".")[0]
         if self._images is not None and prompt in columns:
             columns[prompt] = without_images(columns[prompt])
-        return columns
+        return columns if self._sent is None else {**columns, "prompt": self._sent[index]}
 
 
 def read_split(config: DataConfig, split: Split) -> list[Row]:

@@ -123,14 +123,19 @@ class Trajectory:
         `bodies`: [start, stop] in `token_ids` of the observation's own text, if they are recorded.
         """
         self.bodies += [[len(self.token_ids) + place for place in run] for run in bodies]
-        if images is not None:
-            shift = len(self.prompt_ids) + len(self.token_ids)
-            earlier = self.images
-            self.images = images.shifted(shift) if earlier is None else ImageSet.joined([earlier, images], [0, shift])
+        self._add_images(images)
         versions = [[self.versions[-1][0], len(token_ids)]]
         self._append(token_ids, sampled=False, logprobs=[0.0] * len(token_ids), versions=versions)
 
-    def switched(self, after: int | None, token_ids: Sequence[int], most: int, policy: str = "") -> Trajectory:
+    def _add_images(self, images: ImageSet | None) -> None:
+        """Add the images of tokens that follow, by their places in these tokens."""
+        if images is not None:
+            shift, earlier = len(self.prompt_ids) + len(self.token_ids), self.images
+            self.images = images.shifted(shift) if earlier is None else ImageSet.joined([earlier, images], [0, shift])
+
+    def switched(
+        self, after: int | None, token_ids: Sequence[int], most: int, policy: str = "", images: ImageSet | None = None
+    ) -> Trajectory:
         """Return the trajectory of the sequence in which the episode goes on; this one becomes one of its `lanes`.
 
         The sequence that ends with the turn `after` is taken up again; otherwise the turns up to it are copied.
@@ -140,17 +145,19 @@ class Trajectory:
             token_ids: tokens that follow the turn, not sampled by the policy.
             most: maximum tokens of a new sequence's prompt; the tokens after them become its first observation.
             policy: name of the policy that goes on.
+            images: the images of `token_ids`, by their places in them; None: there are none.
         """
         version = self.versions[-1][0]
         others = [replace(self, lanes=[]), *self.lanes]
         if after is None:
-            lane = Trajectory(list(token_ids[:most]), policy=policy)
+            lane = Trajectory(list(token_ids[:most]), policy=policy, images=images)
             lane.add_unsampled(token_ids[most:], version)
         else:
             holder = next(lane for lane in others if after in lane.turn_numbers)
             ending = next((lane for lane in others if lane.turn_numbers and lane.turn_numbers[-1] == after), None)
             lane = holder.up_to(after) if ending is None else ending
             others = [other for other in others if other is not ending]
+            lane._add_images(images)
             lane.add_unsampled(token_ids, version)
         lane.lanes, lane.segments, lane.info, lane.spent_s = others, self.segments, self.info, self.spent_s
         return lane
@@ -169,6 +176,7 @@ class Trajectory:
         lane.kept_tokens = None if lane.kept_tokens is None else lane.kept_tokens.first(end)
         lane.routes = None if lane.routes is None else lane.routes[: len(lane.prompt_ids) + end - 1]
         lane.bodies = [run for run in lane.bodies if run[1] <= end]
+        lane.images = None if lane.images is None else lane.images.between(0, len(lane.prompt_ids) + end)
         lane.finish_reason = "stop"
         return lane
 

@@ -95,8 +95,9 @@ def flow_files(
         files[f"{_stem(layout.dp_rank)}.safetensors"] = Batch.concat(list(map(_batch, ready))).to_bytes()
     patches: dict[int, Tensor] = {}  # patches by digest, because samples of a group share images
     for partial in chain.from_iterable(partials.values()):
-        if partial.images is not None:
-            patches.update(zip(partial.images.digests, partial.images.parts(), strict=True))
+        for images in (lane.images for lane in partial.all_lanes):
+            if images is not None:
+                patches.update(zip(images.digests, images.parts(), strict=True))
     if patches:
         files[_images_file(layout.dp_rank)] = save({str(key): patch.contiguous() for key, patch in patches.items()})
     return files

@@ -19,6 +19,8 @@ from megarl.data.announcement import Announcement
 
 if TYPE_CHECKING:
     from megarl.config.policies import AgentPolicyConfig
+    from megarl.data.image_prompts import ImagePrompts
+    from megarl.data.image_set import ImageSet
     from megarl.data.templates import ChatTemplate
     from megarl.data.turns import Turns
 
@@ -68,6 +70,7 @@ class Continuation:
         room: maximum tokens of the next turn; None: no limit of its own.
         stop: strings that end the next turn with the token that completes one of them.
         policy: name of the policy that goes on; empty: the run has one.
+        images: the images of `token_ids`, by their places in them; None: there are none.
     """
 
     token_ids: list[int]
@@ -75,6 +78,7 @@ class Continuation:
     room: int | None = None
     stop: tuple[str, ...] = ()
     policy: str = ""
+    images: ImageSet | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ class Services:
         prompt_tokens, tokens: maximum tokens of a prompt, and after it.
         turns_limit: maximum turns of an episode.
         policies: the run's policies by name; empty: it has one.
+        images: how the model sees images; None: it reads text.
     """
 
     template: ChatTemplate | None
@@ -116,6 +121,7 @@ class Services:
     tokens: int
     turns_limit: int
     policies: Mapping[str, AgentPolicyConfig] = field(default_factory=dict)
+    images: ImagePrompts | None = None
 
 
 class Step(NamedTuple):

@@ -19,6 +19,7 @@ from megarl.envs.registry import import_source
 from megarl.gateway.chat import ChatForm
 from megarl.gateway.credit import KINDS as CREDITS
 from megarl.gateway.credit import find_credit, shares_of
+from megarl.gateway.images import ImageReader, data_url
 from megarl.gateway.programs import Program, Programs
 from megarl.gateway.results import ResultError, parse_result, parse_rewards
 from megarl.gateway.sandbox import PORT, Limits, Sandbox, template_error
@@ -173,9 +174,17 @@ class AgentReplica:
     """The endpoint of a replica, and the agents' programs that the replica runs."""
 
     def __init__(self, settings: AgentSettings, services: Services) -> None:
-        self.form = ChatForm(services.template, services.turns, settings.parser, settings.announce, settings.history)
+        self.form = ChatForm(
+            services.template,
+            services.turns,
+            settings.parser,
+            settings.announce,
+            settings.history,
+            services.images,
+        )
         calls = settings.max_calls or services.turns_limit
         self.window = Window(services.prompt_tokens, services.tokens, calls)
+        self.images = ImageReader(services.images, self.window.whole)
         sandbox, self.policies = settings.sandbox_of(), services.policies
         path = None if sandbox is None else sandbox.open()
         self.gateway = Gateway(settings.models, path=path, policies=self.policies)
@@ -215,7 +224,7 @@ class Agent(Environment):
 
     def __init__(self, settings: AgentSettings, shared: AgentReplica) -> None:
         super().__init__(settings, shared)
-        self._session = ChatSession(shared.form, shared.window)
+        self._session = ChatSession(shared.form, shared.window, shared.images)
         self._key = ""
         self._freeing: asyncio.Future[None] | None = None
         self._late = self._holds = False
@@ -284,8 +293,11 @@ class Agent(Environment):
             asyncio.run_coroutine_threadsafe(shared.stop(), shared.loop).result(_CLOSE_S)
 
     def task(self, row: dict[str, Any], seed: int) -> dict[str, Any]:
-        """Return the task that the agent's program reads: the row without its images, and the episode's seed."""
-        return {"row": {name: value for name, value in row.items() if name != "images"}, "seed": seed}
+        """Return the task that the agent's program reads: the row, with images as data URLs, and the episode's seed."""
+        given = {name: value for name, value in row.items() if name != "images"}
+        if images := [data_url(image) for image in row.get("images") or () if hasattr(image, "getpixel")]:
+            given["images"] = images
+        return {"row": given, "seed": seed}
 
     async def reset(self, row: dict[str, Any], seed: int) -> Any:
         """Start the agent's program and return the prompt of its first call."""
@@ -298,7 +310,7 @@ class Agent(Environment):
         self._key = shared.gateway.open(self._session)
         url = shared.url
         self._program = await shared.programs.start(
-            self.task(row, seed),
+            await asyncio.to_thread(self.task, row, seed),
             {
                 "OPENAI_BASE_URL": f"{url}/v1",
                 "OPENAI_API_KEY": self._key,
@@ -349,13 +361,15 @@ class Agent(Environment):
             if not program.ended.done() and not self._session.over and loop.time() >= self._deadline:
                 self._late = True
                 self._session.close("its time is up")
-            turn = self._session.take()
+            turn = await self._session.take()
             if self._session.broken:
                 raise EpisodeFailure(self._session.broken)
             if turn is not None:
                 self._turn = turn
                 request = turn.call.request
-                return Continuation(turn.token_ids, turn.node.parent, turn.room, request.stop, request.policy)
+                return Continuation(
+                    turn.token_ids, turn.node.parent, turn.room, request.stop, request.policy, turn.images
+                )
             if program.ended.done():
                 return await self._end(program)
             if self._session.over:

@@ -16,15 +16,20 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from megarl.data.observations import separate_images
 from megarl.data.rows import Row
 from megarl.data.templates import ChatTemplate
 from megarl.data.turns import MARK, Turns
 from megarl.envs.tools.parsers import PARSERS, Call, system_text
 from megarl.gateway.messages import ASSISTANT, SYSTEM, USER, ChatMessage, ToolCall, fold_systems
 from megarl.gateway.record import CallNode, Place, Prefix, Record
-from megarl.system.errors import DataError
+from megarl.system.errors import DataError, count
+
+if TYPE_CHECKING:
+    from megarl.data.image_prompts import ImagePrompts
+    from megarl.data.image_set import ImageSet
 
 Announce = Literal["template", "system", "none"]
 _BEGIN, _END = "<think>", "</think>"
@@ -38,12 +43,14 @@ class Prompt:
         node: the node that the prompt continues; None: `token_ids` are the whole prompt.
         token_ids: the prompt's tokens after those of the node.
         place: the call's place in the record, with the messages after those of the node, and the cause of a branch.
+        images: the images of `token_ids`, by their places in them; None: there are none.
     """
 
     node: CallNode | None
     token_ids: list[int]
     place: Place
     prefix: Prefix
+    images: ImageSet | None = None
 
 
 class ChatForm:
@@ -56,6 +63,7 @@ class ChatForm:
         announce: how prompts present the tools of a request.
         history: `template`: a call begins a branch if the chat template changes an earlier turn, such as by leaving out
             old thoughts; `exact`: it continues with the tokens as they were sampled.
+        images: how the model sees images; None: messages have none.
     """
 
     def __init__(
@@ -65,9 +73,10 @@ class ChatForm:
         parser: str = "qwen",
         announce: Announce = "template",
         history: Literal["template", "exact"] = "template",
+        images: ImagePrompts | None = None,
     ) -> None:
         self._template, self._turns, self._parser = template, turns, parser
-        self._announce, self._history = announce, history
+        self._announce, self._history, self._images = announce, history, images
 
     def prompt(
         self, record: Record, messages: Sequence[ChatMessage], tools: list[dict[str, Any]], policy: str = ""
@@ -75,7 +84,8 @@ class ChatForm:
         """Return the prompt of a call of a policy.
 
         Raises:
-            DataError: the chat template fails on the messages, or the tokenizer lacks a token.
+            DataError: the chat template fails on the messages, or writes other images than they have; or the
+                tokenizer lacks a token.
         """
         digest = tools_digest(tools)
         place = record.place(messages, digest, policy)
@@ -91,15 +101,22 @@ class ChatForm:
             elif self._history == "template" and self._is_edited(record, node, closed):
                 place = Place(None, tuple(messages), "template")
             else:
-                return Prompt(node, bridge, place, prefix)
+                ids, images = self._placed(bridge, place.rest)
+                return Prompt(node, ids, place, prefix, images)
             closed = self._render(messages, tools, prompt=False)
             prefix = Prefix(len(closed), _digest(closed))
-        return Prompt(None, self._turns.whole(self._render(messages, tools)), place, prefix)
+        ids, images = self._placed(self._turns.whole(self._render(messages, tools)), messages)
+        return Prompt(None, ids, place, prefix, images)
 
     def plain_prompt(self, text: str) -> Prompt:
         """Return the prompt of a plain text, without a chat template. It never continues an earlier call."""
         message = ChatMessage(USER, text)
+        text, _ = separate_images(text, self._images)
         return Prompt(None, self._turns.first(text), Place(None, (message,), "plain"), Prefix(0, b""))
+
+    def has_image_token(self, turn: Sequence[int]) -> bool:
+        """Return whether the token of an image is in a turn."""
+        return self._images is not None and self._images.token in turn
 
     def read(self, text: str, raw: str, number: int, *, tools: bool) -> ChatMessage:
         """Return the assistant's message in a finished turn.
@@ -179,12 +196,40 @@ class ChatForm:
             messages = [self._with_written_calls(message) for message in messages]
         row = Row({"tools": listed} if listed else {}, "a request", 0)
         try:
-            return self._template.write([message.for_template() for message in messages], row, prompt=prompt)
+            return self._template.write(self._for_template(messages), row, prompt=prompt)
         except DataError:
             folded = fold_systems(messages)
             if folded == list(messages):
                 raise
-            return self._template.write([message.for_template() for message in folded], row, prompt=prompt)
+            return self._template.write(self._for_template(folded), row, prompt=prompt)
+
+    def _for_template(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+        """Return messages as the chat template takes them, with the model's text of an image in place of each image,
+        and without this text in what clients and the policy wrote."""
+        given = [message.for_template() for message in messages]
+        if self._images is None:
+            return given
+        written: list[dict[str, Any]]
+        written, _ = separate_images(given, self._images)
+        return written
+
+    def _placed(self, ids: list[int], messages: Sequence[ChatMessage]) -> tuple[list[int], ImageSet | None]:
+        """Return the tokens of `messages` with as many image tokens as their images have features, and the images.
+
+        Args:
+            ids: tokens with one image token for each image.
+        """
+        if self._images is None:
+            return ids, None
+        images = [image.pixels for message in messages for image in message.images if image.pixels is not None]
+        if (tokens := ids.count(self._images.token)) != len(images):
+            raise DataError(
+                "the chat template does not write each image of the messages once",
+                found=f"{count(tokens, 'image token')} for {count(len(images), 'image')}",
+                fix=f"remove the text {self._images.token_text!r} from the descriptions of tools, or the images from "
+                "messages that the template leaves out",
+            )
+        return self._images.placed(ids, images)
 
     def _with_written_calls(self, message: ChatMessage) -> ChatMessage:
         """Return a message with its tool calls written into its text, for chat templates that cannot write them."""

@@ -30,7 +30,7 @@ class Segment:
         agent: the text of the system messages, by which the agents of an episode are told apart.
         turns: numbers of the turns, counted over the episode.
         tokens: number of tokens that the policy sampled in these turns.
-        messages: the whole conversation, in the form of chat templates, replies included.
+        messages: the whole conversation, in the form of chat templates, replies included; of images only their places.
         is_last: the segment has the episode's last turn that is trained on.
     """
 
@@ -88,7 +88,7 @@ def segments_of(record: Record, untrained: Sequence[int]) -> list[Segment]:
             "\n".join(systems_of(messages := record.said(record.nodes[turns[-1]]))),
             turns,
             sum(len(record.nodes[turn].token_ids) for turn in turns),
-            [message.for_template() for message in messages],
+            [message.without_pixels() for message in messages],
             last in turns,
         )
         for turns in sorted(left, key=lambda turns: turns[-1])

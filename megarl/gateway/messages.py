@@ -10,8 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from megarl.data.row_images import without_images
+
+if TYPE_CHECKING:
+    from megarl.data.image_set import ImageSet
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 
@@ -41,13 +46,37 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
+class ChatImage:
+    """An image in a message.
+
+    Attributes:
+        place: number of characters of the message's text before it.
+        file: bytes of the image file.
+        where: its place in the request, for errors.
+        pixels: the image as the model reads it; None: it has not been read.
+    """
+
+    place: int
+    file: bytes = field(repr=False)
+    where: str
+    pixels: ImageSet | None = None
+
+    @property
+    def key(self) -> tuple[int, Any]:
+        """A value that is equal for images at the same place that look the same to the model."""
+        return self.place, self.file if self.pixels is None else self.pixels.digests
+
+
+@dataclass(frozen=True)
 class ChatMessage:
     """One message of a conversation.
 
     Attributes:
         role: system, user, assistant or tool.
+        content: its text, without its images.
         reasoning: the assistant's thoughts.
         call_id: for a tool's message, the id of the call that it answers; else empty.
+        images: the images of a user's or tool's message, by rising place.
     """
 
     role: str
@@ -55,6 +84,7 @@ class ChatMessage:
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     call_id: str = ""
+    images: tuple[ChatImage, ...] = ()
 
     def is_replayed_by(self, other: ChatMessage) -> bool:
         """Return whether `other`, from a later request, is this message sent back; it may lack the thoughts."""
@@ -62,11 +92,30 @@ class ChatMessage:
             (self.role, self.content) == (other.role, other.content)
             and other.reasoning in ("", self.reasoning)
             and [call.key for call in self.calls] == [call.key for call in other.calls]
+            and [image.key for image in self.images] == [image.key for image in other.images]
         )
 
+    def with_text_before(self, text: str) -> ChatMessage:
+        """Return the message with a text before its own."""
+        moved = tuple(replace(image, place=image.place + len(text)) for image in self.images)
+        return replace(self, content=text + self.content, images=moved)
+
+    @property
+    def parts(self) -> list[dict[str, Any]]:
+        """The text and the images as parts, `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`."""
+        parts, begin = list[dict[str, Any]](), 0
+        for image in self.images:
+            parts += [
+                {"type": "text", "text": self.content[begin : image.place]},
+                {"type": "image", "image": image.pixels},
+            ]
+            begin = image.place
+        return [*parts, {"type": "text", "text": self.content[begin:]}]
+
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates take it, with the calls' arguments as objects."""
-        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        """Return the message as chat templates take it, with the calls' arguments as objects; with images its content
+        is a list of `parts`."""
+        message: dict[str, Any] = {"role": self.role, "content": self.parts if self.images else self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.calls:
@@ -77,6 +126,11 @@ class ChatMessage:
         if self.call_id:
             message["tool_call_id"] = self.call_id
         return message
+
+    def without_pixels(self) -> dict[str, Any]:
+        """Return the message as `for_template` does, with nothing of its images but their places."""
+        written = self.for_template()
+        return {**written, "content": without_images(self.parts)} if self.images else written
 
 
 def are_replayed(sent: Sequence[ChatMessage], given: Sequence[ChatMessage]) -> bool:
@@ -99,7 +153,7 @@ def fold_systems(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         if message.role == SYSTEM and place:
             late.append(message.content)
         elif message.role == USER and late:
-            folded.append(replace(message, content="\n\n".join([*late, message.content])))
+            folded.append(message.with_text_before("".join(f"{text}\n\n" for text in late)))
             late = []
         else:
             folded.append(message)

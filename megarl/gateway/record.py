@@ -34,6 +34,8 @@ class CallNode:
         finish: `stop`, `length` or `abort`.
         deliveries: how often a client has received the reply.
         policy: name of the policy that generates; empty: the run has only one policy.
+        has_image_token: whether the token of an image was sampled. The model would look for an image there, so no call
+            continues the node.
     """
 
     number: int
@@ -49,6 +51,7 @@ class CallNode:
     finish: str = ""
     deliveries: int = 0
     policy: str = ""
+    has_image_token: bool = False
 
     @property
     def delivered(self) -> bool:
@@ -57,8 +60,16 @@ class CallNode:
 
     @property
     def is_open(self) -> bool:
-        """Whether a later call may continue this one: the client received the whole reply, and no limit cut it."""
-        return self.reply is not None and self.delivered and self.finish == "stop"
+        """Whether a later call may continue this one: the client received the whole reply, no limit cut it, and the
+        reply has no token of an image."""
+        return self.reply is not None and self.delivered and self.finish == "stop" and not self.has_image_token
+
+    @property
+    def why_closed(self) -> str:
+        """The cause of a branch that begins because no call may continue this one."""
+        if self.has_image_token:
+            return "image_token"
+        return "cut" if self.finish == "length" else "undelivered"
 
 
 @dataclass(frozen=True)
@@ -102,7 +113,7 @@ class Record:
         if node is None:
             return Place(None, rest, self._cause_of_root(rest, tools, policy))
         if not node.is_open:
-            return Place(None, tuple(messages), "cut" if node.finish == "length" else "undelivered")
+            return Place(None, tuple(messages), node.why_closed)
         if any(message.role == ASSISTANT for message in rest):
             return Place(None, tuple(messages), "history")
         return Place(node, rest, "sibling" if self._children.get(node.number) else "")

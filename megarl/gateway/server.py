@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from megarl.gateway.session import ChatReply, ChatRequest, ChatSession, Refusal
+from megarl.gateway.refusals import Refusal
+from megarl.gateway.session import ChatReply, ChatRequest, ChatSession
 from megarl.gateway.wire import anthropic, openai, responses
 from megarl.gateway.wire.fields import flag, overridden
 from megarl.system.errors import describe
@@ -180,7 +181,7 @@ class Gateway:
         session = self._session(request)
         async with session.holding(_size(request)):
             body = await _body(request)
-            tokens = session.count(self._to_policy(anthropic.read_messages(body), body))
+            tokens = await session.count(self._to_policy(anthropic.read_messages(body), body))
         return web.json_response({"input_tokens": tokens})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:

@@ -15,32 +15,24 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from megarl.envs.protocol import Action
 from megarl.gateway.chat import ChatForm, Prompt, tools_digest
+from megarl.gateway.images import ImageReader
 from megarl.gateway.messages import ASSISTANT, ChatMessage, systems_of
 from megarl.gateway.record import CallNode, Record
+from megarl.gateway.refusals import OVERFLOW, Refusal, too_long
 from megarl.system.errors import DataError
+
+if TYPE_CHECKING:
+    from megarl.data.image_set import ImageSet
 
 _MOST_WAITING = 64  # calls of an episode that wait at the same time
 _MOST_KEPT = 64  # replies that are kept for clients that send a request again
 _MOST_HELD = 64 << 20  # bytes of an episode's requests that are read or wait at the same time
 _ABANDONED_S = 2.0  # seconds that a client has to send a request again before its generation is aborted
-
-
-class Refusal(Exception):
-    """A request that gets no reply.
-
-    Attributes:
-        status: HTTP status; below 500 and other than 429 the client must not send the request again.
-        kind, code: the error's `type` and `code` in OpenAI's form.
-    """
-
-    def __init__(self, status: int, message: str, code: str = "invalid_request", kind: str = "invalid_request_error"):
-        super().__init__(message)
-        self.status, self.message, self.code, self.kind = status, message, code, kind
 
 
 @dataclass(frozen=True)
@@ -110,12 +102,14 @@ class PendingTurn:
     Attributes:
         token_ids: the prompt's tokens after those of the node's parent.
         room: maximum tokens of the reply.
+        images: the images of `token_ids`, by their places in them; None: there are none.
     """
 
     call: PendingCall
     node: CallNode
     token_ids: list[int]
     room: int
+    images: ImageSet | None = None
 
     @property
     def is_abandoned(self) -> bool:
@@ -136,6 +130,11 @@ class Window:
     tokens: int
     calls: int
 
+    @property
+    def whole(self) -> int:
+        """Maximum tokens of a sequence."""
+        return self.prompt + self.tokens
+
     def room(self, record: Record, prompt: Prompt) -> int:
         """Return how many tokens may follow a prompt; it may be negative."""
         path = record.path(prompt.node)
@@ -155,7 +154,8 @@ class ChatSession:
         counts: numbers for metrics.
     """
 
-    def __init__(self, form: ChatForm, window: Window) -> None:
+    def __init__(self, form: ChatForm, window: Window, images: ImageReader | None = None) -> None:
+        self._images = images or ImageReader(None, window.whole)
         self.record, self.over, self.broken, self.counts = Record(), "", "", dict[str, float]()
         self._form, self._window, self.overflowed = form, window, False
         self._waiting: deque[PendingCall] = deque()
@@ -192,6 +192,7 @@ class ChatSession:
             raise Refusal(429, problem, "rate_limit", "rate_limit_error")
         if request.messages and request.messages[-1].role == ASSISTANT:
             raise Refusal(400, "the last message is the assistant's, and replies cannot be continued: remove it")
+        self._images.check(request.messages)
         call = PendingCall(request, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         self._arrived.set()
@@ -226,10 +227,12 @@ class ChatSession:
             if not answering.task.done():
                 asyncio.get_running_loop().call_later(_ABANDONED_S, answering.abandon)
 
-    def count(self, request: ChatRequest) -> int:
+    async def count(self, request: ChatRequest) -> int:
         """Return the number of tokens of a request's prompt."""
+        self._images.check(request.messages)
+        messages = await self._images.read(request.messages)
         try:
-            prompt = self._form.prompt(self.record, request.messages, request.tools, request.policy)
+            prompt = self._form.prompt(self.record, messages, request.tools, request.policy)
         except DataError as error:
             raise Refusal(400, str(error)) from error
         return len(self.record.tokens(prompt.node)) + len(prompt.token_ids)
@@ -238,14 +241,19 @@ class ChatSession:
         """Wait until a client's call is ready for `take`."""
         await self._arrived.wait()
 
-    def take(self) -> PendingTurn | None:
+    async def take(self) -> PendingTurn | None:
         """Return the next call that can be answered; None: no call waits."""
         while self._waiting:
             call = self._waiting.popleft()
             if call.done.done():  # its client has gone
                 continue
             with self._refused(call):
-                return self._begin(call)
+                messages = await self._images.read(call.request.messages)
+                if self.over:  # meanwhile
+                    raise self._refusal_after_end()
+                if not call.done.done():
+                    call.request = replace(call.request, messages=messages)
+                    return self._begin(call)
         self._arrived.clear()
         return None
 
@@ -255,6 +263,7 @@ class ChatSession:
         self.overflowed = False
         text, stop = _before(action.text, request.stop)
         node.token_ids, node.logprobs, node.finish = action.token_ids, action.logprobs, action.finish_reason
+        node.has_image_token = self._form.has_image_token(action.token_ids)
         raw = _before(action.raw, request.stop)[0]
         node.reply = self._form.read(text, raw, node.number, tools=bool(request.tools))
         if node.finish == "abort":
@@ -318,24 +327,19 @@ class ChatSession:
             raise Refusal(400, str(error)) from error
         room = self._window.room(record, prompt)
         if room < 1:
-            self._count("overflows")
-            self.overflowed = True
-            most = self._window.prompt + self._window.tokens
-            raise Refusal(
-                400,
-                f"prompt is too long: this model's maximum context length is {most} tokens, and the messages leave no "
-                "room for a reply. Please reduce the length of the messages.",
-                "context_length_exceeded",
-            )
+            raise too_long(self._window.whole)
         digest = tools_digest(request.tools)
         node = record.add(prompt.node, prompt.place, digest, prompt.token_ids, prompt.prefix, request.policy)
-        return PendingTurn(call, node, prompt.token_ids, min(room, request.room or room))
+        return PendingTurn(call, node, prompt.token_ids, min(room, request.room or room), prompt.images)
 
     @contextlib.contextmanager
     def _refused(self, call: PendingCall) -> Iterator[None]:
         try:
             yield
         except Refusal as refusal:
+            if refusal.code == OVERFLOW:
+                self._count("overflows")
+                self.overflowed = True
             self._refuse(call, refusal)
 
     def _refuse(self, call: PendingCall, refusal: Refusal) -> None:

@@ -215,8 +215,8 @@ class Answers:
         """Tokenise a reply into an `Answer`; an unusable observation sets the reply's error."""
         trajectory = self.awaited[number]
         if isinstance(reply.observation, Continuation):
-            ids, after, room, stop, policy = vars(reply.observation).values()
-            return Answer(reply, ids, branch=Branch(after, room, stop, policy=policy))
+            ids, after, room, stop, policy, images = vars(reply.observation).values()
+            return Answer(reply, ids, images, branch=Branch(after, room, stop, policy=policy))
         if isinstance(reply.observation, Ending):
             ending = vars(reply.observation) | {"shares": list(reply.observation.shares.items())}
             return Answer(reply, None, branch=Branch(**ending))
@@ -361,7 +361,7 @@ def apply_branch(trajectory: Trajectory, answer: Answer, branch: Branch, prompt:
         prompt: maximum tokens of a prompt; more tokens count as an observation.
         version: weight version of tokens before the first sampled one.
     """
-    reply, ids = answer.reply, answer.token_ids or []
+    reply, ids, images = answer.reply, answer.token_ids or [], answer.images
     if trajectory.is_unanswered:
         trajectory.turn_rewards.append(reply.reward)
     for name, value in reply.info.items():
@@ -374,11 +374,11 @@ def apply_branch(trajectory: Trajectory, answer: Answer, branch: Branch, prompt:
         trajectory.end("done")
         return trajectory
     if not trajectory.turns:
-        trajectory.prompt_ids, trajectory.policy = list(ids[:prompt]), branch.policy
+        trajectory.prompt_ids, trajectory.policy, trajectory.images = list(ids[:prompt]), branch.policy, images
         trajectory.add_unsampled(ids[prompt:], version)
     elif branch.after == trajectory.turn_numbers[-1]:
-        trajectory.add_observation(ids)
+        trajectory.add_observation(ids, images)
     else:
-        trajectory = trajectory.switched(branch.after, ids, prompt, branch.policy)
+        trajectory = trajectory.switched(branch.after, ids, prompt, branch.policy, images)
     trajectory.turn_room, trajectory.turn_stop = branch.room, list(branch.stop)
     return trajectory

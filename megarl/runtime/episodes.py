@@ -76,7 +76,7 @@ def build_episodes(
     sampling = config.rollout.sampling
     turns = Turns(tokenizer, render, [*eos_ids, *sampling.stop_token_ids])
     most = data.max_prompt_tokens, config.response_tokens(sampling), config.rollout.limits.turns
-    services = Services(written, turns, tokenizer, *most, config.policies)
+    services = Services(written, turns, tokenizer, *most, config.policies, images)
     host = Host(kind, settings, answer_s, images, services) if layout.is_lead else None
     bodies = config.algorithm.loss.echo_coef > 0
     if bodies and not tokenizer.is_fast:

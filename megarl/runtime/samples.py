@@ -81,7 +81,8 @@ def groups_of_prompts(c: StepContext, prompts: Batch, n: int, numbers: Iterable[
             yield Group(number, ids.tolist(), seeds, uid, images=images)
             continue
         text, answer, source, row = context
-        of_row = {**row, "prompt": text, "answer": answer, "data_source": source}
+        prompt = row["prompt"] if c.config.has_lanes else text
+        of_row = {**row, "prompt": prompt, "answer": answer, "data_source": source}
         if c.config.data.image_key is not None:
             of_row["images"] = [] if images is None else pil_images(images)
         yield Group(number, ids.tolist(), seeds, uid, of_row, c.seeds.env(uid), images)

@@ -450,7 +450,16 @@ def _prompts(
 ) -> PromptDataset:
     """Read the prompts of a split, with reference answers if a reward that reads answers scores the split."""
     answered, whole = scored and reads_answers(config), config.whole_conversations
-    data = PromptDataset(config.data, tokenizer, split, tools, whole=whole, answered=answered, images=images)
+    data = PromptDataset(
+        config.data,
+        tokenizer,
+        split,
+        tools,
+        whole=whole,
+        answered=answered,
+        images=images,
+        keeps_given=config.has_lanes,
+    )
     if split == "train":
         check_teachers(config.teacher, data.rows)
     if answered and uses_reward(config):

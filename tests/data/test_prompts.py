@@ -120,6 +120,8 @@ def test_text_becomes_a_user_message(tmp_path, tokenizer):
         tmp_path, tokenizer, [{"prompt": "hi", "answer": ""}], chat_template=True, format_prompt="{{content}} x"
     )
     assert data.texts == ["[user]hi x[assistant]"]
+    data = PromptDataset(data.config, tokenizer, keeps_given=True)
+    assert (data.batch([0])["prompt_text"], data.batch([0])["row"][0]["prompt"]) == (data.texts, "hi x")
 
 
 def test_messages_keep_their_roles_and_format_only_the_last_user_turn(tmp_path, tokenizer):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 import json
 import os
 import socket
@@ -129,6 +131,31 @@ def helped(task: dict[str, Any]) -> float:
     say([{"role": "system", "content": "-"}, *messages])
     say(messages)
     return 1.0
+
+
+def shown(url: str, text: str) -> dict[str, Any]:
+    image = {"type": "image_url", "image_url": {"url": url}}
+    return {"role": "user", "content": [image, {"type": "text", "text": text}]}
+
+
+def asks_about_a_picture(task: dict[str, Any]) -> None:
+    """Ask what the row asks, with its picture."""
+    [url] = task["row"]["images"]
+    say([shown(url, task["row"]["prompt"].removeprefix("<image>"))])
+
+
+def asks_about_its_half(task: dict[str, Any]) -> None:
+    """The same, then a question about a half of the picture, which a helper is asked, too."""
+    from PIL import Image
+
+    [url] = task["row"]["images"]
+    messages = [shown(url, task["row"]["prompt"].removeprefix("<image>"))]
+    messages.append(say(messages)["message"])
+    picture, file = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))), io.BytesIO()
+    picture.crop((0, 0, 16, 32)).resize((32, 32)).save(file, "PNG")
+    half = shown(f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}", "l?")
+    say([*messages, half])
+    say([half])
 
 
 def silent(task: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.config.policies import AgentPolicyConfig
 from megarl.config.rollout import SamplingConfig
+from megarl.data.image_prompts import ImagePrompts
 from megarl.data.rows import Row
 from megarl.data.templates import ChatTemplate
 from megarl.data.trajectory import Trajectory
@@ -62,6 +63,7 @@ def episodes_of(
     on_error: str = "fail",
     env: dict[str, Any] | None = None,
     policies: dict[str, AgentPolicyConfig] | None = None,
+    images: ImagePrompts | None = None,
     **limits: Any,
 ) -> list[Trajectory]:
     """Play an episode of `agent`, a file and a function in it or a command, for each of `rows`.
@@ -75,10 +77,8 @@ def episodes_of(
     kind, settings = load_environment({"name": "agent", **program, **(env or {})})
     most = {"prompt_tokens": 12, "tokens": 40, "turns": 8, "seconds": None, **limits}
     turns = Turns(tokenizer, lambda messages: template.write(messages, Row({}, "here", 0)), ends)
-    services = Services(
-        template, turns, tokenizer, most["prompt_tokens"], most["tokens"], most["turns"], policies or {}
-    )
-    host = Host(kind, settings, None, None, services)
+    window = most["prompt_tokens"], most["tokens"], most["turns"]
+    host = Host(kind, settings, None, images, Services(template, turns, tokenizer, *window, policies or {}, images))
     try:
         rules = replace(
             rules_of(host, on_error),

@@ -184,6 +184,56 @@ def talks(task: dict[str, Any]) -> None:
     _write(task, received)
 
 
+def looks(task: dict[str, Any]) -> None:
+    """Two images by each API, of which the second one follows the first reply; and images that are refused."""
+    first, second = task["row"]["images"]
+    client, received = openai.OpenAI(), []
+    more: dict[str, Any] = {"model": "policy", "logprobs": True, "extra_body": {"return_token_ids": True}}
+
+    def shown(url: str) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+
+    messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "yes "}, shown(first)]}]
+    for number in range(3):
+        choice = client.chat.completions.create(messages=messages, **more).choices[0]
+        received.append([choice.token_ids, [entry.logprob for entry in choice.logprobs.content]])
+        if not number:
+            messages.append(choice.message.model_dump(exclude_none=True))
+            messages.append({"role": "user", "content": [shown(second), {"type": "text", "text": "no <|image_pad|>"}]})
+
+    claude, system = anthropic.Anthropic(), "you are kind"
+    blocks = [
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}}
+        for url in (first, second)
+    ]
+    talk: list[Any] = [{"role": "user", "content": [blocks[0], {"type": "text", "text": "so"}]}]
+    count = claude.messages.count_tokens(model="policy", messages=talk, system=system)
+    reply = claude.messages.create(model="policy", messages=talk, system=system, max_tokens=200)
+    assert count.input_tokens == reply.usage.input_tokens
+    talk += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": [blocks[1]]}]
+    claude.messages.create(model="policy", messages=talk, system=system, max_tokens=200)
+
+    item = {"role": "user", "content": [{"type": "input_image", "image_url": first}]}
+    reply = client.responses.create(model="policy", input=[item])
+    result = {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_image", "image_url": second}]}
+    client.responses.create(model="policy", input=[item, *reply.output, result])
+
+    refused = {
+        "https://example.com/a.png": r"messages\[0\].content\[0\].image_url: found 'https.*not fetched",
+        "data:image/png;base64,a": r"messages\[0\].content\[0\].image_url: found 'a'",
+        "data:image/png;base64,QUJD": r"messages\[0\].content\[0\]: the file is not an image",
+        first[: len("data:image/png;base64,") + 400]: r"messages\[0\].content\[0\]: the image cannot be read",
+    }
+    for url, words in refused.items():
+        with pytest.raises(openai.BadRequestError, match=words):
+            client.chat.completions.create(model="policy", messages=[{"role": "user", "content": [shown(url)]}])
+    with pytest.raises(openai.BadRequestError, match=r"content\[3\]: found 4 images; data.limit_images .* allows 3"):
+        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": [shown(first)] * 4}])
+    with pytest.raises(openai.BadRequestError, match=r"only messages of users"):
+        client.chat.completions.create(model="policy", messages=[{"role": "system", "content": [shown(first)]}])
+    _write(task, received)
+
+
 def _write(task: dict[str, Any], received: list[Any]) -> None:
     with open(task["row"]["file"], "w") as file:
         json.dump(received, file)

@@ -261,7 +261,9 @@ def test_the_result_of_an_agent_counts_whose_group_was_over_its_time_while_a_too
 def test_an_episode_that_is_discarded_while_it_waits_starts_no_program_and_keeps_no_place():
     async def discarded() -> bool:
         free = asyncio.Semaphore(0)
-        shared = SimpleNamespace(form=None, window=None, free=free, gateway=SimpleNamespace(end=lambda key: None))
+        shared = SimpleNamespace(
+            form=None, window=None, images=True, free=free, gateway=SimpleNamespace(end=lambda key: None)
+        )
         agent = Agent(AgentSettings(command=["python"]), shared)
         begun = asyncio.ensure_future(agent.reset({}, 0))
         await asyncio.sleep(0)

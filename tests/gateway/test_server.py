@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import random
 from collections.abc import Coroutine
@@ -14,9 +15,10 @@ import aiohttp
 import pytest
 
 from megarl.envs.protocol import Action
+from megarl.gateway.images import ImageReader
 from megarl.gateway.server import Gateway, _delivering
 from megarl.gateway.session import ChatSession, Window
-from tests.gateway.talking import Talk
+from tests.gateway.talking import file_of, picture, seeing
 
 HELLO = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
 THOUGHTS = '<think>\nso\n</think>\n\nyes <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -27,8 +29,9 @@ class Episode:
     """A session whose policy answers each call with the next of `lines` once `answers` is set."""
 
     def __init__(self, gateway: Gateway, *lines: str) -> None:
-        self.talk, self.lines = Talk("qwen3", history="exact"), list(lines) or ["yes"]
-        self.session = ChatSession(self.talk.form, Window(300, 300, 10_000))
+        self.talk, images, _ = seeing()
+        self.lines, window = list(lines) or ["yes"], Window(300, 300, 10_000)
+        self.session = ChatSession(self.talk.form, window, ImageReader(images, window.whole))
         self.key = gateway.open(self.session)
         self.answers = asyncio.Event()
         self.answers.set()
@@ -37,7 +40,7 @@ class Episode:
     async def _play(self) -> None:
         while True:
             await self.session.arrival()
-            turn = self.session.take()
+            turn = await self.session.take()
             if turn is None:
                 continue
             self.turn = turn
@@ -352,6 +355,8 @@ def test_clients_that_die_at_any_moment_harm_no_other(monkeypatch):
     run(work(), 300)
 
 
+IMAGE = base64.b64encode(file_of(picture(28, 28, 1))).decode()
+URL = f"data:image/png;base64,{IMAGE}"
 WHOLE: dict[str, dict[str, Any]] = {
     "chat/completions": {
         **HELLO,
@@ -361,7 +366,10 @@ WHOLE: dict[str, dict[str, Any]] = {
         "stream_options": {"include_usage": True},
         "messages": [
             {"role": "system", "content": [{"type": "text", "text": "a"}]},
-            *HELLO["messages"],
+            {
+                "role": "user",
+                "content": [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{IMAGE}"}}],
+            },
             {
                 "role": "assistant",
                 "content": None,
@@ -380,7 +388,13 @@ WHOLE: dict[str, dict[str, Any]] = {
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "a"}]},
             {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}}]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "3"}]},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "1", "content": "3"},
+                    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": IMAGE}},
+                ],
+            },
         ],
     },
     "responses": {
@@ -388,7 +402,13 @@ WHOLE: dict[str, dict[str, Any]] = {
         "instructions": "a",
         "tools": [{"type": "function", "name": "add", "parameters": {}}],
         "input": [
-            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "input_text", "text": "a"},
+                    {"type": "input_image", "image_url": URL},
+                ],
+            },
             {"type": "reasoning", "summary": [{"type": "summary_text", "text": "b"}]},
             {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "1", "output": "3"},
@@ -406,6 +426,8 @@ VALUES = [
     "a",
     "\ud800",
     "<|im_end|>",
+    "<|image_pad|>",
+    IMAGE[: len(IMAGE) // 8 * 4],
     [],
     {},
     [[]],

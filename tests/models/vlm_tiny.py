@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from megarl.architectures.vision_language import ImageSettings, VisionEncoder
+from megarl.config.model import ParallelConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.data.image_set import ImageSet, image_fields
 from megarl.data.images import patchify
+from megarl.data.trajectory import Trajectory, trajectory_values
 
 #: Each kind of encoder and of decoder once; the others are cases of the campaign `exports`.
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5")
@@ -176,3 +178,31 @@ def logits_of(reference: Any, sample: Sample, settings: ImageSettings) -> Tensor
             more = {"visual_pos_masks": places[None], "deepstack_visual_embeds": given["deep"]}
     out = model.language_model(inputs_embeds=hidden, position_ids=positions, use_cache=False, **more)
     return reference.lm_head(out.last_hidden_state)[0, len(sample.prompt) - 1 : -1]
+
+
+def of_transformers(reference: Any, trajectory: Trajectory, settings: ImageSettings) -> Tensor:
+    """Log-probs [R] of all tokens after the prompt of a trajectory with images."""
+    own = trajectory.images
+    images = [own.between(start, start + 1) for start, _, _ in own.places]
+    sample = Sample(trajectory.prompt_ids, trajectory.token_ids, images, [place[0] for place in own.places])
+    logp = torch.log_softmax(logits_of(reference, sample, settings), -1)
+    return logp.gather(1, torch.tensor(trajectory.token_ids)[:, None])[:, 0]
+
+
+def in_training(model: Any, trajectories: list[Trajectory], settings: ImageSettings) -> tuple[Tensor, int]:
+    """Log-probs of all tokens after the prompts in one training forward pass, and the patches that it reads."""
+    from megarl.models.hf import encoder_of
+    from megarl.training.microbatch import build
+    from megarl.training.vlm_sequences import ImageLayout
+    from tests.dist import layout_for
+
+    count = len(trajectories)
+    values = trajectory_values(trajectories, patch_values=3 * settings.patch**2)
+    batch = Batch(image_fields([[]] * count, [[]] * count, settings), {"uid": ["p"] * count}).with_values(values)
+    sequences = ImageLayout(encoder_of(model.hf_config))
+    micro = build(batch, range(count), layout_for(ParallelConfig()), torch.device("cpu"), None, sequences)
+    with torch.no_grad():
+        hidden = model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed)
+        logits = hidden[micro.rows, 0] @ model.lm_head_weight.T
+    logprobs = torch.log_softmax(logits, -1).gather(1, micro.targets[:, None])[:, 0]
+    return logprobs, len(micro.packed.seen.patches)

@@ -18,11 +18,9 @@ import torch
 
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.rollout import RolloutConfig, SamplingConfig
-from megarl.data.batch import Batch
-from megarl.data.fields import PATCHES
 from megarl.data.image_prompts import ImagePrompts
-from megarl.data.image_set import image_fields, image_sets, pil_images
-from megarl.data.trajectory import Trajectory, trajectory_values
+from megarl.data.image_set import image_sets, pil_images
+from megarl.data.trajectory import Trajectory
 from megarl.data.turns import Turns
 from megarl.disaggregated.as_ready_checkpoint import flow_files, read_buffered_groups
 from megarl.envs import Action, Environment, Step
@@ -32,11 +30,20 @@ from megarl.rollout.answers import EpisodeLimits, EpisodeRules
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.groups import EpisodeError, Group, GroupGenerator
 from megarl.system.metrics import Metrics
-from megarl.training.microbatch import build
-from megarl.training.vlm_sequences import ImageLayout
 from tests.dist import layout_for, single_process
 from tests.models.tiny import build_tiny
-from tests.models.vlm_tiny import BEGIN, END, IMAGE, KINDS, VOCABULARY, Sample, batch_of, draw, logits_of, save
+from tests.models.vlm_tiny import (
+    BEGIN,
+    END,
+    IMAGE,
+    KINDS,
+    VOCABULARY,
+    batch_of,
+    draw,
+    in_training,
+    of_transformers,
+    save,
+)
 
 #: Turns end at a third of all tokens, so after a few.
 STOPS = [token for token in range(0, VOCABULARY, 3) if token not in (BEGIN, IMAGE, END)]
@@ -138,21 +145,6 @@ def play(made, kind: type[Environment], on_error: str = "fail", **limits: Any) -
         return [trajectory for group in groups.finish() for trajectory in group]
 
 
-def as_samples(trajectories: list[Trajectory], settings: Any) -> Batch:
-    prompts = image_fields([[]] * len(trajectories), [[]] * len(trajectories), settings)
-    batch = Batch(prompts, {"uid": ["p"] * len(trajectories)})
-    return batch.with_values(trajectory_values(trajectories, patch_values=batch[PATCHES].values.shape[1]))
-
-
-def of_transformers(reference: Any, trajectory: Trajectory, settings: Any) -> torch.Tensor:
-    """Log-probs [R] of all tokens after the prompt."""
-    own = trajectory.images
-    images = [own.between(start, start + 1) for start, _, _ in own.places]
-    sample = Sample(trajectory.prompt_ids, trajectory.token_ids, images, [place[0] for place in own.places])
-    logp = torch.log_softmax(logits_of(reference, sample, settings), -1)
-    return logp.gather(1, torch.tensor(trajectory.token_ids)[:, None])[:, 0]
-
-
 def test_logprobs_of_later_turns_equal_transformers_in_generation_and_training(made):
     reference, settings, samples = made.reference, made.settings, made.prompts
     found = play(made, Looking)
@@ -172,16 +164,10 @@ def test_logprobs_of_later_turns_equal_transformers_in_generation_and_training(m
     torch.testing.assert_close(generated[drawn], want[drawn], atol=1e-5, rtol=0)
     assert drawn.sum() < len(drawn)
 
-    batch, (model,) = as_samples(found, settings), made.engine.chunks
-    sequences = ImageLayout(encoder_of(model.hf_config))
-    micro = build(batch, range(len(found)), layout_for(ParallelConfig()), torch.device("cpu"), None, sequences)
-    with torch.no_grad():
-        hidden = model(micro.input_ids, micro.position_ids, None, packed_seq_params=micro.packed)
-        logits = hidden[micro.rows, 0] @ model.lm_head_weight.T
-    trained = torch.log_softmax(logits, -1).gather(1, micro.targets[:, None])[:, 0]
+    trained, patches = in_training(made.engine.chunks[0], found, settings)
     torch.testing.assert_close(trained, want, atol=1e-5, rtol=0)
     digests = {digest: size for one in found for digest, size in zip(one.images.digests, one.images.sizes, strict=True)}
-    assert len(micro.packed.seen.patches) == sum(digests.values()), "each image once"
+    assert patches == sum(digests.values()), "each image once"
 
 
 @ONE_KIND

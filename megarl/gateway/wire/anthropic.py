@@ -7,14 +7,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megarl.gateway.messages import ASSISTANT, SYSTEM, TOOL, USER, ChatMessage, ToolCall
-from megarl.gateway.session import ChatReply, ChatRequest, Refusal
+from megarl.gateway.refusals import Refusal
+from megarl.gateway.session import ChatReply, ChatRequest
 from megarl.gateway.wire.fields import (
     CONSTRAINTS,
     items,
     join_texts,
     mapping,
     number,
+    only_users,
     pieces,
+    read_content,
+    read_parts,
     refuse_changes,
     string,
     strings,
@@ -118,24 +122,26 @@ def _messages(message: dict[str, Any], key: str) -> list[ChatMessage]:
         raise wrong(f"{key}.role", role, "user, assistant, system")
     if not isinstance(content, list):
         return [ChatMessage(role, string(content, f"{key}.content"))]
-    texts, thoughts = list[Any](), list[str]()
+    parts, thoughts = list[tuple[str, Any]](), list[str]()
     results, calls = list[ChatMessage](), list[ToolCall]()
     for place, block in enumerate(items(message, "content")):
         where, kind = f"{key}.content[{place}]", block.get("type")
         if kind == "tool_result" and role == USER:
-            text = join_texts(block.get("content"), f"{where}.content")
-            results.append(ChatMessage(TOOL, text, call_id=string(block.get("tool_use_id"), where)))
+            text, images = read_content(block.get("content"), f"{where}.content")
+            results.append(ChatMessage(TOOL, text, call_id=string(block.get("tool_use_id"), where), images=images))
         elif kind == "tool_use" and role == ASSISTANT:
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
             calls.append(ToolCall(string(block.get("id"), where), string(block.get("name"), where), arguments))
         elif kind == "thinking" and role == ASSISTANT:
             thoughts.append(string(block.get("thinking"), where))
         elif kind != "redacted_thinking":
-            texts.append(block)
-    text = join_texts(texts, f"{key}.content")
+            parts.append((where, block))
+    text, images = read_parts(parts)
+    if images and role != USER:
+        raise only_users(images[0])
     if role == ASSISTANT:
         return [ChatMessage(role, text, "".join(thoughts), tuple(calls))]
-    return [*results, *([ChatMessage(role, text)] if texts or not results else [])]
+    return [*results, *([ChatMessage(role, text, images=images)] if parts or not results else [])]
 
 
 def _tools(body: dict[str, Any]) -> list[dict[str, Any]]:

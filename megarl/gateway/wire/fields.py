@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import base64
+import binascii
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from megarl.gateway.session import Refusal
+from megarl.gateway.messages import ChatImage
+from megarl.gateway.refusals import Refusal
 
 _PIECE = 24  # characters of a piece of a stream
+_TEXTS = ("text", "input_text", "output_text", "refusal")  # types of parts
+_IMAGES = ("image_url", "input_image", "image")
 _SHOWN = 100  # characters of a wrong value in a message
 #: Keys of any API that change the distribution of tokens -> values that change nothing, in addition to null.
 CONSTRAINTS: dict[str, list[Any]] = {
@@ -87,17 +92,60 @@ def strings(body: dict[str, Any], key: str) -> tuple[str, ...]:
     return tuple(text for text in values if text)
 
 
-def join_texts(content: Any, key: str, kinds: Sequence[str] = ("text", "input_text", "output_text", "refusal")) -> str:
+def join_texts(content: Any, key: str) -> str:
     """Return the text of a message's content: a text, null, or a list of parts that are texts."""
+    text, images = read_content(content, key)
+    if images:
+        raise only_users(images[0])
+    return text
+
+
+def only_users(image: ChatImage) -> Refusal:
+    """Return the refusal of an image in a message that may have none."""
+    return Refusal(400, f"{image.where}: found an image; only messages of users and results of tools may have images")
+
+
+def read_content(content: Any, key: str) -> tuple[str, tuple[ChatImage, ...]]:
+    """Return the text and the images of a message's content: a text, null, or a list of parts."""
     if not isinstance(content, list):
-        return string(content, key)
-    texts = []
-    for place, part in enumerate(content):
+        return string(content, key), ()
+    return read_parts((f"{key}[{place}]", part) for place, part in enumerate(content))
+
+
+def read_parts(parts: Iterable[tuple[str, Any]]) -> tuple[str, tuple[ChatImage, ...]]:
+    """Return the text and the images of parts of a message, each with its key."""
+    text, images = "", list[ChatImage]()
+    for key, part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in kinds:
-            raise Refusal(400, f"{key}[{place}]: found a part of type {kind!r}; this gateway reads text only")
-        texts.append(string(part.get("refusal" if kind == "refusal" else "text"), f"{key}[{place}].text"))
-    return "".join(texts)
+        if kind in _TEXTS:
+            text += string(part.get("refusal" if kind == "refusal" else "text"), f"{key}.text")
+        elif kind in _IMAGES:
+            images.append(ChatImage(len(text), _file(part, key), key))
+        else:
+            raise Refusal(400, f"{key}: found a part of type {kind!r}; allowed: {', '.join((*_TEXTS, *_IMAGES))}")
+    return text, tuple(images)
+
+
+def _file(part: dict[str, Any], key: str) -> bytes:
+    """Return the file of an image, which the request itself contains: in a data URL, or as base64 text."""
+    if part["type"] == "image":
+        source = mapping(part, "source")
+        if source.get("type") != "base64":
+            raise wrong(f"{key}.source.type", source.get("type"), "base64; images are not fetched from elsewhere")
+        return _decoded(source.get("data"), f"{key}.source.data")
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    head, _, data = url.partition(",") if isinstance(url, str) else ("", "", None)
+    if not (head.startswith("data:") and head.endswith(";base64")):
+        raise wrong(f"{key}.image_url", url, "data:image/png;base64,...; images are not fetched from elsewhere")
+    return _decoded(data, f"{key}.image_url")
+
+
+def _decoded(text: Any, key: str) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (AttributeError, ValueError, binascii.Error) as error:
+        raise wrong(key, text, "the image file as base64") from error
 
 
 def refuse_changes(body: dict[str, Any], neutral: dict[str, Any], above: str = "") -> None:

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megarl.gateway.messages import ASSISTANT, SYSTEM, TOOL, USER, ChatMessage, ToolCall
-from megarl.gateway.session import ChatReply, ChatRequest, Refusal
+from megarl.gateway.refusals import Refusal
+from megarl.gateway.session import ChatReply, ChatRequest
 from megarl.gateway.wire.fields import (
     CONSTRAINTS,
     flag,
@@ -17,6 +18,7 @@ from megarl.gateway.wire.fields import (
     mapping,
     number,
     pieces,
+    read_content,
     refuse_changes,
     string,
     strings,
@@ -147,9 +149,13 @@ def _message(message: dict[str, Any], key: str) -> ChatMessage:
     role = _ROLES.get(string(message.get("role"), f"{key}.role"))
     if role is None:
         raise wrong(f"{key}.role", message.get("role"), ", ".join(_ROLES))
+    if role in (USER, TOOL):
+        content, images = read_content(message.get("content"), f"{key}.content")
+        call = string(message.get("tool_call_id"), f"{key}.tool_call_id")
+        return ChatMessage(role, content, call_id=call, images=images)
     content = join_texts(message.get("content"), f"{key}.content")
-    if role != ASSISTANT:
-        return ChatMessage(role, content, call_id=string(message.get("tool_call_id"), f"{key}.tool_call_id"))
+    if role == SYSTEM:
+        return ChatMessage(role, content)
     reasoning = string(message.get("reasoning_content") or message.get("reasoning"), f"{key}.reasoning_content")
     calls = []
     for place, call in enumerate(items(message, "tool_calls")):

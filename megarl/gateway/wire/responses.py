@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.gateway.messages import ASSISTANT, SYSTEM, TOOL, USER, ChatMessage, ToolCall
-from megarl.gateway.session import ChatReply, ChatRequest, Refusal
+from megarl.gateway.refusals import Refusal
+from megarl.gateway.session import ChatReply, ChatRequest
 from megarl.gateway.wire.fields import (
     CONSTRAINTS,
     items,
@@ -17,6 +18,7 @@ from megarl.gateway.wire.fields import (
     mapping,
     number,
     pieces,
+    read_content,
     refuse_changes,
     string,
     wrong,
@@ -129,14 +131,18 @@ def _add(messages: list[ChatMessage], item: dict[str, Any], key: str) -> None:
         role = _ROLES.get(string(item.get("role"), f"{key}.role"))
         if role is None:
             raise wrong(f"{key}.role", item.get("role"), ", ".join(_ROLES))
+        if role == USER:
+            text, images = read_content(item.get("content"), f"{key}.content")
+            messages.append(ChatMessage(role, text, images=images))
+            return
         text = join_texts(item.get("content"), f"{key}.content")
         if role != ASSISTANT:
             messages.append(ChatMessage(role, text))
             return
         reply = replace(reply, content=reply.content + text)
     elif kind == "function_call_output":
-        text = join_texts(item.get("output"), f"{key}.output")
-        messages.append(ChatMessage(TOOL, text, call_id=string(item.get("call_id"), f"{key}.call_id")))
+        text, images = read_content(item.get("output"), f"{key}.output")
+        messages.append(ChatMessage(TOOL, text, call_id=string(item.get("call_id"), f"{key}.call_id"), images=images))
         return
     elif kind == "function_call":
         texts = (string(item.get(name), f"{key}.{name}") for name in ("call_id", "name", "arguments"))
