@@ -187,7 +187,7 @@ class AgentReplica:
         self.images = ImageReader(services.images, self.window.whole)
         sandbox, self.policies = settings.sandbox_of(), services.policies
         path = None if sandbox is None else sandbox.open()
-        self.gateway = Gateway(settings.models, path=path, policies=self.policies)
+        self.gateway = Gateway(settings.models, path=path, policies=self.policies, most_sessions=settings.max_running)
         self.url = self.gateway.url if sandbox is None else f"http://127.0.0.1:{PORT}"  # for programs
         self.programs = Programs(
             settings.command,
@@ -242,26 +242,31 @@ class Agent(Environment):
 
     @classmethod
     def check(cls, settings: AgentSettings) -> None:
-        """Find the agent's program or import its function, import the function of `env.credit`, and start the sandbox
-        once. The function of another interpreter is imported in the first episode."""
+        """Import the function of `env.credit`, find the interpreter and the agent's program, and start the sandbox
+        once."""
         find_credit(settings.credit)
         if settings.python is not None and shutil.which(settings.python) is None:
             raise ConfigError(
                 "this interpreter does not exist", where="env.python", found=settings.python, fix="name .../bin/python"
             )
-        if settings.command is not None:
-            program, of_image = settings.command[0], settings.image is not None
-            if program != "python" and not of_image and shutil.which(program, path=None) is None:
-                raise ConfigError(
-                    "this program does not exist",
-                    where="env.command",
-                    found=program,
-                    fix="install the program, or write its full path",
-                )
-        else:
-            cls._check_function(settings)
+        cls.check_program(settings)
         if (sandbox := settings.sandbox_of()) is not None:
             sandbox.check(settings.command or [], settings.function)
+
+    @classmethod
+    def check_program(cls, settings: Any) -> None:
+        """Find the program, or import the function. That of another interpreter is imported in the first episode."""
+        if settings.command is None:
+            cls._check_function(settings)
+            return
+        program, of_image = settings.command[0], settings.image is not None
+        if program != "python" and not of_image and shutil.which(program, path=None) is None:
+            raise ConfigError(
+                "this program does not exist",
+                where="env.command",
+                found=program,
+                fix="install the program, or write its full path",
+            )
 
     @staticmethod
     def _check_function(settings: AgentSettings) -> None:

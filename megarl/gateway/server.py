@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from megarl.gateway.connections import Connections
 from megarl.gateway.refusals import Refusal
 from megarl.gateway.session import ChatReply, ChatRequest, ChatSession
 from megarl.gateway.wire import anthropic, openai, responses
@@ -65,6 +66,7 @@ class Gateway:
         host: address to listen at.
         path: path of a Unix socket on which to listen as well, for programs in a sandbox.
         policies: the run's policies by name, which requests name in place of `policy`; empty: it has one.
+        most_sessions: maximum number of sessions at the same time.
 
     Attributes:
         url: address at which the gateway listens.
@@ -76,6 +78,7 @@ class Gateway:
         host: str = "127.0.0.1",
         path: Path | None = None,
         policies: Mapping[str, AgentPolicyConfig] | None = None,
+        most_sessions: int = 32,
     ) -> None:
         self._policies, self._path = policies or {}, path
         self._names = (*(self._policies or [POLICY]), *names)
@@ -83,6 +86,7 @@ class Gateway:
         self._ended: deque[str] = deque(maxlen=_ENDED_KEPT)
         self._socket = socket.create_server((host, 0))
         self._runner: web.AppRunner | None = None
+        self._connections = Connections(most_sessions)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
 
     async def start(self) -> None:
@@ -108,10 +112,14 @@ class Gateway:
             app.router.add_get(base + "/v1/models", self._models)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
-        await web.SockSite(self._runner, self._socket).start()
+        sockets = [self._socket]
         if self._path is not None:
-            await web.UnixSite(self._runner, str(self._path)).start()
+            sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            sockets[-1].bind(str(self._path))
+            sockets[-1].listen()
             self._path.chmod(0o666)  # the sandbox may be another user's; keys name the sessions
+        assert self._runner.server is not None, "`setup` has made it"
+        self._connections.listen(sockets, self._runner.server)
 
     def open(self, session: ChatSession) -> str:
         """Serve a session; return its key."""
@@ -123,9 +131,11 @@ class Gateway:
         """Refuse all further requests of a session."""
         if self._sessions.pop(key, None) is not None:
             self._ended.append(key)
+            self._connections.release(key)
 
     async def stop(self) -> None:
         """Stop serving."""
+        await self._connections.stop()
         if self._runner is not None:
             await self._runner.cleanup()
         self._socket.close()
@@ -195,6 +205,7 @@ class Gateway:
         keys = (request.match_info.get("key"), bearer, request.headers.get("x-api-key"))
         for key in filter(None, keys):
             if key in self._sessions:
+                self._connections.claim(request.protocol, key)
                 return self._sessions[key]
             if key in self._ended:
                 raise Refusal(410, "the episode is over", "episode_over")

@@ -52,7 +52,7 @@ class Verifiers(Agent):
     Settings: ClassVar[type[AgentSettings]] = VerifiersSettings
 
     @classmethod
-    def check(cls, settings: Any) -> None:
+    def check_program(cls, settings: Any) -> None:
         """Check that the interpreter has the package."""
         section(settings.taskset, settings.config)
         _check_package(settings.python)

@@ -219,6 +219,43 @@ def test_a_stream_has_the_content_of_a_plain_response():
     run(work())
 
 
+def test_no_client_can_take_the_connections_of_others(monkeypatch):
+    """Room for two sessions of two connections each: idle ones make way, and a session cannot have a third."""
+    monkeypatch.setattr("megarl.gateway.connections._EACH", 2)
+
+    async def work() -> None:
+        gateway = Gateway(most_sessions=2)
+        await gateway.start()
+        first, second, late = (Episode(gateway) for _ in range(3))
+        opened = list[asyncio.StreamWriter]()
+
+        async def opens(episode: Episode | None) -> str:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+            opened.append(writer)
+            if episode is None:
+                return ""
+            writer.write(f"GET /v1/models HTTP/1.1\r\nHost: a\r\nx-api-key: {episode.key}\r\n\r\n".encode())
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            return head.split()[1] + " ".join(line for line in head.splitlines() if "should-retry" in line)
+
+        for _ in range(9):
+            await opens(None)
+        assert [await opens(first) for _ in range(3)] == ["200", "200", "429x-should-retry: true"]
+        for _ in range(9):
+            await opens(None)
+        assert [await opens(second) for _ in range(2)] == ["200", "200"]
+        assert await opens(late) == "503x-should-retry: true"
+        gateway.end(first.key)
+        assert await opens(late) == "200"
+        for writer in opened:
+            writer.close()
+        for episode in (first, second, late):
+            episode.policy.cancel()
+        await gateway.stop()
+
+    run(work())
+
+
 BROKEN: list[tuple[str, Any, int]] = [
     ("chat/completions", b"{", 400),
     ("chat/completions", b"[" * 100_000, 400),

@@ -71,6 +71,20 @@ def test_an_interpreter_without_the_package_is_named(tmp_path):
         rows("digits-taskset", python=str(tmp_path / "python"))
 
 
+@pytest.mark.parametrize(
+    ("env", "key"),
+    [
+        ({"credit": "no_module:fn"}, "env.credit"),
+        ({"sandbox": ["no-such-sandbox", "{command}", "{shared}"]}, "env.sandbox"),
+        ({"taskset": {}}, "env.taskset"),
+    ],
+)
+def test_what_is_checked_of_every_agent_is_checked_before_the_start(env, key, monkeypatch):
+    monkeypatch.setattr(verifiers, "_check_package", lambda python: None)
+    with pytest.raises(ConfigError, match=key):
+        verifiers.Verifiers.check(verifiers.VerifiersSettings(**{"taskset": "digits-taskset", **env}))
+
+
 def test_a_taskset_that_does_not_end_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(verifiers, "_ROWS_S", 0.2)
     (tmp_path / "python").write_text('#!/bin/sh\n[ "$1" = -c ] || exec sleep 60\n')
