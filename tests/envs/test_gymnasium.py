@@ -110,10 +110,10 @@ def test_the_missing_package_is_named_with_its_extra(monkeypatch):
 @pytest.mark.campaign("connectors")
 @pytest.mark.timeout(400)
 def test_a_run_plays_a_game(tmp_path):
-    from tests.runtime.harness import run, write_recipe
+    from tests.runtime.harness import train, write_recipe
 
     source = "megarl.envs.seeds:rows"
-    steps = run(
+    steps = train(
         write_recipe(tmp_path),
         tmp_path / "run",
         "env={name: gymnasium, id: FrozenLake-v1, kwargs: {is_slippery: false}, observation: value, tag: null, "

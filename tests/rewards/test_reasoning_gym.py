@@ -81,16 +81,16 @@ def test_the_missing_package_is_named_with_its_extra(monkeypatch):
 @pytest.mark.campaign("connectors")
 @pytest.mark.timeout(400)
 def test_a_run_trains_on_a_task(package, tmp_path):
-    from tests.runtime.harness import run, write_recipe
+    from tests.runtime.harness import train, write_recipe
 
     source = "megarl.rewards.reasoning_gym:rows"
-    run_metrics = run(
+    run_metrics = train(
         write_recipe(tmp_path),
         tmp_path / "run",
         f"data={{train_files: [{source!r}], val_files: [{source!r}], max_prompt_tokens: 96, batch_size: 4, "
         "loader_kwargs: !replace {tasks: {chain_sum: {max_terms: 2, max_digits: 1}}, size: 40, val_size: 8}}",
         "reward=!replace {name: reasoning_gym, timeout_s: 100, kwargs: {tag: null}}",
-        "model.tokenizer='chars:0123456789+-*/=.:abcdefghijklmnopqrstuvwxyzS '",
+        "model.tokenizer=chars: 0123456789+-*/=.:abcdefghijklmnopqrstuvwxyzS",
         "model.hf_config.vocab_size=50",
         "model.hf_config.max_position_embeddings=128",
         "actor.engine.micro_batch_tokens=256",
