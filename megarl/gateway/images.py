@@ -27,6 +27,7 @@ from megarl.system.errors import DataError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from megarl.architectures.vision_language import ImageSettings
     from megarl.data.image_prompts import ImagePrompts
     from megarl.data.image_set import ImageSet
 
@@ -77,16 +78,16 @@ class ImageReader:
         Raises:
             Refusal: an image cannot be read, is too large, or the images need more tokens than a sequence may have.
         """
-        if not any(message.images for message in messages):
+        if self._images is None or not any(message.images for message in messages):
             return messages
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, messages)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, self._images, messages)
 
-    def _read(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+    def _read(self, prompts: ImagePrompts, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
         images = [image for message in messages for image in message.images]
         try:
-            self._check_sizes(images)
+            self._check_sizes(images, prompts.settings)
             return [
-                replace(message, images=tuple(self._with_pixels(image) for image in message.images))
+                replace(message, images=tuple(self._with_pixels(image, prompts) for image in message.images))
                 for message in messages
             ]
         except DataError as error:
@@ -94,11 +95,9 @@ class ImageReader:
             given = [f"; {name}: {value}" for name, value in details if value is not None]
             raise Refusal(400, f"{error.where}: {error.what}{''.join(given)}") from error
 
-    def _check_sizes(self, images: Sequence[ChatImage]) -> None:
+    def _check_sizes(self, images: Sequence[ChatImage], settings: ImageSettings) -> None:
         """Refuse images that are too large, before any of their pixels is decoded."""
-        assert self._images is not None, "`check` has refused images for a text model"
-        settings, total, tokens = self._images.settings, 0, 0
-        unit = settings.patch * settings.merge
+        total, tokens, unit = 0, 0, settings.patch * settings.merge
         for image in images:
             height, width = image_size(image.file, None, image.where)
             total += height * width
@@ -113,10 +112,9 @@ class ImageReader:
         if tokens > self._tokens:
             raise too_long(self._tokens)
 
-    def _with_pixels(self, image: ChatImage) -> ChatImage:
-        assert self._images is not None, "`check` has refused images for a text model"
+    def _with_pixels(self, image: ChatImage, prompts: ImagePrompts) -> ChatImage:
         digest = hashlib.blake2b(image.file, digest_size=16).digest()
         pixels = self._known.get(digest)
         if pixels is None:
-            pixels = self._known[digest] = self._images.read(image.file, image.where)
+            pixels = self._known[digest] = prompts.read(image.file, image.where)
         return replace(image, file=b"", pixels=pixels)

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import web
 
@@ -118,8 +118,7 @@ class Gateway:
             sockets[-1].bind(str(self._path))
             sockets[-1].listen()
             self._path.chmod(0o666)  # the sandbox may be another user's; keys name the sessions
-        assert self._runner.server is not None, "`setup` has made it"
-        self._connections.listen(sockets, self._runner.server)
+        self._connections.listen(sockets, cast("web.Server", self._runner.server))
 
     def open(self, session: ChatSession) -> str:
         """Serve a session; return its key."""
