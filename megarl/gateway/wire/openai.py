@@ -151,8 +151,8 @@ def _message(message: dict[str, Any], key: str) -> ChatMessage:
         raise wrong(f"{key}.role", message.get("role"), ", ".join(_ROLES))
     if role in (USER, TOOL):
         content, images = read_content(message.get("content"), f"{key}.content")
-        call = string(message.get("tool_call_id"), f"{key}.tool_call_id")
-        return ChatMessage(role, content, call_id=call, images=images)
+        call_id = string(message.get("tool_call_id"), f"{key}.tool_call_id")
+        return ChatMessage(role, content, call_id=call_id, images=images)
     content = join_texts(message.get("content"), f"{key}.content")
     if role == SYSTEM:
         return ChatMessage(role, content)
