@@ -8,7 +8,7 @@ every k <= n and equal the maximum and minimum at k = n. With 0/1 correctness be
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 from typing import Any
@@ -110,6 +110,20 @@ def _add_group(metrics: Metrics, where: str, group: Sequence[Scored]) -> None:
         if len(ranks) == n:
             metrics.mean(f"{where}/selected@{k}", selected_at_k(ranks, values, k), 1)
     metrics.mean(f"{where}/maj@{n}", majority(group), 1)
+
+
+def by_source(numbers: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """Return (accuracy, number of prompts) of each data source or set, from the metrics of a step.
+
+    >>> by_source({"val/acc": 0.5, "val/prompts": 2, "val/a/b/acc": 0.5, "val/a/b/prompts": 2})
+    {'a/b': (0.5, 2)}
+    """
+    names = [name.removeprefix("val/").removesuffix("/acc") for name in numbers if name.startswith("val/")]
+    return {
+        name: (numbers[f"val/{name}/acc"], numbers[f"val/{name}/prompts"])
+        for name in names
+        if f"val/{name}/acc" in numbers
+    }
 
 
 def metric_names(n: int, *, ranked: bool = False) -> list[str]:

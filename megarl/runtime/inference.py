@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from megarl.artifacts.lock import refuse_if_taken
 from megarl.config.run import RunConfig
 from megarl.data.loader import rounds
 from megarl.data.sources import TEXT
+from megarl.evaluation.metrics import by_source
 from megarl.rewards.references import explain_missing_columns
 from megarl.runtime import validate
 from megarl.runtime.frozen_models import check_base
@@ -44,7 +45,9 @@ def evaluate(config: RunConfig, run_dir: Path) -> None:
             recorder.start_step()
             with phase("step"):
                 validate.evaluate(c, recorder, c.context.step)
-            recorder.end_step(c.context.step)
+            numbers = recorder.end_step(c.context.step)
+        if c.layout.rank == 0:
+            _show_sources(config, numbers)
     finally:
         c.close()
 
@@ -92,6 +95,22 @@ def _restore(c: RankState) -> None:
             print(f"weights: {resume} (step {c.context.step})", flush=True)
     open_rollout(c)
     publish(c, c.context.step)
+
+
+def _show_sources(config: RunConfig, numbers: Mapping[str, float]) -> None:
+    """Print a table of the accuracy by data source (for a robot, by task); nothing if there is only one source."""
+    from rich.console import Console
+    from rich.table import Table
+
+    accuracies = by_source(numbers)
+    if not accuracies:
+        return
+    table = Table("source", "accuracy", "prompts")
+    for name, (accuracy, prompts) in accuracies.items():
+        table.add_row(name, f"{accuracy:.1%}", f"{prompts:.0f}")
+    table.add_section()
+    table.add_row("all", f"{numbers['val/acc']:.1%}", f"{numbers['val/prompts']:.0f}")
+    Console(file=config.tracking.messages).print(table)
 
 
 def _show(lines: list[dict[str, str]], sources: Sequence[str]) -> None:

@@ -212,6 +212,10 @@ def test_the_exported_policy_is_measured_again(recipe, run_dir, tmp_path) -> Non
     output = harness.finish(command)
     assert command.returncode == 0, output[-3000:]
     found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][-1]
+    table = {row.split()[1]: row.split()[3:] for row in output.splitlines() if row.startswith("│")}
+    assert table["all"] == [f"{found['val/acc']:.1%}", "│", f"{found['val/prompts']:.0f}", "│"]
+    assert table["left"][0] == f"{found['val/left/acc']:.1%}"
+    assert "right" in table
     assert found["val/acc"] == harness.metrics(run_dir)[STEPS]["val/acc"]
 
 
