@@ -135,12 +135,15 @@ def _conflicts_of_env(config: RunConfig) -> list[Conflict]:
 
 def _conflicts(config: RunConfig) -> list[Conflict]:
     """Return the settings of training that do not go with several policies."""
-    algorithm, data, placement = config.algorithm, config.data, config.placement
+    algorithm, data, lag = config.algorithm, config.data, config.async_.max_staleness
+    ahead = lag > 0 and (_has_models(config) or not config.async_.in_order)
     sampling, resampling, keep, kl = algorithm.dynamic_sampling, algorithm.resampling, algorithm.filter, algorithm.kl
     counts = "this counts the samples of a prompt, of which several policies have different numbers"
     nothing = "'!replace {}'"
     return [
-        Conflict("placement", "several teams", placement.has_several_teams, nothing, "one team plays them"),
+        Conflict(
+            *("async.max_staleness", lag, ahead, "0"), "policies of several teams generate with the newest weights"
+        ),
         Conflict("data.experts", "a section", data.experts is not None, "null", "experts answer for no policy"),
         Conflict("data.replay", "a section", data.replay is not None, "null", counts),
         Conflict("data.curriculum", "a section", data.curriculum is not None, "null", counts),
@@ -159,12 +162,14 @@ def _conflicts_of_models(config: RunConfig, facts: ModelFacts | None) -> list[Co
     no_cp = "several models generate turn by turn, which cp and experts do not"
     compared = "each policy would be compared with the run's policy"
     images = config.data.image_key
-    stale, cp, kl, coef = rollout.stale_steps, config.actor.parallel.cp, algorithm.kl.use, algorithm.distillation.coef
+    stale, kl, coef = rollout.stale_steps, algorithm.kl.use, algorithm.distillation.coef
+    section = "actor" if rollout.parallel is None else "rollout"
+    cp = config.parallel_of("rollout").cp
     conflicts = [
         Conflict("rollout.engine", rollout.engine, not rollout.holds_model, "embedded", engine),
         Conflict("rollout.stale_steps", stale, stale > 0, "0", engine),
         Conflict("rollout.replay_kept_tokens", True, rollout.replay_kept_tokens, "false", engine),
-        Conflict("actor.parallel.cp", cp, cp != 1, "1", no_cp),
+        Conflict(f"{section}.parallel.cp", cp, cp != 1, "1", no_cp),
         Conflict("data.image_key", images, images is not None, "null", "further models read text"),
         Conflict("model.lora", "adapters", config.model.lora is not None, "null", "policies have weights of their own"),
         Conflict("placement.share", share, share != "dealt", "dealt", several),

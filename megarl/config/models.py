@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, PositiveInt
 
 from megarl.config.base import Section
+from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
 
 #: Names that stages take for something else, or that a phase or a metric has.
@@ -32,12 +33,17 @@ FreeName = Annotated[str, AfterValidator(_is_free)]
 
 
 class FurtherModelConfig(Section):
-    """A further model, which stages take as the argument of its name. It has the layout and processes of the actor."""
+    """A further model, which stages take as the argument of its name. It is in the actor's processes, unless a team of
+    `placement.teams` has it.
+    """
 
     path: str | None = Field(
         None,
         description="Hugging Face folder or hub name of a model with the policy's tokenizer; null: the policy's "
         "weights at the start of RL, only for a model that is trained",
+    )
+    parallel: ParallelConfig | None = Field(
+        None, description="layout; null: the actor's. Another layout needs a team of its own (placement)"
     )
     train: bool = Field(False, description="train the model: it has an optimizer, and checkpoints and exports hold it")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="memory and speed of training")

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt
 
 from megarl.config.base import Section
+from megarl.config.models import FreeName
 
 _TEAM_RESTARTS = 3  # default restarts of a run with several teams
 
@@ -17,7 +18,9 @@ TeamRole = Literal["actor", "critic", "reference", "teacher", "reward_model", "r
 class TeamConfig(Section):
     """Workers that form one torch.distributed world with one layout."""
 
-    roles: list[TeamRole] = Field(min_length=1, description="roles whose models the team holds")
+    roles: list[TeamRole | FreeName] = Field(
+        min_length=1, description="roles whose models the team holds, and names of `models`"
+    )
     devices: PositiveInt = Field(description="number of workers, one per device")
 
 
@@ -38,7 +41,7 @@ class PlacementConfig(Section):
     teams: dict[str, TeamConfig] = Field(
         default_factory=dict,
         description="teams by name. Their devices add up to cluster.nproc, and every role of the recipe is in one "
-        "team. Several teams run under Ray",
+        "team; a further model (`models`) that no team names is in the actor's. Several teams run under Ray",
     )
     share: Literal["dealt", "tokens"] = Field(
         "dealt",

@@ -379,7 +379,8 @@ class RunConfig(Section):
 
     def parallel_of(self, role: str) -> ParallelConfig:
         """Return the layout of a role that holds a model: the role's own if set, else the actor's."""
-        return self.actor.parallel if role in self.models else getattr(self, role).parallel or self.actor.parallel
+        section = self.models[role] if role in self.models else getattr(self, role)
+        return section.parallel or self.actor.parallel
 
     def training_of(self, role: str) -> TrainedConfig:
         """Return the settings with which the model of a role is trained; for frozen models of built-in roles, the

@@ -79,7 +79,7 @@ def as_text(graph: TaskGraph, placement: Placement | None = None, sizes: Mapping
     for id, line in zip(graph.order(), nodes, strict=True):
         row = _wrapped(line, " " * head.index("after"))
         lines += [*row, *_fields("reads", graph[id].reads), *_fields("writes", graph[id].writes)]
-    return "\n".join([*lines, "", *_handovers(placement, sizes or {})] if placement else lines)
+    return "\n".join([*lines, "", *_handovers(graph, placement, sizes or {})] if placement else lines)
 
 
 def _fields(verb: str, names: Sequence[str]) -> list[str]:
@@ -101,7 +101,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return [lines[0], "  " + "  ".join("-" * w for w in [*widths, len(rows[0][-1])]), *lines[1:]]
 
 
-def _handovers(placement: Placement, sizes: Mapping[str, float]) -> list[str]:
+def _handovers(graph: TaskGraph, placement: Placement, sizes: Mapping[str, float]) -> list[str]:
     """Return a table of the transfers between teams in a step, in the order of the graph."""
     rows: list[tuple[str, ...]] = [("after", "from", "to", "MB (about)")]
     contents: list[Sequence[str]] = []
@@ -109,10 +109,12 @@ def _handovers(placement: Placement, sizes: Mapping[str, float]) -> list[str]:
         size = f"{sizes[handover.key] / 1e6:.3g}" if handover.key in sizes else "?"
         rows.append((handover.node, handover.giver, ", ".join(handover.takers), size))
         contents.append(handover.fields)
-    actor, rollout = placement.of_role(Role.ACTOR), placement.of_role(Role.ROLLOUT)
-    if actor is not None and rollout is not None and actor != rollout:
-        rows.append(("the step", actor.name, rollout.name, "-"))
-        contents.append(["the actor's weights"])
+    rollout = placement.of_role(Role.ROLLOUT)
+    for role in (Role.ACTOR, *graph.policies):
+        team = placement.of_role(role)
+        if team is not None and rollout is not None and team != rollout:
+            rows.append(("the step", team.name, rollout.name, "-"))
+            contents.append([f"the {role.value}'s weights"])
     head, rule, *transfers = _table(rows)
     lines = ["handed over in every step:", head, rule]
     for line, fields in zip(transfers, contents, strict=True):

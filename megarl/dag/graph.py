@@ -16,7 +16,7 @@ class TaskGraph:
     Args:
         description: purpose of the graph, in a few words.
         entry: fields of the graph's input batch.
-        models: further models of the run that generate, in addition to those that stages take.
+        models: further models of the run that generate: the weights of policies, whether stages take them or not.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class TaskGraph:
         models: Iterable[Role] = (),
     ) -> None:
         self.id, self.description, self._where = id, description, f"pipeline {id!r}"
-        self._models = frozenset(models)
+        self.policies = tuple(models)
         self.nodes: dict[str, Node] = {}
         for node in nodes:
             if node.id in self.nodes:
@@ -47,7 +47,7 @@ class TaskGraph:
     def roles(self) -> set[Role]:
         """The roles of its nodes, and the roles that their stages take as arguments."""
         named = {role_named(name) for node in self for name in node.needs_roles}
-        return {node.role for node in self} | named | self._models
+        return {node.role for node in self} | named | {*self.policies}
 
     @property
     def has_responses(self) -> bool:

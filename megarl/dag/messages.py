@@ -151,8 +151,9 @@ class RunStart(Message, topic="start"):
     resumed_at: int | None  # step of the checkpoint that the run resumes from; None: it starts without a checkpoint
     source: str | None  # folder of the checkpoint that the run resumes from, RUN_DIR/checkpoints/step_N
     reference: str | None  # folder of the reference's weights; None: there is no reference
-    # folder of the weights that a critic of another team starts from; None: `critic.path` or `source`
-    critic: str | None
+    # folder of the actor's weights, from which critic and further models of other teams start; None: all of them have
+    # a path, or `source`
+    initial: str | None
     reference_key: str = ""  # the recipe key that names the reference's weights; empty: they are in the run's folder
 
     @property
@@ -166,9 +167,11 @@ class RunStart(Message, topic="start"):
         return -1 if self.resumed_at == 0 else self.resumed_at
 
 
-class EngineAddresses(Message, topic="engines"):
-    """Addresses that the rollout's team sends to the actor's team when its embedded engines wait for weights."""
+class EngineAddresses(Message, topic="engines", keys=1):
+    """Addresses that the rollout's team sends to the team that trains a model when its embedded engines wait for the
+    model's weights."""
 
+    model: str  # role of the model: actor, or a further model
     # for each engine, the host and port at which each of its ranks receives weights
     engines: list[list[list[str | int]]]
 
@@ -197,9 +200,11 @@ class TeamReady(Message, topic="ready", keys=1):
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
-class WeightsPushed(Message, topic="weights", keys=1):
-    """Sent by the actor's team to the rollout's team when all embedded engines have the weights of `version`."""
+class WeightsPushed(Message, topic="weights", keys=2):
+    """Sent by the team that trains a model to the rollout's team when all embedded engines have the model's weights of
+    `version`."""
 
+    model: str
     version: int
 
 

@@ -23,7 +23,7 @@ from megarl.dag.graph import TaskGraph
 from megarl.dag.node import Node, team_of
 from megarl.dag.shares import settings_of_workers, share_out, workers_of_machine
 from megarl.dag.stage import Role, role_named
-from megarl.system.errors import ConfigError, count
+from megarl.system.errors import ConfigError, close_matches, count
 
 #: Roles with a model, in the order in which teams are named and counted.
 MODEL_ROLES = (Role.ACTOR, Role.CRITIC, Role.REFERENCE, Role.TEACHER, Role.REWARD_MODEL, Role.ROLLOUT)
@@ -57,7 +57,7 @@ class TeamPlan:
 
         Other teams have state that no message carries: trained weights, and the state of generation.
         """
-        return bool(self.roles) and not _KEPT & {*self.roles}
+        return bool(self.roles) and not any(role in _KEPT or role.is_further for role in self.roles)
 
 
 def begins_again(config: RunConfig, team: TeamPlan) -> bool:
@@ -196,7 +196,9 @@ def _shares(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dict[
         return {ONLY_TEAM: (tuple(roles), nproc)}
     _check_names(placement.teams)
     named = {name: tuple(Role(role) for role in team.roles) for name, team in placement.teams.items()}
-    further = tuple(role for role in roles if role.is_further)  # further models are in the actor's processes
+    _check_further(named, config)
+    apart = {role for team in named.values() for role in team}
+    further = tuple(role for role in roles if role.is_further and role not in apart)  # in the actor's processes
     named = {name: (*team, *further) if Role.ACTOR in team else team for name, team in named.items()}
     _check_roles(named, roles)
     devices = sum(team.devices for team in placement.teams.values())
@@ -240,9 +242,24 @@ def _check_names(names: Iterable[str]) -> None:
         )
 
 
+def _check_further(named: dict[str, tuple[Role, ...]], config: RunConfig) -> None:
+    """Check that each role that is not a built-in one is a model of the recipe."""
+    for name, team_roles in named.items():
+        if unknown := [role.value for role in team_roles if role.is_further and role.value not in config.models]:
+            known = [*(role.value for role in MODEL_ROLES), *config.models]
+            near = close_matches(unknown[0], known)
+            raise ConfigError(
+                f"there is no role {unknown[0]}, nor a model of this name in the section models",
+                where=f"placement.teams.{name}.roles",
+                found=unknown[0],
+                allowed=known,
+                fix=f"did you mean {near[0]}?" if near else f"add the model: models.{unknown[0]}.train=true",
+            )
+
+
 def _check_roles(named: dict[str, tuple[Role, ...]], roles: Sequence[Role]) -> None:
     """Check that every role of the graph is in exactly one team, and that every team has a role of the graph."""
-    for role in MODEL_ROLES:  # further models follow the actor
+    for role in (*MODEL_ROLES, *(role for role in roles if role.is_further)):
         holders = [name for name, team_roles in named.items() for team_role in team_roles if team_role is role]
         if len(holders) > 1:
             raise ConfigError(
@@ -284,7 +301,7 @@ def _layout(config: RunConfig, name: str, roles: tuple[Role, ...]) -> ParallelCo
         raise ConfigError(
             f"the {other} and the {next(iter(layouts))} are in the team {name!r} with different layouts, but a team "
             "has one layout",
-            where=f"{other}.parallel",
+            where=f"{config.section_of(other)}.parallel",
             found=layouts[other].model_dump(exclude_defaults=True) or "one process per replica",
             allowed=first.model_dump(exclude_defaults=True) or "one process per replica",
             fix=f"put the {other} into a separate team (placement.teams), or use the same layout",

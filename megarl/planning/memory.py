@@ -437,6 +437,11 @@ class _Models:
             elif Role.ACTOR not in team.roles and config.rollout.holds_model:
                 size = parameter_bytes(facts, team.parallel, dtype)
                 self._always.append(term("rollout parameters", size, layout))
+        if Role.ROLLOUT in team.roles:  # copies of policies that other teams train
+            apart = {Role(policy.model) for policy in config.policies.values() if policy.model} - {*team.roles}
+            for role in sorted(apart, key=lambda role: role.value):
+                size = parameter_bytes(known_sizes(sizes, role), team.parallel, dtype)
+                self._always.append(term(f"{role.value} parameters (a copy)", size, "actor.parallel"))
         if servers:
             self.state[SERVERS] = {WEIGHTS: servers[0]}
         others = {CRITIC: config.critic.engine.offload, SERVERS: True}

@@ -37,8 +37,9 @@ def known_sizes(sizes: Sizes, role: Role) -> ModelFacts:
 
 def layout_key(config: RunConfig, role: Role, team: TeamPlan) -> str:
     """Return the recipe key of a role's layout; in a job without a task graph all roles have the actor's layout."""
-    has_layout = bool(team.nodes) and not role.is_further and getattr(config, role.value).parallel is not None
-    return f"{role.value if has_layout else 'actor'}.parallel"
+    section = config.models[role.value] if role.is_further else getattr(config, role.value)
+    has_layout = bool(team.nodes) and section.parallel is not None
+    return f"{config.section_of(role.value) if has_layout else 'actor'}.parallel"
 
 
 @lru_cache(maxsize=4096)

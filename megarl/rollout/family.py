@@ -13,8 +13,8 @@ A team opens the engine once its models are loaded, and gets a `WeightLink`:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -97,6 +97,31 @@ class WeightLink:
 
     def close(self) -> None:
         """End the processes and threads that this link started."""
+
+
+class Links(WeightLink):
+    """The links of several models, in one."""
+
+    def __init__(self, links: Sequence[WeightLink]) -> None:
+        self._links = list(links)
+
+    def publish(self, version: int) -> None:
+        """Send or receive the weights of every model."""
+        for link in self._links:
+            link.publish(version)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the weights of all models inside the block."""
+        with ExitStack() as stack:
+            for link in self._links:
+                stack.enter_context(link.held())
+            yield
+
+    def close(self) -> None:
+        """Close all links."""
+        for link in self._links:
+            link.close()
 
 
 class EngineFamily:

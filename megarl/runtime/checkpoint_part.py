@@ -1,8 +1,8 @@
 """The part that one team writes into the run's checkpoints; the actor's team decides when to save (checkpoints.py).
 
-A critic's team saves the critic; a rollout's team its random states and the samples of later steps
-(in_order_checkpoint.py and as_ready_checkpoint.py of megarl/disaggregated). megarl/training/multi_team_commit.py shows
-how teams write together.
+A team that trains a critic or further models saves them; a rollout's team its random states and the samples of later
+steps (in_order_checkpoint.py and as_ready_checkpoint.py of megarl/disaggregated). megarl/training/multi_team_commit.py
+shows how teams write together.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def teams_of(c: RankState) -> Teams | None:
     team = c.team
     if team.buffer is None:
         return None
-    parts = {Role.CRITIC, Role.ROLLOUT}
+    parts = {Role.CRITIC, Role.ROLLOUT, *(Role(name) for name, model in c.config.models.items() if model.train)}
     beside = tuple(plan.name for plan in team.others if parts & {*plan.roles}) if team.leads else ()
     if not beside and (team.leads or not parts & {*team.plan.roles}):
         return None

@@ -283,7 +283,8 @@ def _is_model(folder: Path) -> bool:
 
 
 def keep_run_start(c: RankState, resumed_at: int | None, source: Path | None) -> RunStart:
-    """Keep the weights that reference and critic start from, and return their places. Collective over the team.
+    """Keep the weights from which the reference and models of other teams start, and return their places. Collective
+    over the team.
 
     Args:
         c: this rank's state; without `resumed_at` its actor has the weights from which RL starts.
@@ -296,13 +297,14 @@ def keep_run_start(c: RankState, resumed_at: int | None, source: Path | None) ->
     drop_refused_start(c)  # a killed process may have left files
     c.layout.world.barrier()
     placement, begun = c.team.placement, bool(resumed_at)
-    reference, key, critic = None, "", None
+    reference, key, initial = None, "", None
     if placement.of_role(Role.REFERENCE) is not None:
         reference, key = keep_reference(c, resumed_from=source, begun=begun)
-    home = placement.of_role(Role.CRITIC)
-    if home is not None and home != c.team.plan and c.config.critic.path is None and not begun:
-        critic = (unchanged_model(c.config) if source is None else None) or keep_start(c)
-    return RunStart(resumed_at, None if source is None else str(source), reference, critic, key)
+    others = {Role.CRITIC: c.config.critic} | {Role(name): model for name, model in c.config.models.items()}
+    homes = [placement.of_role(role) for role, section in others.items() if section.path is None]
+    if any(home not in (None, c.team.plan) for home in homes) and not begun:
+        initial = (unchanged_model(c.config) if source is None else None) or keep_start(c)
+    return RunStart(resumed_at, None if source is None else str(source), reference, initial, key)
 
 
 @dataclass(frozen=True)

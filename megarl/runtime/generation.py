@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
 from megarl.rollout.families import family_of
+from megarl.runtime.policies import open_policies
 
 if TYPE_CHECKING:
     from megarl.runtime.rank_state import RankState
 
 
 def open_rollout(c: RankState) -> None:
-    """Open the engine `rollout.engine`, or this team's link that sends weights to it.
+    """Open the engine `rollout.engine`, or this team's links that send weights to it.
 
     Every team calls this; collective over its ranks. The engine has no usable weights before the first `publish`.
     """
@@ -26,15 +27,17 @@ def open_rollout(c: RankState) -> None:
     if generates:
         opens = family.open if trains else family.open_receiver
         c.rollout.engine, c.link = opens(c, c.rollout.engine)
-        c.rollout.link = c.link
     elif trains and c.team.generates_elsewhere:
         c.link = family.open_sender(c)
+    open_policies(c)
+    if generates:
+        c.rollout.link = c.link
 
 
 def publish(c: RankState, version: int) -> None:
-    """Publish the actor's current weights to the rollout engine as weight version `version`.
+    """Publish the current weights of the policies' models to the rollout engine as weight version `version`.
 
-    Every team calls this; collective over its ranks. A rollout's team that does not train waits for the weights, and a
-    team that neither trains the actor nor generates does nothing.
+    Every team calls this; collective over its ranks. The rollout's team waits for weights that other teams train, and a
+    team that neither trains a policy nor generates does nothing.
     """
     c.link.publish(version)

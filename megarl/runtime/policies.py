@@ -18,6 +18,7 @@ from megarl.dag.graph import TaskGraph
 from megarl.dag.node import Node
 from megarl.dag.stage import Contract, Kind, Role
 from megarl.data.policies import POLICY
+from megarl.rollout.family import Links
 from megarl.system.errors import ConfigError
 from megarl.system.metrics import Metrics
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from megarl.config.rollout import SamplingConfig
     from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
+    from megarl.rollout.engine import RolloutEngine
+    from megarl.rollout.family import WeightLink
     from megarl.runtime.context import StepContext
     from megarl.runtime.rank_state import RankState
 
@@ -142,7 +145,7 @@ def _context_of(c: StepContext, model: str) -> StepContext:
     settings, common = c.config.models[model], c.config.rollout
     rollout = common.model_copy(update={"sampling": sampling_of(c.config, model)})
     shared = {name: getattr(settings, name) for name in ("engine", "optim", "mini_batch_size", "ppo_epochs", "shuffle")}
-    changed = {_ACTOR: ActorConfig(parallel=c.config.actor.parallel, **shared), "rollout": rollout}
+    changed = {_ACTOR: ActorConfig(parallel=c.config.parallel_of(model), **shared), "rollout": rollout}
     return dataclasses.replace(c, metrics=Metrics(), config=c.config.model_copy(update=changed))
 
 
@@ -168,19 +171,38 @@ def _scattered(samples: Batch, name: str, own: Any, places: list[int]) -> Any:
 
 
 def open_policies(c: RankState) -> None:
-    """Have each policy generate with its model; call it once the models are built."""
+    """Have each policy generate with its model; call it once the run's policy can generate. Collective over a team.
+
+    A model that another team than the rollout's trains is a copy here, to which that team sends its weights.
+    """
     models = policy_models(c.config)
-    if len(models) == 1 or not c.team.holds(Role.ROLLOUT):
+    if len(models) == 1:
         return
-    from megarl.rollout.embedded.engine import EmbeddedEngine
+    others = [name for name in models if name != _ACTOR]
+    if not c.team.holds(Role.ROLLOUT):
+        from megarl.rollout.embedded.links import SentWeights
+
+        here = {name: c.models[name].chunks for name in others if name in c.models}
+        c.link = Links([c.link, *(SentWeights(c, Role(name), chunks) for name, chunks in here.items())])
+        return
     from megarl.rollout.policies import PolicyEngines
 
-    engines: dict[str, Any] = {_ACTOR: c.rollout.engine}
-    for name in models:
-        if name != _ACTOR:
-            chunks = c.models[name].chunks
-            engines[name] = EmbeddedEngine(chunks, c.config.rollout, c.layout, c.tokenizer)
+    opened = {name: _engine_of(c, name) for name in others}
+    engines = {_ACTOR: c.rollout.engine, **{name: engine for name, (engine, _) in opened.items()}}
     of_policy = {policy: model for model, policies in models.items() for policy in policies}
-    c.rollout.engine = PolicyEngines(engines, of_policy)
     sampling = {model: sampling_of(c.config, model) for model in engines}
+    c.rollout.engine = PolicyEngines(engines, of_policy)
     c.rollout.training_engine = PolicyEngines(engines, of_policy, sampling)
+    c.link = Links([c.link, *(link for _, link in opened.values())])
+
+
+def _engine_of(c: RankState, name: str) -> tuple[RolloutEngine, WeightLink]:
+    """Return the engine of a further model in the team that generates, and the link by which its weights arrive."""
+    from megarl.rollout.embedded.engine import EmbeddedEngine
+    from megarl.rollout.embedded.links import ReceivedWeights, SharedWeights
+    from megarl.runtime.role_models import build_copy
+
+    apart = name not in c.models
+    chunks = build_copy(c, name) if apart else c.models[name].chunks
+    engine = EmbeddedEngine(chunks, c.config.rollout, c.layout, c.tokenizer)
+    return engine, ReceivedWeights(c, engine, Role(name)) if apart else SharedWeights(engine)

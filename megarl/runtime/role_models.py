@@ -137,6 +137,15 @@ def make_critic(c: RankState, start: str | None, checkpoint: str | None) -> Crit
         return CriticRole(engine, c.context, offloads=c.config.critic.engine.offload)
 
 
+def build_copy(c: RankState, name: str) -> list[PolicyModel]:
+    """Build a frozen copy of the further model `models.NAME` in the team that generates; its weights arrive from the
+    model's team. Collective."""
+    path, key = c.config.models[name].path, f"models.{name}.path"
+    hf_config = c.hf_config if path is None else read_other_config(c, path, key)
+    with phase(f"load_{name}"), c.offload.phase("load"):
+        return build_engine(c.config, hf_config, c.layout, lambda _: None, trainable=False, name="rollout").chunks
+
+
 def _begin(c: RankState, source: str | None, chunks: list[PolicyModel]) -> None:
     """Initialize a critic from the model at `source`, else from the actor; randomly if a checkpoint replaces it."""
     if source is not None:
@@ -159,21 +168,21 @@ def copy_trunk(policy: Sequence[PolicyModel], critic: Sequence[PolicyModel]) -> 
                 parameter.copy_(weights[name])
 
 
-def make_further(c: RankState, name: str, checkpoint: str | None) -> FurtherRole:
-    """Build the further model `models.NAME`. Collective over the actor's team.
+def make_further(c: RankState, name: str, start: RunStart) -> FurtherRole:
+    """Build the further model `models.NAME`. Collective over its team.
 
     A model that is trained starts from its `path`, else from the actor at the start of RL; a resumed run then loads it
-    from `checkpoint`. The files of a frozen model are recorded in checkpoints.
+    from the checkpoint. The files of a frozen model are recorded in checkpoints.
 
     Raises:
         ConfigError: a token id of the policy means another token to the model; or as `record_frozen`.
     """
     settings, key = c.config.models[name], f"models.{name}.path"
     if settings.path is not None and not settings.train:
-        record_frozen(c, name, key, settings.path, checkpoint)
+        record_frozen(c, name, key, settings.path, start.source)
     with phase(f"load_{name}"), c.offload.phase("load"):
         hf_config, source = c.hf_config, settings.path
-        weights: Weights = lambda chunks: copy_weights(c.actor.chunks, chunks)  # noqa: E731
+        weights: Weights = partial(_begin_as_actor, c, start.initial)
         if source is not None:
             check_same_tokens(c.tokenizer, load_tokenizer_of(c.config.model, source, key), source, key)
             hf_config = read_other_config(c, source, key)
@@ -182,6 +191,17 @@ def make_further(c: RankState, name: str, checkpoint: str | None) -> FurtherRole
                 check_trainable(hf_config, source)
         engine = build_engine(c.config, hf_config, c.layout, weights, trainable=settings.train, name=name)
         return FurtherRole(name, engine, c.context, offloads=settings.engine.offload)
+
+
+def _begin_as_actor(c: RankState, initial: str | None, chunks: list[PolicyModel]) -> None:
+    """Give a further model the actor's weights: those of `initial` in another team; randomly if a checkpoint replaces
+    them."""
+    if c.team.leads:
+        copy_weights(c.actor.chunks, chunks)
+    elif initial is not None:
+        load_weights(chunks, initial)
+    else:
+        init_random(chunks, chunks[0].hf_config, c.config.model.init_seed)
 
 
 @torch.no_grad()

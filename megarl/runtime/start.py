@@ -19,7 +19,6 @@ from megarl.runtime.checkpoints import Checkpoints
 from megarl.runtime.cold_start import ColdStartCheckpoints
 from megarl.runtime.exchange import TokenExchange
 from megarl.runtime.frozen_models import keep_run_start, record_base, record_frozen
-from megarl.runtime.policies import open_policies
 from megarl.runtime.rank_state import RankState, TeamContext
 from megarl.runtime.replay import ReplayStore
 from megarl.runtime.role_models import (
@@ -109,15 +108,14 @@ def make_models(c: RankState, start: RunStart) -> None:
         Role.REFERENCE: lambda: make_reference(c, start),
         Role.TEACHER: lambda: make_teacher(c, start),
         Role.REWARD_MODEL: lambda: make_reward_model(c, start.source),
-        Role.CRITIC: lambda: make_critic(c, start.critic, start.source),
+        Role.CRITIC: lambda: make_critic(c, start.initial, start.source),
     }
     for role, make in makers.items():
         if c.team.holds(role):
             c.held[role.value] = make()
     for role in c.team.plan.roles:
         if role.is_further:
-            c.held[role.value] = make_further(c, role.value, start.source)
-    open_policies(c)
+            c.held[role.value] = make_further(c, role.value, start)
     if c.team.holds(Role.ACTOR) and (field := whole_vocabulary(c.config.algorithm)) is not None:
         c.actor.engine.teacher_weight, c.actor.engine.teacher_cap = read_other_head(c, start, field)
     if c.context.scores is not None and (encoder := c.context.scores.encoder) is not None:

@@ -22,7 +22,7 @@ def test_a_message_comes_as_it_was_sent():
     for message in (
         Validated(4, 0.625, metrics.to_json(), rows),
         PartCopied("critic", 4, [2, 1], {"tp": 1}, {"critic": 7}, {"critic": 32}, 10**12),
-        EngineAddresses([[["127.0.0.1", 4711]]]),
+        EngineAddresses("actor", [[["127.0.0.1", 4711]]]),
         RunStart(None, None, "model", None),
     ):
         assert type(message).decode(message.encode()) == message

@@ -203,3 +203,20 @@ def test_a_further_model_is_in_the_actor_s_team_and_listed_in_no_recipe(teams):
     assert Role("judge") in placement.home(Role.ACTOR).roles
     assert placement.of_node("judges") is placement.home(Role.ACTOR)
     assert "judge" not in str(settled(config, placement).placement)
+
+
+def test_a_further_model_may_have_a_team_of_its_own():
+    teams = "placement.teams={all: {roles: [actor, rollout], devices: 1}, own: {roles: [proposer], devices: 2}}"
+    config = load_config("grpo_self_play_quickstart", [teams, "cluster.nproc=3", "models.proposer.parallel.tp=2"])
+    placement = place(build_task_graph(config), config)
+    assert (placement["own"].nodes, placement["own"].parallel.tp) == (("proposer_actor_train",), 2)
+    assert not placement["own"].may_restart, "it has trained weights"
+    assert {"policy", "response_ids"} <= {*placement.taken("own")[0].fields}
+
+
+def test_a_role_that_is_no_model_of_the_recipe_is_refused():
+    teams = "placement.teams={all: {roles: [actor, rollout], devices: 1}, own: {roles: [propser], devices: 1}}"
+    config = load_config("grpo_self_play_quickstart", [teams, "cluster.nproc=2"])
+    with pytest.raises(ConfigError, match="there is no role propser") as error:
+        place(build_task_graph(config), config)
+    assert (error.value.where, error.value.fix) == ("placement.teams.own.roles", "did you mean proposer?")

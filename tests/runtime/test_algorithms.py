@@ -502,3 +502,41 @@ def test_every_stage_ran_and_needs_what_it_says_it_reads() -> None:
 
 def is_stage(value: Any, module: types.ModuleType) -> bool:
     return hasattr(value, "__stage__") and value.__module__ == module.__name__
+
+
+_AGENTS = pytest.mark.campaign("agents")
+_GENERATES = {"draw": (["rollout"], 1)}
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(
+    ("teams", "layout"),
+    [
+        ({"solver": (["actor", "rollout"], 1), "proposer": (["proposer"], 1)}, ()),
+        pytest.param({**_GENERATES, "solver": (["actor"], 1), "proposer": (["proposer"], 1)}, (), marks=_AGENTS),
+        pytest.param({**_GENERATES, "both": (["actor", "proposer"], 1)}, (), marks=_AGENTS),
+        pytest.param({"solver": (["actor", "rollout"], 1), "proposer": (["proposer"], 2)}, ("dp",), marks=_AGENTS),
+        pytest.param(
+            {"solver": (["actor", "rollout"], 1), "proposer": (["proposer"], 2)},
+            ("models.proposer.parallel.tp=2",),
+            marks=_AGENTS,
+        ),
+        pytest.param({"solver": (["actor", "rollout"], 2), "proposer": (["proposer"], 1)}, ("dp",), marks=_AGENTS),
+    ],
+)
+def test_a_policy_in_a_team_of_its_own_is_the_same_run_and_goes_on(
+    teams: dict[str, tuple[list[str], int]], layout: tuple[str, ...], folder: Path, tmp_path: Path
+) -> None:
+    settings = settings_of(folder, *POLICIES, *OWN_WEIGHTS, "trainer.save_every=1")
+    together = harness.train(folder / "tiny.yaml", tmp_path / "together", *settings)
+    more = [*placed(teams), *(setting for setting in layout if "=" in setting)]
+
+    def apart(*last: str) -> dict[int, dict[str, float]]:
+        return of_training(harness.train(folder / "tiny.yaml", tmp_path / "apart", *settings, *more, *last))
+
+    half, whole = apart("trainer.steps=1"), apart()
+    assert half[1] == whole[1]
+    if layout:
+        assert_near(together, whole)
+    else:
+        assert whole == together
