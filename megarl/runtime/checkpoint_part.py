@@ -24,6 +24,7 @@ from megarl.training.saving import PendingSave
 from megarl.training.shards import CheckpointError, FormatError
 
 if TYPE_CHECKING:
+    from megarl.dag.placement import TeamPlan
     from megarl.runtime.rank_state import RankState
     from megarl.system.comm import WorkerGroup
     from megarl.system.metrics import Metrics
@@ -61,14 +62,18 @@ def newest_intact(root: Path, world: WorkerGroup) -> tuple[tuple[Path, dict[str,
     return None, faults
 
 
+def _writes(team: TeamPlan) -> bool:
+    """Return whether a team other than the actor's has state that checkpoints hold."""
+    return any(role in (Role.CRITIC, Role.ROLLOUT) or role.is_further for role in team.roles)
+
+
 def teams_of(c: RankState) -> Teams | None:
     """Return the teams that write a checkpoint together with this one; None: no other team writes with it."""
     team = c.team
     if team.buffer is None:
         return None
-    parts = {Role.CRITIC, Role.ROLLOUT, *(Role(name) for name, model in c.config.models.items() if model.train)}
-    beside = tuple(plan.name for plan in team.others if parts & {*plan.roles}) if team.leads else ()
-    if not beside and (team.leads or not parts & {*team.plan.roles}):
+    beside = tuple(plan.name for plan in team.others if _writes(plan)) if team.leads else ()
+    if not beside and (team.leads or not _writes(team.plan)):
         return None
     return Teams(team.plan.name, team.plan.first, c.mail, c.config.cluster.timeout_s, beside)
 

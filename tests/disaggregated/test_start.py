@@ -77,14 +77,14 @@ def test_a_fresh_model_is_written_once_and_both_begin_with_it(worker, tmp_path):
 
 def test_where_nothing_has_changed_both_begin_with_the_models_own_files(worker, tmp_path):
     start = begin(worker("train", model={"path": str(tmp_path)}), None, None)
-    assert (start.reference, start.critic) == (str(tmp_path), str(tmp_path))
+    assert (start.reference, start.initial) == (str(tmp_path), str(tmp_path))
     assert not list((tmp_path / "run").glob("*/config.json"))
 
 
 def test_a_critic_with_weights_of_its_own_begins_with_none_of_the_actors(worker):
     settings = {"critic": {"path": "of-its-own"}, "reference": {"path": "elsewhere"}}
     start = begin(worker("train", **settings), None, None)
-    assert (start.reference, start.critic) == ("elsewhere", None)
+    assert (start.reference, start.initial) == ("elsewhere", None)
 
 
 def test_a_start_that_passes_to_a_critic_only_does_not_stay(worker, tmp_path):
@@ -106,7 +106,7 @@ def test_a_resumed_run_takes_the_reference_that_it_has_kept_and_the_critic_of_it
     start = begin(worker("train"), step, source)
     assert start.begun == begun
     kept = str(run_dir / ("reference" if begun else "reference.next"))
-    assert (start.reference, start.critic) == (kept, None if begun else kept)
+    assert (start.reference, start.initial) == (kept, None if begun else kept)
     c = worker("frozen")
     follow_start(c)
     assert c.context.step == step
