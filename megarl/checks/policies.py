@@ -122,11 +122,13 @@ def _shared_weights(config: RunConfig) -> str:
 
 def _conflicts_of_env(config: RunConfig) -> list[Conflict]:
     """Return the settings of the environment that do not go with several policies, in any job."""
-    env = config.env
-    name, score, train, credit = env.get("name"), env.get("score"), env.get("train"), env.get("credit")
+    env, name = config.env, config.env.get("name")
+    if name not in BRANCHING:  # a class of the user's has keys of its own, and is checked when it is imported
+        plays = ":" in str(name)
+        why = "several policies are called by an agent, or by a class derived from megarl.envs.SeveralPolicies"
+        return [Conflict("env.name", name, not plays, BRANCHING[0], why)]
+    train, credit = env.get("train"), env.get("credit")
     return [
-        Conflict(*("env.name", name, name not in BRANCHING, BRANCHING[0]), "several policies are called by an agent"),
-        Conflict("env.score", score, score not in (None, "agent"), "agent", "the agent gives the rewards"),
         Conflict("env.train", train, train not in (None, "all"), "all", "policies.NAME.train chooses what is trained"),
         Conflict("env.credit", credit, credit not in (None, "each"), "each", "policies have their rewards"),
         Conflict("env.models", env.get("models"), bool(env.get("models")), "[]", "calls name policies"),

@@ -337,12 +337,12 @@ class RunConfig(Section):
     @property
     def has_lanes(self) -> bool:
         """Whether an episode may have several sequences, each a row of a batch."""
-        return self.env.get("name") in BRANCHING
+        return self.env.get("name") in BRANCHING or bool(self.policies)
 
     @property
     def has_shares(self) -> bool:
         """Whether the sequences of an episode may have different shares of its advantage."""
-        return self.has_lanes and self.env.get("credit", "each") not in ("each", "last")
+        return self.env.get("name") in BRANCHING and self.env.get("credit", "each") not in ("each", "last")
 
     @property
     def filter_admits(self) -> bool:

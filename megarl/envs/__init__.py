@@ -1,5 +1,6 @@
 """Environments, which answer a policy that acts in turns."""
 
 from megarl.envs.protocol import Action, Environment, EnvSettings, Observation, Step
+from megarl.envs.several import Ask, Rewards, SeveralPolicies
 
-__all__ = ["Action", "EnvSettings", "Environment", "Observation", "Step"]
+__all__ = ["Action", "Ask", "EnvSettings", "Environment", "Observation", "Rewards", "SeveralPolicies", "Step"]

@@ -87,7 +87,7 @@ class Host:
         images: ImagePrompts | None = None,
         services: Services | None = None,
     ) -> None:
-        self._kind, self._settings, self._images = kind, settings, images
+        self._kind, self._settings, self._images, self._services = kind, settings, images, services
         self._answer_s = None if kind.times_itself else answer_s
         self._shared = kind.open_with(settings, services)
         self._threads = ThreadPoolExecutor(_THREADS, "environment")
@@ -106,6 +106,7 @@ class Host:
     async def make(self) -> Environment:
         """Return a new environment for one episode."""
         environment: Environment = await self.call(self._kind, self._settings, self._shared)
+        environment.services = self._services
         return environment
 
     def start(self, work: Coroutine[Any, Any, Reply]) -> Future[Reply]:

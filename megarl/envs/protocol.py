@@ -156,6 +156,8 @@ class Environment:
             true, a run that is resumed plays the recorded turns of an unfinished episode into a new object and goes on
             from there; if false, the episode begins again from its prompt.
         times_itself: the environment ends its own calls in time (`EnvSettings.longest_s`), so the run does not.
+        plays_policies, needs_policies: several policies (the section `policies`) may play it, or must.
+        services: the parts of the run that the environment may use; None: outside of a run.
         is_waiting: this object waits until other episodes end, so a batch must not wait for it.
         may_drop_turns, drops_turn: the environment may end a turn in flight, and does so now: nobody needs the rest of
             it, so `step` is called with the tokens that it has.
@@ -166,7 +168,10 @@ class Environment:
     replayable: ClassVar[bool] = False
     times_itself: ClassVar[bool] = False
     may_drop_turns: ClassVar[bool] = False
+    plays_policies: ClassVar[bool] = False
+    needs_policies: ClassVar[bool] = False
     is_waiting = False
+    services: Services | None = None
     drops_turn: bool = False
 
     def __init__(self, settings: Any, shared: Any) -> None:

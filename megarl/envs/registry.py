@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -110,6 +110,26 @@ def _check_parameters(kind: type[Environment], method: str, arguments: tuple[str
         ) from None
 
 
+def check_plays_policies(kind: type[Environment], policies: Collection[str]) -> None:
+    """Raise ConfigError if the recipe has several policies that the environment does not play, or lacks them."""
+    if policies and not kind.plays_policies:
+        raise ConfigError(
+            f"the environment {kind.__qualname__} does not ask several policies",
+            where="env.name",
+            found=f"policies {', '.join(policies)}",
+            allowed="agent, or a class derived from megarl.envs.SeveralPolicies",
+            fix="derive the class from megarl.envs.SeveralPolicies, or set policies='!replace {}'",
+        )
+    if not policies and kind.needs_policies:
+        raise ConfigError(
+            f"the environment {kind.__qualname__} asks several policies, but the recipe has none",
+            where="policies",
+            found="{}",
+            allowed="the policies that the environment asks",
+            fix="add them, such as policies.NAME.train=true",
+        )
+
+
 def check_longest(longest_s: float | None, answer_s: float) -> None:
     """Raise ConfigError if an environment's deadline exceeds the run's.
 
@@ -179,7 +199,7 @@ def check_environment(config: RunConfig, limit_s: float = _IMPORT_S) -> ConfigEr
         ConfigError: the error that a worker would raise.
     """
     if config.has_turns:
-        reply = ask(_load, {"env": dict(config.env)}, limit_s, where="env.name")
+        reply = ask(_load, {"env": dict(config.env), "policies": list(config.policies)}, limit_s, where="env.name")
         scores, longest_s, needs_tool_template = reply if isinstance(reply, list) else (None, None, False)
         check_longest(longest_s, config.cluster.timeout_s / 2)
         if needs_tool_template:
@@ -218,11 +238,12 @@ def check_tool_template(config: RunConfig) -> None:
         raise unwritten_tools()
 
 
-def _load(env: dict[str, Any]) -> tuple[bool, float | None, bool]:
+def _load(env: dict[str, Any], policies: Collection[str] = ()) -> tuple[bool, float | None, bool]:
     """Load the environment and the components that its settings name; return the environment's `scores`, `longest_s`
     and `needs_tool_template`.
     """
     kind, settings = load_environment(env)
+    check_plays_policies(kind, policies)
     kind.check(settings)
     return kind.gives_scores(settings), settings.longest_s, kind.needs_tool_template(settings)
 

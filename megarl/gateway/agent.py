@@ -219,6 +219,7 @@ class Agent(Environment):
     Settings: ClassVar[type[AgentSettings]] = AgentSettings
     times_itself: ClassVar[bool] = True
     may_drop_turns: ClassVar[bool] = True
+    plays_policies: ClassVar[bool] = True
     _program: Program  # set by `reset`
     _turn: PendingTurn | None = None  # the policy's last turn
 
@@ -425,15 +426,19 @@ class Agent(Environment):
         try:
             text = program.read_result()
             if not text and (limited or not scores):
-                return 0.0, {}, {}
-            if self.shared.policies:
+                return 0.0, {} if scores else self._apart(), {}
+            if self.shared.policies and scores:
                 return 0.0, *parse_rewards(text, self.shared.policies, self._session.record)
             reward, info = parse_result(text, scored=scores)
-            return reward, {}, info
+            return reward, {} if scores else self._apart(), info
         except (ResultError, ValueError) as error:
             raise EpisodeFailure(
                 f"the agent left no valid result: {error}. It ended with {program.how_it_ended()}"
             ) from error
+
+    def _apart(self) -> dict[str, float | list[float]]:
+        """Return rewards of 0 for each conversation of several policies, whose scores reward functions give."""
+        return {name: [0.0] * len(self._session.record.roots(name)) for name in self.shared.policies}
 
     async def _free(self) -> None:
         """End the agent's program and its session, and let another episode begin."""

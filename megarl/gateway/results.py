@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from megarl.envs.several import RewardsError, check_rewards
+
 if TYPE_CHECKING:
     from megarl.config.policies import AgentPolicyConfig
     from megarl.gateway.record import Record
@@ -59,8 +61,7 @@ def parse_rewards(
     """Return the rewards of an episode of several policies, as `Trajectory.rewards`, and its numbers.
 
     Raises:
-        ResultError: the result has another form, lacks the reward of a policy that was called and is trained, has a
-            list of another length than the policy has conversations, or a number where `compare` needs a list; or as
+        ResultError: the result has another form, or rewards that do not fit the episode (`check_rewards`); or as
             `parse_result`.
     """
     try:
@@ -81,28 +82,11 @@ def parse_rewards(
             f"{', '.join(policies)}"
         ) from None
     _check_info(info)
-    if unknown := [name for name in rewards if name not in policies]:
-        raise ResultError(
-            f"`rewards` in the file MEGARL_RESULT names {unknown[0]!r}, which is no policy of the run; allowed: "
-            f"{', '.join(policies)}"
-        )
-    for name, settings in policies.items():
-        begun, given = len(record.roots(name)), rewards.get(name)
-        if begun and settings.train and given is None:
-            raise ResultError(
-                f"`rewards` in the file MEGARL_RESULT lacks the policy {name!r}, which the agent has called"
-            )
-        if begun and settings.train and settings.compare == "episode" and not isinstance(given, list):
-            raise ResultError(
-                f"`rewards` in the file MEGARL_RESULT has one number for the policy {name!r}, whose conversations are "
-                f"compared with one another (policies.{name}.compare is episode); allowed: a list of {begun} numbers, "
-                "one for each conversation that the agent began with the policy"
-            )
-        if isinstance(given, list) and len(given) != begun:
-            raise ResultError(
-                f"`rewards` in the file MEGARL_RESULT has {len(given)} numbers for the policy {name!r}; allowed: one "
-                f"number, or {begun} in a list, one for each conversation that the agent began with the policy"
-            )
+    try:
+        begun = {name: len(record.roots(name)) for name in policies}
+        check_rewards("`rewards` in the file MEGARL_RESULT", rewards, policies, begun)
+    except RewardsError as error:
+        raise ResultError(str(error)) from None
     return rewards, info
 
 

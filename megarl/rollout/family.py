@@ -99,7 +99,7 @@ class WeightLink:
         """End the processes and threads that this link started."""
 
 
-class Links(WeightLink):
+class ModelLinks(WeightLink):
     """The links of several models, in one."""
 
     def __init__(self, links: Sequence[WeightLink]) -> None:

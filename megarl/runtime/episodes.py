@@ -11,7 +11,7 @@ from megarl.data.rows import Row
 from megarl.data.turns import Turns
 from megarl.envs.host import Host
 from megarl.envs.protocol import Services
-from megarl.envs.registry import check_longest, load_environment
+from megarl.envs.registry import check_longest, check_plays_policies, load_environment
 from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def build_episodes(
     kind, settings = load_environment(config.env)
     answer_s = config.cluster.timeout_s / 2
     check_longest(settings.longest_s, answer_s)
+    check_plays_policies(kind, config.policies)
     # Only rank 0 loads the tools: they may start programs, and all prompts must announce the same ones.
     announced = asdict(kind.announcement(settings)) if layout.world.rank == 0 else None
     tools = Announcement(**layout.world.broadcast_json(announced))

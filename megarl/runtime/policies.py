@@ -18,7 +18,7 @@ from megarl.dag.graph import TaskGraph
 from megarl.dag.node import Node
 from megarl.dag.stage import Contract, Kind, Role
 from megarl.data.policies import POLICY
-from megarl.rollout.family import Links
+from megarl.rollout.family import ModelLinks
 from megarl.system.errors import ConfigError
 from megarl.system.metrics import Metrics
 
@@ -183,7 +183,7 @@ def open_policies(c: RankState) -> None:
         from megarl.rollout.embedded.links import SentWeights
 
         here = {name: c.models[name].chunks for name in others if name in c.models}
-        c.link = Links([c.link, *(SentWeights(c, Role(name), chunks) for name, chunks in here.items())])
+        c.link = ModelLinks([c.link, *(SentWeights(c, Role(name), chunks) for name, chunks in here.items())])
         return
     from megarl.rollout.policies import PolicyEngines
 
@@ -193,7 +193,7 @@ def open_policies(c: RankState) -> None:
     sampling = {model: sampling_of(c.config, model) for model in engines}
     c.rollout.engine = PolicyEngines(engines, of_policy)
     c.rollout.training_engine = PolicyEngines(engines, of_policy, sampling)
-    c.link = Links([c.link, *(link for _, link in opened.values())])
+    c.link = ModelLinks([c.link, *(link for _, link in opened.values())])
 
 
 def _engine_of(c: RankState, name: str) -> tuple[RolloutEngine, WeightLink]:

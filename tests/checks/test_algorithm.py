@@ -257,7 +257,7 @@ OWN = ("policies.white.model=white", "models={white: {train: true}}")
     ("overrides", "key", "words"),
     [
         ([POLICIES], "env.name", "called by an agent"),
-        ([POLICIES, AGENT, "env.score=reward"], "env.score", "the agent gives the rewards"),
+        ([POLICIES, AGENT, "env.train=main"], "env.train", "policies.NAME.train chooses"),
         ([POLICIES, AGENT, "data.curriculum.pools={all: {}}"], "data.curriculum", "counts the samples"),
         ([POLICIES, AGENT, "policies.white.advantage={name: remax}"], "policies.white.advantage.name", "greedy_score"),
         (

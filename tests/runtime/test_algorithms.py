@@ -440,6 +440,48 @@ def test_a_run_with_further_models_or_policies_resumes_with_the_same_numbers(
     assert line["proposer/actor/entropy"] < 0.9 * lines[0]["proposer/actor/entropy"]
 
 
+#: The game of `AGENT` as a class, in which the rewards are those of the agent or of a reward function.
+CLASS = """
+from megarl.envs import Ask, Rewards, SeveralPolicies
+
+class Game(SeveralPolicies):
+    def begin(self, row, seed):
+        self.said = []
+        return Ask("proposer", row["prompt"])
+
+    def reply(self, policy, action):
+        self.said.append(action.text)
+        if len(self.said) < 3:
+            return Ask("solver", self.said[0][:2] + "=", fresh=True)
+        digits = [sum(c.isdigit() for c in text) / 4 for text in self.said[1:]]
+        return Rewards({"proposer": 1 - sum(digits) / 2, "solver": digits})
+
+class Scored(Game):
+    scores = False
+"""
+FUNCTION = """
+def pay(samples):
+    digits = [sum(c.isdigit() for c in s["response"]) / 4 for s in samples]
+    return [number if s["policy"] == "solver" else -1.0 for number, s in zip(digits, samples)]
+"""
+
+
+@pytest.mark.campaign("agents")
+@pytest.mark.usefixtures("alone_for_module")
+def test_a_game_of_a_class_is_the_game_of_an_agent(folder: Path, tmp_path: Path) -> None:
+    (folder / "game.py").write_text(CLASS)
+    (folder / "paying.py").write_text(FUNCTION)
+    agent = train(folder, tmp_path / "agent", *POLICIES, *OWN_WEIGHTS)
+    game = train(folder, tmp_path / "game", *POLICIES, "env=!replace {name: FOLDER/game.py:Game}", *OWN_WEIGHTS)
+    own = ("env/calls", "env/limited", "env/untrained_calls", "env/timeouts", "env/undelivered", "env/branches")
+    kept = [{k: v for k, v in numbers(line).items() if not k.startswith(own)} for line in (*agent, *game)]
+    assert kept[:2] == kept[2:]
+    scored = ["env=!replace {name: FOLDER/game.py:Scored}", "reward=!replace {name: FOLDER/paying.py:pay}"]
+    (first, _) = train(folder, tmp_path / "scored", *POLICIES, *scored, *OWN_WEIGHTS)
+    assert first["solver/critic/score/mean"] == game[0]["solver/critic/score/mean"] > 0
+    assert first["proposer/critic/score/mean"] == -1
+
+
 #: The proposer is paid for signs and the solver for digits, which is the opposite.
 PAID = AGENT.replace('"proposer": 1 - sum(digits) / 2', '"proposer": 1 - sum(c.isdigit() for c in said) / 4')
 

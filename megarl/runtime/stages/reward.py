@@ -40,7 +40,7 @@ class Pending:
 
 @stage(
     reads=["response_ids", *_COLUMNS],
-    optional=["transcript", "turn_starts", "turn_ends", EPISODE, LANE, PATCHES, GRIDS, DIGESTS],
+    optional=["transcript", "turn_starts", "turn_ends", EPISODE, LANE, POLICY, PATCHES, GRIDS, DIGESTS],
     writes=[PENDING],
     role=Role.REWARD,
 )
@@ -206,6 +206,7 @@ def reward_inputs(
 
     It has the sample's own entries, the row's columns whose names do not clash with them, and all columns under `row`.
     `ground_truth` equals `answer`, unless the row has such a column. `messages` is None if the prompt is a text.
+    Samples of several policies have the name of theirs under `policy`.
 
     Args:
         whole_texts: decodes `response` and `transcript` with special tokens; None: they are without.
@@ -215,7 +216,8 @@ def reward_inputs(
     lengths = policy_tokens(samples, by_turn="turn_starts" in samples).tolist()
     if whole_texts is not None:
         samples = samples.with_values(_texts_of_tokens(samples, whole_texts))
-    more = [{"transcript": text} for text in samples["transcript"]] if "transcript" in samples else [{}] * len(samples)
+    given = [name for name in ("transcript", POLICY) if name in samples]
+    more = [{name: samples[name][place] for name in given} for place in range(len(samples))]
     return [
         {
             "ground_truth": answer,
@@ -229,9 +231,9 @@ def reward_inputs(
             "response_length": length,
             "messages": prompts.messages(row),
             "row": row,
-            **turns,
+            **others,
         }
-        for uid, prompt, response, answer, source, reason, row, length, turns in zip(
+        for uid, prompt, response, answer, source, reason, row, length, others in zip(
             *(samples[name] for name in _COLUMNS), lengths, more, strict=True
         )
     ]
