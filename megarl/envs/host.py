@@ -106,7 +106,8 @@ class Host:
     async def make(self) -> Environment:
         """Return a new environment for one episode."""
         environment: Environment = await self.call(self._kind, self._settings, self._shared)
-        environment.services = self._services
+        if self._services is not None:
+            environment.services = self._services
         return environment
 
     def start(self, work: Coroutine[Any, Any, Reply]) -> Future[Reply]:

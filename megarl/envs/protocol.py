@@ -157,7 +157,7 @@ class Environment:
             from there; if false, the episode begins again from its prompt.
         times_itself: the environment ends its own calls in time (`EnvSettings.longest_s`), so the run does not.
         plays_policies, needs_policies: several policies (the section `policies`) may play it, or must.
-        services: the parts of the run that the environment may use; None: outside of a run.
+        services: the parts of the run that the environment may use; a host sets it.
         is_waiting: this object waits until other episodes end, so a batch must not wait for it.
         may_drop_turns, drops_turn: the environment may end a turn in flight, and does so now: nobody needs the rest of
             it, so `step` is called with the tokens that it has.
@@ -171,7 +171,7 @@ class Environment:
     plays_policies: ClassVar[bool] = False
     needs_policies: ClassVar[bool] = False
     is_waiting = False
-    services: Services | None = None
+    services: Services  # set before `reset`
     drops_turn: bool = False
 
     def __init__(self, settings: Any, shared: Any) -> None:

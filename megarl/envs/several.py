@@ -6,10 +6,10 @@
         def reply(self, policy, action):
             if policy == "author":
                 return Ask("judge", f"{action.text}\\nRight or wrong?\\n")
-            return Rewards({"author": ..., "judge": ...})
+            return EpisodeRewards({"author": ..., "judge": ...})
 
-A policy goes on with its last conversation, whose tokens are never tokenised again; with `fresh` it begins another one. It reads
-what `Ask` has for it, not the turns of the others.
+A policy goes on with its last conversation, whose tokens are never tokenised again; with `fresh` it begins another one.
+It reads what `Ask` has for it, not the turns of the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from megarl.config.policies import AgentPolicyConfig
-from megarl.envs.protocol import Action, Continuation, Ending, Environment, EpisodeFailure, Observation, Services, Step
+from megarl.envs.protocol import Action, Continuation, Ending, Environment, EpisodeFailure, Observation, Step
 from megarl.system.errors import ConfigError, UserError
 
 
@@ -44,7 +44,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Rewards:
+class EpisodeRewards:
     """The end of an episode.
 
     Attributes:
@@ -128,18 +128,13 @@ class SeveralPolicies(Environment):
         """Begin the episode; arguments as those of `Environment.reset`."""
         raise NotImplementedError
 
-    def reply(self, policy: str, action: Action) -> Ask | Rewards | Awaitable[Ask | Rewards]:
+    def reply(self, policy: str, action: Action) -> Ask | EpisodeRewards | Awaitable[Ask | EpisodeRewards]:
         """Reply to a turn of `policy`."""
         raise NotImplementedError
 
-    def cut(self) -> Rewards:
+    def cut(self) -> EpisodeRewards:
         """Return the rewards of an episode that a limit of turns, tokens or seconds ends: 0 for every conversation."""
-        return Rewards({name: [0.0] * number for name, number in self._begun().items()})
-
-    @property
-    def _services(self) -> Services:
-        assert self.services is not None, "a run passes its services"
-        return self.services
+        return EpisodeRewards({name: [0.0] * number for name, number in self._begun().items()})
 
     @classmethod
     def check(cls, settings: Any) -> None:
@@ -161,10 +156,10 @@ class SeveralPolicies(Environment):
 
     def step(self, action: Action) -> Any:
         """Return the next policy's input, or the end."""
-        now, turns = self._now, self._services.turns
+        now, turns = self._now, self.services.turns
         now.last, self._turns = self._turns, self._turns + 1
         now.tokens, now.ended = now.tokens + len(action.token_ids), turns.is_ended(action.token_ids)
-        if not self._services.policies[now.policy].train:
+        if not self.services.policies[now.policy].train:
             self._untrained.append(now.last)
         if action.finish_reason == "abort":  # the episode's time is up
             return self._end(self.cut(), limited=True)
@@ -172,27 +167,30 @@ class SeveralPolicies(Environment):
 
     def _settled(self, answer: Any) -> Any:
         """Return the step of an answer, or a coroutine that returns it if the answer has to be awaited."""
-        return self._later(answer) if inspect.isawaitable(answer) else self._step_of(answer)
 
-    async def _later(self, answer: Awaitable[Any]) -> Any:
-        return self._step_of(await answer)
+        async def later() -> Any:
+            return self._step_of(await answer)
+
+        return later() if inspect.isawaitable(answer) else self._step_of(answer)
 
     def _step_of(self, answer: Any) -> Continuation | Step:
-        if isinstance(answer, Rewards):
+        if isinstance(answer, EpisodeRewards):
             return self._end(answer)
         if not isinstance(answer, Ask):
-            raise EpisodeFailure(f"it returned {answer!r:.80}; allowed: Ask(policy, observation) or Rewards(rewards)")
-        if answer.policy not in self._services.policies:
-            names = ", ".join(self._services.policies)
+            raise EpisodeFailure(
+                f"it returned {answer!r:.80}; allowed: Ask(policy, observation) or EpisodeRewards(rewards)"
+            )
+        if answer.policy not in self.services.policies:
+            names = ", ".join(self.services.policies)
             raise EpisodeFailure(f"it asks the policy {answer.policy!r:.80}; allowed: {names}")
-        following = None if self._turns >= self._services.turns_limit else self._following(answer)
+        following = None if self._turns >= self.services.turns_limit else self._following(answer)
         if following is None:
             return self._end(self.cut(), limited=True)
         return Step(following) if self._turns else following
 
     def _following(self, ask: Ask) -> Continuation | None:
         """Return the input of the next turn; None: the sequence has no room for it."""
-        services, sampling = self._services, self._services.policies[ask.policy].sampling
+        services, sampling = self.services, self.services.policies[ask.policy].sampling
         earlier = [] if ask.fresh else [talk for talk in self._talks if talk.policy == ask.policy]
         talk = earlier[-1] if earlier else _Conversation(ask.policy)
         try:
@@ -222,12 +220,12 @@ class SeveralPolicies(Environment):
         """Return how many conversations with a turn each policy has."""
         return dict(Counter(talk.policy for talk in self._talks if talk.last is not None))
 
-    def _end(self, end: Rewards, *, limited: bool = False) -> Step:
+    def _end(self, end: EpisodeRewards, *, limited: bool = False) -> Step:
         begun, rewards = self._begun(), dict(end.rewards)
         if not self.scores:
             rewards = {name: [0.0] * number for name, number in begun.items()}
         try:
-            check_rewards("`Rewards`", rewards, self._services.policies, begun)
+            check_rewards("`EpisodeRewards`", rewards, self.services.policies, begun)
         except RewardsError as error:
             raise EpisodeFailure(str(error)) from error
         numbers = [x for value in rewards.values() for x in (value if isinstance(value, list) else [value])]

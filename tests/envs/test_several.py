@@ -19,7 +19,7 @@ TOKENIZER = character_tokenizer("0123456789+-=xy")
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' else '=' }}{% endfor %}"
 #: A proposer, two attempts of a solver of which the first one goes on, and a judge; the row has the rewards.
 CLASS = """
-from megarl.envs import Ask, Rewards, SeveralPolicies
+from megarl.envs import Ask, EpisodeRewards, SeveralPolicies
 
 class Debate(SeveralPolicies):
     def begin(self, row, seed):
@@ -33,7 +33,7 @@ class Debate(SeveralPolicies):
         asks = asks[:self.row.get("turns", 4)]
         if len(self.seen) <= len(asks):
             return asks[len(self.seen) - 1]
-        return Rewards(self.row["rewards"], {"asked": len(self.seen)})
+        return EpisodeRewards(self.row["rewards"], {"asked": len(self.seen)})
 """
 POLICIES = {
     "proposer": AgentPolicyConfig(),

@@ -442,7 +442,7 @@ def test_a_run_with_further_models_or_policies_resumes_with_the_same_numbers(
 
 #: The game of `AGENT` as a class, in which the rewards are those of the agent or of a reward function.
 CLASS = """
-from megarl.envs import Ask, Rewards, SeveralPolicies
+from megarl.envs import Ask, EpisodeRewards, SeveralPolicies
 
 class Game(SeveralPolicies):
     def begin(self, row, seed):
@@ -454,7 +454,7 @@ class Game(SeveralPolicies):
         if len(self.said) < 3:
             return Ask("solver", self.said[0][:2] + "=", fresh=True)
         digits = [sum(c.isdigit() for c in text) / 4 for text in self.said[1:]]
-        return Rewards({"proposer": 1 - sum(digits) / 2, "solver": digits})
+        return EpisodeRewards({"proposer": 1 - sum(digits) / 2, "solver": digits})
 
 class Scored(Game):
     scores = False
