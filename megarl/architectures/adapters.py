@@ -11,12 +11,15 @@ W, if W is split by rows, or A, if W is split by columns; the other one is whole
 An adapter parameter of experts concatenates those of all experts by rows, as the weight does. Experts that checkpoints
 have in one tensor [experts, in, out] have the same adapters, one for gate and up together; PEFT has those of a layer in
 one A and one B (`megarl.models.weights.peft`).
+
+The linear layers of a vision encoder are whole on every rank, and so are their adapters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
+from megarl.architectures.tensors import part_of
 from megarl.models.layers.rules import COLUMNS, ROWS, STACK, WeightRule, WeightSource
 
 MODULE = "adapter"
@@ -31,6 +34,8 @@ TARGETS = {
 """Names in `model.lora.targets` of the parts of a model whose linear layers can have adapters."""
 DEFAULT_TARGETS = ("attention", "mlp")
 """The targets of `model.lora.targets=null`; adapters of experts are many, so they must be named."""
+VISION_TARGETS = ("tower", "merger")
+"""The parts of a vision encoder whose linear layers can have adapters; they must be named."""
 
 _TRANSPOSED = {COLUMNS.name: ROWS, ROWS.name: COLUMNS}
 
@@ -64,3 +69,23 @@ def adapter_rules(table: tuple[WeightRule, ...], targets: Collection[str] | None
         by_columns = split is COLUMNS  # whether tensor parallelism splits the inputs
         yield WeightRule(f"{stem}a", rule.part, COLUMNS if by_columns else STACK, tuple(down))
         yield WeightRule(f"{stem}b", rule.part, STACK if by_columns else split, tuple(up))
+
+
+def vision_adapters(
+    visual: Mapping[str, tuple[str, tuple[int, ...]]], targets: Collection[str] | None, rank: int
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the adapters of a vision encoder's linear layers, in the form of `visual`: parameter -> name and shape of
+    its tensor.
+
+    Args:
+        visual: parameters of the encoder, with name and shape of their tensors in a checkpoint.
+    """
+    adapters: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for parameter, (name, shape) in visual.items():
+        stem = parameter.removesuffix("weight")
+        linear = stem != parameter and len(shape) == 2 and not parameter.endswith("pos_embed.weight")
+        if linear and part_of(parameter) in (targets or ()):
+            base, (rows, columns) = name.removesuffix(".weight"), shape
+            adapters[f"{stem}{MODULE}.a"] = base + DOWN, (rank, columns)
+            adapters[f"{stem}{MODULE}.b"] = base + UP, (rows, rank)
+    return adapters

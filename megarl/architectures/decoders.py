@@ -89,6 +89,16 @@ def canonical_name(model_type: object, stored: str, *, vision: bool) -> str:
     return stored
 
 
+def module_name(stored: str) -> str:
+    """Return the name that a tensor of a vision-language model has in the modules of transformers 5, where files may
+    have older names.
+
+    >>> module_name("model.layers.0.mlp.up_proj.weight")
+    'model.language_model.layers.0.mlp.up_proj.weight'
+    """
+    return canonical_name("qwen3_vl", stored, vision=True)
+
+
 def is_left_out(model_type: object, stored: str, *, vision: bool) -> bool:
     """Return whether a tensor of a checkpoint is not read: it belongs to a vision encoder that is not used."""
     return not vision and model_type in DECODERS and stored.startswith((_NESTED.encoder, _FLAT.encoder))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarl.architectures.adapters import DEFAULT_TARGETS
+from megarl.architectures.adapters import DEFAULT_TARGETS, VISION_TARGETS
 from megarl.artifacts.adapter_settings import check_scale, read_settings
 from megarl.artifacts.facts import ModelFacts
 from megarl.checks.checklist import Checklist
@@ -50,14 +50,6 @@ def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement
                 fix=f"set model.lora.dropout=0, or {role}.parallel.tp=1",
             )
             break
-    if facts is not None and facts.encoder is not None:
-        checks.fail(
-            "model.lora",
-            "adapters are not supported in vision-language models",
-            found=facts.encoder.model_type,
-            allowed="a text model",
-            fix="remove model.lora, or use a text model",
-        )
     if placement is not None:
         _check_critic(config, placement, checks)
 
@@ -74,11 +66,21 @@ def _check_expert_layout(role: str, parallel: ParallelConfig, checks: Checklist)
 
 
 def _check_targets(lora: LoraConfig, facts: ModelFacts, checks: Checklist) -> None:
-    targets = {"attention": True, "mlp": facts.copies["mlp"] > 0, "experts": facts.copies["router"] > 0}
+    sees = facts.encoder is not None
+    targets = {"attention": True, "mlp": facts.copies["mlp"] > 0, "experts": facts.copies["router"] > 0 and not sees}
+    targets |= dict.fromkeys(VISION_TARGETS, sees)
     present = [target for target, exists in targets.items() if exists]
     default = [target for target in present if target in DEFAULT_TARGETS]
     missing = [target for target in lora.targets or () if target not in present]
-    if missing or lora.targets == []:
+    if missing == ["experts"] and facts.is_moe:
+        checks.fail(
+            "model.lora.targets",
+            "PEFT has no form for adapters on the experts of a vision-language model",
+            found=lora.targets,
+            allowed=present,
+            fix="remove experts, or set model.vision=false to train the language model only",
+        )
+    elif missing or lora.targets == []:
         checks.fail(
             "model.lora.targets",
             f"this model has no layers for {' or '.join(missing)}" if missing else "no layers for adapters are named",

@@ -13,7 +13,7 @@ from megarl.config.base import Section
 from megarl.system.errors import ConfigError
 
 Dtype = Literal["fp32", "bf16", "auto"]
-Target = Literal["attention", "mlp", "experts"]
+Target = Literal["attention", "mlp", "experts", "tower", "merger"]
 """Kinds of linear layers that can have low-rank adapters."""
 
 
@@ -25,8 +25,8 @@ class LoraConfig(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the input of adapters in training; needs tp=1")
     targets: list[Target] | None = Field(
         None,
-        description="layers with adapters: attention, mlp (of dense layers), experts (one adapter per expert); null: "
-        "attention, and mlp where the model has it",
+        description="layers with adapters: attention, mlp (of dense layers), experts (one adapter per expert), and of "
+        "a vision encoder tower (its blocks) and merger; null: attention, and mlp where the model has it",
     )
     path: str | None = Field(
         None,
@@ -38,6 +38,11 @@ class LoraConfig(Section):
     def scale(self) -> float:
         """The factor alpha / rank of B A."""
         return self.alpha / self.rank
+
+    @property
+    def in_tower(self) -> bool:
+        """Whether blocks of a vision encoder have adapters."""
+        return "tower" in (self.targets or ())
 
 
 class ModelConfig(Section):

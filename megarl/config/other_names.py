@@ -41,7 +41,7 @@ _KEYS = {
     "model.lora.rank": "lora_r lora_rank peft.dim lora.r peft.r lora.dim",
     "model.lora.alpha": "lora_alpha peft.alpha",
     "model.lora.dropout": "lora_dropout",
-    "model.lora.targets (attention, mlp, experts)": "lora_target_modules target_modules",
+    "model.lora.targets (attention, mlp, experts, tower, merger)": "lora_target_modules target_modules",
     "model.lora.path": "lora_path lora_adapter_path",
     "data.train_files, as NAME:CONFIG@SPLIT": "dataset_config dataset_train_split",
     "data.val_files, as NAME:CONFIG@SPLIT": "dataset_test_split",

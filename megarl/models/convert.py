@@ -14,7 +14,7 @@ from megarl.artifacts.action_statistics import FILE as STATISTICS
 from megarl.artifacts.adapter_settings import CONFIG as ADAPTER_CONFIG
 from megarl.artifacts.conversion import check_target
 from megarl.config.model import ModelConfig
-from megarl.models.hf import encoder_of, load_hf_config, stacks_experts, vision_of
+from megarl.models.hf import checkpoint_names, encoder_of, load_hf_config, stacks_experts, vision_of
 from megarl.models.weight_table import WeightTable
 from megarl.models.weights.draft import KeptDraft
 from megarl.models.weights.files import CheckpointReader, FolderWriter, resolve_folder
@@ -42,10 +42,11 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
     if (folder / ADAPTER_CONFIG).is_file():
         adapter = AdapterReader(folder, str(folder))
         folder = _base_folder(adapter)
-    # adapters are only trained for language models
-    hf = load_hf_config(ModelConfig(path=str(folder), vision=adapter is None), str(folder / "config.json"))
+    vision = adapter is None or adapter.of_images
+    hf = load_hf_config(ModelConfig(path=str(folder), vision=vision), str(folder / "config.json"))
     reader = CheckpointReader(folder, vision=encoder_of(hf) is not None)
     if adapter is not None:
+        adapter.name_as(checkpoint_names(hf))
         adapter.check_base(WeightTable.of(hf).shapes())
     value_head = "score.weight" in reader
     table = WeightTable.of(hf, value_head=value_head)

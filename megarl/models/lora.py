@@ -44,6 +44,7 @@ from torch import Tensor
 
 from megarl.architectures.adapters import DOWN, MODULE, is_adapter
 from megarl.config.model import LoraConfig
+from megarl.models.hf import checkpoint_names, encoder_of
 from megarl.models.layers.experts.stacked import StackedLinear
 from megarl.models.layers.experts.training import GroupedLinear, expert_groups, grouped_linear
 from megarl.models.layers.linear import ReplicatedLinear
@@ -87,7 +88,7 @@ class Adapter(torch.nn.Module):
         self.enabled, self.scale, self._rank = True, lora.scale, lora.rank
         self._heights, self._experts = tuple(heights), experts
         for parameter in (self.a, self.b):
-            parameter.allreduce = weight.allreduce  # type: ignore[attr-defined]
+            parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def merged(self, weight: Tensor, region: TensorRegion) -> Tensor:
@@ -179,6 +180,26 @@ class LinearAdapter(Adapter):
         return self._up(F.linear(x, self.a) * self.scale)
 
 
+class EncoderAdapter(Adapter):
+    """The adapter of a linear layer of a vision encoder, which every tensor-parallel rank has whole."""
+
+    def __init__(self, linear: torch.nn.Linear, a: tuple[int, ...], b: tuple[int, ...], lora: LoraConfig) -> None:
+        super().__init__(linear.weight, a, b, b[:1], lora)
+        self._dropout = lora.dropout
+        for parameter in (self.a, self.b):
+            parameter.sequence_parallel = getattr(linear.weight, "sequence_parallel", False)  # type: ignore[attr-defined]
+        linear.register_forward_hook(self._add)
+
+    def _add(self, linear: torch.nn.Linear, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        return output + self(inputs[0]) if self.enabled else output
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the adapter's output [..., out] for the layer's input [..., in]."""
+        if self._dropout:
+            x = F.dropout(x, self._dropout, self.training)
+        return F.linear(F.linear(x, self.a) * self.scale, self.b)
+
+
 class ExpertAdapters(Adapter):
     """The adapters of one projection (or of gate and up) of each of a process's experts."""
 
@@ -262,6 +283,9 @@ def attach(chunks: Sequence[PolicyModel], lora: LoraConfig) -> None:
             kind = ExpertAdapters if isinstance(linear, GroupedLinear) else StackedAdapters
             linear.add_module(MODULE, kind(linear, down, up.shape, lora))
             continue
+        if isinstance(linear, torch.nn.Linear) and name.startswith("visual."):
+            linear.add_module(MODULE, EncoderAdapter(linear, down, up.shape, lora))
+            continue
         if not isinstance(linear, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear):
             raise TypeError(
                 f"cannot attach an adapter to {name}: {type(linear).__name__} is not a parallel "
@@ -296,6 +320,8 @@ def init_adapters(chunks: Sequence[PolicyModel], lora: LoraConfig, seed: int) ->
     stored = None
     if lora.path is not None:
         stored = AdapterReader(lora.path, "model.lora.path")
+        if encoder_of(chunks[0].hf_config) is not None:
+            stored.name_as(checkpoint_names(chunks[0].hf_config))
         stored.check(lora, shapes)
 
     def read(name: str, region: TensorRegion) -> Tensor:

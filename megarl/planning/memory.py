@@ -505,7 +505,8 @@ def _learning_terms(
     terms = [term(f"{role} activations", needed.kept + needed.passing, keys, rough=True)]
     passes = update_passes(config, facts, role, parallel, dp, job)
     terms += config.task.update_terms(config, facts, role, passes)
-    if facts.encoder is not None and "tower" not in facts.frozen:
+    lora = config.model.lora
+    if facts.encoder is not None and "tower" not in facts.frozen and (lora is None or lora.in_tower):
         most, sequence = image_patches(config, facts.encoder), min(passes.longest, longest)
         counted = sequence + most * patch_tokens(facts, parallel, engine, learns=True)
         sequences = min(passes.tokens * parallel.cp / sequence, max(1.0, engine.micro_batch_tokens // counted))

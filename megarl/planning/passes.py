@@ -26,7 +26,7 @@ from megarl.planning.links import Links
 from megarl.planning.shards import (
     BYTES,
     GRADIENT,
-    adapter_parameters,
+    decoder_adapters,
     owned_parameters,
     stage_parameters,
     step_bytes,
@@ -179,7 +179,7 @@ class ModelPass:
 
     @property
     def _trains_vision(self) -> bool:
-        return "tower" not in self.facts.frozen
+        return "tower" not in self.facts.frozen and (self.lora is None or self.lora.in_tower)
 
     def _encoder(self, share: Share, passes: float, *, train: bool) -> float:
         """Return the seconds of the vision encoder, which each tensor-parallel rank computes whole.
@@ -253,7 +253,7 @@ class ModelPass:
     def _adapters(self, tokens: float) -> float:
         if self.lora is None:
             return 0.0
-        dense, expert = adapter_parameters(self.facts, ParallelConfig(), self.lora)
+        dense, expert = decoder_adapters(self.facts, ParallelConfig(), self.lora)
         active = expert / self.facts.experts * self.facts.experts_per_token if expert else 0.0
         return 2 * tokens * (dense + active) / self._stages
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 
-from megarl.architectures.adapters import adapter_rules
+from megarl.architectures.adapters import adapter_rules, vision_adapters
 from megarl.artifacts.facts import ModelFacts
 from megarl.config.model import LoraConfig, ParallelConfig
 from megarl.config.run import RunConfig
@@ -127,7 +127,17 @@ def _elements(facts: ModelFacts, tp: int, expert_tp: int) -> Mapping[str, int]:
 
 
 def adapter_parameters(facts: ModelFacts, parallel: ParallelConfig, lora: LoraConfig) -> tuple[float, float]:
-    """Return the (dense, expert) parameters of adapters on a rank; a stage has its share of the layers."""
+    """Return the (dense, expert) parameters of adapters on a rank; a stage has its share of the layers, and the first
+    one those of a vision encoder."""
+    dense, expert = decoder_adapters(facts, parallel, lora)
+    if facts.encoder is not None:
+        visual = {f"visual.{name}": tensor for name, tensor in facts.encoder.tensors.items()}
+        dense += sum(math.prod(shape) for _, shape in vision_adapters(visual, lora.targets, lora.rank).values())
+    return dense, expert
+
+
+def decoder_adapters(facts: ModelFacts, parallel: ParallelConfig, lora: LoraConfig) -> tuple[float, float]:
+    """Return the (dense, expert) parameters of the decoder's adapters on a rank."""
     size = {**facts.dimensions, "rank": lora.rank}
     sparse = facts.copies["router"] / facts.layers
     per_layer = {

@@ -125,7 +125,7 @@ class MegatronEngine:
             self.sequences = replace(sequences, drafts=True)
         self.teacher_weight: Tensor | None = None
         self.teacher_cap: float | None = None
-        learns = optim is not None and "tower" not in freeze
+        learns = optim is not None and "tower" not in freeze and (lora is None or lora.in_tower)
         self._patch_tokens = patch_tokens(facts_of(hf_config), parallel, engine, learns=learns)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
         self._where = {"critic": "critic.engine", **dict.fromkeys(_OF_ACTOR, "actor.engine")}.get(

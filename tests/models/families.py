@@ -316,7 +316,11 @@ def with_adapters(folder: Path, facts: ModelFacts) -> Any:
 
     hf = load_hf_config(ModelConfig(path=str(folder), vision=facts.encoder is not None))
     names = ["attention", *(["mlp"] if not facts.is_moe or not all(facts.sparse) else [])]
-    lora = LoraConfig(rank=2, alpha=3, targets=names + (["experts"] if facts.is_moe else []))
+    if facts.encoder is not None:
+        names += ["tower", "merger"]
+    elif facts.is_moe:
+        names += ["experts"]
+    lora = LoraConfig(rank=2, alpha=3, targets=names)
     config = transformer_config(hf, ParallelConfig(), dtype=torch.float32, engine=EngineConfig(), lora=lora)
     chunks = build_policy(hf, config)
     init_adapters(chunks, lora, 0)

@@ -4,6 +4,7 @@ Tolerances: float32 of values of size 1 to 10, whose sums run in another order.
 """
 
 import functools
+import importlib.util
 import itertools
 import random
 
@@ -281,13 +282,24 @@ def test_drawn_models_with_images_are_equal(kind, tmp_path):
     each()
 
 
-def check_adapters(folder, _, samples, settings):
-    """After an update, the merged export is the model with adapters."""
+@pytest.mark.parametrize(
+    "kind", ["qwen2_5_vl", *(pytest.param(kind, marks=pytest.mark.campaign("lora")) for kind in sorted(FAMILIES))]
+)
+def test_adapters_of_decoder_and_encoder_are_read_by_transformers_and_peft(kind, tmp_path):
+    check_adapters(*of_config(tmp_path, config_of(kind)))
+
+
+def check_adapters(folder, reference, samples, settings):
+    """After an update, the merged export is the model with adapters, and so is PEFT's model of the exported ones."""
     from transformers import AutoModelForImageTextToText
 
     from megarl.architectures.adapters import is_adapter
     from megarl.artifacts.facts import known_facts
+    from megarl.models.convert import convert
     from megarl.models.weights import export_weights
+    from megarl.models.weights.files import CheckpointReader
+    from megarl.models.weights.peft import export_adapter
+    from megarl.sync.source import Pieces
     from tests.dist import world
 
     model = with_adapters(folder, known_facts(ModelConfig(path=str(folder), vision=True), ""))
@@ -297,7 +309,20 @@ def check_adapters(folder, _, samples, settings):
             assert is_adapter(name), f"{name} would be trained"
             parameter.data -= 0.05 * parameter.grad / parameter.grad.abs().max().clamp(min=1e-9)
     export_weights([model], folder / "merged", model.hf_config, world=world())
+    lora = model.config.lora
+    export_adapter([model], folder / "adapter", lora, base=str(folder), world=world())
     again = AutoModelForImageTextToText.from_pretrained(folder / "merged").eval()
     with torch.no_grad():
         wanted = expected(again, samples, settings)
         torch.testing.assert_close(packed(model, samples, settings)[0], wanted, atol=2e-5, rtol=0)
+    convert(folder / "adapter", folder / "converted")
+    assert (folder / "converted/model.safetensors").read_bytes() == (folder / "merged/model.safetensors").read_bytes()
+    if importlib.util.find_spec("peft"):
+        from peft import PeftModel
+
+        adapted = PeftModel.from_pretrained(reference.eval(), folder / "adapter").get_base_model()
+        with torch.no_grad():
+            torch.testing.assert_close(expected(adapted, samples, settings), wanted, atol=2e-5, rtol=0)
+    merged = CheckpointReader(folder / "merged", vision=True)
+    for (name, region), tensor in Pieces([model]).items():
+        assert torch.equal(tensor, merged.read(name, region)), f"{name} for servers is not the merged one"

@@ -1,4 +1,5 @@
-"""Runs whose prompts have images: killed, stopped by a bad image, and gone on to the numbers of an undisturbed run."""
+"""Runs whose prompts have images, by PPO after a supervised phase: killed, stopped by a bad image, and gone on to the
+numbers of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -44,6 +45,7 @@ def write_rows(folder: Path) -> None:
         row["images"] = [f"{number}.png"]
     rows[0] |= {"images": None, "prompt": "n?"}
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "cold.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:CUT]))
     (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
     (folder / "score.py").write_text(REWARD)
 
@@ -60,7 +62,9 @@ def settings(folder: Path) -> list[str]:
         "actor.engine={micro_batch_tokens: 64}",
         "actor.optim.lr=1e-3",
         "validation.every=2",
-        "sft.steps=0",
+        "algorithm={pipeline: ppo, advantage: {name: gae}}",
+        "critic.engine={micro_batch_tokens: 64}",
+        f"sft={{steps: 2, eval_every: 2, stop_at_accuracy: null, train_files: [{folder}/cold.jsonl]}}",
         f"trainer={{steps: {STEPS}, save_every: 1}}",
         "cluster={nproc: 1, threads: 1, timeout_s: 200}",
         "tracking={mlflow: false, report: false}",
@@ -78,6 +82,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(run: Path) -> dict[int, dict[str, float]]:
     return harness.metrics(run)
+
+
+def test_policy_and_critic_learn_after_the_supervised_phase(whole):
+    assert all(whole[step]["critic/grad_norm"] > 0 and whole[step]["actor/grad_norm"] > 0 for step in whole)
 
 
 @pytest.mark.parametrize("export", [False, True], ids=["run folder", "export"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megarl.architectures.vision_language import FAMILIES
-from megarl.config.model import ModelConfig, ParallelConfig
+from megarl.config.model import LoraConfig, ModelConfig, ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.data.batch import Jagged
 from tests.dist import fresh_layout, run_distributed
@@ -44,10 +44,18 @@ LAYOUTS = {
 SHARES = {1: [6], 2: [4, 2], 4: [2, 1, 1, 2]}
 #: With parts that do not learn; of the first one a stage has nothing that does.
 FROZEN = [({"pp": 2}, {"recompute": "full"}, ("language_model",)), ({"tp": 2, "sp": True}, {}, ("tower",))]
+#: In place of parts that do not learn: adapters of decoder and encoder do; the model is a critic.
+ADAPTERS, CRITIC = ("adapters",), ("critic",)
+FORMS: dict[tuple[str, ...], dict[str, Any]] = {
+    ADAPTERS: {"lora": LoraConfig(rank=4, alpha=8, targets=["attention", "mlp", "tower", "merger"])},
+    CRITIC: {"value_head": True},
+}
 #: By test: the model, and layouts with settings of the engine and the parts that do not learn.
 CASES = {
     **{kind: (kind, [(*layout, ()) for layout in layouts]) for kind, layouts in LAYOUTS.items()},
     "frozen": ("qwen3_vl", FROZEN),
+    "adapters": ("qwen3_vl", [({"tp": 2, "sp": True}, {"recompute": "full"}, ADAPTERS)]),
+    "critic": ("qwen2_5_vl", [({"tp": 2, "sp": True}, {}, CRITIC), ({"cp": 2}, {}, CRITIC)]),
 }
 
 
@@ -90,14 +98,14 @@ def engine_of(kind: str, parallel: ParallelConfig, engine: EngineConfig, optim: 
     )
 
 
-def _run(kind: str, parallel: ParallelConfig, engine: EngineConfig, **settings: Any) -> dict:
-    """Log-probs before, gradient norms, and all parameters after two steps."""
+def _run(kind: str, parallel: ParallelConfig, engine: EngineConfig, freeze: tuple, **settings: Any) -> dict:
+    """Log-probs (or values) before, gradient norms, and all parameters after two steps."""
     from megarl.models.weights import iter_hf_tensors
 
-    made = engine_of(kind, parallel, engine, **settings)
+    made = engine_of(kind, parallel, engine, **FORMS.get(freeze, {"freeze": freeze}), **settings)
     layout, whole = made.layout, batch_for(made.hf_config)
     batch = whole.split(SHARES[layout.dp_size])[layout.dp_rank]
-    logp = made.logprobs(batch, 0.8)[0]
+    logp = next(iter(cases.outputs(made, batch, 0.8).values()))
     norms = [cases.train(made, batch, 0.8).result()["actor/grad_norm"] for _ in range(2)]
     tensors = {name: tensor for name, tensor in iter_hf_tensors(made.chunks, layout.world) if tensor is not None}
     return {"logp": logp.values.clone(), "norms": torch.tensor(norms), "dp_rank": layout.dp_rank, "tensors": tensors}
@@ -114,7 +122,7 @@ def _wrong(cases: dict[str, tuple[str, list]], alone: dict[Any, dict]) -> dict[s
 def _differences(
     kind: str, parallel: dict, engine: dict, freeze: tuple, alone: dict[Any, dict], **settings: Any
 ) -> list[str]:
-    run = _run(kind, ParallelConfig(**parallel), EngineConfig(**engine), freeze=freeze, **settings)
+    run = _run(kind, ParallelConfig(**parallel), EngineConfig(**engine), freeze, **settings)
     want = alone[kind, freeze]
     pairs = [("norms", run["norms"], want["norms"])]
     if run["dp_rank"] == 0:  # which has the first samples
@@ -140,13 +148,13 @@ def _of_both_ranks(chosen: dict[str, tuple[str, list]]) -> list[dict[str, list[s
     single_process()
     asked = dict.fromkeys((kind, freeze) for kind, layouts in chosen.values() for *_, freeze in layouts)
     whole = EngineConfig(micro_batch_tokens=10_000)
-    alone = {(kind, freeze): _run(kind, ParallelConfig(), whole, freeze=freeze) for kind, freeze in asked}
+    alone = {(kind, freeze): _run(kind, ParallelConfig(), whole, freeze) for kind, freeze in asked}
     return run_distributed(_wrong, 2, 400.0, chosen, alone)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_equals_one_process(name, wrong):
-    """With `frozen`, of the parts that learn."""
+    """With `frozen`, of the parts that learn; with `adapters`, of the merged weights; with `critic`, of the values."""
     assert [found[name] for found in wrong] == [[], []]
 
 
@@ -174,5 +182,5 @@ def test_gradients_of_encoder_and_experts_are_those_of_one_process(kind):
     from tests.dist import single_process
 
     single_process()
-    alone = {(kind, ()): _run(kind, ParallelConfig(), EngineConfig(micro_batch_tokens=10_000), optim=PLAIN)}
+    alone = {(kind, ()): _run(kind, ParallelConfig(), EngineConfig(micro_batch_tokens=10_000), (), optim=PLAIN)}
     assert run_distributed(_wrong_steps, 4, 400.0, kind, alone) == [[]] * 4

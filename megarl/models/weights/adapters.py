@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megarl.architectures.adapters import TARGETS, adapter_rules
+from megarl.architectures.adapters import TARGETS, adapter_rules, vision_adapters
+from megarl.architectures.tensors import part_of
 from megarl.config.model import LoraConfig
+from megarl.models.hf import encoder_of
 from megarl.models.weight_table import Coordinate, Shard, WeightTable
 from megarl.system.errors import ConfigError
 
@@ -33,7 +35,8 @@ def adapter_slices(hf: PretrainedConfig, at: Coordinate, lora: LoraConfig) -> li
 def _table(hf: PretrainedConfig, lora: LoraConfig) -> WeightTable:
     table = WeightTable.of(hf)
     rules = adapter_rules(table.rules, lora.targets)
-    return replace(table, rules=tuple(rules), sizes={**table.sizes, "rank": lora.rank}, visual={})
+    visual = {} if encoder_of(hf) is None else vision_adapters(table.visual, lora.targets, lora.rank)
+    return replace(table, rules=tuple(rules), sizes={**table.sizes, "rank": lora.rank}, visual=visual)
 
 
 def check_targets(hf: PretrainedConfig, lora: LoraConfig) -> None:
@@ -47,7 +50,9 @@ def check_targets(hf: PretrainedConfig, lora: LoraConfig) -> None:
             allowed="0 with experts among model.lora.targets",
             fix="set model.lora.dropout=0",
         )
-    present = {TARGETS[rule.part] for rule, _, _ in _table(hf, lora).instances(Coordinate())}
+    table = _table(hf, lora)
+    present = {TARGETS[rule.part] for rule, _, _ in table.instances(Coordinate())}
+    present |= {part_of(parameter) for parameter in table.visual}
     missing = [target for target in lora.targets or () if target not in present]
     if missing or not present:
         raise ConfigError(

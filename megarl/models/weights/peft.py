@@ -15,7 +15,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megarl.architectures.adapters import DOWN, UP
+from megarl.architectures.decoders import module_name
 from megarl.artifacts.adapter_settings import CONFIG, PLAIN, TENSORS, check_scale, read_settings
 from megarl.config.model import LoraConfig
-from megarl.models.hf import num_experts
+from megarl.models.hf import encoder_of, num_experts
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.adapters import adapter_tensors
 from megarl.models.weights.export import iter_adapter_tensors
@@ -59,15 +60,20 @@ def export_adapter(
         if base is not None and (local := Path(base).expanduser()).is_dir():
             base = str(local.absolute())
         shapes = adapter_tensors(chunks[0].hf_config, lora)
-        stored = _stored(shapes)
+        stored, hf = _stored(shapes), chunks[0].hf_config
+        form: Callable[[str], str] = str if encoder_of(hf) is None else module_name
         temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
         temporary.mkdir(parents=True)
-        named = {_PREFIX + name: shape for name, shape in stored.items()}
+        named = {_PREFIX + form(name): shape for name, shape in stored.items()}
         writer = SafetensorsWriter(temporary / TENSORS, named, chunks[0].config.params_dtype)
         for name, tensor in _in_stacks(tensors, shapes):
-            writer.add(_PREFIX + name, tensor)
+            writer.add(_PREFIX + form(name), tensor)
         writer.close()
-        settings = peft_config(lora, stored, base, mixture=num_experts(chunks[0].hf_config) is not None)
+        modules = [form(name) for name in stored]
+        sees = encoder_of(hf) is not None  # PEFT does not convert names of experts of these models
+        settings = peft_config(lora, modules, base, mixture=num_experts(hf) is not None and not sees)
+        if sees:
+            settings["target_modules"] = _whole_names(settings["target_modules"], modules)
         text = json.dumps(settings, indent=2, sort_keys=True)
         (temporary / CONFIG).write_text(text + "\n", encoding="utf-8")
         replace_folder(temporary, folder)
@@ -161,6 +167,20 @@ def _modules(names: Iterable[str]) -> list[str]:
     return sorted({name.removesuffix(DOWN).rpartition(".")[2] for name in names if name.endswith(DOWN)})
 
 
+def _whole_names(modules: Sequence[str], names: Iterable[str]) -> str:
+    """Return the expression that matches the whole names of the modules with adapters.
+
+    A vision-language model's encoder has modules with the same last names as those of the decoder.
+
+    Args:
+        modules: last names of the modules that PEFT selects by name.
+        names: names of the adapters' tensors.
+    """
+    stems = (name.removesuffix(DOWN) for name in names if name.endswith(DOWN))
+    chosen = (stem for stem in stems if stem.rpartition(".")[2] in modules)
+    return "|".join(sorted({re.sub(r"(?<=\.)\d+(?=\\\.)", r"\\d+", re.escape(stem)) for stem in chosen}))
+
+
 class AdapterReader:
     """Reads the tensors of a PEFT adapter, by the names of `adapter_tensors`.
 
@@ -179,6 +199,16 @@ class AdapterReader:
             ) from error
         self.names = {name.removeprefix(_PREFIX): name for name in self._file.keys()}  # noqa: SIM118
         self._ups: tuple[str, torch.Tensor] | None = None  # the last stack of B that was read
+
+    @property
+    def of_images(self) -> bool:
+        """Whether the adapter is one of a vision-language model, by the names of its tensors."""
+        return any(name.startswith(("model.language_model.", "model.visual.", "visual.")) for name in self.names)
+
+    def name_as(self, form: Callable[[str], str]) -> None:
+        """Use the names `form(name)` for the tensors from now on: those of the base model's checkpoint, which may have
+        older names than its modules."""
+        self.names = {form(name): stored for name, stored in self.names.items()}
 
     def check(self, lora: LoraConfig, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raise an error if the adapter's settings or tensors differ from the recipe's."""
