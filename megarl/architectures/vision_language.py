@@ -94,14 +94,21 @@ class VisionFamily:
     deepstack: tuple[int, ...] = ()  # the default of deepstack_visual_indexes; empty: the class has no such key
     # default ids of the token before an image, the token that a feature replaces, and the token after it
     tokens: tuple[int, int, int] = (151652, 151655, 151653)
+    video_token: int = 151656  # the default id of the token that a video's feature replaces
+    clock: int | None = None  # the default of tokens_per_second; None: the class has no such key
+    # least and most pixels of a video that transformers' processor sets: of a frame, or of all frames with timestamps
+    video_pixels: tuple[int, int] = (128 * 28**2, 768 * 28**2)
+    timestamps: bool = False  # prompts name the time of each temporal patch, and its features are an image's
 
 
-_DEEP = VisionFamily(_QWEN3, (24, 20, 20), deepstack=(8, 16, 24))
-_LINEAR = VisionFamily(_QWEN3, (11, 11, 10), tokens=(248053, 248056, 248054))
+_DEEP = VisionFamily(
+    _QWEN3, (24, 20, 20), deepstack=(8, 16, 24), video_pixels=(128 * 32**2, 768 * 32**2), timestamps=True
+)
+_LINEAR = replace(_DEEP, sections=(11, 11, 10), deepstack=(), tokens=(248053, 248056, 248054), video_token=248057)
 #: The vision encoder of each model type in `megarl.architectures.decoders.DECODERS`.
 FAMILIES = {
     "qwen2_vl": VisionFamily(_QWEN2, (16, 24, 24), interleaved=False),
-    "qwen2_5_vl": VisionFamily(_QWEN2_5, (16, 24, 24), interleaved=False),
+    "qwen2_5_vl": VisionFamily(_QWEN2_5, (16, 24, 24), interleaved=False, clock=4),
     "qwen3_vl": _DEEP,
     "qwen3_vl_moe": _DEEP,
     "qwen3_5": _LINEAR,
@@ -134,6 +141,8 @@ class VisionEncoder:
     interleaved: bool  # whether the frequencies for time, height and width alternate; false: they are consecutive
     # ids of the token before an image, the token that a feature replaces, and the token after it
     image_tokens: tuple[int, int, int]
+    video_token: int  # id of the token that a video's feature replaces
+    clock: int | None  # positions per second of a video; None: one for each temporal patch
 
     @property
     def image_token(self) -> int:
@@ -236,6 +245,8 @@ class VisionEncoder:
             sections=_sections(raw, where),
             interleaved=family.interleaved,
             image_tokens=(before, token, after),
+            video_token=raw.get("video_token_id", family.video_token),
+            clock=None if family.clock is None else given.get("tokens_per_second", family.clock),
         )
 
 
@@ -306,3 +317,56 @@ class ImageSettings:
             mean=tuple(given.get("image_mean") or published["image_mean"]),
             deviation=tuple(given.get("image_std") or published["image_std"]),
         )
+
+
+@dataclass(frozen=True)
+class VideoSettings:
+    """How frames of a video become the encoder's input; colours are those of `ImageSettings`.
+
+    Attributes:
+        patch, merge: as in `ImageSettings`.
+        temporal: frames of a temporal patch.
+        min_pixels, max_pixels: limits on the pixels of a frame or, with `whole`, of all frames together.
+        whole: as above.
+        timestamps: prompts name the time of each temporal patch, whose features have the positions of an image.
+        clock: positions per second of a video without timestamps; None: one for each temporal patch.
+    """
+
+    patch: int
+    merge: int
+    temporal: int
+    min_pixels: int
+    max_pixels: int
+    whole: bool
+    timestamps: bool
+    clock: int | None
+
+    @classmethod
+    def of(
+        cls, encoder: VisionEncoder, processor: Mapping[str, Any] | None, least: int | None, most: int | None
+    ) -> VideoSettings:
+        """Build the settings from a model's video_preprocessor_config.json; None: those of transformers' processor.
+
+        Args:
+            least, most: other limits on pixels; None keeps the model's.
+        """
+        family, size = FAMILIES[encoder.model_type], (processor or {}).get("size") or {}
+        settings = cls(
+            patch=encoder.patch,
+            merge=encoder.merge,
+            temporal=encoder.temporal,
+            min_pixels=least or size.get("shortest_edge") or family.video_pixels[0],
+            max_pixels=most or size.get("longest_edge") or family.video_pixels[1],
+            whole=family.timestamps,
+            timestamps=family.timestamps,
+            clock=encoder.clock,
+        )
+        unit = (encoder.patch * encoder.merge) ** 2
+        if settings.min_pixels > settings.max_pixels or settings.max_pixels < unit:
+            raise ConfigError(
+                "no frame size is within these limits",
+                where="data.video_min_pixels, data.video_max_pixels",
+                found=[settings.min_pixels, settings.max_pixels],
+                allowed=f"video_min_pixels <= video_max_pixels, and video_max_pixels >= {unit}",
+            )
+        return settings

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 VLA_TYPE = "openvla"
 #: The file that describes how pictures become pixels.
 PREPROCESSOR = "preprocessor_config.json"
+VIDEO_PREPROCESSOR = "video_preprocessor_config.json"
 #: Separate files of OpenVLA-OFT; a policy that has one computes something that is not supported.
 _OTHER_PARTS = {
     "action_head": "its actions come from a separate head, not from tokens",

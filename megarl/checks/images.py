@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megarl.architectures.decoders import DECODERS
-from megarl.architectures.vision_language import ImageSettings, VisionEncoder
+from megarl.architectures.vision_language import ImageSettings, VideoSettings, VisionEncoder
 from megarl.artifacts.facts import ModelFacts, local_folder
-from megarl.artifacts.vla_folder import read_preprocessor
+from megarl.artifacts.vla_folder import VIDEO_PREPROCESSOR, read_mapping, read_preprocessor
 from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
 from megarl.rollout.families import family_of
@@ -76,19 +76,23 @@ def _vision_problem(config: RunConfig, facts: ModelFacts | None) -> ConfigError 
 
 def _check_numbers(config: RunConfig, encoder: VisionEncoder, vocab: int, checks: Checklist) -> None:
     """Check that the special tokens of images are in the vocabulary, and the minimum and maximum pixels of an image."""
-    beyond = [token for token in encoder.image_tokens if not 0 <= token < vocab]
+    tokens = [*encoder.image_tokens, *([] if config.data.video_key is None else [encoder.video_token])]
+    beyond = [token for token in tokens if not 0 <= token < vocab]
     if beyond:
         checks.fail(
             "model: image_token_id",
             "this special token of images is not in the vocabulary",
             found=beyond,
             allowed=f"0 to {vocab - 1}",
-            fix="correct vision_start_token_id, image_token_id and vision_end_token_id of config.json",
+            fix="correct vision_start_token_id, image_token_id, video_token_id and vision_end_token_id of config.json",
         )
     with checks.recorded():
         folder = None if config.model.path is None else local_folder(config.model.path)
         processor = read_preprocessor(folder) if folder is not None else None
         ImageSettings.from_config(encoder, processor).limited(config.data.min_pixels, config.data.max_pixels)
+        if config.data.video_key is not None:
+            videos = None if folder is None else read_mapping(folder / VIDEO_PREPROCESSOR)
+            VideoSettings.of(encoder, videos, config.data.video_min_pixels, config.data.video_max_pixels)
 
 
 def _deep_layers_fit(config: RunConfig, facts: ModelFacts, checks: Checklist) -> bool:

@@ -37,6 +37,7 @@ from megarl.data.sources import SUFFIXES, TEXT, files_of_folder, is_saved_set, l
 from megarl.data.split import split_rows
 from megarl.data.teachers import check_teachers
 from megarl.data.templates import no_chat_template, prompt_formatter
+from megarl.data.videos import check_video_marks, open_video, row_videos
 from megarl.rewards import REWARDS
 from megarl.rewards.parts import located
 from megarl.rewards.references import check_answers, explain_missing_columns, reads_answers, uses_reward
@@ -299,7 +300,10 @@ class _Rows:
 
     def _counted(self, text: str, row: Row) -> str:
         """Check the number of `<image>` in the text of a prompt, and return the text unchanged."""
-        check_marks(text, len(self._images(row)), str(self.config.data.image_key), row)
+        data = self.config.data
+        check_marks(text, len(self._images(row)), str(data.image_key), row)
+        if data.video_key is not None:
+            check_video_marks(text, len(row_videos(row, data.video_key)), data.video_key, row)
         return text
 
     def _images(self, row: Row) -> list[Any]:
@@ -314,6 +318,9 @@ class _Rows:
                 if not self.in_time():
                     return
                 image_size(value, folder, f"{row.where}: column {self.config.data.image_key!r}")
+            data = self.config.data
+            for value in [] if data.video_key is None or not self.in_time() else row_videos(row, data.video_key):
+                open_video(value, folder, data.video_fps, data.max_frames, f"{row.where}: column {data.video_key!r}")
 
     def _check_answers(self, rows: Sequence[Row], needless: bool) -> None:
         key, reward = self.config.data.answer_key, self.config.reward

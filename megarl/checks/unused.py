@@ -148,6 +148,13 @@ OWNERS = (
         only=("image_dir", "min_pixels", "max_pixels", "limit_images", "loader_workers"),
     ),
     Owner(
+        "data",
+        lambda j: j.config.data.video_key is not None,
+        "prompts have no videos",
+        "set data.video_key",
+        only=("video_fps", "max_frames", "video_min_pixels", "video_max_pixels"),
+    ),
+    Owner(
         "tracking",
         lambda j: j.config.tracking.mlflow,
         "MLflow is off",

@@ -6,7 +6,15 @@ import datetime
 from typing import Annotated, Any, Literal
 
 import annotated_types
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from megarl.config.base import Seconds, Section
 
@@ -131,6 +139,24 @@ class DataConfig(Section):
     )
     max_pixels: PositiveInt | None = Field(
         None, description="images with more pixels are reduced; null: the model's own limit"
+    )
+    video_key: str | None = Field(
+        None,
+        description="column of a prompt's videos, a list: each a list of frames, {frames, fps}, {path, fps}, or the "
+        "path of a .npy or .gif file; each replaces one <video> in the prompt. Without image_key it becomes images, "
+        "a column that rows need not have; null: no videos",
+    )
+    video_fps: PositiveFloat = Field(2.0, description="frames per second of videos that do not name theirs")
+    max_frames: PositiveInt | None = Field(
+        None, description="longer videos are reduced to this many frames at equal distances; null: all frames"
+    )
+    video_min_pixels: PositiveInt | None = Field(
+        None,
+        description="videos with fewer pixels are enlarged; pixels of a frame (Qwen2-VL, Qwen2.5-VL) or of all frames "
+        "(Qwen3-VL, Qwen3.5); null: the model's own limit",
+    )
+    video_max_pixels: PositiveInt | None = Field(
+        None, description="videos with more pixels are reduced, as video_min_pixels; null: the model's own limit"
     )
     limit_images: PositiveInt | None = Field(
         None, description="maximum images in a prompt or in a whole episode; null: any number"

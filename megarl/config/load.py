@@ -544,6 +544,9 @@ def _validate(
     # set now, because an exported model of this run has another name
     if config.data.chat_template == "auto" and config.model.named_base:
         config = config.model_copy(update={"data": config.data.model_copy(update={"chat_template": False})})
+    if config.data.video_key is not None and config.data.image_key is None:
+        # what prompts show is read by the code of images, from fields of the same names
+        config = config.model_copy(update={"data": config.data.model_copy(update={"image_key": "images"})})
     if config.model.vision is None and config.data.image_key is not None:
         # set here, because the code that reads the model's config later has only the section `model`
         config = config.model_copy(update={"model": config.model.model_copy(update={"vision": True})})

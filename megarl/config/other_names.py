@@ -267,6 +267,7 @@ _QUANTISED = "quantised weights cannot be trained here; model.dtype is fp32 or b
 _WANDB = "set trackers in tracking.loggers (wandb, tensorboard, trackio, or your own class) and tracking.project"
 _SHARDS = "FSDP and DeepSpeed do not exist here; use Megatron's layouts (actor.parallel, actor.engine)"
 _PICTURES = "set the column of images in data.image_key, and data.image_dir, min_pixels, max_pixels, limit_images"
+_VIDEOS = "set the column of videos in data.video_key, and data.video_fps, max_frames, video_max_pixels"
 _REFERENCE = "the reference policy is always frozen here (reference.path)"
 _REWARD_MODEL = "use a reward model as a reward: reward.name=reward_model or classifier, or http for a served one"
 _ALWAYS = "this is always on here, and has no key"
@@ -295,7 +296,8 @@ _ABSENT = {
         "use_tensorboard swanlab trackio_space_id"
     ),
     _SHARDS: "fsdp fsdp_config fsdp_size deepspeed ds_config zero_stage dtensor_cfg",
-    _PICTURES: "image_key video_key min_pixels max_pixels limit_images",
+    _PICTURES: "image_key min_pixels max_pixels limit_images",
+    _VIDEOS: "video_key video_fps video_max_pixels",
     _REFERENCE: "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
     _REWARD_MODEL: "reward_model_path rm",
     _ALWAYS: "packing padding_free use_remove_padding balance_batch calculate_log_probs",

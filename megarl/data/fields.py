@@ -101,7 +101,8 @@ FIELDS: dict[str, Field] = {
         "int64",
         "[B, images]",
         "loader; rollout with an environment",
-        "of each image its place in prompt and response, rows and columns of features",
+        "of each image its place in prompt and response, rows and columns of features; with data.video_key also -1, or "
+        "for a temporal patch of a video the distance of its time to the video's first",
         "[[1, 2, 3]]",
     ),
     "image_digests": Field(

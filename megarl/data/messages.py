@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.data.row_images import MARK, is_image
 from megarl.data.rows import MEDIA_FIX, Row
+from megarl.data.videos import MARK as VIDEO_MARK
 from megarl.system.errors import DataError, shortened
 
 Message = dict[str, Any]
@@ -238,6 +239,9 @@ def _joined(parts: list[Any], number: int, row: Row, column: str, images: bool) 
             return None
         if images and is_image(part):
             texts.append(MARK)
+            continue
+        if images and part["type"] == "video" and not any(part.get(name) for name in ("video", "path", "url")):
+            texts.append(VIDEO_MARK)  # the next video of data.video_key
             continue
         if part["type"] != "text" or not isinstance(part.get("text"), str):
             raise DataError(

@@ -131,6 +131,8 @@ class PromptDataset:
         }
         if self._images is not None:
             left_out[self._images.key.partition(".")[0]] = True  # the batch has the images as fields
+            if self._images.videos is not None:
+                left_out[self._images.videos.key.partition(".")[0]] = True
         left_out["prompt"] = self.config.prompt_key == "prompt" and row["prompt"] == self.texts[index]
         columns = {name: value for name, value in row.items() if not left_out.get(name, False)}
         prompt = self.config.prompt_key.partition(".")[0]

@@ -86,10 +86,11 @@ def given_prompts(
     render = prompt_formatter(config.format_prompt)
     # these columns are text, even if a value is the name of an image file
     texts = (config.prompt_key, config.answer_key, "data_source")
+    shown = [key.partition(".")[0] for key in (config.image_key, config.video_key) if key is not None]
     prompts: list[str | list[Message]] = []
     for row in rows:
         content = row.column(config.prompt_key, "data.prompt_key")
-        refuse_media(row, [name for name in texts if name and isinstance(row.get(name), str)], config.image_key)
+        refuse_media(row, [name for name in texts if name and isinstance(row.get(name), str)], shown)
         if isinstance(content, str) and not chat:
             text = render(content, row)
             prompts.append(text if mark is None else mark(text, row))

@@ -260,17 +260,17 @@ _FILE = re.compile(
 _LOOKED_AT = 300  # first characters of a value that are matched against _FILE
 
 
-def refuse_media(row: Row, texts: Container[str], images: str | None = None) -> None:
+def refuse_media(row: Row, texts: Container[str], shown: Container[str] = ()) -> None:
     """Raise an error for a column of images, video or sound, recognised by its name or its value.
 
     Numbers, true, false, null and empty values never count as media.
 
     Args:
         texts: columns that are read as text; they are not checked.
-        images: `data.image_key`, the column of images that the model gets; not checked either.
+        shown: columns of images and videos that the model gets; they are not checked either.
     """
     for name, value in row.items():
-        if name in texts or (images is not None and name == images.partition(".")[0]):
+        if name in texts or name in shown:
             continue
         if (_NAME.fullmatch(name) and isinstance(value, str | list | dict) and value) or _is_media(value):
             raise DataError(

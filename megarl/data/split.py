@@ -57,7 +57,10 @@ def _content(row: Row, config: DataConfig) -> Any:
         return row  # a preference pair without a prompt column: both responses begin with the prompt
     image_key = config.image_key
     images = row.column(image_key, "data.image_key") if image_key is not None and row.has(image_key) else None
-    return [row.column(config.prompt_key, "data.prompt_key"), images]
+    content = [row.column(config.prompt_key, "data.prompt_key"), images]
+    if config.video_key is not None and row.has(config.video_key):
+        content.append(row.column(config.video_key, "data.video_key"))
+    return content
 
 
 def _plain(value: Any) -> Any:

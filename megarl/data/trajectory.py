@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megarl.data.batch import Batch, Jagged
 from megarl.data.fields import KEPT_COUNTS, KEPT_IDS, ROUTES
-from megarl.data.image_set import ImageSet, fields_of_sets
+from megarl.data.image_set import ImageSet, fields_of_sets, place_of
 from megarl.data.kept_tokens import KeptTokens
 from megarl.data.routes import RouteForm, continued
 from megarl.data.tensor_text import from_text, to_text
@@ -333,7 +333,7 @@ class Trajectory:
         """Restore a trajectory from `to_json`; `patches`: image digest -> the image's patches."""
         layout, images = fields.get("images"), None
         if layout is not None:
-            places = tuple((start, rows, columns) for start, rows, columns in layout["places"])
+            places = tuple(map(place_of, layout["places"]))
             whole = torch.cat([patches[digest] for digest in layout["digests"]])
             images = ImageSet(whole, places, tuple(layout["sizes"]), tuple(layout["digests"]))
         record = None if fields.get("kept_tokens") is None else KeptTokens.from_text(fields["kept_tokens"])
@@ -360,6 +360,7 @@ def trajectory_values(
     *,
     by_turn: bool = True,
     patch_values: int | None = None,
+    clips: bool = False,
     bodies: bool = False,
     routes: RouteForm | None = None,
     kept: bool = False,
@@ -370,6 +371,7 @@ def trajectory_values(
         trajectories: finished trajectories.
         by_turn: True for episodes, which also get fields per turn and their own prompts; False for plain answers.
         patch_values: numbers per image patch, for episodes with images; None: there are no images.
+        clips: whether the run reads videos.
         bodies: whether episodes get the mask of the observations' own tokens.
         routes: form of the routes that samples must have; None: the samples get none.
         kept: whether samples get the kept tokens of each token.
@@ -400,7 +402,8 @@ def trajectory_values(
     if not by_turn:
         return values
     ends = jagged([t.turn_ends for t in trajectories])
-    images = {} if patch_values is None else fields_of_sets([t.images for t in trajectories], patch_values)
+    sets = [t.images for t in trajectories]
+    images = {} if patch_values is None else fields_of_sets(sets, patch_values, clips=clips)
     marked = {"observation_mask": responses.like(_body_mask(trajectories, responses))} if bodies else {}
     return {
         **values,

@@ -16,11 +16,11 @@ from megarl.architectures import ALIASES, ARCHITECTURES, draft, standard_config,
 from megarl.architectures.decoders import DECODERS, canonical_name, decoder_config, reads_vision
 from megarl.architectures.generic import MEANINGS
 from megarl.architectures.vision import LANGUAGE_MODEL
-from megarl.architectures.vision_language import ImageSettings, VisionEncoder
+from megarl.architectures.vision_language import ImageSettings, VideoSettings, VisionEncoder
 from megarl.artifacts.facts import ModelFacts, facts_from_config
 from megarl.artifacts.layout import layout_problems
 from megarl.artifacts.model_files import no_model
-from megarl.artifacts.vla_folder import PREPROCESSOR, VLA_TYPE, read_preprocessor
+from megarl.artifacts.vla_folder import PREPROCESSOR, VIDEO_PREPROCESSOR, VLA_TYPE, read_mapping, read_preprocessor
 from megarl.config.base import raise_problems
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.data.routes import RouteForm
@@ -130,7 +130,9 @@ def _vision_language(raw: dict[str, Any], where: str, model: ModelConfig, key: s
     hf = load_hf_config(ModelConfig(hf_config=decoder_config(raw)), f"{where}.text_config")
     VisionEncoder.from_config(raw, hf.hidden_size, where)
     hf.vision_language = dict(raw)  # exports write config.json from this attribute
-    hf.preprocessor = None if model.path is None else read_preprocessor(resolve_folder(model.path, key, weights=False))
+    folder = None if model.path is None else resolve_folder(model.path, key, weights=False)
+    hf.preprocessor = None if folder is None else read_preprocessor(folder)
+    hf.video_preprocessor = None if folder is None else read_mapping(folder / VIDEO_PREPROCESSOR)
     image_settings(hf)
     return hf
 
@@ -327,6 +329,14 @@ def image_settings(hf: PretrainedConfig) -> ImageSettings:
     encoder = encoder_of(hf)
     assert encoder is not None, "a vision-language model"
     return ImageSettings.from_config(encoder, hf.preprocessor, PREPROCESSOR)
+
+
+def video_settings(hf: PretrainedConfig, least: int | None, most: int | None) -> VideoSettings:
+    """Return how a vision-language model turns frames of a video into its encoder's input; `least` and `most` replace
+    its limits on pixels."""
+    encoder = encoder_of(hf)
+    assert encoder is not None, "a vision-language model"
+    return VideoSettings.of(encoder, hf.video_preprocessor, least, most)
 
 
 def visual_tensors(hf: PretrainedConfig) -> dict[str, tuple[str, tuple[int, ...]]]:

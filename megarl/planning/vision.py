@@ -54,7 +54,7 @@ def image_patches(config: RunConfig, encoder: VisionEncoder) -> float:
     # the environment may show images, too
     shown = config.response_tokens(config.rollout.sampling) if config.has_turns else 0
     most = float((config.data.max_prompt_tokens + shown) * encoder.merge**2)
-    if config.data.limit_images is None or config.data.max_pixels is None:
+    if config.data.limit_images is None or config.data.max_pixels is None or config.data.video_key is not None:
         return most
     return min(most, config.data.limit_images * config.data.max_pixels / encoder.patch**2)
 

@@ -96,6 +96,7 @@ _USED_AT_ONCE = """
         algorithm.resampling algorithm.dynamic_sampling algorithm.overlong
     data.train_files data.val_files data.val_split data.system_prompt data.prompt_key data.answer_key
         data.image_key data.image_dir data.min_pixels data.max_pixels data.limit_images data.format_prompt
+        data.video_key data.video_fps data.max_frames data.video_min_pixels data.video_max_pixels
         data.chat_template data.chat_template_kwargs data.override_chat_template data.date
         data.max_prompt_tokens data.overlong data.batch_size data.val_batch_size data.max_val_samples
         data.loader_kwargs data.loader_workers data.curriculum data.experts data.replay

@@ -11,8 +11,8 @@ import torch
 
 from megarl.config.rollout import SamplingConfig, env_section
 from megarl.data.batch import Batch, Jagged
-from megarl.data.fields import PATCHES
-from megarl.data.image_set import image_sets, pil_images
+from megarl.data.fields import GRIDS, PATCHES
+from megarl.data.image_set import STILLS, image_sets, pil_images
 from megarl.data.lanes import EPISODE, LANE, SHARE, UNSAMPLED, leads
 from megarl.data.policies import POLICY, parts_of, places_of, whole_episode
 from megarl.data.trajectory import Trajectory, token_shares, trajectory_values
@@ -112,7 +112,8 @@ def samples_of(
     samples, by_turn = prompts.select([place for place, *_ in rows]), rollout.episodes is not None
     width = samples[PATCHES].values.shape[1] if by_turn and PATCHES in samples.names() else None
     bodies = rollout.episodes is not None and rollout.episodes.bodies
-    forms: dict[str, Any] = {"patch_values": width, "bodies": bodies, "routes": rollout.routes}
+    clips = width is not None and samples[GRIDS].values.shape[1] > STILLS
+    forms: dict[str, Any] = {"patch_values": width, "clips": clips, "bodies": bodies, "routes": rollout.routes}
     forms["kept"] = rollout.keeps_tokens and sampling.is_bounded
     values = trajectory_values(trajectories, by_turn=by_turn, **forms) | {
         "sample_id": [part.name + f".{lane}" * (lane > 0) for _, part, lane, _ in rows],

@@ -36,6 +36,7 @@ from megarl.models.hf import (
     image_settings,
     moe_layers,
     route_form,
+    video_settings,
     visual_tensors,
 )
 from megarl.models.weights import init_random, load_weights
@@ -427,7 +428,10 @@ def image_prompts(
     """
     encoder = encoder_of(hf_config)
     if encoder is not None:
-        return ImagePrompts.of(config.data, encoder, image_settings(hf_config), tokenizer)
+        data, frames = config.data, None
+        if data.video_key is not None:
+            frames = video_settings(hf_config, data.video_min_pixels, data.video_max_pixels)
+        return ImagePrompts.of(data, encoder, image_settings(hf_config), tokenizer, frames)
     if config.data.image_key is not None:
         raise ConfigError(
             "the model cannot read images",

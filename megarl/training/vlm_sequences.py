@@ -33,7 +33,7 @@ class ImageLayout(TextLayout):
         return [
             {
                 digest: square * rows * columns
-                for digest, (_, rows, columns) in zip(digests.tolist(), grids.tolist(), strict=True)
+                for digest, (_, rows, columns, *_) in zip(digests.tolist(), grids.tolist(), strict=True)
             }
             for digests, grids in images
         ]

@@ -57,6 +57,8 @@ def test_images_go_to_servers(python: Path) -> None:
 def test_what_servers_cannot_see_is_named(python: Path) -> None:
     ((key, message),) = failed(python, "model.hf_config.vision_config.patch_size=8", "data.min_pixels=1024")
     assert (key, "finished features" in message) == ("model: vision_config.patch_size", True)
+    ((key, message),) = failed(python, "data.video_key=videos", "model.hf_config.video_token_id=7")
+    assert (key, "another video than the trainer" in message) == ("data.video_key", True)
     ((key, message),) = failed(python, "rollout.sglang.tp_size=4", "model.hf_config.vision_config.num_heads=6")
     assert (key, "vision encoder" in message) == ("rollout.sglang.tp_size", True)
 

@@ -56,7 +56,7 @@ def test_patches_are_those_of_transformers_processor(patch):
         image = picture(rng.randint(5, 600), rng.randint(5, 600), seed=seed)
         want = processor(image, return_tensors="np")
         ours = patches_of(image, settings, None, "a row")
-        rows, columns = (side * settings.merge for side in ours.places[0][1:])
+        rows, columns = (side * settings.merge for side in ours.places[0][1:3])
         assert want["image_grid_thw"].tolist() == [[1, rows, columns]]
         values = ours.patches.numpy()
         colours = values.reshape(len(values), 3, 1, -1).astype(np.float32) / 255

@@ -19,6 +19,7 @@ from megarl.architectures.decoders import canonical_name
 from megarl.architectures.vision_language import FAMILIES
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.rollout import RolloutConfig, SamplingConfig
+from megarl.data.image_set import STILL
 from megarl.models.hf import encoder_of, image_settings, load_hf_config
 from megarl.models.packing import pack_stream
 from megarl.models.vlm.model import next_position, positions_of
@@ -153,13 +154,21 @@ def test_positions_are_those_of_transformers(made):
         ids, places = [1] * rng.randint(1, 3), []
         for _ in range(rng.randint(0, 3)):
             rows, columns = rng.randint(1, 5), rng.randint(1, 5)
-            places.append((len(ids), rows, columns))
+            places.append((len(ids), rows, columns, STILL))
             ids += [150] * (rows * columns) + [1] * rng.randint(1, 4)
         tokens = torch.tensor([ids])
-        grid = torch.tensor([[1, 2 * rows, 2 * columns] for _, rows, columns in places]) if places else None
+        grid = torch.tensor([[1, 2 * rows, 2 * columns] for _, rows, columns, _ in places]) if places else None
         want, delta = reference.model.get_rope_index(tokens, (tokens == 150).int(), grid)
         assert positions_of(len(ids), places).tolist() == want[:, 0].tolist()
         assert next_position(len(ids), places) == len(ids) + int(delta)
+
+
+def test_text_continues_after_the_largest_position_of_a_video():
+    """As in the code of the published models, and in SGLang; transformers 5.23 continues with 3 in place of 9."""
+    places = [(1, 2, 1, 0), (3, 2, 1, 3), (5, 2, 1, 7), (9, 1, 1, STILL)]
+    want = [[0, 1, 1, 4, 4, 8, 8, 9, 10, 11, 12], [0, 1, 2, 1, 2, 1, 2, 9, 10, 11, 12], [0, *[1] * 6, 9, 10, 11, 12]]
+    assert positions_of(11, places).tolist() == want
+    assert next_position(11, places) == 13
 
 
 @pytest.mark.parametrize("turns", [False, True], ids=["requests", "turns"])

@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.architectures.vision_language import ImageSettings, VisionEncoder
 from megarl.config.model import ParallelConfig
 from megarl.data.batch import Batch, Jagged
-from megarl.data.image_set import ImageSet, image_fields
+from megarl.data.image_set import STILL, ImageSet, image_fields
 from megarl.data.images import patchify
 from megarl.data.trajectory import Trajectory, trajectory_values
 
@@ -127,7 +127,7 @@ def draw(rng: random.Random, encoder: VisionEncoder, *shapes: tuple[int, int]) -
             0, 256, (rows * side, columns * side, 3), dtype=np.uint8
         )
         values = patchify(pixels, encoder.patch, encoder.merge)
-        place = ((0, rows, columns),)
+        place = ((0, rows, columns, STILL),)
         images.append(ImageSet(torch.from_numpy(values), place, (len(values),), (rng.randrange(1 << 60),)))
     prompt += [rng.randrange(100) for _ in range(3)]
     # An image token that the model says itself is text.
@@ -152,7 +152,7 @@ def encoder_input(sample: Sample, settings: ImageSettings) -> tuple[Tensor, Tens
     colours = colours.view(len(colours), 3, 1, -1).float() / 255
     mean, deviation = (torch.tensor(one).view(1, 3, 1, 1) for one in (settings.mean, settings.deviation))
     pixels = ((colours - mean) / deviation).expand(-1, -1, 2, -1).reshape(len(colours), -1)
-    shapes = [one.places[0][1:] for one in sample.images]
+    shapes = [one.places[0][1:3] for one in sample.images]
     return pixels, torch.tensor([[1, rows * settings.merge, columns * settings.merge] for rows, columns in shapes])
 
 

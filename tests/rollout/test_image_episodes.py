@@ -155,7 +155,7 @@ def test_logprobs_of_later_turns_equal_transformers_in_generation_and_training(m
         assert one.images.places[0][0] == sample.starts[0]
         assert all(
             (one.prompt_ids + one.token_ids)[start + rows * columns] == END
-            for start, rows, columns in one.images.places
+            for start, rows, columns, _ in one.images.places
         )
     with torch.no_grad():
         want = torch.cat([of_transformers(reference, one, settings) for one in found])

@@ -38,12 +38,13 @@ CUT = 5
 
 
 def write_rows(folder: Path) -> None:
-    """Files of pictures, rows that name them, and some that have none."""
+    """Files of pictures, rows that name them, one with a video of them, and one that has none."""
     rows = make_rows(count=BATCH * STEPS)
     for number, row in enumerate(rows):
         (folder / f"{number}.png").write_bytes(row["images"][0])
         row["images"] = [f"{number}.png"]
     rows[0] |= {"images": None, "prompt": "n?"}
+    rows[2] |= {"images": None, "videos": [["2.png", "3.png", "4.png"]], "prompt": "<video>n?"}
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "cold.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:CUT]))
     (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
@@ -56,6 +57,8 @@ def settings(folder: Path) -> list[str]:
         f"data.val_files=[{folder}/held_out.jsonl]",
         f"data.image_dir={folder}",
         "data.loader_kwargs={}",
+        "data={video_key: videos, video_min_pixels: 1024, video_max_pixels: 1024}",
+        "model.hf_config.video_token_id=21",
         f"data.batch_size={BATCH}",
         f"reward={{name: {folder}/score.py:first_letter, timeout_s: 180}}",
         "rollout.sampling={n: 4, temperature: 1.0, max_new_tokens: 3}",
@@ -85,7 +88,8 @@ def whole(run: Path) -> dict[int, dict[str, float]]:
 
 
 def test_policy_and_critic_learn_after_the_supervised_phase(whole):
-    assert all(whole[step]["critic/grad_norm"] > 0 and whole[step]["actor/grad_norm"] > 0 for step in whole)
+    for step in range(1, STEPS + 1):
+        assert min(whole[step]["critic/grad_norm"], whole[step]["actor/grad_norm"]) > 0
 
 
 @pytest.mark.parametrize("export", [False, True], ids=["run folder", "export"])

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megarl.architectures.vision_language import VisionEncoder
-from megarl.data.image_set import ImageSet
+from megarl.data.image_set import STILL, ImageSet, Place, frames_of
 from megarl.models.config import PolicyConfig
 from megarl.models.hf import image_settings
 from megarl.models.packing import PackedSequences
@@ -32,15 +32,14 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from transformers import PretrainedConfig, PreTrainedModel
 
-#: (index of the first feature in the sequence, rows, columns) of an image, in features.
-Place = tuple[int, int, int]
-
 
 @dataclass(frozen=True)
 class Images:
     """The distinct images of a packed stream, and where their features go."""
 
-    patches: Tensor  # uint8 [P, 3 * patch * patch], of all images, as `megarl.data.images.patchify` orders them
+    # uint8 [P, 3 * patch * patch], of all images, as `megarl.data.images.patchify` orders them; where one is a temporal
+    # patch of a video, uint8 [P, 3 * frames * patch * patch], with an image repeated over frames
+    patches: Tensor
     grids: Tensor  # int64 [n, 2], rows and columns of patches of each image
     places: Tensor  # int64 [F], columns of the packed stream that take a feature
     features: Tensor  # int64 [F], index of the feature that each of `places` takes; samples of a group share features
@@ -81,11 +80,12 @@ def gather_images(lengths: Sequence[int], sets: Sequence[ImageSet | None], encod
     for length, image_set in zip(lengths, sets, strict=True):
         if image_set is not None:
             images = zip(image_set.parts(), image_set.digests, image_set.places, strict=True)
-            for image, digest, (start, rows, columns) in images:
+            for image, digest, place in images:
+                start, rows, columns, _ = place
                 inside = torch.arange(rows * columns)
                 if digest not in known:
                     known[digest] = at
-                    parts.append(image)
+                    parts.append(image.unflatten(0, (frames_of(place), -1)))
                     grids.append((rows * encoder.merge, columns * encoder.merge))
                     at += len(inside)
                 features.append(known[digest] + inside)
@@ -93,7 +93,16 @@ def gather_images(lengths: Sequence[int], sets: Sequence[ImageSet | None], encod
         begin += length
     if not parts:
         return None
-    return Images(torch.cat(parts), torch.tensor(grids), torch.cat(places), torch.cat(features))
+    return Images(_joined_frames(parts), torch.tensor(grids), torch.cat(places), torch.cat(features))
+
+
+def _joined_frames(parts: Sequence[Tensor]) -> Tensor:
+    """Return `Images.patches` from those of each image, uint8 [frames, n, 3 * patch * patch]."""
+    frames = max(map(len, parts))
+    if frames == 1:
+        return torch.cat([part[0] for part in parts])
+    whole = [part.expand(frames, -1, -1).unflatten(2, (3, -1)) for part in parts]
+    return torch.cat([part.permute(1, 2, 0, 3).flatten(1) for part in whole])
 
 
 @dataclass
@@ -218,7 +227,7 @@ class VisionLanguageModel(PolicyModel):
         """Return the encoder's input [P, 3 * frames * patch * patch] from uint8 patches; an image is repeated over
         frames."""
         encoder, settings = self.encoder, image_settings(self.hf_config)
-        colours = patches.view(len(patches), 3, 1, encoder.patch**2).float() / 255
+        colours = patches.view(len(patches), 3, -1, encoder.patch**2).float() / 255
         mean, deviation = (colours.new_tensor(x).view(1, 3, 1, 1) for x in (settings.mean, settings.deviation))
         whole = ((colours - mean) / deviation).expand(-1, -1, encoder.temporal, -1)
         return whole.reshape(len(patches), -1).to(self.config.params_dtype)
@@ -264,19 +273,35 @@ def positions_of(tokens: int, images: Sequence[Place]) -> npt.NDArray[np.int64]:
     """Return the positions [3, tokens] of a sequence of `tokens` tokens with `images`: for time, height and width.
 
     A text token has three equal numbers, one more than the token before it. The features of an image that begins at p
-    have (p, p + row, p + column), and text continues at p + max(rows, columns) (Qwen2-VL, Wang et al. 2024, 3.1).
+    have (p, p + row, p + column), and text continues at p + max(rows, columns) (Qwen2-VL, Wang et al. 2024, 3.1). So do
+    those of a video's temporal patches, which follow each other, with p + lag for time; text continues after the
+    largest number of them, as in the code of the published models. transformers 5.23 continues at p + max(rows,
+    columns), which differs for a video of more seconds than its frames have features.
     """
     steps = np.ones(tokens, dtype=np.int64)
     offsets = np.zeros((3, tokens), dtype=np.int64)
-    for start, rows, columns in images:
+    for start, rows, columns, lag in images:
         span = slice(start, start + rows * columns)
         steps[span] = 0
-        steps[span.stop - 1] = max(rows, columns)
         inside = np.arange(rows * columns)
-        offsets[1, span], offsets[2, span] = inside // columns, inside % columns
+        offsets[0, span], offsets[1, span], offsets[2, span] = max(lag, 0), inside // columns, inside % columns
+    for last, extent in _extents(images):
+        steps[last] = extent
     return offsets + np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(steps)[:-1]])
+
+
+def _extents(images: Sequence[Place]) -> list[tuple[int, int]]:
+    """Return the last token of each image or video, and how many positions it takes."""
+    extents: list[tuple[int, int]] = []
+    for start, rows, columns, lag in images:
+        end, extent = start + rows * columns - 1, max(rows, columns, lag + 1)
+        if lag != STILL and extents and extents[-1][0] == start - 1:  # a further temporal patch of the same video
+            extent = max(extent, extents.pop()[1])
+        extents.append((end, extent))
+    return extents
 
 
 def next_position(tokens: int, images: Sequence[Place]) -> int:
     """Return the position of the token after a sequence of `tokens` tokens with `images`."""
-    return tokens - sum(rows * columns - max(rows, columns) for _, rows, columns in images)
+    features = sum(rows * columns for _, rows, columns, _ in images)
+    return tokens - features + sum(extent for _, extent in _extents(images))

@@ -21,7 +21,7 @@ from megarl.architectures.values import read_keys
 from megarl.artifacts.action_statistics import FILE, write_statistics
 from megarl.artifacts.facts import hub_snapshot, is_hub_name
 from megarl.artifacts.model_files import TOKENIZER_FILES
-from megarl.artifacts.vla_folder import PREPROCESSOR
+from megarl.artifacts.vla_folder import PREPROCESSOR, VIDEO_PREPROCESSOR
 from megarl.models.hf import encoder_of, image_settings, value_bias
 
 if TYPE_CHECKING:
@@ -239,6 +239,8 @@ def _write_vision_language(folder: Path, hf_config: PretrainedConfig, dtype: str
             "temporal_patch_size": config.vision_config.temporal_patch_size,
         }
     (folder / PREPROCESSOR).write_text(json.dumps(processor, indent=2) + "\n")
+    if hf_config.video_preprocessor is not None:
+        (folder / VIDEO_PREPROCESSOR).write_text(json.dumps(hf_config.video_preprocessor, indent=2) + "\n")
 
 
 def _complete_decoder(file: Path, hf_config: PretrainedConfig, dtype: str) -> None:

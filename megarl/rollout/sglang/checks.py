@@ -621,6 +621,14 @@ _MIXTURE_BLOCKS = 3
 def check_images(config: RunConfig, encoder: VisionEncoder, checks: Checklist) -> None:
     """Check that servers can generate from images with this vision encoder."""
     _check_encoder(config.rollout.sglang, encoder, checks)
+    if config.data.video_key is not None:
+        checks.fail(
+            "data.video_key",
+            "a server samples and resizes frames in its own way, so that it would see another video than the trainer",
+            found=config.data.video_key,
+            allowed="null with rollout.engine=sglang",
+            fix="set rollout.engine=embedded, or show the frames as images (data.image_key)",
+        )
     if config.async_.partial:
         checks.fail(
             "async.partial",

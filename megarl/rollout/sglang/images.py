@@ -55,7 +55,7 @@ class ServedImages:
     def request(self, prompt_ids: list[int]) -> dict[str, Any]:
         """Return the fields of a request that hold the prompt, with one image token for each image."""
         ids, end = list[int](), 0
-        for start, rows, columns in self.images.places:
+        for start, rows, columns, _ in self.images.places:
             ids += prompt_ids[end : start + 1]
             end = start + rows * columns
         return {"input_ids": ids + prompt_ids[end:], "image_data": self.pngs}
