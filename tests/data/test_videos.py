@@ -59,7 +59,7 @@ def test_a_longer_video_has_frames_at_equal_distances_and_their_times():
 def test_sizes_are_those_of_transformers(kind):
     if kind == "qwen3_vl":
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as of_whole
-    from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize as of_frame
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as of_frame
 
     rng, (_, settings) = random.Random(0), settings_of(kind, 20_000, 300_000)
     limits = {"factor": 28, "min_pixels": 20_000, "max_pixels": 300_000}
