@@ -125,7 +125,7 @@ class ImagePrompts:
     def expanded(self, ids: Sequence[int], row: Row) -> list[int]:
         """Repeat each image token of a prompt once per feature of its image, and each video token likewise."""
         if self.videos is not None:
-            ids = self._with_videos(ids, row)
+            ids = self._with_videos(ids, row, self.videos)
         values = self.values(row)
         if ids.count(self.token) != len(values):
             raise DataError(
@@ -145,19 +145,18 @@ class ImagePrompts:
             tokens += [token] * features
         return tokens
 
-    def _with_videos(self, ids: Sequence[int], row: Row) -> list[int]:
-        assert self.videos is not None, "the recipe reads videos"
-        counts = [count for clip in self.videos.clips(row, self.folder) for count in self.videos.counts(clip)]
-        if ids.count(self.videos.token) != len(counts):
+    def _with_videos(self, ids: Sequence[int], row: Row, videos: VideoPrompts) -> list[int]:
+        counts = [count for clip in videos.clips(row, self.folder) for count in videos.counts(clip)]
+        if ids.count(videos.token) != len(counts):
             raise DataError(
                 "the text of the prompt contains the model's video token",
                 where=row.where,
-                found=f"{ids.count(self.videos.token)} tokens, {len(counts)} places of videos",
+                found=f"{ids.count(videos.token)} tokens, {len(counts)} places of videos",
                 allowed=f"{VIDEO_MARK} for each video",
                 fix=row.column_fix,
             )
         left = iter(counts)
-        return [each for token in ids for each in [token] * (next(left) if token == self.videos.token else 1)]
+        return [each for token in ids for each in [token] * (next(left) if token == videos.token else 1)]
 
     def read(self, value: Any, where: str) -> ImageSet:
         """Read an image as patches; one that has been read is returned unchanged.

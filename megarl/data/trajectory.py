@@ -392,11 +392,7 @@ def trajectory_values(
         "finish_reason": [t.finish_reason for t in trajectories],
     }
     if routes is not None:
-        values[ROUTES] = routes.field(
-            [t.routes for t in trajectories],
-            [len(t.prompt_ids) + len(t.token_ids) - 1 for t in trajectories],
-            [len(t.prompt_ids) + t.last_sampled if t.last_sampled >= 0 else 0 for t in trajectories],
-        )
+        values[ROUTES] = _route_field(trajectories, routes)
     if kept:
         values |= _kept_fields(trajectories, responses)
     if not by_turn:
@@ -418,6 +414,14 @@ def trajectory_values(
         "env_error": [t.error for t in trajectories],
         "env_output": [t.output for t in trajectories],
     }
+
+
+def _route_field(trajectories: Sequence[Trajectory], form: RouteForm) -> Jagged:
+    return form.field(
+        [t.routes for t in trajectories],
+        [len(t.prompt_ids) + len(t.token_ids) - 1 for t in trajectories],
+        [len(t.prompt_ids) + t.last_sampled if t.last_sampled >= 0 else 0 for t in trajectories],
+    )
 
 
 def _kept_fields(trajectories: Sequence[Trajectory], responses: Jagged) -> dict[str, Jagged]:

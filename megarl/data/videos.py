@@ -138,8 +138,8 @@ def open_video(value: Any, folder: Path | None, fps: float, most: int | None, wh
     if isinstance(value, str) and value.endswith((".npy", ".gif")):
         file = Path(value).expanduser()
         source = file if folder is None or file.is_absolute() else folder / file
-        total, size, own = _read_head(source, f"{where}: {source}")
-        given = own if given is None else given
+        total, size, rate_of_file = _read_head(source, f"{where}: {source}")
+        given = rate_of_file if given is None else given
     elif isinstance(value, list) and value:
         source, total, size = value, len(value), image_size(value[0], folder, where)
     else:
@@ -174,7 +174,7 @@ def _read_head(file: Path, where: str) -> tuple[int, tuple[int, int], float | No
 
 
 def _array(file: Path, where: str) -> npt.NDArray[np.uint8]:
-    array = np.load(file, mmap_mode="r", allow_pickle=False)
+    array = np.load(file, mmap_mode="r")
     if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] != 3:
         raise DataError(
             "the array is not a video",

@@ -16,7 +16,7 @@ from megarl.architectures import ALIASES, ARCHITECTURES, draft, standard_config,
 from megarl.architectures.decoders import DECODERS, canonical_name, decoder_config, reads_vision
 from megarl.architectures.generic import MEANINGS
 from megarl.architectures.vision import LANGUAGE_MODEL
-from megarl.architectures.vision_language import ImageSettings, VideoSettings, VisionEncoder
+from megarl.architectures.vision_language import ImageSettings, VisionEncoder
 from megarl.artifacts.facts import ModelFacts, facts_from_config
 from megarl.artifacts.layout import layout_problems
 from megarl.artifacts.model_files import no_model
@@ -329,14 +329,6 @@ def image_settings(hf: PretrainedConfig) -> ImageSettings:
     encoder = encoder_of(hf)
     assert encoder is not None, "a vision-language model"
     return ImageSettings.from_config(encoder, hf.preprocessor, PREPROCESSOR)
-
-
-def video_settings(hf: PretrainedConfig, least: int | None, most: int | None) -> VideoSettings:
-    """Return how a vision-language model turns frames of a video into its encoder's input; `least` and `most` replace
-    its limits on pixels."""
-    encoder = encoder_of(hf)
-    assert encoder is not None, "a vision-language model"
-    return VideoSettings.of(encoder, hf.video_preprocessor, least, most)
 
 
 def visual_tensors(hf: PretrainedConfig) -> dict[str, tuple[str, tuple[int, ...]]]:

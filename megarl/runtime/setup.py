@@ -36,7 +36,6 @@ from megarl.models.hf import (
     image_settings,
     moe_layers,
     route_form,
-    video_settings,
     visual_tensors,
 )
 from megarl.models.weights import init_random, load_weights
@@ -430,7 +429,8 @@ def image_prompts(
     if encoder is not None:
         data, frames = config.data, None
         if data.video_key is not None:
-            frames = video_settings(hf_config, data.video_min_pixels, data.video_max_pixels)
+            limits = data.video_min_pixels, data.video_max_pixels
+            frames = VideoSettings.of(encoder, hf_config.video_preprocessor, *limits)
         return ImagePrompts.of(data, encoder, image_settings(hf_config), tokenizer, frames)
     if config.data.image_key is not None:
         raise ConfigError(

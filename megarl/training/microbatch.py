@@ -133,11 +133,8 @@ def build(
         _share(packed.prefixes, stream, moved.params)
     # Routers count the tokens of samples, not those of a filler and of the padding sequences above.
     moved.params.padding = ~stream.take(torch.arange(len(tokens)) < counted, fill=False)
-    seen = packed.seen
-    if seen is not None and layout.cp_size > 1:
-        seen = seen.share(stream.index)
-    if seen is not None:
-        moved.params.seen = seen.to(device)
+    seen = packed.seen if packed.seen is None or layout.cp_size == 1 else packed.seen.share(stream.index)
+    moved.params.seen = None if seen is None else seen.to(device)
     if packed.routes is not None:
         form, routes = packed.routes
         whole = torch.cat([routes, form.empty(len(tokens) - len(routes))])

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from megarl.architectures.vision_language import VideoSettings
 from megarl.config.data import DataConfig
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.rollout import RolloutConfig, SamplingConfig
@@ -21,7 +22,7 @@ from megarl.data.image_prompts import ImagePrompts
 from megarl.data.image_set import image_sets
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import character_tokenizer
-from megarl.models.hf import encoder_of, image_settings, load_hf_config, video_settings
+from megarl.models.hf import encoder_of, image_settings, load_hf_config
 from megarl.training.microbatch import build
 from megarl.training.vlm_sequences import ImageLayout
 from tests.dist import layout_for, single_process
@@ -91,7 +92,7 @@ def made(request, tmp_path):
         max_prompt_tokens=256,
         min_pixels=784,
     )
-    clips = video_settings(hf, 784, 10**6)
+    clips = VideoSettings.of(encoder_of(hf), None, 784, 10**6)
     prompts = ImagePrompts.of(config, encoder_of(hf), image_settings(hf), TOKENIZER, clips)
     data = PromptDataset(config, TOKENIZER, images=prompts)
     settings = image_settings(hf)

@@ -72,8 +72,7 @@ def export_adapter(
         modules = [form(name) for name in stored]
         sees = encoder_of(hf) is not None  # PEFT does not convert names of experts of these models
         settings = peft_config(lora, modules, base, mixture=num_experts(hf) is not None and not sees)
-        if sees:
-            settings["target_modules"] = _whole_names(settings["target_modules"], modules)
+        settings["target_modules"] = _targets(settings["target_modules"], modules, whole=sees)
         text = json.dumps(settings, indent=2, sort_keys=True)
         (temporary / CONFIG).write_text(text + "\n", encoding="utf-8")
         replace_folder(temporary, folder)
@@ -167,8 +166,8 @@ def _modules(names: Iterable[str]) -> list[str]:
     return sorted({name.removesuffix(DOWN).rpartition(".")[2] for name in names if name.endswith(DOWN)})
 
 
-def _whole_names(modules: Sequence[str], names: Iterable[str]) -> str:
-    """Return the expression that matches the whole names of the modules with adapters.
+def _targets(modules: Sequence[str], names: Iterable[str], *, whole: bool) -> str | Sequence[str]:
+    """Return PEFT's `target_modules`: last names of modules or, if `whole`, the expression that matches their whole names.
 
     A vision-language model's encoder has modules with the same last names as those of the decoder.
 
@@ -176,6 +175,8 @@ def _whole_names(modules: Sequence[str], names: Iterable[str]) -> str:
         modules: last names of the modules that PEFT selects by name.
         names: names of the adapters' tensors.
     """
+    if not whole:
+        return modules
     stems = (name.removesuffix(DOWN) for name in names if name.endswith(DOWN))
     chosen = (stem for stem in stems if stem.rpartition(".")[2] in modules)
     return "|".join(sorted({re.sub(r"(?<=\.)\d+(?=\\\.)", r"\\d+", re.escape(stem)) for stem in chosen}))
