@@ -12,6 +12,7 @@ import torch
 
 from megarl.algorithms.kl import KLController
 from megarl.architectures.decoders import DECODERS
+from megarl.architectures.vision_language import VideoSettings
 from megarl.artifacts.draft_training import draft_problem
 from megarl.artifacts.shared_prefixes import prefix_problem, shares_prefixes
 from megarl.config.base import raise_problems

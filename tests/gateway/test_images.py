@@ -77,7 +77,7 @@ def test_what_clients_receive_for_images_is_what_the_engine_sampled(
     for lane in episode.all_lanes:
         tokens = [*lane.prompt_ids, *lane.token_ids]
         assert tokens.count(image) == lane.images.features == 6 + 3
-        for start, rows, columns in lane.images.places:
+        for start, rows, columns, _ in lane.images.places:
             assert tokens[start - 1 : start + rows * columns + 1] == [begin, *[image] * rows * columns, end]
     rows = rows_of(episode)
     with torch.no_grad():

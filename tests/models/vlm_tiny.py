@@ -183,7 +183,7 @@ def logits_of(reference: Any, sample: Sample, settings: ImageSettings) -> Tensor
 def of_transformers(reference: Any, trajectory: Trajectory, settings: ImageSettings) -> Tensor:
     """Log-probs [R] of all tokens after the prompt of a trajectory with images."""
     own = trajectory.images
-    images = [own.between(start, start + 1) for start, _, _ in own.places]
+    images = [own.between(start, start + 1) for start, *_ in own.places]
     sample = Sample(trajectory.prompt_ids, trajectory.token_ids, images, [place[0] for place in own.places])
     logp = torch.log_softmax(logits_of(reference, sample, settings), -1)
     return logp.gather(1, torch.tensor(trajectory.token_ids)[:, None])[:, 0]

@@ -1,10 +1,11 @@
 """A vision-language model of a published size, with random weights in bf16: one step of GRPO on a CPU.
 
-Adapters are trained: gradients, master weights and moments of all 3.75 billion weights would take 60 GB. 14 GB of memory
-are needed, and some minutes.
+Adapters are trained: with all 3.75 billion weights the update would take 69 GB, of which 45 are optimizer state and 15
+gradients. The step takes about 11 GB.
 """
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -52,12 +53,12 @@ PARAMETERS = 3_754_622_976
 REWARD = '''
 def even(samples):
     """A score that differs between the answers of a prompt."""
-    return [sum(sample["response_ids"]) % 7 / 7 if "response_ids" in sample else len(sample["response"]) for sample in samples]
+    return [sum(map(ord, sample["response"])) % 7 / 7 for sample in samples]
 '''
 
 
 def test_one_step_of_grpo_of_a_published_size(tmp_path: Path) -> None:
-    assert facts_from_config(PUBLISHED, "config.json", vision=True).total_parameters == PARAMETERS
+    assert facts_from_config(PUBLISHED, "config.json", vision=True).parameters == PARAMETERS
     (tmp_path / "score.py").write_text(REWARD)
     settings = [
         "model.hf_config=null",
@@ -74,8 +75,8 @@ def test_one_step_of_grpo_of_a_published_size(tmp_path: Path) -> None:
         "cluster={nproc: 1, threads: 2, timeout_s: 1200}",
         "tracking={mlflow: false, report: false}",
     ]
-    harness.run(Path("grpo_shapes_quickstart"), tmp_path / "run", *settings, seconds=1400)
+    harness.run(Path("grpo_shapes_quickstart"), tmp_path / "run", *settings)
     (step,) = harness.metrics(tmp_path / "run").values()
     assert step["actor/grad_norm"] > 0
-    assert step["rollout/generated_tokens"] if "rollout/generated_tokens" in step else step["perf/generated_tokens"] > 0
-    print(json.dumps(step, indent=1))
+    assert step["perf/generated_tokens"] > 0
+    assert all(math.isfinite(number) for number in step.values())

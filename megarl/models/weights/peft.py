@@ -167,13 +167,14 @@ def _modules(names: Iterable[str]) -> list[str]:
 
 
 def _targets(modules: Sequence[str], names: Iterable[str], *, whole: bool) -> str | Sequence[str]:
-    """Return PEFT's `target_modules`: last names of modules or, if `whole`, the expression that matches their whole names.
+    """Return PEFT's `target_modules`: last names of modules, or the expression that matches their whole names.
 
     A vision-language model's encoder has modules with the same last names as those of the decoder.
 
     Args:
         modules: last names of the modules that PEFT selects by name.
         names: names of the adapters' tensors.
+        whole: whether the model has an encoder.
     """
     if not whole:
         return modules
