@@ -325,7 +325,7 @@ def _handovers(graph: TaskGraph, nodes: dict[str, str], config: RunConfig) -> It
     known: dict[str, str | None] = {}  # team -> node that made the samples that the team has
     for id in graph.order():
         node, inputs = graph[id], graph.inputs(id)
-        # With as_ready, groups are dropped before a node that would request more samples.
+        # With as_ready, dropped groups are replaced before they reach such a node, which then requests no more samples.
         if not (node.declared.refills and not config.async_.in_order):
             _check_together(node, None if inputs.samples is None else graph[inputs.samples], graph, nodes)
         apart = inputs.samples is not None and nodes[inputs.samples] != nodes[id]

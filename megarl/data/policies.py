@@ -63,7 +63,7 @@ def parts_of(episode: Trajectory, name: str, policies: Sequence[str]) -> Iterato
 
 
 def _rows(episode: Trajectory, lanes: Sequence[Trajectory], reward: float) -> list[Trajectory]:
-    """Return the rows of a part's sequences `lanes`, the first row with the part's reward."""
+    """Return the sample rows of `lanes`, one policy's sequences in an episode; the first row has their reward."""
     last, others = lanes[-1], list(lanes[:-1])
     part = replace(last, lanes=others, answer=None, info=episode.info, ended_by=episode.ended_by)
     part = replace(part, error=episode.error, output=episode.output)

@@ -43,7 +43,7 @@ class RowRoute(NamedTuple):
         return _Collect.apply(rows, *self)
 
     def inverse(self) -> RowRoute:
-        """Return the route that undoes this one, if each token has exactly one row."""
+        """Return the `RowRoute` that moves the rows back to their tokens' order, if each token has exactly one row."""
         if self.places is None:
             return RowRoute(self.tokens.argsort())
         return RowRoute(self.places.view(-1), self.tokens[:, None], self.kernels)

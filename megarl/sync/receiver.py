@@ -81,7 +81,7 @@ class ReceiverLayout(Protocol):
         """
 
     def make_checksum(self, nbytes: int) -> Checksum:
-        """Return the checksum that the receiver computes for a parameter of `nbytes` bytes."""
+        """Return an object that computes the receiver's checksum of a parameter of `nbytes` bytes."""
 
 
 class Receiver(Protocol):

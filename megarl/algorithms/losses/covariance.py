@@ -16,7 +16,7 @@ from megarl.system.metrics import Metrics
 
 
 class FractionSettings(Settings):
-    """The share of the mini-batch's tokens whose gradient the loss restricts."""
+    """The share of the mini-batch's tokens that get no gradient (`clip_cov`) or a penalty (`kl_cov`)."""
 
     cov_fraction: float = Field(2e-4, gt=0, le=1, description="share of tokens that are restrained")
 

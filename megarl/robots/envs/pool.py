@@ -344,7 +344,7 @@ class SimulatorPool:
             raise self._refused(header)
         if text or "error" in header:
             text = text or header["text"]
-            raise self._error("the simulator does not list its tasks", None, text, process.kill())
+            raise self._error("the simulator's process did not send its list of tasks", None, text, process.kill())
         process.waiting.popleft()
         return [spec_of(task) for task in header["tasks"]]
 

@@ -193,7 +193,8 @@ class Session:
         return slots_below(fit) if fit < wanted and device.type == "cuda" else fit
 
     def completions(self, version: int) -> list[Completion]:
-        """Call `run`; return its samples, of weights `version`, with routes and kept tokens if these are recorded."""
+        """Call `run`; return its samples, of weights `version`, with the experts that routers chose and the tokens that
+        sampling kept if these are recorded."""
         prompts = [len(request.prompt_ids) for request in self._requests for _ in request.seeds]
         return [
             self.completion(number, sample, prompt, version)

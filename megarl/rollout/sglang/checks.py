@@ -150,7 +150,7 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
             if broadcast:  # broadcasts to GPU servers use NCCL, whose versions must be equal
                 check_same_nccl(python)
     except ConfigError as error:
-        # the run is for another machine
+        # A run that is for another machine gets a warning only: that machine may have another interpreter.
         if not here or (config.cluster.device_memory_gb is not None and not nvidia_devices()):
             checks.warn("rollout.sglang.python", f"on this machine: {error.what}", fix=error.fix)
         else:

@@ -138,8 +138,9 @@ class DeltaTransport(Transport):
         step = UpdateStep("bucket", self.deadline_s)
         if delta is not None and self._relayed[host][1] and receiver.takes_changes(step):
             header = patch_header(bucket.entries, delta)
+            # A receiver that rejects the changed elements gets the whole tensors, below.
             if receiver.take_changes(self._handles(receiver, number, "patch"), header, step):
-                return  # if the receiver rejects the changed elements, it needs the whole tensors
+                return
         handles = self._handles(receiver, number, "handles")
         receiver.take_shared(handles, entries_by_rank(receiver, changed), None, step)
 

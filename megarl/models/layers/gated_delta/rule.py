@@ -54,7 +54,7 @@ class DeltaInputs:
     beta: Tensor
 
     def exact(self) -> DeltaInputs:
-        """Return the inputs in float32 or wider, with keys and queries of length 1, and queries times dk^-1/2."""
+        """Return the inputs in float32 or wider, with keys and queries as unit vectors, and queries times dk^-1/2."""
         dtype = torch.promote_types(self.q.dtype, torch.float32)
         q, k = (unit(x.to(dtype)) for x in (self.q, self.k))
         return DeltaInputs(q * k.shape[-1] ** -0.5, k, *(x.to(dtype) for x in (self.v, self.g, self.beta)))
