@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SglangFamily(EngineFamily):
-    """Generates on SGLang servers, which `open` starts or connects to; the embedded engine that `open` gets is unused."""
+    """Generates on SGLang servers, which `open` starts or connects to; the engine that `open` gets is unused."""
 
     facts: ClassVar[EngineFacts] = ENGINES["sglang"]
 
