@@ -207,13 +207,21 @@ def _check_rule(rule: dict[str, Any], key: str, checks: Checklist) -> None:
 
 def _check_generation(config: RunConfig, checks: Checklist) -> None:
     rollout, correction = config.rollout, config.rollout_correction.resolved()
-    precision = rollout.dtype == "bf16" and config.model.dtype == "fp32"
-    if precision and not correction.active:
+    here, there = config.rollout_dtype, config.model.dtype
+    rounds = here != there and here != "fp32" and there != "auto"
+    if rounds and not correction.active:
         checks.warn(
             "rollout.dtype",
-            "generation in bf16 and training in fp32 give different log-probs, which is slightly off-policy",
-            found="bf16",
+            f"generation in {here} and training in {there} give different log-probs, which is slightly off-policy",
+            found=here,
             fix=f"set rollout.dtype=model, or a preset of {_KEY}",
+        )
+    if config.sync.fp8 and not correction.active:
+        checks.warn(
+            "sync.fp8",
+            "generation with weights in FP8 gives other log-probs than training, which is off-policy",
+            found=True,
+            fix=f"set a preset of {_KEY}, for example decoupled_token_is, and watch rollout_corr/k3_kl",
         )
     lag = config.async_.max_staleness
     if lag and not correction.active:

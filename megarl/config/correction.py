@@ -201,4 +201,5 @@ def gap_source(config: RunConfig) -> str:
     lag = rollout.stale_steps + config.async_.max_staleness  # only one of the two terms can be above 0
     most = "up to " if not config.async_.in_order else ""
     age = f", weights {most}{count(lag, 'step')} old" if lag else ""
-    return f"{rollout.engine} engine {config.rollout_dtype}{age} -> trainer {config.model.dtype}"
+    weights = " with FP8 weights" if config.sync.fp8 else ""
+    return f"{rollout.engine} engine {config.rollout_dtype}{weights}{age} -> trainer {config.model.dtype}"

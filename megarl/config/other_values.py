@@ -27,6 +27,7 @@ _ALL_LINEAR = ("all-linear", "all-linear-layers", "all")
 #: Key -> value of another project -> value here.
 VALUES: Mapping[str, Mapping[str, Any]] = {
     "model.dtype": {"bfloat16": "bf16", "torch.bfloat16": "bf16", "float32": "fp32", "torch.float32": "fp32"},
+    "rollout.dtype": {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "auto": "model"},
     "actor.optim.schedule": {
         "constant_with_warmup": "constant",
         "schedulertype.linear": "linear",

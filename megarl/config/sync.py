@@ -20,7 +20,7 @@ class SyncConfig(Section):
         " else distributed",
     )
     bucket_mb: PositiveInt = Field(256, description="size of a bucket in MB (10**6 bytes); a sender holds two buckets")
-    dtype: Literal["model", "bf16", "fp32"] = Field(
+    dtype: Literal["model", "bf16", "fp16", "fp32"] = Field(
         "model", description="dtype in which weights are sent; model: the dtype of the trainer's parameters"
     )
     fp8: bool = Field(False, description="send projections in FP8 with one scale per 128 x 128 block")

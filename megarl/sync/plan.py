@@ -24,6 +24,8 @@ from megarl.models.weight_table import Coordinate, WeightTable
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m3fn": 1}
 FP8_BLOCK = 128
+#: What the name of a tensor of FP8 scales adds to the name of its weight.
+FP8_SCALE = "_scale_inv"
 SLAB_BYTES = 4 << 20  # trainer ranks exchange pieces in slabs of at most this many bytes, but at least one row
 _FIRST = 4  # the first bucket has a fourth of the size of the other buckets
 # parts of the names of tensors that are not quantised; vision encoders are small
@@ -372,7 +374,7 @@ def wire_tensors(name: str, shape: tuple[int, ...], dtype: str, fp8: bool) -> li
     if fp8 and len(shape) == 2 and is_sent_as_fp8(name):
         blocks = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
         values = Entry(name, shape, "float8_e4m3fn", 0, math.prod(shape), name)
-        return [values, Entry(f"{name}_scale_inv", blocks, "float32", 0, 4 * math.prod(blocks), name)]
+        return [values, Entry(f"{name}{FP8_SCALE}", blocks, "float32", 0, 4 * math.prod(blocks), name)]
     return [Entry(name, shape, dtype, 0, math.prod(shape) * ITEMSIZE[dtype], name)]
 
 

@@ -263,3 +263,10 @@ def quantize_blocks(weight_RC: Tensor) -> tuple[Tensor, Tensor]:
     scaled = (blocks / scale[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX)
     quantised = scaled.view(down * FP8_BLOCK, across * FP8_BLOCK)[:rows, :columns]
     return quantised.to(torch.float8_e4m3fn).contiguous(), scale
+
+
+def dequantize_blocks(values_RC: Tensor, scale: Tensor) -> Tensor:
+    """Return the float32 numbers [R, C] that FP8 values and their scales from `quantize_blocks` stand for."""
+    rows, columns = values_RC.shape
+    spread = scale.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+    return values_RC.float() * spread[:rows, :columns]

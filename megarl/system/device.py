@@ -14,7 +14,7 @@ import torch
 
 from megarl.system.errors import ConfigError, UserError
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 def has_cuda() -> bool:

@@ -205,10 +205,11 @@ def test_gpus_that_wait_while_servers_on_others_generate_are_told(servers, told)
 
 @pytest.mark.parametrize("verify", ["first", "every"])
 def test_fp8_is_told_to_leave_out_checksums(warned, verify) -> None:
-    (check,) = warned("rollout.engine=sglang", URLS, "sync.fp8=true", f"sync.verify={verify}")
-    assert check.key == "sync.verify"
+    given = "rollout.engine=sglang", URLS, "sync.fp8=true"
+    uncorrected, check = warned(*given, f"sync.verify={verify}")
+    assert (uncorrected.key, check.key) == ("sync.fp8", "sync.verify")
     assert "no checksums" in check.message
-    assert warned("rollout.engine=sglang", URLS, "sync.fp8=true", "sync.verify=off") == []
+    assert warned(*given, "sync.verify=off", "rollout_correction.preset=decoupled_token_is") == []
 
 
 def test_a_missing_interpreter_is_told_with_the_command_that_makes_one(failures, monkeypatch, tmp_path) -> None:

@@ -215,6 +215,20 @@ def test_bf16_stays_close_to_the_full_forward(requests):
     assert torch.cat(errors).abs().mean() < 0.03
 
 
+def test_fp16_decodes_eight_times_closer_to_fp32_than_bf16(requests):
+    chunks, errors = build("qwen3"), dict[str, float]()
+    for dtype in ("bf16", "fp16"):
+        differences = [
+            torch.tensor(c.logprobs) - full_forward(chunks[0], request.prompt_ids, c.token_ids)
+            for request, group in zip(
+                requests, engine(chunks, dtype=dtype).generate(requests, sampled(), STOP), strict=True
+            )
+            for c in group
+        ]
+        errors[dtype] = float(torch.cat(differences).abs().mean())
+    assert 0 < errors["fp16"] < errors["bf16"] / 4  # 11 and 8 bits of a number
+
+
 def test_a_cpu_that_cannot_multiply_by_packed_weights_reads_them_as_they_are(requests, monkeypatch):
     """Those without AVX-512, such as most of laptops, in bf16."""
 

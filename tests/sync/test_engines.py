@@ -154,6 +154,28 @@ def hold_whole(inbox, version: str) -> None:
     inbox.set_version(version)
 
 
+def test_an_engine_holds_the_numbers_that_fp8_stands_for(tmp_path):
+    from megarl.models.weights.export import iter_on_all_ranks
+    from megarl.models.weights.receive import WeightWriter
+    from megarl.sync.plan import is_sent_as_fp8
+    from megarl.sync.source import dequantize_blocks, quantize_blocks
+    from megarl.sync.updater import WeightSync
+
+    with engines_here(tmp_path, 1) as (chunks, (inbox,), receivers):
+        config = SyncConfig(transport="tensor", timeout_s=30.0, bucket_mb=5, fp8=True)
+        sync = WeightSync(chunks, receivers, config, tmp_path, world())
+        assert sync.push(1).failed == {}
+        sync.close()
+        rounded, quantised = WeightWriter(chunks), []
+        for name, weight in [*iter_on_all_ranks(chunks, world(), torch.device("cpu"))]:
+            if weight.dim() == 2 and is_sent_as_fp8(name):
+                rounded.write(name, dequantize_blocks(*quantize_blocks(weight.clone())))
+                quantised.append(name)
+        assert len(quantised) == 7 * len(chunks[0].decoder.layers), "projections of attention and MLP"
+        held = dict(inbox._writer.parts())
+        assert all(torch.equal(held[name], part) for name, part in rounded.parts())
+
+
 def test_an_engine_that_fails_stays_paused_until_a_whole_update(tmp_path, monkeypatch):
     from megarl.sync.updater import WeightSync
 
@@ -244,7 +266,9 @@ def test_an_engine_says_what_it_cannot_take(tmp_path):
         receiver.begin(step)
         assert "but the model needs (64,)" in take("model.norm.weight", "bfloat16", (32,))
         assert "but the model needs None" in take("other.weight", "bfloat16", (32,))
-        assert "set sync.fp8=false" in take("model.norm.weight", "float8_e4m3fn", (64,))
+        assert "FP8 values came without their scales: model.norm.weight" in take(
+            "model.norm.weight", "float8_e4m3fn", (64,)
+        )
         with pytest.raises(ServerError, match=r"rank 0: the update lacks \d+ tensors, for example lm_head\.weight"):
             receiver.set_version("1@run", step)
         with pytest.raises(OSError):

@@ -51,13 +51,13 @@ def experts_problems(config: RunConfig) -> list[ConfigError]:
 
 def check_receiver(config: RunConfig, team: TeamPlan, checks: Checklist) -> None:
     """Check that the embedded engine of a separate rollout team can receive the actor's weights."""
-    if config.sync.fp8:
+    if config.sync.fp8 and config.sync.transport in ("disk", "delta"):
         checks.fail(
-            "sync.fp8",
-            f"the team {team.name} decodes with an embedded engine, which does not accept FP8 values",
-            found=True,
-            allowed="false, or true with rollout.engine=sglang",
-            fix="set sync.fp8=false",
+            "sync.transport",
+            f"the team {team.name} decodes with an embedded engine, which takes FP8 values by other transports only",
+            found=config.sync.transport,
+            allowed="auto, tensor or distributed with sync.fp8",
+            fix="set sync.transport=auto, or sync.fp8=false",
         )
     dtype = config.model.dtype
     if config.sync.dtype not in ("model", dtype):

@@ -34,8 +34,10 @@ from megarl.models.weights.fill import coordinate
 from megarl.models.weights.receive import WeightWriter
 from megarl.sync.checksum import make_checksum
 from megarl.sync.messages import Refused, answer
+from megarl.sync.plan import FP8_SCALE
 from megarl.sync.protocol import read_tag
 from megarl.sync.shared import open_handle
+from megarl.sync.source import dequantize_blocks
 from megarl.sync.transports.distributed import broadcast_within, join, leave
 from megarl.system.comm import WorkerGroup
 from megarl.system.errors import WorkerError
@@ -201,13 +203,22 @@ class WeightInbox:
             self._changed.notify_all()
 
     def take_flat(self, flat: Tensor, tensors: Sequence[Sequence[Any]], update: int) -> None:
-        """Write whole tensors from a flat uint8 buffer; `tensors`: (name, shape, dtype, first byte, bytes) of each."""
+        """Write whole tensors from a flat uint8 buffer; `tensors`: (name, shape, dtype, first byte, bytes) of each.
+
+        FP8 values come with their scales, and are written as the numbers that they stand for.
+        """
         with self._on_device():
             self._need_open(update)
-            for name, shape, dtype, start, nbytes in tensors:
-                if dtype.startswith("float8"):
-                    raise Refused(f"embedded engines do not take {dtype} tensors: {name}; set sync.fp8=false")
-                part = flat[start : start + nbytes].view(getattr(torch, dtype)).view(shape)
+            parts = {
+                name: flat[start : start + nbytes].view(getattr(torch, dtype)).view(shape)
+                for name, shape, dtype, start, nbytes in tensors
+            }
+            for name, part in parts.items():
+                if name not in self._writer.shapes and name.endswith(FP8_SCALE):
+                    continue
+                if part.dtype == torch.float8_e4m3fn:
+                    self._need(name + FP8_SCALE in parts, f"FP8 values came without their scales: {name}")
+                    part = dequantize_blocks(part, parts[name + FP8_SCALE])
                 self._writer.write(name, part)
                 self._missing.discard(name)
 
