@@ -207,13 +207,13 @@ def _check_rule(rule: dict[str, Any], key: str, checks: Checklist) -> None:
 
 def _check_generation(config: RunConfig, checks: Checklist) -> None:
     rollout, correction = config.rollout, config.rollout_correction.resolved()
-    here, there = config.rollout_dtype, config.model.dtype
-    rounds = here != there and here != "fp32" and there != "auto"
+    decoded, trained = config.rollout_dtype, config.model.dtype
+    rounds = decoded != trained and decoded != "fp32" and trained != "auto"
     if rounds and not correction.active:
         checks.warn(
             "rollout.dtype",
-            f"generation in {here} and training in {there} give different log-probs, which is slightly off-policy",
-            found=here,
+            f"generation in {decoded} and training in {trained} give different log-probs, which is slightly off-policy",
+            found=decoded,
             fix=f"set rollout.dtype=model, or a preset of {_KEY}",
         )
     if config.sync.fp8 and not correction.active:
