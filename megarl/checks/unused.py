@@ -145,7 +145,14 @@ OWNERS = (
         lambda j: j.config.data.image_key is not None,
         "prompts have no images",
         "set data.image_key",
-        only=("image_dir", "min_pixels", "max_pixels", "limit_images", "loader_workers"),
+        only=("image_dir", "min_pixels", "max_pixels", "limit_images"),
+    ),
+    Owner(
+        "data",
+        lambda j: bool(j.config.data.image_key or j.config.data.video_key),
+        "prompts have no images or videos, which threads would read",
+        "set data.image_key",
+        only=("loader_workers",),
     ),
     Owner(
         "data",

@@ -510,7 +510,7 @@ def open_loader(config: RunConfig, data: Described, layout: Layout, section: Lit
         if (problem := repeated_problem(f"{section}.batch_size", size, len(data))) is not None:
             print(f"WARNING: {problem}", flush=True)
     place = (size, layout.dp_rank, layout.dp_size, config.trainer.seed)
-    workers = 0 if config.data.image_key is None else config.data.loader_workers
+    workers = config.data.loader_workers if config.data.image_key or config.data.video_key else 0
     if config.data.curriculum is not None and not supervised:
         return CurriculumLoader(data, *place, settings=config.data.curriculum, workers=workers)
     return PromptLoader(data, *place, config.data.shuffle, workers=workers)

@@ -35,7 +35,7 @@ def built(case: dict, rank: int):
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
     from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
-    from sglang.srt.model_loader.loader import _initialize_model
+    from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
     from sglang.srt.model_loader.utils import set_default_torch_dtype
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
@@ -57,7 +57,7 @@ def built(case: dict, rank: int):
         config = ModelConfig.from_server_args(arguments, model_path=folder, is_draft_model=bool(models))
         config = adjust_config_with_unaligned_cpu_tp(config, loading, tp)
         with set_default_torch_dtype(config.dtype), torch.device("cpu"):
-            models.append(_initialize_model(config, loading))
+            models.append(_initialize_model(config, loading, _get_quantization_config(config, loading)))
         configs.append(config.hf_config)
     return models, configs[0], arguments
 
