@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.advantages.base import GroupSettings
-from megarl.algorithms.needs import advantage_fields
+from megarl.algorithms.needs import advantage_fields, whole_vocabulary
 from megarl.artifacts.facts import ModelFacts
 from megarl.checks.checklist import Checklist
 from megarl.checks.conflicts import Conflict, refuse_conflicts
@@ -156,15 +156,28 @@ def _conflicts(config: RunConfig) -> list[Conflict]:
     ]
 
 
+def _why_no_reference(config: RunConfig) -> str:
+    """Return why the run's reference is not that of every policy; empty: it is."""
+    for name, policy in config.policies.items():
+        if policy.model in config.models and config.models[policy.model].path is not None:
+            return f"{name} does not begin as the run's policy, and there is one reference"
+        if policy.model and policy.sampling.temperature is not None:
+            return f"the reference's log-probs are not at the temperature of {name}"
+    if whole_vocabulary(config.algorithm) is not None:
+        return "the whole vocabulary is compared with the run's policy only"
+    return ""
+
+
 def _conflicts_of_models(config: RunConfig, facts: ModelFacts | None) -> list[Conflict]:
     """Return the settings that do not go with policies that have weights of their own."""
-    rollout, algorithm, size, share = config.rollout, config.algorithm, config.data.batch_size, config.placement.share
+    rollout, algorithm, share = config.rollout, config.algorithm, config.placement.share
     engine = "several models generate only with the embedded engine"
-    several = "policies with weights of their own have one mini-batch per step"
+    several = "groups would be shared out by the tokens of all policies, but a model is trained on those of its own"
     no_cp = "several models generate turn by turn, which cp and experts do not"
     compared = "each policy would be compared with the run's policy"
     images = config.data.image_key
     stale, kl, coef = rollout.stale_steps, algorithm.kl.use, algorithm.distillation.coef
+    other = _why_no_reference(config)
     section = "actor" if rollout.parallel is None else "rollout"
     cp = config.parallel_of("rollout").cp
     conflicts = [
@@ -176,16 +189,15 @@ def _conflicts_of_models(config: RunConfig, facts: ModelFacts | None) -> list[Co
         Conflict("model.lora", "adapters", config.model.lora is not None, "null", "policies have weights of their own"),
         Conflict("placement.share", share, share != "dealt", "dealt", several),
         Conflict("algorithm.distillation.coef", coef, bool(coef), "0", compared),
-        Conflict("algorithm.kl.use", kl, kl != "none", "none", compared),
+        Conflict("algorithm.kl.use", kl, kl != "none" and bool(other), "none", other),
     ]
     if facts is not None and facts.is_moe:
         conflicts.append(Conflict("model.path", "a mixture of experts", True, "FOLDER of a dense model", no_cp))
     names = [policy.model for policy in config.policies.values() if policy.model in config.models]
     for role in dict.fromkeys(["actor", *names]):
         settings, section = config.training_of(role), config.section_of(role)
-        mini, offloads = settings.mini_batch_size, settings.engine.offload
-        conflicts += [
-            Conflict(f"{section}.mini_batch_size", mini, mini not in (None, size), "null", several),
-            Conflict(*(f"{section}.engine.offload", True, offloads, "false"), "all policies generate at the same time"),
-        ]
+        offloads = settings.engine.offload
+        conflicts.append(
+            Conflict(*(f"{section}.engine.offload", True, offloads, "false"), "all policies generate at the same time")
+        )
     return conflicts

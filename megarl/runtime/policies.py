@@ -17,6 +17,7 @@ from megarl.config.training import ActorConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.node import Node
 from megarl.dag.stage import Contract, Kind, Role
+from megarl.data.groups import ORDINAL, group_numbers, group_places
 from megarl.data.policies import POLICY
 from megarl.rollout.family import ModelLinks
 from megarl.system.errors import ConfigError
@@ -83,8 +84,8 @@ def _node_of(node: Node, model: str, policies: list[str]) -> Node:
     contract = dataclasses.replace(
         contract,
         role=Role(model) if node.role is Role.ACTOR else node.role,
-        reads=(*contract.reads, POLICY, *(() if first else contract.writes)),
-        optional=tuple(dict.fromkeys((*contract.optional, *(() if first else contract.may_write)))),
+        reads=tuple(dict.fromkeys((*contract.reads, "uid", POLICY, *(() if first else contract.writes)))),
+        optional=tuple(dict.fromkeys((*contract.optional, ORDINAL, *(() if first else contract.may_write)))),
         models=() if first else (model,),
     )
     assert callable(node.func), "nodes of a graph are resolved"
@@ -116,7 +117,11 @@ class OfModel:
         places = [place for place, policy in enumerate(samples[POLICY]) if policy in self._policies]
         given[_ACTOR] = given.pop(self._model)
         context = _context_of(c, self._model)
-        made = self._stage(context, samples.select(places), **given)
+        rows = samples.select(places)
+        if ORDINAL not in samples:  # mini-batches count all prompts, also those of which the policies have no rows
+            numbers = _numbers(c, samples)
+            rows.set(ORDINAL, [numbers[place] for place in places])
+        made = self._stage(context, rows, **given)
         c.metrics.merge(context.metrics.renamed(self._metric))
         for name in self._written:
             if name in made:
@@ -129,6 +134,15 @@ class OfModel:
             return name
         of_engine = name.removeprefix(f"{self._model}/")
         return f"{self._model}/{name}" if of_engine == name else f"{self._model}/{_ACTOR}/{of_engine}"
+
+
+def _numbers(c: StepContext, samples: Batch) -> list[int]:
+    """Return the number of each row's group among all groups of the step."""
+    groups, of_rows = group_places(samples["uid"]), [0] * len(samples)
+    for number, places in zip(group_numbers(samples, groups, c.layout.dp_rank, c.layout.dp_size), groups, strict=True):
+        for place in places:
+            of_rows[place] = number
+    return of_rows
 
 
 def sampling_of(config: RunConfig, model: str) -> SamplingConfig:

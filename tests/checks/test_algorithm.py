@@ -272,7 +272,16 @@ OWN = ("policies.white.model=white", "models={white: {train: true}}")
         ([POLICIES, AGENT, "policies.white.sampling.top_k=5"], "policies.white.sampling.top_k", "share weights"),
         ([POLICIES, AGENT, *OWN, "rollout.stale_steps=1"], "rollout.stale_steps", "embedded engine"),
         ([POLICIES, AGENT, "algorithm.filter.low=0.1"], "algorithm.filter", "counts the samples"),
-        ([POLICIES, AGENT, *OWN, "algorithm.kl.use=loss"], "algorithm.kl.use", "compared with the run's policy"),
+        (
+            [POLICIES, AGENT, *OWN, "algorithm.kl.use=loss", "policies.white.sampling.temperature=0.5"],
+            "algorithm.kl.use",
+            "not at the temperature of white",
+        ),
+        (
+            [POLICIES, AGENT, OWN[0], "models={white: {train: true, path: m}}", "algorithm.kl.use=loss"],
+            "algorithm.kl.use",
+            "does not begin as the run's policy",
+        ),
         ([POLICIES, AGENT, *OWN, "models.white.engine.offload=true"], "models.white.engine.offload", "generate at"),
     ],
 )
@@ -290,4 +299,5 @@ def test_evaluation_refuses_what_generation_with_several_policies_does_not_suppo
 
 
 def test_several_policies_with_an_agent_pass(failures):
-    assert failures("sft.steps=0", "cluster.timeout_s=600", POLICIES, AGENT, *OWN) == []
+    more = ("algorithm.kl.use=loss", "data.batch_size=4", "models.white.mini_batch_size=2", "actor.mini_batch_size=1")
+    assert failures("sft.steps=0", "cluster.timeout_s=600", POLICIES, AGENT, *OWN, *more) == []

@@ -482,6 +482,22 @@ def test_a_game_of_a_class_is_the_game_of_an_agent(folder: Path, tmp_path: Path)
     assert first["proposer/critic/score/mean"] == -1
 
 
+@pytest.mark.procs
+@pytest.mark.campaign("agents")
+def test_mini_batches_and_a_reference_of_policies_are_those_of_any_layout(folder: Path, tmp_path: Path) -> None:
+    more = ["models.proposer.mini_batch_size=2", "models.proposer.shuffle=true", "actor.ppo_epochs=2"]
+    settings = settings_of(folder, *POLICIES, *OWN_WEIGHTS, *more, "algorithm.kl={use: loss, coef: 0.1}")
+    whole, parts = (
+        harness.train(folder / "tiny.yaml", tmp_path / str(ranks), *settings, f"cluster.nproc={ranks}")
+        for ranks in (1, 2)
+    )
+    assert_near(whole, of_training(parts))
+    assert [whole[step]["proposer/actor/kl_loss"] > 0 for step in (1, 2)] == [True, True]
+    teams = {"solver": (["actor", "rollout", "reference"], 1), "proposer": (["proposer"], 1)}
+    apart = harness.train(folder / "tiny.yaml", tmp_path / "apart", *settings, *placed(teams))
+    assert of_training(apart) == whole
+
+
 #: The proposer is paid for signs and the solver for digits, which is the opposite.
 PAID = AGENT.replace('"proposer": 1 - sum(digits) / 2', '"proposer": 1 - sum(c.isdigit() for c in said) / 4')
 

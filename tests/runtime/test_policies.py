@@ -11,13 +11,18 @@ import torch
 from megarl.algorithms.advantages.rae import RunningBaselines
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
+from megarl.dag.stage import Kind, Role, contract_of, stage
 from megarl.data.batch import Batch, Jagged
+from megarl.data.groups import ORDINAL
 from megarl.recipes.build import build_task_graph
+from megarl.runtime.context import StepContext
+from megarl.runtime.policies import OfModel
 from megarl.runtime.roles import RolloutRole
 from megarl.runtime.samples import open_groups
 from megarl.runtime.stages.advantage import advantage
 from megarl.runtime.stages.baseline import running_baseline
 from megarl.runtime.stages.reward import write_scores
+from megarl.runtime.stages.update import mini_batches
 from megarl.system.metrics import Metrics
 
 #: Rewards of two episodes of a prompt, and the mean over others in each of them: the worked numbers of the estimators.
@@ -155,6 +160,30 @@ def test_what_comes_after_a_node_of_the_actor_comes_after_those_of_all_models(tr
     settings += ["models={proposer: {train: true}}", "policies.proposer.model=proposer"]
     graph = build_task_graph(load_config("grpo_self_play_quickstart", settings))
     assert all(graph[id].deps == (*updates, "proposer_actor_train") for id in ("old_logp", "proposer_old_logp"))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_model_s_mini_batches_count_prompts_of_which_its_policies_have_no_rows(shuffle):
+    names = [("u0", "a"), ("u1", "b"), ("u2", "a"), ("u2", "b"), ("u3", "b"), ("u4", "a"), ("u5", "a"), ("u5", "a")]
+    minis = []
+
+    @stage(reads=["uid"], optional=[ORDINAL], writes=[], kind=Kind.MODEL_TRAIN, role=Role.ACTOR)
+    def trains(c, samples, *, actor):
+        minis.append([mini["uid"] for mini in mini_batches(c, samples, "actor", 0)])
+        return samples
+
+    settings = {"models": {"own": {"train": True, "mini_batch_size": 2, "shuffle": shuffle}}, "data": {"batch_size": 6}}
+    config = RunConfig(name="x", policies={"a": {"model": "own"}, "b": {}}, **settings)
+    model = OfModel(trains, contract_of(trains), "own", ("a",), ())
+    for ranks in (1, 2):
+        for rank in range(ranks):
+            rows = [row for row in names if int(row[0][1]) % ranks == rank]
+            layout = SimpleNamespace(dp_rank=rank, dp_size=ranks)
+            c = StepContext(config, layout, None, None, None, sequences=None, step=1)
+            model(c, Batch({}, {"uid": [u for u, _ in rows], "policy": [p for _, p in rows]}, size=len(rows)), own=None)
+    whole, *parts = minis
+    assert [sorted(a + b) for a, b in zip(*parts, strict=True)] == [sorted(mini) for mini in whole]
+    assert shuffle or whole == [["u0"], ["u2"], ["u4", "u5", "u5"]]
 
 
 @pytest.mark.parametrize("training", [True, False])

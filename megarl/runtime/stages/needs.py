@@ -107,9 +107,9 @@ def needs_old_logp(config: RunConfig) -> bool:
     algorithm, correction = config.algorithm, config.rollout_correction.resolved()
     if correction.active:
         return not correction.bypass
-    steps = (config.actor.mini_batch_size or config.data.batch_size) < config.data.batch_size
-    of_policies = [config.models[p.model] for p in config.policies.values() if p.model in config.models]
-    several = steps or max(config.actor.ppo_epochs, *(model.ppo_epochs for model in of_policies), 1) > 1
+    size, models = config.data.batch_size, (policy.model for policy in config.policies.values())
+    trained = [config.actor, *(config.models[name] for name in models if name in config.models)]
+    several = any(settings.ppo_epochs > 1 or (settings.mini_batch_size or size) < size for settings in trained)
     of_trainer = {"old_logp", "sum_pi_squared"} & component_fields(algorithm)
     return several or algorithm.kl.use == "reward" or bool(of_trainer)
 

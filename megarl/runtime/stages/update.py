@@ -129,10 +129,11 @@ def mini_batches(c: StepContext, samples: Batch, role: str, epoch: int) -> Itera
 
 
 def _in_order(c: StepContext, samples: Batch, size: int) -> Iterator[Batch]:
-    groups, replayed = _groups(c, samples)
-    share, count = size // c.layout.dp_size, c.config.data.batch_size // size
-    minis = [groups[i * share : (i + 1) * share] for i in range(count)]
-    minis[-1] += groups[count * share :]  # the remainder joins the last mini-batch
+    (groups, replayed), count = _groups(c, samples), c.config.data.batch_size // size
+    minis: list[list[list[int]]] = [[] for _ in range(count)]
+    numbers = group_numbers(samples, groups, c.layout.dp_rank, c.layout.dp_size)
+    for number, group in zip(numbers, groups, strict=True):
+        minis[min(number // size, count - 1)].append(group)  # the remainder joins the last mini-batch
     for place, group in replayed:
         minis[place % count].append(group)
     order = [place for mini in minis for group in mini for place in group]
