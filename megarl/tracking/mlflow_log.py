@@ -148,7 +148,8 @@ class MlflowLog:
         self._ending.set()
         gone = self._await_end()
         if gone is not None:
-            log.warning("tracking.mlflow_uri: MLflow at %s: %s; its run is incomplete", self._uri, gone)
+            todo = "run the command again to send the rest"
+            log.warning("tracking.mlflow_uri: MLflow at %s: %s; its run is incomplete: %s", self._uri, gone, todo)
         if self.failures:
             log.warning("MLflow at %s: %d calls failed; metrics.jsonl is complete", self._uri, self.failures)
         if status == "FINISHED":  # otherwise the run's own error, which is more important, is raised
@@ -347,6 +348,11 @@ def _text(error: Exception) -> str:
     secret = os.environ.get(PASSWORD)
     text = mask(f"{type(error).__name__}: {error}")
     return text.replace(secret, MASK) if secret else text
+
+
+def logged_to(id_file: Path) -> str | None:
+    """Return the address of the store that has the MLflow run of `id_file`; None if there is no such run."""
+    return read_record(id_file, _ID_NEEDS).get("uri")
 
 
 def add_artifact(id_file: Path, artifact: Path) -> None:

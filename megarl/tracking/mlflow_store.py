@@ -95,6 +95,12 @@ def default_store(folder: Path) -> tuple[str, str]:
     return _sqlite_uri(text), (folder.absolute() / "mlartifacts").as_uri()
 
 
+def folder_of_default_store(uri: str) -> Path | None:
+    """Return the folder of the default store at `uri`; None if `uri` is another kind of store, or its file is gone."""
+    file = _sqlite_file(uri)
+    return file.parent if file is not None and file.name == _FILE and file.is_file() else None
+
+
 def _sqlite_uri(path: str) -> str:
     """Return the address of a SQLite file; SQLAlchemy's version decides which characters it must quote."""
     if not set(path) & set("%?"):

@@ -30,8 +30,8 @@ from megarl.system.processes import COMMAND, identity
 from megarl.system.tracing import keep_beating
 from megarl.tracking.console import ConsoleView
 from megarl.tracking.loggers import LoggedRun, LoggerThread, describe_run
-from megarl.tracking.mlflow_log import STATUS, MlflowLog
-from megarl.tracking.mlflow_store import default_store
+from megarl.tracking.mlflow_log import STATUS, MlflowLog, logged_to
+from megarl.tracking.mlflow_store import default_store, folder_of_default_store
 from megarl.tracking.sample_images import FOLDER
 from megarl.tracking.trace import merge_trace
 
@@ -234,12 +234,14 @@ class Tracker:
         rewrite_jsonl(path, lambda line: self._part == "second" and line["stage"] != self._stage)
 
     def _open_mlflow(self, about: LoggedRun) -> MlflowLog:
-        uri, artifacts = self._cfg.mlflow_uri, None
+        uri, artifacts, id_file = self._cfg.mlflow_uri, None, self.run_dir / f"mlflow.{self._stage}.json"
         if uri is None:
-            store = Path(self._cfg.dir).absolute()
+            earlier = logged_to(id_file) if about.resumed else None
+            # A run may be resumed from another folder, where the same relative `tracking.dir` is another one.
+            store = (earlier and folder_of_default_store(earlier)) or Path(self._cfg.dir).absolute()
             store.mkdir(parents=True, exist_ok=True)
             uri, artifacts = default_store(store)
-        return MlflowLog(uri, artifacts, about, self.run_dir / f"mlflow.{self._stage}.json")
+        return MlflowLog(uri, artifacts, about, id_file)
 
     def _write_run(self) -> None:
         write_record(self.run_dir / RUN, self._run)

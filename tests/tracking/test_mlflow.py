@@ -267,7 +267,7 @@ def test_a_call_that_hangs_when_the_server_is_gone_is_left(tmp_path, uri, monkey
     start = time.monotonic()
     log.finish("FINISHED", [])
     assert time.monotonic() - start < PATIENCE_S
-    assert "does not reply (gone); its run is incomplete" in caplog.text
+    assert "does not reply (gone); its run is incomplete: run the command again" in caplog.text
     hanging.set()
 
 

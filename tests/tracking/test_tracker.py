@@ -27,7 +27,7 @@ def screen():
 
 
 def tracker(tmp_path, screen, **more):
-    cfg = TrackingConfig(dir=str(tmp_path), mlflow=more.pop("mlflow", False), **more.pop("cfg", {}))
+    cfg = TrackingConfig(**{"dir": str(tmp_path), "mlflow": more.pop("mlflow", False)} | more.pop("cfg", {}))
     resolved = more.pop("resolved", {"trainer": {"steps": 3}})
     return Tracker(tmp_path / "run", cfg, "my run", resolved, console=screen, total_steps=3, **more)
 
@@ -125,7 +125,8 @@ def test_mlflow_gets_params_metrics_artifacts_and_continues_the_same_run(tmp_pat
     first.log(1, {"val/best@8": 0.5, "bad": float("nan")})
     first.log(2, {"val/best@8": 0.75})
     first.finish("failed")
-    second = tracker(tmp_path, screen, mlflow=True, resume_step=1)
+    # from another folder, where a relative `tracking.dir` is another folder, too
+    second = tracker(tmp_path, screen, mlflow=True, resume_step=1, cfg={"dir": str(tmp_path / "elsewhere")})
     for step, value in ((2, 0.75), (3, 1.0)):
         second.log(step, {"val/best@8": value, "late": value})
     second.finish()
