@@ -99,15 +99,13 @@ class ProgressReport:
             progress: float [B]; NaN where it is unknown.
             groups: B names of the groups that an advantage compares; None: correlate by task.
         """
-        from scipy.stats import spearmanr
-
         known = self.shaped & ~progress.isnan()
         correlations: dict[Hashable, float] = {}
         for name, places in _by_task(self.task if groups is None else groups).items():
             rows = [place for place in places if known[place]]
             scores, truth = self.scores[rows].numpy(), progress[rows].double().numpy()
             if len(rows) > 1 and scores.min() < scores.max() and truth.min() < truth.max():
-                correlations[name] = float(spearmanr(scores, truth).statistic)
+                correlations[name] = _spearman(scores, truth)
         return correlations
 
 
@@ -171,20 +169,43 @@ def success_centres(points: np.ndarray, settings: ProgressSettings) -> tuple[np.
     """
     import numpy as np
     from scipy.spatial.distance import cdist
-    from sklearn.cluster import DBSCAN
-    from sklearn.preprocessing import StandardScaler
 
     if len(points) == 1:
         return points, 0
-    standardised = StandardScaler().fit_transform(points)
+    spread = np.where(np.ptp(points, axis=0) > 0, points.std(0), 1.0)  # rounding gives equal numbers a deviation
+    standardised = (points - points.mean(0)) / spread
     apart = cdist(standardised, standardised)
-    eps = _radius(apart, points.shape[1], settings)
-    labels = DBSCAN(eps=eps, min_samples=2, metric="precomputed").fit(apart).labels_
-    count = int(labels.max()) + 1
-    if not count:
+    members = _clusters(apart <= _radius(apart, points.shape[1], settings))
+    if not members:
         return points.mean(0, keepdims=True), 0
     # Standardisation is affine, so the mean of the original points is the cluster's centre mapped back.
-    return np.stack([points[labels == cluster].mean(0) for cluster in range(count)]), count
+    return np.stack([points[places].mean(0) for places in members]), len(members)
+
+
+def _clusters(near: np.ndarray) -> list[list[int]]:
+    """Return the places of each cluster's points, ascending, in the order of the clusters' first points.
+
+    A cluster is a connected component of at least two points: that is DBSCAN where two points make a cluster.
+
+    Args:
+        near: bool [n, n], symmetric: whether two points are neighbours.
+    """
+    import numpy as np
+
+    unseen = np.ones(len(near), dtype=bool)
+    members = []
+    for first in range(len(near)):
+        if not unseen[first]:
+            continue
+        unseen[first] = False
+        places = [first]
+        for place in places:  # grows in the loop
+            new = np.flatnonzero(near[place] & unseen)
+            unseen[new] = False
+            places += new.tolist()
+        if len(places) > 1:
+            members.append(sorted(places))
+    return members
 
 
 def shuffled_embeddings(embeddings: Tensor, task: Sequence[Hashable], *seed: int) -> Tensor:
@@ -267,6 +288,24 @@ def _mapped(distances: np.ndarray, settings: ProgressSettings) -> np.ndarray:
         exponent = _STEEPNESS * (_MIDDLE - place)
     scores: np.ndarray = weight * expit(exponent)
     return scores
+
+
+def _spearman(first: np.ndarray, second: np.ndarray) -> float:
+    """Return Spearman's rank correlation of two series of equal length; equal values share the mean of their ranks.
+
+    scipy.stats has it, too, but takes a second to import.
+    """
+    import numpy as np
+
+    return float(np.corrcoef(np.column_stack([_ranks(first), _ranks(second)]), rowvar=False)[1, 0])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    import numpy as np
+
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: np.ndarray = (counts.cumsum() - (counts - 1) / 2)[places]
+    return ranks
 
 
 def _by_task(task: Sequence[Any]) -> dict[Hashable, list[int]]:
