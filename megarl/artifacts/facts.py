@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,6 +96,18 @@ class ModelFacts:
     """Whether SGLang computes the model on GPUs only."""
     trains_draft: bool = False
     """Whether the model has its draft head, to train it; only then `parameters` counts the head."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Of every layer's mixer, too: a search of plans would compute it twenty thousand times.
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __getstate__(self) -> dict[str, object]:
+        # Strings have other hashes in other processes.
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     @property
     def is_moe(self) -> bool:
