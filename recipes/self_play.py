@@ -3,8 +3,8 @@
     proposer   ".47" -> "47+85"        solver   "47+85=" -> "132", four times
 
 The solver is rewarded for every right answer. A sum that begins with the number of the proposer's prompt is worth
-`_VALID` to the proposer, and the rest of 1 the more, the closer the solver is to being right half of the time. The data
-are sums: training rows give the number, held-out ones test the solver.
+`_VALID` to the proposer, and the rest of 1 the more, the closer the solver is to being right half of the time. A
+held-out sum is worth nothing and is not answered: nobody is trained on it.
 """
 
 from __future__ import annotations
@@ -22,51 +22,90 @@ _ATTEMPTS = 4
 _VALID = 0.2
 
 
-def make_rows(split: str = "train", **settings: Any) -> list[dict[str, Any]]:
-    """Return the sums of `megarl.recipes.arithmetic:make_rows`; training rows have the proposer's prompt and no answer.
+def make_rows(split: str = "train", proposed: bool = True, **settings: Any) -> list[dict[str, Any]]:
+    """Return the prompts of episodes, made of the sums of `megarl.recipes.arithmetic:make_rows`.
 
     Args:
         split: `train`, or `val` for sums that the solver is tested on.
+        proposed: training rows have the prompt of the proposer, the first number of a sum; False: the sum, for a
+            solver that is trained without a proposer. Further settings are those of `arithmetic:make_rows`.
+
+    Returns:
+        Rows with `prompt`; `answer`, empty if the sum is proposed; `attempts` of the solver; and `held_out`, the
+        second numbers of held-out sums with the first number of the prompt.
     """
     rows = arithmetic_rows(split, **settings)
     if split == "val":
-        return rows
-    return [{"prompt": f".{row['prompt'].partition('+')[0]}", "answer": "", "data_source": "proposals"} for row in rows]
+        return [{**row, "attempts": 1} for row in rows]
+    if not proposed:
+        return [{**row, "attempts": _ATTEMPTS} for row in rows]
+    held_out: dict[str, list[str]] = {}
+    for row in arithmetic_rows("val", **settings):
+        first, second = _numbers(row)
+        held_out.setdefault(first, []).append(second)
+    firsts = [_numbers(row)[0] for row in rows]
+    return [
+        {"prompt": f".{first}", "answer": "", "attempts": _ATTEMPTS, "held_out": held_out.get(first, [])}
+        for first in firsts
+    ]
 
 
 def make_demonstrations(
-    split: str = "train", valid: float = 0.5, proposals: float = 0.2, seed: int = 0, **settings: Any
+    split: str = "train",
+    given_up: float = 0.6,
+    proposals: float = 0.4,
+    valid: float = 0.5,
+    seed: int = 0,
+    **settings: Any,
 ) -> list[dict[str, str]]:
-    """Return demonstrations of both policies: answers of sums, and proposals of which a part is invalid.
+    """Return demonstrations of both policies: answers of sums, of which a part gives up, and proposals, partly invalid.
 
     Args:
         split: `train` or `val`. Further settings are those of `megarl.recipes.arithmetic:make_rows`.
+        given_up: share of the sums with a carry from the last digits that are answered with "-".
+        proposals: number of proposals, as a share of the sums.
         valid: share of proposals that begin with the number of their prompt.
-        proposals: share of the sums that are also proposed.
     """
-    rows, rng = arithmetic_rows(split, seed=seed, **settings), random.Random(f"proposals {seed}")
+    rows, rng = arithmetic_rows(split, seed=seed, **settings), random.Random(f"demonstrations {seed}")
     proposed = []
-    for row in rows[: round(proposals * len(rows))] if split == "train" else []:
-        sum_ = row["prompt"].removesuffix("=")
-        first = sum_.partition("+")[0] if rng.random() < valid else str(rng.randint(10, 99))
-        proposed.append({"prompt": f".{first}", "answer": sum_, "data_source": "proposals"})
-    return [*rows, *proposed]
+    for row in rng.sample(rows, round(proposals * len(rows))):
+        first, second = _numbers(row)
+        written = first if rng.random() < valid else _numbers(rng.choice(rows))[0]
+        proposed.append({"prompt": f".{first}", "answer": f"{written}+{second}", "data_source": "proposals"})
+    gives_up = [has_carry(*_numbers(row)) and rng.random() < given_up for row in rows]
+    return [{**row, "answer": "-"} if up else row for row, up in zip(rows, gives_up, strict=True)] + proposed
+
+
+def has_carry(first: str, second: str) -> bool:
+    """Return whether the last digits of two numbers add up to more than 9."""
+    return int(first[-1]) + int(second[-1]) > 9
+
+
+def _numbers(row: dict[str, str]) -> tuple[str, str]:
+    first, _, second = row["prompt"].removesuffix("=").partition("+")
+    return first, second
 
 
 def play(task: dict[str, Any]) -> dict[str, Any]:
-    """Play one episode and return the rewards of both policies."""
+    """Play one episode and return the rewards of the policies that it called."""
     row = task["row"]
-    if row["answer"]:  # a held-out sum
-        return {"rewards": {"solver": float(_complete("solver", row["prompt"])[0] == row["answer"])}}
+    if row["answer"]:
+        return {"rewards": {"solver": _solve(row["prompt"], row["answer"], row["attempts"])}}
     (proposal,) = _complete("proposer", row["prompt"])
+    first, _, second = proposal.partition("+")
     number = row["prompt"].removeprefix(".")
-    if re.fullmatch(rf"{number}\+[1-9]\d", proposal) is None:
+    if first != number or re.fullmatch(r"[1-9]\d", second) is None or second in row["held_out"]:
         return {"rewards": {"proposer": 0.0}, "info": {"valid": 0.0}}
-    answer = str(sum(map(int, proposal.split("+"))))
-    right = [float(text == answer) for text in _complete("solver", f"{proposal}=", _ATTEMPTS)]
-    share = sum(right) / _ATTEMPTS
+    right = _solve(f"{proposal}=", str(int(first) + int(second)), row["attempts"])
+    share = sum(right) / len(right)
     proposer = _VALID + (1 - _VALID) * (1 - abs(2 * share - 1))
-    return {"rewards": {"proposer": proposer, "solver": right}, "info": {"valid": 1.0, "solved": share}}
+    info = {"valid": 1.0, "carry": float(has_carry(first, second)), "solved": share}
+    return {"rewards": {"proposer": proposer, "solver": right}, "info": info}
+
+
+def _solve(prompt: str, answer: str, attempts: int) -> list[float]:
+    """Return the rewards of the solver's attempts at a sum."""
+    return [float(text == answer) for text in _complete("solver", prompt, attempts)]
 
 
 def _complete(policy: str, prompt: str, samples: int = 1) -> list[str]:

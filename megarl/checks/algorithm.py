@@ -48,7 +48,8 @@ def _check_estimator(config: RunConfig, checks: Checklist) -> None:
     if ADVANTAGES.declared(chosen.function) is not None:
         given = [*required, *chosen.spec.settings.model_fields]
         check_signature(chosen.function, ADVANTAGES.key, (), given, checks)
-    if isinstance(settings, GroupSettings) and n < 2 and not settings.allow_singleton:
+    alone = isinstance(settings, GroupSettings) and n < 2 and not settings.allow_singleton
+    if alone and not config.policies:  # estimators of several policies are checked with them
         checks.of("group size").fail(
             "rollout.sampling.n",
             f"{name} compares the samples of a prompt with each other, but there is only one",
