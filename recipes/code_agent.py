@@ -167,7 +167,7 @@ def make_rows(split: str = "train", highest: int = 20, held_out: int = 512, seed
 
 
 def make_demonstrations(
-    split: str = "train", often: float = 0.9, seldom: float = 0.1, seed: int = 0, **settings: Any
+    split: str = "train", often: float = 0.4, seldom: float = 0.1, seed: int = 0, **settings: Any
 ) -> list[dict[str, Any]]:
     """Return conversations. The first function agrees with the test in the prompt, but may fail the second test.
 

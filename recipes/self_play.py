@@ -54,21 +54,26 @@ def make_demonstrations(
     split: str = "train",
     given_up: float = 0.6,
     proposals: float = 0.4,
+    carries: float = 0.2,
     valid: float = 0.5,
     seed: int = 0,
     **settings: Any,
 ) -> list[dict[str, str]]:
     """Return demonstrations of both policies: answers of sums, of which a part gives up, and proposals, partly invalid.
 
+    Few of the proposals have a carry from the last digits, and sums with a carry are often given up.
+
     Args:
         split: `train` or `val`. Further settings are those of `megarl.recipes.arithmetic:make_rows`.
-        given_up: share of the sums with a carry from the last digits that are answered with "-".
+        given_up: share of the sums with a carry that are answered with "-".
         proposals: number of proposals, as a share of the sums.
+        carries: share of the sums with a carry that may be proposed; all others may.
         valid: share of proposals that begin with the number of their prompt.
     """
     rows, rng = arithmetic_rows(split, seed=seed, **settings), random.Random(f"demonstrations {seed}")
+    proposable = [row for row in rows if not has_carry(*_numbers(row)) or rng.random() < carries]
     proposed = []
-    for row in rng.sample(rows, round(proposals * len(rows))):
+    for row in rng.sample(proposable, round(proposals * len(rows))):
         first, second = _numbers(row)
         written = first if rng.random() < valid else _numbers(rng.choice(rows))[0]
         proposed.append({"prompt": f".{first}", "answer": f"{written}+{second}", "data_source": "proposals"})

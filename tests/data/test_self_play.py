@@ -26,9 +26,7 @@ def test_a_proposal_is_worth_more_the_closer_the_solver_is_to_half(monkeypatch, 
 
 def test_held_out_sums_are_neither_demonstrated_nor_trained_on():
     held_out = {row["prompt"].removesuffix("=") for row in self_play.make_rows("val", **SETTINGS)}
-    refused = {
-        f"{row['prompt'][1:]}+{second}" for row in self_play.make_rows(**SETTINGS) for second in row["held_out"]
-    }
+    refused = {f"{row['prompt'][1:]}+{second}" for row in self_play.make_rows(**SETTINGS) for second in row["held_out"]}
     assert refused == held_out
     given = {row["prompt"] for row in self_play.make_rows(proposed=False, **SETTINGS)}
     demonstrated = {row["prompt"] for row in self_play.make_demonstrations(**SETTINGS) if row["prompt"][0] != "."}
