@@ -115,24 +115,30 @@ def teach(folder: Path, episode) -> None:
 @contextlib.contextmanager
 def embedded_engine(chunks, folder: Path, heard: list[Any], patch: pytest.MonkeyPatch):
     """The embedded engine; `heard` is extended by the tokens and log-probs of every turn."""
+    from megarl.rollout.batched import BatchedGeneration
     from megarl.rollout.embedded.turns import TurnSession
     from tests.rollout.cases import engine
 
-    wait = TurnSession.wait
+    def recorded(wait):
+        def waiting(self, enough=None):
+            done = wait(self, enough)
+            heard.extend((turn.token_ids, turn.logprobs) for turn in done.values())
+            return done
 
-    def waiting(self, enough=None):
-        done = wait(self, enough)
-        heard.extend((turn.token_ids, turn.logprobs) for turn in done.values())
-        return done
+        return waiting
 
-    patch.setattr(TurnSession, "wait", waiting)
+    for kind in (TurnSession, BatchedGeneration):
+        patch.setattr(kind, "wait", recorded(kind.wait))
     yield engine(chunks)
 
 
 @contextlib.contextmanager
 def served_engine(chunks, folder: Path, heard: list[Any], patch: pytest.MonkeyPatch):
     """A real SGLang server; `heard` is extended by what it answers."""
+    from megarl.config.sglang import SGLangConfig
+    from megarl.models.hf import encoder_of
     from megarl.rollout.sglang.client import Dispatch
+    from megarl.rollout.sglang.images import keeping_sizes
     from tests.rollout import servers
     from tests.rollout.forked import forked_servers
 
@@ -145,7 +151,8 @@ def served_engine(chunks, folder: Path, heard: list[Any], patch: pytest.MonkeyPa
         return body
 
     patch.setattr(Dispatch, "_post", posting)
-    with forked_servers(), servers.start(folder.parent, folder) as fleet:
+    arguments = keeping_sizes(SGLangConfig(), encoder_of(chunks[0].hf_config)).extra_args
+    with forked_servers(), servers.start(folder.parent, folder, extra_args=arguments) as fleet:
         yield servers.engine(fleet)
 
 
