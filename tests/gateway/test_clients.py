@@ -156,6 +156,7 @@ def served_engine(chunks, folder: Path, heard: list[Any], patch: pytest.MonkeyPa
         yield servers.engine(fleet)
 
 
+@pytest.mark.campaign("agents")  # the suite has it with images
 def test_what_a_client_receives_is_what_the_embedded_engine_sampled(single_process, tmp_path, monkeypatch):
     """Tokens and log-probs bit for bit; those of a training forward pass to rounding, in every sequence."""
     from tests.rollout.cases import build

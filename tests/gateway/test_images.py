@@ -67,8 +67,8 @@ def test_what_clients_receive_for_images_is_what_the_engine_sampled(
             SamplingConfig(max_new_tokens=40, stop_token_ids=ends),
             env={"history": "exact"},
             images=reader,
-            prompt_tokens=40,
-            tokens=300,
+            prompt_tokens=16,  # in the middle of an image
+            tokens=324,
             turns=12,
         )
     turns, received = turns_of(episode), json.loads((tmp_path / "received").read_text())
