@@ -18,6 +18,14 @@ def check_images(config: RunConfig, facts: ModelFacts | None, checks: Checklist)
     """Check that the model of a recipe with images can see them, and that engine and layout support it."""
     checks = checks.of(_NAME)
     key, encoder = config.data.image_key, None if facts is None else facts.encoder
+    if config.data.video_key is not None and config.has_lanes:
+        checks.fail(
+            "data.video_key",
+            "requests of agents have no videos, so the policy would see none",
+            found=config.data.video_key,
+            allowed=f"null with env.name={config.env['name']}",
+            fix="set data.video_key to null; agents may send frames as images",
+        )
     if (problem := _vision_problem(config, facts)) is not None:
         checks.from_error(problem)
         return
