@@ -55,6 +55,22 @@ def test_a_rollout_of_its_own_changes_no_number_of_grpo(recipe, tmp_path):
     assert {row["step"] for row in read_jsonl(tmp_path / "one" / "training_samples.jsonl")} == {1, 2, 3}
 
 
+@pytest.mark.campaign("teams")  # the weights that arrive: tests/sync/test_engines.py
+def test_a_team_generates_with_fp8_weights_and_its_gap_is_measured_and_corrected(recipe, tmp_path):
+    settings = (*STEPS, *TWO_TEAMS, "sft.steps=0", "rollout_correction.preset=decoupled_token_is")
+    numbers = {
+        name: harness.train(recipe, tmp_path / name, *settings, f"sync.fp8={name}", f"rollout.dtype={dtype}")
+        for name, dtype in (("false", "fp32"), ("true", "fp16"))
+    }
+    exact, rounded = ([run[step]["rollout_corr/k3_kl"] for step in (1, 2, 3)] for run in numbers.values())
+    assert max(exact) < 1e-9
+    assert min(rounded) > 1e-7
+    weighed = [numbers["true"][step]["rollout_corr/is_weight_max"] for step in (1, 2, 3)]
+    assert all(1 < weight <= 2 for weight in weighed)
+    sent = [numbers[name][3]["sync/gb"] for name in ("false", "true")]
+    assert sent[1] < 0.6 * sent[0], "a byte and scales in place of four bytes, but for embeddings and norms"
+
+
 def test_two_replicas_draw_turns_of_an_environment_as_one_process_does(recipe, tmp_path):
     """Both take the weights and share out the prompts; the size of a batch decides how products are rounded."""
     settings = (*STEPS, *harness.GUESSING, "sft.steps=0")
