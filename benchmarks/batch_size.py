@@ -13,17 +13,17 @@ import argparse
 import statistics
 import sys
 from collections import deque
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.correction import correct
+from megarl.algorithms.losses.base import DualClipSettings
 from megarl.algorithms.losses.ppo import ppo
 
 LENGTH, LETTERS, WIDTH = 4, 8, 16
 GROUP = 8  # samples of a prompt
-CLIP = SimpleNamespace(clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+CLIP = DualClipSettings(clip_low=0.2, clip_high=0.2, dual_clip=3.0)
 #: How pi_old and the weights of tokens are chosen, by the name of a preset.
 ARMS = ("decoupled_token_is", "ppo_is_bypass", "disabled")
 

@@ -18,9 +18,9 @@ import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -64,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--micro-batch-tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(argv)
+
     from megarl.config.model import ParallelConfig
     from megarl.system.comm import single_world
     from megarl.system.device import dist_backend, has_cuda
@@ -86,11 +87,13 @@ def main(argv: list[str] | None = None) -> int:
         start = time.perf_counter()
         run("compiled")
         compiling = time.perf_counter() - start
-        calls = {name: partial(run, name) for name in engines}
+        calls: dict[str, Callable[[], Any]] = {name: partial(run, name) for name in engines}
         times = best(calls, options.rounds, time.perf_counter if has_cuda() else time.process_time)
         shown = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in times.items())
         print(f"{phase}: {shown}; first compiled pass {compiling:.1f} s", flush=True)
-    breaks = Counter(dict(torch._dynamo.utils.counters["graph_break"]))
+    from torch._dynamo.utils import counters  # importing it earlier would change what it traces
+
+    breaks = Counter(dict(counters["graph_break"]))
     for reason, number in breaks.most_common(5):
         print(f"graph breaks: {number} x {' '.join(reason.split())[:160]}")
     return 0
