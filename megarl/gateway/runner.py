@@ -291,7 +291,8 @@ def _taken() -> tuple[int, int]:
 
 def _tell(news: int, message: dict[str, Any]) -> None:
     """Write a message to the trainer; it is short enough that a pipe takes it whole."""
-    os.write(news, json.dumps(message).encode() + b"\n")
+    with contextlib.suppress(BrokenPipeError):  # the trainer has ended: `run` sees that stdin is closed
+        os.write(news, json.dumps(message).encode() + b"\n")
 
 
 def _start(order: dict[str, Any], function: Any) -> _Program:

@@ -294,6 +294,15 @@ def test_the_end_of_a_program_is_reported_although_something_still_writes_to_its
     assert json.loads(os.read(news, 100)) == {"ended": 3, "code": 0}
 
 
+def test_a_program_may_end_after_the_trainer(tmp_path):
+    (orders, _), (news, told), (wake, _) = os.pipe(), os.pipe(), os.pipe()
+    order = {"start": 3, "folder": str(tmp_path), "limits": {"output_mb": None}, "launch": {"after": []}}
+    program = _Program(order, 1, os.open(os.devnull, os.O_RDONLY))
+    os.close(news)
+    Runner(orders, told, wake, None)._finish(program, 0)
+    assert (tmp_path / "output.txt").exists()
+
+
 def test_more_episodes_than_may_run_at_once_are_all_played():
     rows = [{"prompt": str(n)} for n in range(5)]
     episodes = trajectories(scripted("1"), "guess", rows, env={"max_running": 2})
