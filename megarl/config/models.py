@@ -6,11 +6,9 @@ import keyword
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, PositiveInt
+from pydantic import AfterValidator, Field
 
-from megarl.config.base import Section
-from megarl.config.model import ParallelConfig
-from megarl.config.training import EngineConfig, OptimConfig
+from megarl.config.training import ModelPlace, TrainingConfig
 
 #: Names that stages take for something else, or that a phase or a metric has.
 _RESERVED = (
@@ -32,7 +30,15 @@ def _is_free(name: str) -> str:
 FreeName = Annotated[str, AfterValidator(_is_free)]
 
 
-class FurtherModelConfig(Section):
+class FurtherModelPlace(ModelPlace):
+    """Where a further model comes from, its layout, and whether it is trained; a base class, so that its keys come
+    first.
+    """
+
+    train: bool = Field(False, description="train the model: it has an optimizer, and checkpoints and exports hold it")
+
+
+class FurtherModelConfig(TrainingConfig, FurtherModelPlace):
     """A further model, which stages take as the argument of its name. It is in the actor's processes, unless a team of
     `placement.teams` has it.
     """
@@ -42,16 +48,3 @@ class FurtherModelConfig(Section):
         description="Hugging Face folder or hub name of a model with the policy's tokenizer; null: the policy's "
         "weights at the start of RL, only for a model that is trained",
     )
-    parallel: ParallelConfig | None = Field(
-        None, description="layout; null: the actor's. Another layout needs a team of its own (placement)"
-    )
-    train: bool = Field(False, description="train the model: it has an optimizer, and checkpoints and exports hold it")
-    engine: EngineConfig = Field(default_factory=EngineConfig, description="memory and speed of training")
-    optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer")
-    mini_batch_size: PositiveInt | None = Field(
-        None,
-        le=1_000_000_000,
-        description="prompts per optimizer step over all ranks; null: data.batch_size (one optimizer step)",
-    )
-    ppo_epochs: PositiveInt = Field(1, description="passes over the samples of a step")
-    shuffle: bool = Field(False, description="as actor.shuffle")

@@ -38,6 +38,7 @@ from megarl.config.training import (
     RewardModelConfig,
     SFTConfig,
     TeacherConfig,
+    TrainingConfig,
 )
 from megarl.robots.config import RobotConfig
 from megarl.system.errors import ConfigError
@@ -382,7 +383,7 @@ class RunConfig(Section):
         section = self.models[role] if role in self.models else getattr(self, role)
         return section.parallel or self.actor.parallel
 
-    def training_of(self, role: str) -> TrainedConfig:
+    def training_of(self, role: str) -> TrainingConfig:
         """Return the settings with which the model of a role is trained; for frozen models of built-in roles, the
         actor's."""
         return self.critic if role == "critic" else self.models.get(role, self.actor)
@@ -391,24 +392,20 @@ class RunConfig(Section):
         """Return the recipe key of a role's section."""
         return f"models.{role}" if role in self.models else role
 
-    def updates(self, role: TrainedConfig, resting: int = 0) -> int:
+    def updates(self, role: TrainingConfig, resting: int = 0) -> int:
         """Return how many optimizer steps `role` takes in the run if it skips the first `resting` training steps; at
         least those of one training step."""
         return max(self.trainer.steps - resting, 1) * self._updates_per_step(role)
 
-    def updates_after(self, step: int, role: TrainedConfig, resting: int = 0) -> int:
+    def updates_after(self, step: int, role: TrainingConfig, resting: int = 0) -> int:
         """Return how many optimizer steps `role` still has to take when training step `step` is done. It takes none in
         the first `resting` training steps.
         """
         return max(self.trainer.steps - max(step, resting), 0) * self._updates_per_step(role)
 
-    def _updates_per_step(self, role: TrainedConfig) -> int:
+    def _updates_per_step(self, role: TrainingConfig) -> int:
         minis = self.data.batch_size // (role.mini_batch_size or self.data.batch_size)
         return role.ppo_epochs * max(1, minis)
-
-
-#: Sections of models that can be trained.
-TrainedConfig = ActorConfig | CriticConfig | FurtherModelConfig
 
 
 def steps_of_epochs(epochs: float, samples: int, batch_size: int) -> int:

@@ -115,26 +115,45 @@ class MtpConfig(Section):
     loss_weight: PositiveFloat = Field(0.1, description="factor of the head's cross-entropy, a mean over its tokens")
 
 
-class ActorConfig(Section):
-    """Training of the policy."""
+class TrainingConfig(Section):
+    """How a model is trained; the sections of actor, critic and further models have these keys."""
 
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="layout")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="memory and speed of training")
     optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer")
-    mtp: MtpConfig | None = Field(
-        None,
-        description="train the draft head (multi-token prediction) with the policy; null: exports have it as it was",
-    )
     mini_batch_size: PositiveInt | None = Field(
         None,
         le=1_000_000_000,
-        description="prompts per optimizer step over all ranks; null: data.batch_size (one optimizer step, on-policy)",
+        description="prompts per optimizer step over all ranks; null: data.batch_size (one optimizer step)",
     )
     ppo_epochs: PositiveInt = Field(1, description="passes over the samples of a step")
     shuffle: bool = Field(False, description="assign prompts to mini-batches at random, differently in every pass")
 
 
-class CriticConfig(Section):
+class ActorLayout(Section):
+    """The layout of the policy; a base class, so that its key comes first."""
+
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="layout")
+
+
+class ActorConfig(TrainingConfig, ActorLayout):
+    """Training of the policy."""
+
+    mtp: MtpConfig | None = Field(
+        None,
+        description="train the draft head (multi-token prediction) with the policy; null: exports have it as it was",
+    )
+
+
+class ModelPlace(Section):
+    """Where a model other than the policy comes from, and its layout; a base class, so that its keys come first."""
+
+    path: str | None = Field(None, description="Hugging Face folder or hub name")
+    parallel: ParallelConfig | None = Field(
+        None, description="layout; null: the actor's. Another layout needs a team of its own (placement)"
+    )
+
+
+class CriticConfig(TrainingConfig, ModelPlace):
     """The value model of PPO: the policy's architecture with one value per token instead of a vocabulary."""
 
     path: str | None = Field(
@@ -142,18 +161,7 @@ class CriticConfig(Section):
         description="Hugging Face folder or hub name of a policy or of an earlier critic (hf_critic); null: the "
         "actor's weights at the start of RL. With a policy's weights the value head starts at zero",
     )
-    parallel: ParallelConfig | None = Field(
-        None, description="layout; null: the actor's. Another layout needs a team of its own (placement)"
-    )
-    engine: EngineConfig = Field(default_factory=EngineConfig, description="memory and speed of training")
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-5), description="optimizer")
-    mini_batch_size: PositiveInt | None = Field(
-        None,
-        le=1_000_000_000,
-        description="prompts per optimizer step over all ranks; null: data.batch_size (one optimizer step)",
-    )
-    ppo_epochs: PositiveInt = Field(1, description="passes over the samples of a step")
-    shuffle: bool = Field(False, description="as actor.shuffle")
     aggregation: Aggregation = Field(
         "token-mean",
         description="how the value losses of tokens are combined into one number, as algorithm.loss.aggregation",

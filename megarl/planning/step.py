@@ -15,7 +15,8 @@ from megarl.artifacts.facts import ModelFacts, known_facts, model_facts
 from megarl.artifacts.layout import makes_replicas
 from megarl.artifacts.shared_prefixes import shares_prefixes
 from megarl.config.model import ModelConfig, ParallelConfig
-from megarl.config.run import RunConfig, TrainedConfig
+from megarl.config.run import RunConfig
+from megarl.config.training import TrainingConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.node import Node
 from megarl.dag.placement import Placement, TeamPlan, place
@@ -281,7 +282,7 @@ class StepFormulas:
             )
         return self.memo[key]
 
-    def _section(self, role: Role) -> TrainedConfig:
+    def _section(self, role: Role) -> TrainingConfig:
         """Return the section with the settings of a role's passes; frozen models of built-in roles use the actor's."""
         return self.config.training_of(role.value)
 

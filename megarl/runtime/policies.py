@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.training import ActorConfig
+from megarl.config.training import ActorConfig, TrainingConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.node import Node
 from megarl.dag.stage import Contract, Kind, Role
@@ -158,7 +158,7 @@ def _context_of(c: StepContext, model: str) -> StepContext:
         return dataclasses.replace(c, metrics=Metrics())
     settings, common = c.config.models[model], c.config.rollout
     rollout = common.model_copy(update={"sampling": sampling_of(c.config, model)})
-    shared = {name: getattr(settings, name) for name in ("engine", "optim", "mini_batch_size", "ppo_epochs", "shuffle")}
+    shared = {name: getattr(settings, name) for name in TrainingConfig.model_fields}
     changed = {_ACTOR: ActorConfig(parallel=c.config.parallel_of(model), **shared), "rollout": rollout}
     return dataclasses.replace(c, metrics=Metrics(), config=c.config.model_copy(update=changed))
 
