@@ -308,10 +308,14 @@ def check_adapters(folder, reference, samples, settings):
     from megarl.models.weights import export_weights
     from megarl.models.weights.files import CheckpointReader
     from megarl.models.weights.peft import export_adapter
+    from megarl.planning.shards import adapter_parameters
     from megarl.sync.source import Pieces
     from tests.dist import world
 
-    model = with_adapters(folder, known_facts(ModelConfig(path=str(folder), vision=True), ""))
+    facts = known_facts(ModelConfig(path=str(folder), vision=True), "")
+    model = with_adapters(folder, facts)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert sum(adapter_parameters(facts, ParallelConfig(), model.config.lora)) == trained
     packed(model, samples, settings)[0].sum().backward()
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

@@ -114,20 +114,19 @@ class Sample:
     starts: list[int]
 
 
-def draw(rng: random.Random, encoder: VisionEncoder, *shapes: tuple[int, int]) -> Sample:
-    """A random sample with images of these rows and columns of features."""
+def draw(rng: random.Random, encoder: VisionEncoder, *shapes: tuple[int, ...]) -> Sample:
+    """A random sample with images of these rows and columns of features; with a third number, temporal patches."""
     prompt, images, starts = [rng.randrange(100)], list[ImageSet](), list[int]()
-    for rows, columns in shapes:
+    for rows, columns, *clip in shapes:
         prompt.append(BEGIN)
         starts.append(len(prompt))
         prompt += [IMAGE] * (rows * columns)
         prompt += [END, *(rng.randrange(100) for _ in range(rng.randint(1, 4)))]
         side = encoder.patch * encoder.merge
-        pixels = np.random.default_rng(rng.randrange(1 << 30)).integers(
-            0, 256, (rows * side, columns * side, 3), dtype=np.uint8
-        )
-        values = patchify(pixels, encoder.patch, encoder.merge)
-        place = ((0, rows, columns, STILL),)
+        drawn = np.random.default_rng(rng.randrange(1 << 30))
+        frames = drawn.integers(0, 256, (2 if clip else 1, rows * side, columns * side, 3), dtype=np.uint8)
+        values = np.concatenate([patchify(pixels, encoder.patch, encoder.merge) for pixels in frames])
+        place = ((0, rows, columns, 0 if clip else STILL),)
         images.append(ImageSet(torch.from_numpy(values), place, (len(values),), (rng.randrange(1 << 60),)))
     prompt += [rng.randrange(100) for _ in range(3)]
     # An image token that the model says itself is text.
@@ -136,7 +135,8 @@ def draw(rng: random.Random, encoder: VisionEncoder, *shapes: tuple[int, int]) -
 
 def batch_of(samples: list[Sample], settings: ImageSettings) -> Batch:
     """The samples as a batch."""
-    fields = image_fields([one.images for one in samples], [one.starts for one in samples], settings)
+    clips = any(place[3] != STILL for one in samples for image in one.images for place in image.places)
+    fields = image_fields([one.images for one in samples], [one.starts for one in samples], settings, clips=clips)
     return Batch(
         {
             "prompt_ids": Jagged.from_list([one.prompt for one in samples], dtype=torch.int64),

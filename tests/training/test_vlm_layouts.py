@@ -21,8 +21,8 @@ from tests.training import cases
 pytestmark = pytest.mark.procs
 
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_grad=0.5, schedule="cosine", warmup_steps=1)
-#: Rows and columns of the images of each sample; samples of one rank have none in some layouts.
-SHAPES = [((2, 3),), ((1, 1), (3, 2)), ((2, 2),), (), ()]
+#: Rows and columns of the images of each sample, and 2 frames; samples of one rank have none in some layouts.
+SHAPES: list[tuple[tuple[int, ...], ...]] = [((2, 3),), ((1, 1), (3, 2, 2)), ((2, 2),), (), ()]
 TENSOR = [({"tp": 2}, {}), ({"tp": 2, "sp": True}, {"recompute": "full"})]
 PIPELINE = [({"pp": 2}, {"recompute": "full"})]
 DATA = [
