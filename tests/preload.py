@@ -22,6 +22,10 @@ for name in (
     *("megarl.recipes.components", "megarl.robots.checks.recipe", "megarl.robots.setup", "PIL.PngImagePlugin"),
     *("megarl.recipes.arithmetic", "megarl.training.checkpoint", "megarl.runtime.samples", "megarl.dag.guard"),
     *("megarl.algorithms.objective", "megarl.algorithms.correction", "megarl.robots.films", "megarl.tracking.report"),
+    *("megarl.algorithms.aggregation", "megarl.dag.retry", "megarl.kernels.cpu_check", "megarl.robots.planning"),
+    *("megarl.models.weights.receive", "megarl.rollout.embedded.inbox", "megarl.rollout.embedded.links"),
+    *("megarl.rollout.embedded.receiver", "megarl.checks.before_start", "megarl.checks.hub", "megarl.launchers.ray"),
+    *("megarl.robots.task", "encodings.idna"),
     # What modules of tests import.
     *("tests.dist", "tests.forked", "tests.training.cases", "tests.runtime.harness"),
     *("tests.preload_torch", "tests.disaggregated.buffer.served"),

@@ -99,13 +99,16 @@ class ProgressReport:
             progress: float [B]; NaN where it is unknown.
             groups: B names of the groups that an advantage compares; None: correlate by task.
         """
+        import numpy as np
+
         known = self.shaped & ~progress.isnan()
         correlations: dict[Hashable, float] = {}
         for name, places in _by_task(self.task if groups is None else groups).items():
             rows = [place for place in places if known[place]]
             scores, truth = self.scores[rows].numpy(), progress[rows].double().numpy()
             if len(rows) > 1 and scores.min() < scores.max() and truth.min() < truth.max():
-                correlations[name] = _spearman(scores, truth)
+                ranks = np.column_stack([_ranks(scores), _ranks(truth)])
+                correlations[name] = float(np.corrcoef(ranks, rowvar=False)[1, 0])
         return correlations
 
 
@@ -290,17 +293,11 @@ def _mapped(distances: np.ndarray, settings: ProgressSettings) -> np.ndarray:
     return scores
 
 
-def _spearman(first: np.ndarray, second: np.ndarray) -> float:
-    """Return Spearman's rank correlation of two series of equal length; equal values share the mean of their ranks.
-
-    scipy.stats has it, too, but takes a second to import.
-    """
-    import numpy as np
-
-    return float(np.corrcoef(np.column_stack([_ranks(first), _ranks(second)]), rowvar=False)[1, 0])
-
-
 def _ranks(values: np.ndarray) -> np.ndarray:
+    """Return the ranks of some values from 1, float64 [n]; equal values share the mean of their ranks.
+
+    scipy.stats has this function, too, but takes a second to import.
+    """
     import numpy as np
 
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)

@@ -310,7 +310,7 @@ def test_a_launcher_that_ends_while_its_processes_start_leaves_none(
     started: list[psutil.Process] = []
     while not started:
         assert time.monotonic() < deadline
-        time.sleep(0.02)  # they import for seconds
+        time.sleep(0.1)  # they import for seconds
         with contextlib.suppress(psutil.Error):
             children = psutil.Process(process.pid).children(recursive=True)
             started = [child for child in children if _runs(child, program)]
