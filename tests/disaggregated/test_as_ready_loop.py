@@ -223,7 +223,8 @@ def first_prompts(run_dir: Path, count: int) -> list[str]:
     state = json.loads((newest / "state.json").read_text())["loader"]
     rows = MagicMock(__len__=lambda self: state["samples"])
     rows.batch = lambda places, epoch: Batch({}, {"uid": [f"train-{epoch}-{place}" for place in places]})
-    return PromptLoader(rows, 4, seed=state["seed"]).at(range(count))["uid"]
+    loader = PromptLoader(rows, 4, seed=state["seed"])
+    return [uid for number in range(count) for uid in loader.at(number)["uid"]]
 
 
 def check_time(numbers: dict[int, dict[str, float]]) -> None:
