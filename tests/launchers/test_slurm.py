@@ -203,7 +203,7 @@ def test_values_come_through_a_real_shell(tmp_path, environment, name):
     folder.mkdir(parents=True, exist_ok=True)
     program = tmp_path / "it's python"
     program.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\n"
+        f"#!{sys.executable} -IS\nimport json, os, sys\n"
         f"if 'slurm_job' in sys.argv: os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
         f"json.dump([sys.argv[1:], os.getcwd(), dict(os.environ)], open({str(seen)!r}, 'w'))\n"
     )

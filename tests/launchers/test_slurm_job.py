@@ -94,7 +94,7 @@ class World:
         self.folder.mkdir()
         for name in ("srun", "scontrol", "sbatch"):
             file = self.folder / name
-            file.write_text(f"#!{sys.executable}{COMMANDS}")
+            file.write_text(f"#!{sys.executable} -IS{COMMANDS}")
             file.chmod(0o755)
 
     def job(self, **launch: object) -> Submission:
