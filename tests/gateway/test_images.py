@@ -9,6 +9,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ import torch
 
 from megarl.config.rollout import SamplingConfig
 from megarl.data.lanes import rows_of
+from megarl.disaggregated.as_ready_checkpoint import flow_files, read_buffered_groups
 from megarl.gateway.images import ImageReader
 from megarl.gateway.messages import ChatImage, ChatMessage
 from megarl.gateway.refusals import Refusal
 from megarl.models.weights.metadata import write_metadata
 from megarl.rollout.sglang.images import write_processor
+from megarl.system.metrics import Metrics
 from tests.gateway.playing import episodes_of
 from tests.gateway.talking import VISION, file_of, picture, seeing, user
 from tests.gateway.test_clients import AGENTS, embedded_engine, served_engine, turns_of
@@ -86,6 +89,12 @@ def test_what_clients_receive_for_images_is_what_the_engine_sampled(
         assert tokens.count(image) - said == lane.images.features == 6 + 3
         for start, rows, columns, _ in lane.images.places:
             assert tokens[start - 1 : start + rows * columns + 1] == [begin, *[image] * rows * columns, end]
+    files = flow_files(SimpleNamespace(dp_rank=0, is_lead=True), [], {}, {0: [episode]}, [], Metrics())
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    [[kept]] = read_buffered_groups(tmp_path, 1).partials.values()
+    for lane, other in zip(episode.all_lanes, kept.all_lanes, strict=True):
+        assert torch.equal(lane.images.patches, other.images.patches)
     rows = rows_of(episode)
     with torch.no_grad():
         want = torch.cat([of_transformers(reference, row, reader.settings) for row in rows])
