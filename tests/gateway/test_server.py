@@ -301,6 +301,11 @@ BROKEN: list[tuple[str, Any, int]] = [
     ("completions", {"model": "policy", "prompt": [[1, 2]]}, 400),
     ("messages", {**HELLO, "messages": [{"role": "tool", "content": "a"}]}, 400),
     ("messages", {**HELLO, "messages": [{"role": "user", "content": [{"type": "document"}]}]}, 400),
+    *(
+        ("messages", {**HELLO, "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}, 400)
+        for source in (None, {"type": "url", "url": "https://example.com/a.png"}, {"type": "base64", "data": "%"})
+    ),
+    ("responses", {"model": "policy", "input": [{"role": "user", "content": [{"type": "input_file"}]}]}, 400),
     ("messages", {**HELLO, "tool_choice": {"type": "tool", "name": "add"}}, 400),
     ("messages/count_tokens", {**HELLO, "messages": []}, 400),
     ("nothing", HELLO, 404),
