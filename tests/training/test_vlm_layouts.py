@@ -55,7 +55,7 @@ CASES = {
     **{kind: (kind, [(*layout, ()) for layout in layouts]) for kind, layouts in LAYOUTS.items()},
     "frozen": ("qwen3_vl", FROZEN),
     "adapters": ("qwen3_vl", [({"tp": 2, "sp": True}, {"recompute": "full"}, ADAPTERS)]),
-    "critic": ("qwen2_5_vl", [({"tp": 2, "sp": True}, {}, CRITIC), ({"cp": 2}, {}, CRITIC)]),
+    "critic": ("qwen2_5_vl", [({"cp": 2}, {}, CRITIC)]),
 }
 
 
