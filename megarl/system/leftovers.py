@@ -10,7 +10,6 @@ Only files of this user count that no process has open or mapped, or names in it
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import shutil
@@ -39,8 +38,11 @@ def leftovers(temporary: Path | None = None, shared: Path | None = None) -> list
     """Return the temporary files and folders of ended runs that no process needs any more."""
     folders = [temporary] if temporary is not None else [Path(tempfile.gettempdir()), *ray_parents()]
     old = [path for path in _candidates(list(dict.fromkeys(folders)), shared or SHARED) if _is_old(path)]
-    named = b"\0".join(_named_by_processes()) if old else b""
-    return [path for path in old if path.name.encode() not in named]
+    unnamed = {path.name.encode() for path in old}
+    texts = _named_by_processes()
+    while unnamed and (text := next(texts, None)) is not None:
+        unnamed -= {name for name in unnamed if name in text}
+    return [path for path in old if path.name.encode() in unnamed]
 
 
 def remove_leftovers(temporary: Path | None = None, shared: Path | None = None) -> list[Path]:
@@ -59,18 +61,21 @@ def _candidates(temporary: list[Path], shared: Path) -> Iterator[Path]:
     """Yield this user's files and folders with names that megarl, torch and SGLang give to temporary files, except
     those whose name contains the id of a running process.
     """
-    for path in itertools.chain.from_iterable(map(_own_files, temporary)):
-        if (_FOLDERS.fullmatch(path.name) and path.is_dir()) or (_FILES.fullmatch(path.name) and path.is_file()):
-            yield path
-    for path in _own_files(shared):
+    for folder in temporary:
+        yield from (path for path in _own_files(folder, _FOLDERS) if path.is_dir())
+        yield from (path for path in _own_files(folder, _FILES) if path.is_file())
+    for path in _own_files(shared, _SHARED):
         match = _SHARED.fullmatch(path.name)
         if match and not (match["pid"] and Path("/proc", match["pid"]).is_dir()):
             yield path
 
 
-def _own_files(folder: Path) -> Iterator[Path]:
+def _own_files(folder: Path, names: re.Pattern[str]) -> Iterator[Path]:
+    """Yield this user's files and folders in `folder` with matching names, but no links."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
+            if not names.fullmatch(entry.name):
+                continue
             with contextlib.suppress(OSError):
                 if not entry.is_symlink() and entry.stat(follow_symlinks=False).st_uid == os.getuid():
                     yield Path(entry.path)
@@ -88,17 +93,29 @@ def _is_old(path: Path) -> bool:
 
 
 def _named_by_processes() -> Iterator[bytes]:
-    """Yield all texts in which this user's processes name files: environments, command lines, maps, sockets."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if process.stat().st_uid != os.getuid():
-                continue
-        for name in ("environ", "cmdline", "maps"):
+    """Yield all texts in which this user's processes name files: sockets, environments, command lines, open files and,
+    last because the system takes longest to write them, maps.
+    """
+    with contextlib.suppress(OSError):
+        yield Path("/proc/net/unix").read_bytes()
+    processes = list(_own_processes())
+    for process in processes:
+        for name in ("environ", "cmdline"):
             with contextlib.suppress(OSError):
                 yield (process / name).read_bytes()
         with contextlib.suppress(OSError):
             for link in [process / "cwd", *(process / "fd").iterdir()]:
                 with contextlib.suppress(OSError):
                     yield os.fsencode(os.readlink(link))
-    with contextlib.suppress(OSError):
-        yield Path("/proc/net/unix").read_bytes()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            yield (process / "maps").read_bytes()
+
+
+def _own_processes() -> Iterator[Path]:
+    """Yield the folders in /proc of processes that are this user's, as far as that can be seen."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if process.stat().st_uid != os.getuid():
+                continue
+        yield process
