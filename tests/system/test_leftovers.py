@@ -41,17 +41,24 @@ def test_what_nobody_has_is_removed_and_nothing_else(places):
     assert leftovers(temporary, shared) == []
 
 
-@pytest.mark.parametrize("way", ["environment", "command line", "working folder", "open file", "socket"])
+#: How a process uses a file or makes a socket in `folder`, which its command line does not name.
+USES = {
+    "open file": "file = open(folder + '/file')",
+    "socket": "import socket; s = socket.socket(socket.AF_UNIX); s.bind(folder + '/s')",
+    "map": "import ctypes; file = open(folder + '/file')\n"
+    "ctypes.CDLL(None).mmap(None, ctypes.c_size_t(1), 1, 1, file.fileno(), ctypes.c_long(0)); file.close()",
+}
+
+
+@pytest.mark.parametrize("way", ["environment", "command line", "working folder", *USES])
 def test_what_a_process_has_stays(places, way):
     temporary, shared = places
     folder = temporary / "torchelastic_of_somebody"
     folder.mkdir()
-    (folder / "file").touch()
+    (folder / "file").write_text("content")
     code = "import sys; print(flush=True); sys.stdin.read()"
-    if way == "open file":
-        code = f"file = open({str(folder / 'file')!r}); {code}"
-    if way == "socket":
-        code = f"import socket; s = socket.socket(socket.AF_UNIX); s.bind('torchelastic_of_somebody/s'); {code}"
+    if way in USES:
+        code = f"import os; folder = os.listdir()[0]\n{USES[way]}\n{code}"
     arguments = [sys.executable, "-c", code, *([str(folder)] if way == "command line" else [])]
     cwd: Path = folder if way == "working folder" else temporary
     environment = {**os.environ, **({"WHERE": str(folder)} if way == "environment" else {})}
