@@ -38,6 +38,9 @@ SOURCE, EXPERT_MASK = "source", "expert_mask"
 #: Values of `source`.
 POLICY, EXPERT = "policy", "expert"
 
+#: The field of tokens at which a critic's values are read, where these are not all response tokens.
+VALUE_MASK = "value_mask"
+
 _MODEL_DTYPE = "float32 or bfloat16"
 _ROUTES_DTYPE = "uint8 or int16"
 _TENSORS = ("int64", "int32", "float32", "bool", "uint8", _MODEL_DTYPE, _ROUTES_DTYPE)
@@ -215,6 +218,7 @@ FIELDS: dict[str, Field] = {
     "finish_step": Field("int64", "[B]", "rollout", "number of environment steps that were executed", "118"),
     "max_steps": Field("int64", "[B]", "rollout", "the task's limit of environment steps", "400"),
     "progress": Field("float32", "[B]", "rollout", "share of the task that is done, 0 to 1", "0.8"),
+    "call_progress": Field("float32", "[B, calls]", "rollout", "the same after each policy call", "[0.3, 0.8]"),
     "states": Field("float32", "[B, calls, D]", "rollout", "the state before each policy call", "[[0.1]]"),
     "end_state": Field("float32", "[B, D]", "rollout", "the state after the last policy call", "[0.3]"),
     "frames/": Field("uint8", "[B, calls, H, W, 3]", "rollout", "a camera's pictures before each call", "..."),
@@ -294,6 +298,13 @@ FIELDS: dict[str, Field] = {
     ),
     "values": Field(
         "float32", "[B, response]", "value", "returns that the critic predicts before the update", "[0.4, 0.5, 0.9]"
+    ),
+    VALUE_MASK: Field(
+        "bool",
+        "[B, response]",
+        "call_value",
+        "tokens at which these are read: the first of each policy call; missing: response_mask",
+        "[1, 0, 0]",
     ),
     # -- inputs of the update
     "loss_mask": Field(

@@ -41,6 +41,11 @@ class EpisodeRewardConfig(Section):
         "it came to successful episodes of its task (SRPO)",
     )
     coef: PositiveFloat = Field(1.0, description="factor of the scores")
+    per_call: NonNegativeFloat = Field(
+        0.0,
+        description="with a critic: factor of the change of the simulator's progress in each policy call, which is a "
+        "reward of this call beside the episode's score; 0: only the score",
+    )
     srpo: dict[str, Any] = Field(
         default_factory=dict,
         description="keys of `progress`: radius, eps, mapping, weight, bank, shuffled; see docs/embodied.md",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #: Sample fields of episodes, except pictures.
 EPISODE_FIELDS = (
     *("turn_starts", "turn_ends", "turn_rewards", "env_error", "task", "trial", "success", "finish_step", "max_steps"),
-    *("progress", "states", "end_state"),
+    *("progress", "call_progress", "states", "end_state"),
     *("prompt_ids", "prompt_text"),
 )
 

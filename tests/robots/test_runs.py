@@ -87,6 +87,38 @@ def test_refills_and_kept_successes_go_on_from_a_checkpoint(recipe, tmp_path) ->
     assert without_its_last_step(recipe, tmp_path, *settings, "robot.reward.embedding.points=8") == expected
 
 
+PPO = (
+    *("algorithm.advantage={name: gae, gamma: 0.9, lam: 0.8}", "robot.reward.per_call=0.5", "rollout.sampling.n=2"),
+    *("critic.optim={lr: 1.0e-2}", "critic.engine.micro_batch_tokens=200", "critic.mini_batch_size=2"),
+    *("validation.before_train=false", "validation.every=0"),
+)
+
+
+def test_a_critic_learns_the_values_of_policy_calls_and_goes_on_from_a_checkpoint(recipe, tmp_path) -> None:
+    expected = harness.train(recipe, tmp_path, *PPO)
+    assert all(found["critic/vf_loss"] > 0 and found["critic/grad_norm"] > 0 for found in expected.values() if found)
+    # The first values are zero. A return of a call is at most the score and half of the progress after it.
+    assert expected[1]["critic/vpred_mean"] == pytest.approx(0, abs=0.3)  # the second of two optimizer steps
+    assert 0 < expected[1]["critic/returns/mean"] < 1.5
+    assert without_its_last_step(recipe, tmp_path, *PPO) == expected
+
+
+@pytest.mark.campaign("teams")  # the model's layouts: tests/robots/models/vla/test_layouts.py
+@pytest.mark.parametrize("layout", ["pp: 2", "tp: 2", "tp: 2, sp: true"])
+def test_the_layout_changes_no_value_of_a_policy_call(layout, recipe, tmp_path) -> None:
+    settings = (*PPO, "trainer.steps=2")
+    expected = harness.train(recipe, tmp_path / "one", *settings, "cluster.nproc=1")
+    replicas = harness.train(recipe, tmp_path / "replicas", *settings)
+    found = harness.train(recipe, tmp_path / "layout", *settings, f"actor.parallel={{{layout}}}")
+    for numbers in (found, replicas):
+        for step in (1, 2):
+            assert numbers[step]["env/steps/total"] == expected[step]["env/steps/total"]
+            for name in ("vf_loss", "returns/mean", "vpred_mean", "grad_norm", "advantages/max"):
+                name = f"critic/{name}"
+                # fp32 sums in another order, after an optimizer step whose first moments are signs
+                assert numbers[step][name] == pytest.approx(expected[step][name], rel=2e-3, abs=2e-4), name
+
+
 def without_its_last_step(recipe: Path, run_dir: Path, *settings: str) -> dict[int, dict[str, float]]:
     """Metrics of a run of which the last step is done again, from the checkpoint before it."""
     shutil.rmtree(run_dir / "checkpoints" / f"step_{STEPS}")

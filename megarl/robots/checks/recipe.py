@@ -6,6 +6,7 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
+from megarl.algorithms.needs import estimator_fields
 from megarl.algorithms.progress import ProgressSettings
 from megarl.config.components import settings_at
 from megarl.config.engines import DEFAULT, KEY
@@ -101,6 +102,14 @@ def _check_settings(config: RunConfig, checks: Checklist) -> None:
                 settings.check(where)
             if isinstance(settings, SimulatorSettings):
                 _check_deadlines(config, settings, checks)
+    if robot.reward.per_call and "values" not in estimator_fields(config.algorithm):
+        checks.fail(
+            "robot.reward.per_call",
+            "only an estimator with a critic credits rewards to single policy calls",
+            found=f"{robot.reward.per_call:g}, with algorithm.advantage.name={config.algorithm.advantage.name}",
+            allowed="0 without a critic",
+            fix="set algorithm.advantage.name=gae, or robot.reward.per_call=0",
+        )
     bank, name = robot.reward.srpo.get("bank"), robot.reward.embedding.get("name")
     if robot.reward.name == "progress" and bank and name == "own":
         checks.fail(
@@ -163,9 +172,11 @@ def _check_surroundings(config: RunConfig, placement: Placement | None, checks: 
     loss = config.algorithm.loss.name
     why = "the model gets episodes one call at a time, so the loss of a token must not depend on other tokens"
     refuse(loss not in TOKEN_LOSSES, "algorithm.loss.name", loss, ", ".join(TOKEN_LOSSES), why)
-    estimator, why = config.algorithm.advantage.name, "robot policies have neither a critic nor greedy episodes"
-    key = "algorithm.advantage.name"
-    refuse(estimator in ("gae", "remax"), key, estimator, "an estimator of groups", why)
+    estimator, why = config.algorithm.advantage.name, "no greedy episodes are played in training"
+    refuse(estimator == "remax", "algorithm.advantage.name", estimator, "an estimator of groups", why)
+    home = None if placement is None else placement.of_role(Role.CRITIC)
+    apart = home is not None and placement is not None and home != placement.of_role(Role.ACTOR)
+    refuse(apart, "placement", "a critic in a team of its own", "null", "the critic sees the actor's pictures")
     plain, why = SamplingConfig(), "every value of an action is one token, sampled from all action tokens"
     for section, sampling in (("rollout", rollout.sampling), ("validation", config.validation.sampling)):
         for name in ("top_p", "top_k", "min_p", "min_new_tokens", "stop_token_ids", "stop"):

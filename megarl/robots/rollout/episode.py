@@ -10,6 +10,7 @@ An episode is a sample of several turns, one per policy call; D numbers to an ac
     end_frames/CAMERA, end_state              pictures and state after the last action
     clip/CAMERA      uint8 [n, H, W, 3]       frames from the simulator, evenly spaced, if clips are recorded
     task, trial, success, finish_step, max_steps, progress
+    call_progress    float32 [calls], progress after each call
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Episode:
     seen: list[Observation] = field(default_factory=list)  # observations before the policy calls
     chunks: list[Chunk] = field(default_factory=list)  # the policy's output in each call
     executed: list[int] = field(default_factory=list)  # number of executed environment steps of each chunk
+    # completed part of the task after each chunk, as `progress`
+    progresses: list[float] = field(default_factory=list)
     end: Observation | None = None  # the observation after the last action; None: the episode is in flight
     success: bool = False
     # completed part of the task at the episode's end, 0 to 1; NaN: the simulator does not measure it
@@ -86,6 +89,7 @@ class Episode:
             self.seen.append(Observation(frames, self.end.state))
             self.chunks.append(blank)
             self.executed.append(0)
+            self.progresses.append(math.nan)
 
     def executed_tokens(self) -> NDArray[np.bool_]:
         """Return which of the episode's tokens (K actions of D tokens per call) belong to executed actions, bool
@@ -123,6 +127,7 @@ def episode_values(episodes: Sequence[Episode], version: int) -> dict[str, Any]:
         "finish_step": torch.tensor([e.finish_step for e in episodes], dtype=torch.int64),
         "max_steps": torch.tensor([e.spec.max_steps for e in episodes], dtype=torch.int64),
         "progress": torch.tensor([e.progress for e in episodes], dtype=torch.float32),
+        "call_progress": Jagged.from_list([e.progresses for e in episodes], dtype=torch.float32),
         "env_error": [e.failure for e in episodes],
     }
 

@@ -228,13 +228,14 @@ class _Game:
         else:
             assert isinstance(answer, Outcome), "the player requests no expert's action"
             episode.executed.append(answer.executed)
+            episode.progresses.append(math.nan if answer.progress is None else answer.progress)
             self.counts.steps += answer.executed
             over = answer.over
             if over:
                 episode.end = answer.observation
                 episode.clip = dict(answer.clip)
                 episode.success = answer.success
-                episode.progress = math.nan if answer.progress is None else answer.progress
+                episode.progress = episode.progresses[-1]
             else:
                 episode.seen.append(answer.observation)
         if over:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.advantages import ADVANTAGES, estimate
+from megarl.algorithms.advantages import ADVANTAGES, Estimate, estimate
+from megarl.algorithms.decisions import Decisions
 from megarl.algorithms.kl import chosen_estimator
 from megarl.algorithms.kl import kl_in_reward as penalise
 from megarl.algorithms.needs import advantage_fields
 from megarl.dag.stage import Role, stage
+from megarl.data.fields import VALUE_MASK
 from megarl.data.lanes import EPISODE, LANE, SHARE, UNSAMPLED, branches, leads, refuse_branches, spread_constant
 from megarl.data.policies import POLICY, compared, places_of
 from megarl.runtime.stages.needs import estimator_needs, estimators
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     optional=[
         "keep",
         "values",
+        VALUE_MASK,
         "old_logp",
         "teacher_logp",
         "sum_pi_squared",
@@ -45,7 +48,8 @@ if TYPE_CHECKING:
 def advantage(c: StepContext, samples: Batch) -> Batch:
     """Estimate advantages with `algorithm.advantage`; a group is on one rank, other statistics span all ranks.
 
-    Each of several policies has its own estimator, which sees the samples of this policy only.
+    Each of several policies has its own estimator, which sees the samples of this policy only. With values at some
+    tokens only (`value_mask`) advantages are those of decisions of several tokens (`megarl.algorithms.decisions`).
     """
     if POLICY in samples:
         return _by_policy(c, samples)
@@ -91,13 +95,21 @@ def _estimated(c: StepContext, samples: Batch, section: AdvantageConfig, policy:
         samples = samples.select(leads(samples))
     mask = _mask(samples, grouped="values" not in needed)
     trained = mask.values & samples["response_mask"].values
+    decisions = None
+    if "values" in needed and VALUE_MASK in samples:
+        mask = samples[VALUE_MASK]
+        decisions = Decisions.of(mask.values, mask.offsets)
     offered = {name: samples[name] for name in (*OFFERED, *needed) if name in samples}
     fields = {name: value.values if isinstance(value, Jagged) else value for name, value in offered.items()}
     fields |= {"mask": mask.values, "offsets": mask.offsets}
+    if decisions is not None:
+        fields["token_rewards"] = decisions.gather(fields["token_rewards"])
     options = dict(ADVANTAGES.choose(section).settings)
     if policy and "allow_singleton" in options:
         options["allow_singleton"] = True  # the group's other episodes may have failed, or not called the policy
     result = estimate(section.name, fields, {**options, "all_sum": c.all_sum})
+    if decisions is not None:
+        result = Estimate(*(decisions.spread(values, trained) for values in result))
     advantages, returns = result.advantages.float(), result.returns.float()
     if UNSAMPLED in samples:
         advantages, returns = advantages * trained, returns * trained

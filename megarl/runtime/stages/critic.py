@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.losses import value_loss
 from megarl.algorithms.stats import explained_variance
 from megarl.dag.stage import Kind, Role, stage
+from megarl.data.fields import VALUE_MASK
 from megarl.data.groups import ORDINAL
 from megarl.runtime.stages.needs import call_fields
 from megarl.runtime.stages.resampling import COPIES
@@ -14,7 +15,7 @@ from megarl.runtime.stages.resampling import COPIES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megarl.data.batch import Batch
+    from megarl.data.batch import Batch, Jagged
     from megarl.runtime.context import StepContext
     from megarl.runtime.roles import CriticRole
     from megarl.system.metrics import Metrics
@@ -35,14 +36,17 @@ def value(c: StepContext, samples: Batch, *, critic: CriticRole) -> Batch:
 
 @stage(
     reads=["prompt_ids", "response_ids", "response_mask", "values", "returns", "uid"],
-    optional=["sample_id", ORDINAL, COPIES],
+    optional=["sample_id", ORDINAL, COPIES, VALUE_MASK],
     needs=call_fields,
     writes=[],
     kind=Kind.MODEL_TRAIN,
     role=Role.CRITIC,
 )
 def critic_train(c: StepContext, samples: Batch, *, critic: CriticRole) -> Batch:
-    """Train the critic: `critic.ppo_epochs` passes over the samples, one optimizer step per mini-batch."""
+    """Train the critic: `critic.ppo_epochs` passes over the samples, one optimizer step per mini-batch.
+
+    It learns the returns of the tokens in `value_mask`, without this field those of all in `response_mask`.
+    """
     from megarl.runtime.stages.update import mini_batches
 
     settings = c.config.critic
@@ -60,7 +64,7 @@ def critic_step(c: StepContext, mini: Batch, critic: CriticRole) -> Metrics:
     """Take one optimizer step on the mini-batch's value loss over all ranks, aggregated by `critic.aggregation`."""
     from megarl.algorithms.aggregation import aggregation_weights, local_counts
 
-    mask, settings = mini["response_mask"], c.config.critic
+    mask, settings = _value_mask(mini), c.config.critic
     copies = mini[COPIES] if COPIES in mini else None  # noqa: SIM401 (a Batch has no get)
     tokens = float(c.all_sum(local_counts(mask.values, mask.offsets))[0])
     counts = c.all_sum(local_counts(mask.values, mask.offsets, copies=copies))
@@ -71,7 +75,8 @@ def critic_step(c: StepContext, mini: Batch, critic: CriticRole) -> Metrics:
 
     def loss(values: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
         old, returns, valid, weights = (
-            micro[name].values.to(values.device) for name in ("values", "returns", "response_mask", "value_weights")
+            field.values.to(values.device)
+            for field in (micro["values"], micro["returns"], _value_mask(micro), micro["value_weights"])
         )
         token_loss, metrics = value_loss(values, old, returns, valid, clip=settings.value_clip)
         total = (weights * token_loss).sum()
@@ -82,9 +87,14 @@ def critic_step(c: StepContext, mini: Batch, critic: CriticRole) -> Metrics:
     return critic.train_step(mini, loss)
 
 
+def _value_mask(samples: Batch) -> Jagged:
+    """Return the tokens at which the critic's values are read."""
+    return samples[VALUE_MASK if VALUE_MASK in samples else "response_mask"]
+
+
 def _record(c: StepContext, samples: Batch) -> None:
     """Record the explained variance of the values predicted before the update, and the mean return."""
-    values, returns, mask = (samples[name].values for name in ("values", "returns", "response_mask"))
+    values, returns, mask = samples["values"].values, samples["returns"].values, _value_mask(samples).values
     share = explained_variance(values, returns, mask, all_sum=c.all_sum)
     if share is not None:
         c.metrics.mean("critic/vf_explained_var", share, 1)  # equal on all ranks, and so is its mean

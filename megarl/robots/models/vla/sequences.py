@@ -47,7 +47,7 @@ def calls_of(samples: Batch) -> Batch:
         if isinstance(value, Jagged):
             if name.startswith(FRAMES) or name == "states":
                 fields[name] = value.values
-            elif name in ("turn_ends", "turn_starts"):
+            elif name in ("turn_ends", "turn_starts", "call_progress"):
                 continue  # a row of the returned batch is one policy call, so it has no turns
             elif name not in _REPEATED and torch.equal(value.lengths, tokens):
                 fields[name] = Jagged.from_lengths(value.values, per_call)
