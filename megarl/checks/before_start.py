@@ -39,6 +39,8 @@ def with_steps(config: RunConfig, job: str = "train", *, dry: bool = False) -> R
             allowed="null",
             fix="set sft.steps, and sft.epochs=null",
         )
+    if dry and not config.task.writes_text:  # the rows are those of a program, which a dry run does not start
+        return config.with_uncounted(["trainer"])
     if not dry:
         check_hub(config, job, ask=True)  # the packages that read from the hub would retry for minutes
         return _counted(config, supervised=supervised, trained=trained)
@@ -104,6 +106,8 @@ def _examples(config: RunConfig) -> int:
 
 
 def _prompts(config: RunConfig) -> int:
+    if (rows := config.task.count_rows(config)) is not None:
+        return rows
     from megarl.data.prompts import PromptDataset
     from megarl.data.tokenizer import load_tokenizer
 
@@ -123,8 +127,6 @@ def _pairs(config: RunConfig) -> int:
 
 def _why_not(config: RunConfig) -> str | None:
     """Explain why epochs cannot be converted to a number of steps; None if they can."""
-    if not config.task.writes_text:
-        return "the trials of a simulator are known only when it runs"
     if config.algorithm.dynamic_sampling.enabled:
         return "with dynamic sampling a step takes as many prompts as it needs"
     if config.filter_admits:

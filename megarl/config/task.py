@@ -131,6 +131,10 @@ class Task:
         """Return the number of pictures in the input of one policy call."""
         return 0
 
+    def count_rows(self, config: RunConfig) -> int | None:
+        """Return the number of training rows that this task makes itself; None: they are those of the data's files."""
+        return None
+
     def prompt_fields(self, config: RunConfig) -> list[str]:
         """Return the fields of a prompt that episodes need."""
         return []

@@ -311,14 +311,7 @@ def open_robots(
     name, data = _statistics(config, layout, tasks)
     hf.action_statistics = {name: data}  # exports of the model contain them
     body = body_of(config, sequences, hf, data)
-    split_handovers = part_trials(
-        tasks.values(),
-        seed=config.trainer.seed,
-        held_out=robot.held_out,
-        trained=robot.trials,
-        val_trained=robot.val_trained,
-        val_evaluation=robot.val_evaluation,
-    )
+    split_handovers = _split_trials(config, robot, tasks)
     sets = val_sets(tasks.values(), split_handovers)
     split_handovers["val"] = limited(split_handovers["val"], config.data.max_val_samples, sets)
     tokens_of = partial(prompt_ids, family=body.family, tokenizer=tokenizer)
@@ -329,6 +322,29 @@ def open_robots(
         for split, pairs in split_handovers.items()
     }
     return Robots(pool, tasks, body, trials, tokens_of)
+
+
+def count_start_states(config: RunConfig) -> int:
+    """Return the number of start states for training. One process of the simulator starts for its list of tasks, and
+    ends again; no task is constructed."""
+    settings = settings_at("robot.simulator", robot_of(config).simulator, SimulatorSettings)
+    alone = settings.model_copy(update={"workers": 1})
+    with SimulatorPool(alone, where="robot.simulator") as pool:
+        return len(_split_trials(config, robot_of(config), pool.tasks)["train"])
+
+
+def _split_trials(
+    config: RunConfig, robot: RobotConfig, tasks: Mapping[str, TaskSpec]
+) -> dict[Split, list[tuple[str, int]]]:
+    """Split the start states of all tasks into training and validation."""
+    return part_trials(
+        tasks.values(),
+        seed=config.trainer.seed,
+        held_out=robot.held_out,
+        trained=robot.trials,
+        val_trained=robot.val_trained,
+        val_evaluation=robot.val_evaluation,
+    )
 
 
 def _refuse_other_task(robot: RobotConfig, shape: VisionShape, task: TaskSpec) -> None:

@@ -101,6 +101,12 @@ class RobotTask(Task):
         """Return the number of cameras, each of which takes one picture per policy call."""
         return len(robot_of(config).cameras)
 
+    def count_rows(self, config: RunConfig) -> int | None:
+        """Return the number of start states for training, which a process of the simulator lists."""
+        from megarl.robots.setup import count_start_states
+
+        return count_start_states(config)
+
     def prompt_fields(self, config: RunConfig) -> list[str]:
         """Return the fields with the start state and the instruction."""
         return ["row", "prompt_text"]

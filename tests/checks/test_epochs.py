@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.checks.before_start import with_steps
+from megarl.config.load import load_config
 from megarl.runtime.setup import check_epochs
 from megarl.runtime.sft import load_held_out
 from megarl.system.errors import ConfigError, DataError
+from tests.robots.recipes import write_robots_recipe
 
 
 @pytest.fixture
@@ -60,10 +62,16 @@ def test_what_has_no_epochs_is_refused(recipe, overrides, words):
         with_steps(recipe("trainer.epochs=2", *overrides))
 
 
-def test_a_robots_trials_are_no_epoch(recipe):
-    config = recipe("trainer.epochs=2")
-    with pytest.raises(ConfigError, match="the trials of a simulator"):
-        with_steps(config.model_copy(update={"robot": SimpleNamespace()}))
+@pytest.mark.procs
+def test_epochs_of_a_robot_are_steps_of_the_start_states_that_are_not_held_out(tmp_path):
+    """Of two tasks with five start states each, two of them held out. A dry run starts no simulator."""
+    recipe = write_robots_recipe(tmp_path)
+    config = load_config(recipe, ["trainer.epochs=3"])
+    assert with_steps(config).trainer.steps == 5  # 18 start states in batches of four
+    assert "trainer" in with_steps(config, dry=True).uncounted
+    again = load_config(recipe, ["trainer.epochs=3", "algorithm.dynamic_sampling={enabled: true, metric: success}"])
+    with pytest.raises(ConfigError, match="as many prompts as it needs"):
+        with_steps(again)
 
 
 def test_workers_that_find_other_prompts_say_so(recipe):

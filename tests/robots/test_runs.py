@@ -90,12 +90,13 @@ def test_refills_and_kept_successes_go_on_from_a_checkpoint(recipe, tmp_path) ->
 PPO = (
     *("algorithm.advantage={name: gae, gamma: 0.9, lam: 0.8}", "robot.reward.per_call=0.5", "rollout.sampling.n=2"),
     *("critic.optim={lr: 1.0e-2}", "critic.engine.micro_batch_tokens=200", "critic.mini_batch_size=2"),
-    *("validation.before_train=false", "validation.every=0"),
+    *("validation.before_train=false", "validation.every=0", "trainer.epochs=2"),
 )
 
 
 def test_a_critic_learns_the_values_of_policy_calls_and_goes_on_from_a_checkpoint(recipe, tmp_path) -> None:
     expected = harness.train(recipe, tmp_path, *PPO)
+    assert sorted(expected) == list(range(1, STEPS + 1)), "two epochs of six start states in batches of four"
     assert all(found["critic/vf_loss"] > 0 and found["critic/grad_norm"] > 0 for found in expected.values() if found)
     # The first values are zero. A return of a call is at most the score and half of the progress after it.
     assert expected[1]["critic/vpred_mean"] == pytest.approx(0, abs=0.3)  # the second of two optimizer steps
