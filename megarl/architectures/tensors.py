@@ -40,6 +40,16 @@ TIED_HEAD = WeightRule("output_layer.weight", "head", VOCAB, (_EMBEDDING,))
 VALUE_HEAD = WeightRule("output_layer.weight", "head", COPY, (WeightSource("score.weight", ("one", "hidden")),))
 VALUE_BIAS = WeightRule("output_layer.bias", "head", COPY, (WeightSource("score.bias", ("one",)),))
 
+
+def is_of_value_head(name: str) -> bool:
+    """Return whether a checkpoint's tensor belongs to a value head. In a robot policy's files its name has a prefix.
+
+    >>> is_of_value_head("language_model.score.weight"), is_of_value_head("lm_head.weight")
+    (True, False)
+    """
+    return name.endswith(("score.weight", "score.bias"))
+
+
 _OF_PART = {"layer": "norms", "dense": "mlp", "moe": "router", "expert": "experts", "final": "final_norm"}
 
 

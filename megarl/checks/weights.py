@@ -65,7 +65,8 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
     _replace_stacks(place, facts, folder)
     policy = kind == VLA_TYPE
     prefix = LANGUAGE_MODEL if policy else ""
-    read: set[str] = {VALUE_HEAD.sources[0].name, VALUE_BIAS.sources[0].name} if value_head else set()
+    heads = (VALUE_HEAD, VALUE_BIAS) if value_head else ()
+    read = {prefix + rule.sources[0].name for rule in heads}
     _refuse_other_kind(folder, facts, place)
     for alternatives in expected_tensors(facts, value_head=value_head):
         forms = [

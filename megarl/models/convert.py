@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from megarl.architectures.tensors import is_of_value_head
 from megarl.artifacts.action_statistics import FILE as STATISTICS
 from megarl.artifacts.adapter_settings import CONFIG as ADAPTER_CONFIG
 from megarl.artifacts.conversion import check_target
@@ -48,7 +49,7 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
     if adapter is not None:
         adapter.name_as(checkpoint_names(hf))
         adapter.check_base(WeightTable.of(hf).shapes())
-    value_head = "score.weight" in reader
+    value_head = any(map(is_of_value_head, reader.names()))
     table = WeightTable.of(hf, value_head=value_head)
     shapes = table.shapes()
     reader.check(shapes, vision_of(hf))

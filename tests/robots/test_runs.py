@@ -90,7 +90,7 @@ def test_refills_and_kept_successes_go_on_from_a_checkpoint(recipe, tmp_path) ->
 PPO = (
     *("algorithm.advantage={name: gae, gamma: 0.9, lam: 0.8}", "robot.reward.per_call=0.5", "rollout.sampling.n=2"),
     *("critic.optim={lr: 1.0e-2}", "critic.engine.micro_batch_tokens=200", "critic.mini_batch_size=2"),
-    *("validation.before_train=false", "validation.every=0", "trainer.epochs=2"),
+    *("validation.before_train=false", "validation.every=0", "trainer.epochs=2", "sft.steps=0"),
 )
 
 
@@ -102,6 +102,9 @@ def test_a_critic_learns_the_values_of_policy_calls_and_goes_on_from_a_checkpoin
     assert expected[1]["critic/vpred_mean"] == pytest.approx(0, abs=0.3)  # the second of two optimizer steps
     assert 0 < expected[1]["critic/returns/mean"] < 1.5
     assert without_its_last_step(recipe, tmp_path, *PPO) == expected
+    start = (f"critic.path={tmp_path / 'hf_critic'}", "trainer.steps=1", "cluster.nproc=1")
+    again = harness.train(recipe, tmp_path / "again", *PPO, *start)
+    assert again[1]["critic/vpred_mean"] > 0.1, "the values of the first critic, not those of a new one"
 
 
 @pytest.mark.campaign("teams")  # the model's layouts: tests/robots/models/vla/test_layouts.py

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.architectures.decoders import canonical_name, is_left_out, reads_vision
-from megarl.architectures.tensors import EMBEDDINGS, HEAD
+from megarl.architectures.tensors import EMBEDDINGS, HEAD, is_of_value_head
 from megarl.architectures.vision import VisionShape
 from megarl.artifacts.checkpoint_files import (
     INDEX,
@@ -212,7 +212,7 @@ class CheckpointReader:
         """
         refuse_unread(self.names(), shapes, sight, str(self.folder))
         for name, shape in shapes.items():
-            if name.startswith("score.") and name not in self:
+            if is_of_value_head(name) and name not in self:
                 continue
             if self.shape(name) != shape:
                 raise ConfigError(

@@ -14,6 +14,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from megarl.architectures.adapters import MODULE, is_adapter
+from megarl.architectures.tensors import is_of_value_head
 from megarl.artifacts.checkpoint_files import read_config, refuse_own_embeddings, refuse_unread_draft
 from megarl.models.hf import encoder_of, vision_of, wiring_of
 from megarl.models.layers.rules import TensorRegion
@@ -132,7 +133,7 @@ def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
     reader.check(wanted, vision_of(hf))
 
     def read(name: str, region: TensorRegion) -> Tensor:
-        if name.startswith("score.") and name not in reader:
+        if is_of_value_head(name) and name not in reader:
             return torch.zeros(region_shape(region))
         return reader.read(name, region)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,14 +27,14 @@ STOP = 2
 LAYOUTS = {"tp2": {"tp": 2}, "tp2+sp": {"tp": 2, "sp": True}}
 
 
-def build(folder: Path, **parallel: Any) -> Any:
+def build(folder: Path, *, value_head: bool = False, **parallel: Any) -> Any:
     from megarl.models.build import build_policy
     from megarl.models.config import transformer_config
     from megarl.models.weights import load_weights
 
     hf = read_policy_config(folder)
     config = transformer_config(hf, ParallelConfig(**parallel), dtype=torch.float32, engine=EngineConfig())
-    chunks = build_policy(hf, config)
+    chunks = build_policy(hf, config, value_head=value_head)
     load_weights(chunks, folder)
     return chunks
 
@@ -94,6 +95,26 @@ def test_hidden_states_equal_the_published_maths(open_from, tmp_path):
         for number, found in enumerate(hidden_of(model, [0, 1, 2], open_from)):
             # fp32 over eight layers of sums against float64: a few units of 1e-7 of values of about 3
             torch.testing.assert_close(found.double(), oracle_of(tensors, number, open_from), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("open_from", ["all", "none"])
+def test_a_critics_value_of_a_call_is_read_before_its_first_action(open_from, tmp_path):
+    """It does not depend on the call's actions, whose tokens are the input of slots predicted one after another."""
+    from megarl.training.heads import Values
+
+    single_process()
+    tensors = save_small(tmp_path)
+    (critic,) = build(tmp_path, value_head=True)
+    assert not critic.value_weight.any(), "a policy's weights have no value head"
+    ids, stream, (one,) = stream_of([1], open_from=open_from)
+    row = one.predictors.start
+    with torch.no_grad():
+        critic.value_weight.copy_(torch.linspace(-1, 1, critic.value_weight.numel())[None])
+        hidden = critic(ids, stream.position_ids, None, packed_seq_params=stream.params)[:, 0]
+        (value,) = Values()(hidden, critic, SimpleNamespace(rows=torch.tensor([row])))
+        expected = oracle_of(tensors, 1, open_from)[row] @ critic.value_weight[0].double()
+        torch.testing.assert_close(value[0].double(), expected, atol=1e-4, rtol=0)  # fp32 sums of 32 terms of about 3
+    assert row == one.text.stop - 1, "the prompt's last token"
 
 
 def test_packing_changes_no_gradient(tmp_path):
