@@ -146,3 +146,12 @@ def test_several_machines_are_told_the_launchers_that_start_these_teams(override
     assert check.fix == f"use {'--launcher torchrun or ' if other else ''}--launcher ray"
     (check,) = checks_of(*overrides, "cluster.device_memory_gb=null", launcher="local", names=("launcher",))
     assert check.fix.endswith("--launcher ray, or set cluster.nnodes=1")
+
+
+def test_nsys_is_refused_under_ray_which_starts_workers_out_of_its_sight():
+    assert checks_of("trainer.profile={}", names=("profile",)) == []
+    (check,) = checks_of("trainer.profile={tool: nsys, ranks: [31]}", names=("profile",))
+    assert (check.status, check.key) == ("fail", "trainer.profile.tool")
+    assert checks_of("trainer.profile={tool: nsys}", names=("profile",), launcher="torchrun") == []
+    (check,) = checks_of("trainer.profile={ranks: [32]}", names=("profile",))
+    assert "0 to 31" in str(check.problem())
