@@ -80,7 +80,7 @@ class ImageSet:
 
     def shifted(self, tokens: int) -> ImageSet:
         """Return the images with their places moved by `tokens`."""
-        places = tuple((start + tokens, *rest) for start, *rest in self.places)
+        places = tuple((start + tokens, rows, columns, lag) for start, rows, columns, lag in self.places)
         return replace(self, places=places)
 
     def between(self, first: int, end: int) -> ImageSet | None:
