@@ -5,7 +5,6 @@ gradients. A step takes 8.5 GB.
 """
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -85,5 +84,4 @@ def test_one_step_of_grpo_of_a_published_size(tmp_path: Path) -> None:
     assert process.returncode == 0, output[-4000:]
     (step,) = harness.metrics(tmp_path / "run").values()
     assert step["actor/grad_norm"] > 0
-    assert step["perf/generated_tokens"] > 0
-    assert all(math.isfinite(number) for number in step.values())
+    assert step["critic/score/max"] == 1.0
