@@ -84,4 +84,3 @@ def test_one_step_of_grpo_of_a_published_size(tmp_path: Path) -> None:
     assert process.returncode == 0, output[-4000:]
     (step,) = harness.metrics(tmp_path / "run").values()
     assert step["actor/grad_norm"] > 0
-    assert step["critic/score/max"] == 1.0
