@@ -69,6 +69,7 @@ setup(
         "ray>=2.55,<3",
         "pillow>=11",
         "simpy>=4.1,<5",
+        "scikit-learn>=1.6,<2",
         "scipy>=1.13,<2",
     ],
     extras_require={

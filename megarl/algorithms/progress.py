@@ -99,7 +99,7 @@ class ProgressReport:
             progress: float [B]; NaN where it is unknown.
             groups: B names of the groups that an advantage compares; None: correlate by task.
         """
-        import numpy as np
+        from scipy.stats import spearmanr
 
         known = self.shaped & ~progress.isnan()
         correlations: dict[Hashable, float] = {}
@@ -107,8 +107,7 @@ class ProgressReport:
             rows = [place for place in places if known[place]]
             scores, truth = self.scores[rows].numpy(), progress[rows].double().numpy()
             if len(rows) > 1 and scores.min() < scores.max() and truth.min() < truth.max():
-                ranks = np.column_stack([_ranks(scores), _ranks(truth)])
-                correlations[name] = float(np.corrcoef(ranks, rowvar=False)[1, 0])
+                correlations[name] = float(spearmanr(scores, truth).statistic)
         return correlations
 
 
@@ -172,43 +171,20 @@ def success_centres(points: np.ndarray, settings: ProgressSettings) -> tuple[np.
     """
     import numpy as np
     from scipy.spatial.distance import cdist
+    from sklearn.cluster import DBSCAN
+    from sklearn.preprocessing import StandardScaler
 
     if len(points) == 1:
         return points, 0
-    spread = np.where(np.ptp(points, axis=0) > 0, points.std(0), 1.0)  # rounding gives equal numbers a deviation
-    standardised = (points - points.mean(0)) / spread
+    standardised = StandardScaler().fit_transform(points)
     apart = cdist(standardised, standardised)
-    members = _clusters(apart <= _radius(apart, points.shape[1], settings))
-    if not members:
+    eps = _radius(apart, points.shape[1], settings)
+    labels = DBSCAN(eps=eps, min_samples=2, metric="precomputed").fit(apart).labels_
+    count = int(labels.max()) + 1
+    if not count:
         return points.mean(0, keepdims=True), 0
     # Standardisation is affine, so the mean of the original points is the cluster's centre mapped back.
-    return np.stack([points[places].mean(0) for places in members]), len(members)
-
-
-def _clusters(near: np.ndarray) -> list[list[int]]:
-    """Return the places of each cluster's points, ascending, in the order of the clusters' first points.
-
-    A cluster is a connected component of at least two points: that is DBSCAN where two points make a cluster.
-
-    Args:
-        near: bool [n, n], symmetric: whether two points are neighbours.
-    """
-    import numpy as np
-
-    unseen = np.ones(len(near), dtype=bool)
-    members = []
-    for first in range(len(near)):
-        if not unseen[first]:
-            continue
-        unseen[first] = False
-        places = [first]
-        for place in places:  # grows in the loop
-            new = np.flatnonzero(near[place] & unseen)
-            unseen[new] = False
-            places += new.tolist()
-        if len(places) > 1:
-            members.append(sorted(places))
-    return members
+    return np.stack([points[labels == cluster].mean(0) for cluster in range(count)]), count
 
 
 def shuffled_embeddings(embeddings: Tensor, task: Sequence[Hashable], *seed: int) -> Tensor:
@@ -291,18 +267,6 @@ def _mapped(distances: np.ndarray, settings: ProgressSettings) -> np.ndarray:
         exponent = _STEEPNESS * (_MIDDLE - place)
     scores: np.ndarray = weight * expit(exponent)
     return scores
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Return the ranks of some values from 1, float64 [n]; equal values share the mean of their ranks.
-
-    scipy.stats has this function, too, but takes a second to import.
-    """
-    import numpy as np
-
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks: np.ndarray = (counts.cumsum() - (counts - 1) / 2)[places]
-    return ranks
 
 
 def _by_task(task: Sequence[Any]) -> dict[Hashable, list[int]]:
