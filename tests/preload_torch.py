@@ -11,6 +11,7 @@ for name in (
     *("transformers.models.qwen3.configuration_qwen3", "transformers.image_transforms", "transformers.video_utils"),
     *("transformers.convert_slow_tokenizer", "transformers.models.auto.tokenization_auto", "rich.console"),
     "transformers.modeling_utils",  # image encoders and classifiers of rewards need it, and it takes a second
+    *("sklearn.cluster", "sklearn.preprocessing", "scipy.stats"),  # scores of robots' episodes: two seconds a rank
     *("rich._emoji_codes", "numpy.ctypeslib", "torch.profiler._cupti_monitor", "pytest", "hypothesis"),
 ):
     importlib.import_module(name)
