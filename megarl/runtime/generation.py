@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
 from megarl.rollout.families import family_of
-from megarl.runtime.policies import open_policies
+from megarl.runtime.policy_engines import open_policies
 
 if TYPE_CHECKING:
     from megarl.runtime.rank_state import RankState
