@@ -111,7 +111,7 @@ def _conflicts(config: RunConfig, graph: TaskGraph | None) -> list[Conflict]:
             *("env", env, config.has_turns, "'!replace {}'"),
             "episodes are tokens of policy and environment, which a file does not have",
         ),
-        Conflict(KEY, "a section", not config.task.writes_text, "null", "expert responses are texts"),
+        Conflict("robot", "a section", not config.task.writes_text, "null", "expert responses are texts"),
         Conflict(
             *("data.image_key", image_key, image_key is not None, "null"),
             "prompts with images are not matched with responses",

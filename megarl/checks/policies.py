@@ -138,14 +138,16 @@ def _conflicts_of_env(config: RunConfig) -> list[Conflict]:
 def _conflicts(config: RunConfig) -> list[Conflict]:
     """Return the settings of training that do not go with several policies."""
     algorithm, data, lag = config.algorithm, config.data, config.async_.max_staleness
-    ahead = lag > 0 and (_has_models(config) or not config.async_.in_order)
+    ahead, ready = lag > 0 and _has_models(config), not config.async_.in_order
     sampling, resampling, keep, kl = algorithm.dynamic_sampling, algorithm.resampling, algorithm.filter, algorithm.kl
     counts = "this counts the samples of a prompt, of which several policies have different numbers"
     nothing = "'!replace {}'"
     return [
         Conflict(
-            *("async.max_staleness", lag, ahead, "0"), "policies of several teams generate with the newest weights"
+            *("async.max_staleness", lag, ahead, "0"),
+            "policies with own weights generate with the newest ones",
         ),
+        Conflict("async.order", config.async_.order, ready, "in_order", counts),
         Conflict("data.experts", "a section", data.experts is not None, "null", "experts answer for no policy"),
         Conflict("data.replay", "a section", data.replay is not None, "null", counts),
         Conflict("data.curriculum", "a section", data.curriculum is not None, "null", counts),

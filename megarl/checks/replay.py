@@ -87,5 +87,5 @@ def _conflicts(config: RunConfig, graph: TaskGraph | None) -> list[Conflict]:
             *("algorithm.pipeline", "with a critic", critic, "grpo"),
             "the critic's values of replayed samples are those of an earlier critic",
         ),
-        Conflict(KEY, "a section", not text, "null", "only samples of text are stored"),
+        Conflict("robot", "a section", not text, "null", "only samples of text are stored"),
     ]

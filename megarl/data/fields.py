@@ -218,7 +218,9 @@ FIELDS: dict[str, Field] = {
     "finish_step": Field("int64", "[B]", "rollout", "number of environment steps that were executed", "118"),
     "max_steps": Field("int64", "[B]", "rollout", "the task's limit of environment steps", "400"),
     "progress": Field("float32", "[B]", "rollout", "share of the task that is done, 0 to 1", "0.8"),
-    "call_progress": Field("float32", "[B, calls]", "rollout", "the same after each policy call", "[0.3, 0.8]"),
+    "call_progress": Field(
+        "float32", "[B, calls]", "rollout", "share that is done after each policy call", "[0.3, 0.8]"
+    ),
     "states": Field("float32", "[B, calls, D]", "rollout", "the state before each policy call", "[[0.1]]"),
     "end_state": Field("float32", "[B, D]", "rollout", "the state after the last policy call", "[0.3]"),
     "frames/": Field("uint8", "[B, calls, H, W, 3]", "rollout", "a camera's pictures before each call", "..."),
@@ -303,7 +305,7 @@ FIELDS: dict[str, Field] = {
         "bool",
         "[B, response]",
         "call_value",
-        "tokens at which these are read: the first of each policy call; missing: response_mask",
+        "tokens at which the critic's values are read: the first of each policy call; missing: response_mask",
         "[1, 0, 0]",
     ),
     # -- inputs of the update

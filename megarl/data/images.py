@@ -122,12 +122,12 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
         raise _too_large(str(error), where) from error
     _check_size(image, where)
     # further frames of an MPO file, a phone's JPEG, are previews
-    frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
-    if frames > 1:
+    # (`n_frames` would read the whole file)
+    if image.format != "MPO" and getattr(image, "is_animated", False):
         raise DataError(
             "the image has several frames",
             where=where,
-            found=f"{frames} frames ({image.format})",
+            found=f"several frames ({image.format})",
             allowed="one frame",
             fix="save each frame as a separate image",
         )

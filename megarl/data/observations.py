@@ -27,11 +27,20 @@ def are_parts(value: Sequence[Any]) -> bool:
     )
 
 
+def _without(text: str, token: str) -> str:
+    """Return a text without a token's text, in a time that is linear in its length, whatever a stranger wrote.
+
+    >>> _without("a<|i|>b", "<|i|>"), _without("a<|<|i|>i|>b", "<|i|>")
+    ('ab', 'a b')
+    """
+    # A removal may join two parts to the token again; a blank in its place cannot.
+    return text.replace(token, "").replace(token, "\n" if " " in token else " ")
+
+
 def separate_images(observation: Any, images: ImagePrompts | None) -> tuple[Any, list[ImageSet]]:
     """Separate an observation into its text, with the text of an image in place of each image, and the images.
 
-    Image tokens in texts, which may be the policy's own words, are removed until none is left, because each would count
-    as an image.
+    Image tokens in texts, which may be the policy's own words, are removed, because each would count as an image.
 
     Args:
         observation: text, parts, or chat messages; other values are returned unchanged.
@@ -40,9 +49,7 @@ def separate_images(observation: Any, images: ImagePrompts | None) -> tuple[Any,
     patches: list[ImageSet] = []
 
     def plain(text: str) -> str:
-        while images is not None and images.token_text in text:
-            text = text.replace(images.token_text, "")
-        return text
+        return text if images is None else _without(text, images.token_text)
 
     def shown(parts: list[Any]) -> str:
         texts = [""]  # the texts between the images

@@ -106,7 +106,7 @@ class Host:
     async def make(self) -> Environment:
         """Return a new environment for one episode."""
         environment: Environment = await self.call(self._kind, self._settings, self._shared)
-        if self._services is not None:
+        if self._services is not None and self._kind.needs_policies:
             environment.services = self._services
         return environment
 

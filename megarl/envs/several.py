@@ -48,7 +48,7 @@ class EpisodeRewards:
     """The end of an episode.
 
     Attributes:
-        rewards: of each policy a number, or a list with one number for each of its conversations; ignored if the class
+        rewards: for each policy a number, or a list with one number for each of its conversations; ignored if the class
             sets `scores = False`.
         info: numbers, whose means over episodes are the metrics `env/<name>`.
     """
@@ -70,13 +70,17 @@ def check_rewards(
         begun: number of conversations of each policy in the episode.
 
     Raises:
-        RewardsError: a policy that took a turn and is trained has no reward, a name is no policy's, a list has another
-            length than the policy has conversations, or there is a number where `compare` needs a list.
+        RewardsError: a policy that took a turn and is trained has no reward, a reward is no number, a name is no
+            policy's, a list has another length than the policy has conversations, or there is a number where `compare`
+            needs a list.
     """
     if unknown := [name for name in rewards if name not in policies]:
         raise RewardsError(
             f"{name_of_all} names {unknown[0]!r}, which is no policy of the run; allowed: {', '.join(policies)}"
         )
+    for name, value in rewards.items():
+        if not all(isinstance(x, int | float) for x in (value if isinstance(value, list) else [value])):
+            raise RewardsError(f"{name_of_all} has {value!r:.80} for {name!r}; allowed: a number, or a list of numbers")
     for name, settings in policies.items():
         number, given = begun.get(name, 0), rewards.get(name)
         if number and settings.train and given is None:
@@ -158,7 +162,8 @@ class SeveralPolicies(Environment):
         """Return the next policy's input, or the end."""
         now, turns = self._now, self.services.turns
         now.last, self._turns = self._turns, self._turns + 1
-        now.tokens, now.ended = now.tokens + len(action.token_ids), turns.is_ended(action.token_ids)
+        ids = action.token_ids  # none if the time was up before the turn's first token
+        now.tokens, now.ended = now.tokens + len(ids), bool(ids) and turns.is_ended(ids)
         if not self.services.policies[now.policy].train:
             self._untrained.append(now.last)
         if action.finish_reason == "abort":  # the episode's time is up

@@ -211,6 +211,7 @@ class AgentReplica:
         """End all agents' programs, and close the endpoint."""
         await self.programs.close()
         await self.gateway.stop()
+        self.images.close()
 
 
 class Agent(Environment):
@@ -300,6 +301,8 @@ class Agent(Environment):
 
     def task(self, row: dict[str, Any], seed: int) -> dict[str, Any]:
         """Return the task that the agent's program reads: the row, with images as data URLs, and the episode's seed."""
+        if not self.shared.images.is_used:
+            return {"row": row, "seed": seed}
         given = {name: value for name, value in row.items() if name != "images"}
         if images := [data_url(image) for image in row.get("images") or () if hasattr(image, "getpixel")]:
             given["images"] = images

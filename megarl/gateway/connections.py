@@ -1,4 +1,4 @@
-"""The connections of a replica's endpoint: accepted up to a limit, of which every running session has its share.
+"""The connections of a replica's endpoint: there is a limit for all, and one for each running session.
 
     accept -> stranger -(request with a session's key)-> the session's -(end of the session)-> stranger
 

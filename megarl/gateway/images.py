@@ -56,6 +56,15 @@ class ImageReader:
         self._threads = ThreadPoolExecutor(_THREADS, "images")
         self._known: WeakValueDictionary[bytes, ImageSet] = WeakValueDictionary()
 
+    @property
+    def is_used(self) -> bool:
+        """Whether the policy sees images."""
+        return self._images is not None
+
+    def close(self) -> None:
+        """Read no image that still waits to be read."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     def check(self, messages: Sequence[ChatMessage]) -> None:
         """Raise Refusal if the policy sees no images, or not so many."""
         images = [image for message in messages for image in message.images]

@@ -155,7 +155,7 @@ class ChatSession:
     """
 
     def __init__(self, form: ChatForm, window: Window, images: ImageReader | None = None) -> None:
-        self._images = images or ImageReader(None, window.whole)
+        self._images, self._reads = images or ImageReader(None, window.whole), asyncio.Lock()
         self.record, self.over, self.broken, self.counts = Record(), "", "", dict[str, float]()
         self._form, self._window, self.overflowed = form, window, False
         self._waiting: deque[PendingCall] = deque()
@@ -230,12 +230,18 @@ class ChatSession:
     async def count(self, request: ChatRequest) -> int:
         """Return the number of tokens of a request's prompt."""
         self._images.check(request.messages)
-        messages = await self._images.read(request.messages)
+        messages = await self._read(request.messages)
         try:
             prompt = self._form.prompt(self.record, messages, request.tools, request.policy)
         except DataError as error:
             raise Refusal(400, str(error)) from error
         return len(self.record.tokens(prompt.node)) + len(prompt.token_ids)
+
+    async def _read(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+        """Return the messages with the pixels of their images; requests of a session are read one after another, so
+        that none keeps all threads busy."""
+        async with self._reads:
+            return await self._images.read(messages)
 
     async def arrival(self) -> None:
         """Wait until a client's call is ready for `take`."""
@@ -248,7 +254,7 @@ class ChatSession:
             if call.done.done():  # its client has gone
                 continue
             with self._refused(call):
-                messages = await self._images.read(call.request.messages)
+                messages = await self._read(call.request.messages)
                 if self.over:  # meanwhile
                     raise self._refusal_after_end()
                 if not call.done.done():

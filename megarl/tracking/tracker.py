@@ -238,7 +238,10 @@ class Tracker:
         if uri is None:
             earlier = logged_to(id_file) if about.resumed else None
             # A run may be resumed from another folder, where the same relative `tracking.dir` is another one.
-            store = (earlier and folder_of_default_store(earlier)) or Path(self._cfg.dir).absolute()
+            given = Path(self._cfg.dir).absolute()
+            store = (earlier and folder_of_default_store(earlier)) or given
+            if store.resolve() != given.resolve():
+                print(f"MLflow: the run goes on in {store / 'mlflow.db'}, where it began", file=self._cfg.messages)
             store.mkdir(parents=True, exist_ok=True)
             uri, artifacts = default_store(store)
         return MlflowLog(uri, artifacts, about, id_file)

@@ -20,7 +20,7 @@ def text(said: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("said", "plain"),
     [
-        ("<|image_<|image_pad|>pad|>a", "a"),
+        ("<|image_<|image_pad|>pad|>a", " a"),
         ([text("<|image_"), text("pad|>a")], "a"),
         ([text("<|image_"), {"type": "image", "image": "x.png"}, text("pad|>a")], f"<|image_[{PAD}]pad|>a"),
         (
@@ -32,3 +32,8 @@ def text(said: str) -> dict[str, Any]:
 )
 def test_an_image_token_is_taken_out_of_all_text(said, plain):
     assert separate_images(said, READER)[0] == plain
+
+
+def test_a_token_in_a_token_a_hundred_thousand_times_takes_no_longer_than_a_text():
+    text, _ = separate_images("<|image_" * 100_000 + "pad|>" * 100_000, READER)
+    assert PAD not in text
