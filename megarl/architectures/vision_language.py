@@ -17,7 +17,9 @@ from megarl.architectures.decoders import decoder_config, decoder_section, prefi
 from megarl.architectures.values import read_keys, rotated_width
 from megarl.system.errors import ConfigError
 
-_COMMON = {"num_heads": 16, "in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
+#: Frames of a temporal patch of a video, in all published models.
+TEMPORAL = 2
+_COMMON = {"num_heads": 16, "in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": TEMPORAL}
 _CLIP = {
     "min_pixels": 3136,
     "max_pixels": 12845056,
@@ -350,6 +352,14 @@ class VideoSettings:
         Args:
             least, most: other limits on pixels; None keeps the model's.
         """
+        if encoder.temporal != TEMPORAL:
+            raise ConfigError(
+                "videos need an encoder with temporal patches of another number of frames",
+                where="vision_config.temporal_patch_size",
+                found=encoder.temporal,
+                allowed=str(TEMPORAL),
+                fix="choose another model, or set data.video_key to null",
+            )
         family, size = FAMILIES[encoder.model_type], (processor or {}).get("size") or {}
         settings = cls(
             patch=encoder.patch,

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.architectures.vision_language import ImageSettings, VideoSettings
+from megarl.architectures.vision_language import TEMPORAL, ImageSettings, VideoSettings
 from megarl.data.batch import Batch
 from megarl.data.fields import DIGESTS, GRIDS, PATCHES
 from megarl.data.images import open_image, patchify, resized, unpatchify
@@ -37,8 +37,6 @@ Place = tuple[int, int, int, int]
 STILL = -1
 #: Numbers of a place in a batch, in runs without videos and with videos.
 STILLS, CLIPS = 3, 4
-#: Frames of a temporal patch in all published models.
-_FRAMES = 2
 
 
 def place_of(numbers: Sequence[int]) -> Place:
@@ -49,7 +47,7 @@ def place_of(numbers: Sequence[int]) -> Place:
 
 def frames_of(place: Place) -> int:
     """Return the number of frames that the patches of an image show: one, or two of a video."""
-    return 1 if place[3] == STILL else _FRAMES
+    return 1 if place[3] == STILL else TEMPORAL
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,16 +217,22 @@ def _set_of(frames: Sequence[npt.NDArray[np.uint8]], settings: ImageSettings | V
 
 def clip_of(clip: VideoClip, settings: VideoSettings) -> list[ImageSet]:
     """Decode a video, resize its frames for the model, and return its temporal patches, each an `ImageSet` of one."""
-    size = fitting_frames(len(clip.chosen), *clip.size, settings)
-    pixels = torch.from_numpy(np.stack([np.asarray(frame) for frame in clip.frames()])).permute(0, 3, 1, 2)
-    if size != clip.size:  # as torchvision does it for transformers' processors of videos
-        pixels = F.interpolate(pixels, size, mode="bicubic", antialias=True)
-    frames = list(pixels.permute(0, 2, 3, 1).numpy())
+    size = fitting_frames(len(clip.chosen), *clip.size, settings, clip.where)
+    frames = [_resized(np.array(frame), size) for frame in clip.frames()]
     frames += [frames[-1]] * (-len(frames) % settings.temporal)
     return [
         _set_of(frames[number * settings.temporal :][: settings.temporal], settings, lag)
         for number, lag in enumerate(lags_of(clip, settings))
     ]
+
+
+def _resized(frame: npt.NDArray[np.uint8], size: tuple[int, int]) -> npt.NDArray[np.uint8]:
+    """Resize a frame of a video [height, width, 3] as torchvision does it for transformers' processors of videos."""
+    if frame.shape[:2] == size:
+        return frame
+    pixels = torch.from_numpy(frame)[None].permute(0, 3, 1, 2)
+    scaled: npt.NDArray[np.uint8] = F.interpolate(pixels, size, mode="bicubic", antialias=True).numpy()
+    return scaled[0].transpose(1, 2, 0)
 
 
 def lags_of(clip: VideoClip, settings: VideoSettings) -> list[int]:

@@ -1,6 +1,8 @@
 """Videos of rows: every form is the same video, sizes and pixels are those of transformers' processors."""
 
 import random
+import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from megarl.data.image_set import clip_of, lags_of
 from megarl.data.rows import Row
 from megarl.data.videos import check_video_marks, fitting_frames, open_video, row_videos
 from megarl.models.vlm.model import gather_images
-from megarl.system.errors import DataError
+from megarl.system.errors import ConfigError, DataError
 from tests.models.vlm_tiny import config_of
 
 KINDS = ["qwen2_5_vl", "qwen3_vl"]
@@ -36,8 +38,8 @@ def test_every_form_of_a_video_is_the_same_video(kind, tmp_path):
     images[0].save(tmp_path / "a.gif", save_all=True, append_images=images[1:], duration=500, loop=0)
     for number, image in enumerate(images):
         image.save(tmp_path / f"{number}.png")
-    names = [f"{number}.png" for number in range(5)]
-    forms = [images, names, {"frames": names, "fps": 2}, "a.npy", {"path": "a.npy", "fps": 2.0}, "a.gif"]
+    names, url = [f"{number}.png" for number in range(5)], f"file://{tmp_path}/a.npy"
+    forms = [images, names, {"frames": names, "fps": 2}, url, {"path": "a.npy", "fps": 2.0}, "a.gif"]
     _, settings = settings_of(kind)
     clips = [open_video(form, tmp_path, 2.0, None, "a row") for form in forms]
     found = [[block.digests for block in clip_of(clip, settings)] for clip in clips]
@@ -66,7 +68,7 @@ def test_sizes_are_those_of_transformers(kind):
     for _ in range(300):
         count, height, width = rng.randint(2, 30), rng.randint(15, 900), rng.randint(15, 900)
         want = of_whole(count, height, width, **limits) if kind == "qwen3_vl" else of_frame(height, width, **limits)
-        assert fitting_frames(count, height, width, settings) == want
+        assert fitting_frames(count, height, width, settings, "a row") == want
 
 
 @pytest.mark.campaign("families")
@@ -101,17 +103,37 @@ def test_pixels_are_those_of_transformers_processor(kind, tmp_path):
     [
         ({"frames": [Image.new("RGB", (40, 40))], "fps": 0}, "no valid number of frames per second"),
         ("movie.mp4", "the value is not a video"),
-        ("missing.npy", "does not exist"),
+        ("missing.npy", "the video cannot be read: No such file"),
+        ("a" * 300 + ".npy", "File name too long"),
+        ("~nobody-of-this-name/a.gif", "not the path of a video"),
+        ("https://a.b/c.gif", "videos are not fetched from the network"),
+        ("thin.npy", "the video has a size that no vision encoder accepts"),
+        ("empty.npy", "the video"),
+        ("broken.gif", "the video cannot be read"),
+        ("wide.gif", "the video has too many pixels"),
+        ([Image.new("L", (4000, 4000))] * 63, "set data.max_frames to at most 62"),
         ([Image.new("RGB", (40, 40)), Image.new("RGB", (41, 40))], "different sizes"),
         ("flat.npy", "the array is not a video"),
     ],
 )
 def test_a_bad_video_is_named(value, message, tmp_path):
-    np.save(tmp_path / "flat.npy", np.zeros((3, 4), np.uint8))
+    for name, shape in (("flat", (3, 4)), ("thin", (2, 1, 8, 3)), ("empty", (2, 0, 8, 3))):
+        np.save(tmp_path / f"{name}.npy", np.zeros(shape, np.uint8))
+    (tmp_path / "broken.gif").write_bytes(b"GIF89a")
+    head, frame = struct.pack("<2H3B", 12_000, 12_000, 0, 0, 0), struct.pack("<4H2B", 0, 0, 1, 1, 0, 2)
+    (tmp_path / "wide.gif").write_bytes(b"GIF89a" + head + b"," + frame + b"\0;")
     _, settings = settings_of("qwen2_5_vl")
     with pytest.raises(DataError, match=message) as error:
         clip_of(open_video(value, tmp_path, 2.0, None, "rows.jsonl:3: column 'videos'"), settings)
     assert "rows.jsonl:3" in str(error.value)
+
+
+def test_sizes_that_a_model_cannot_use_are_located():
+    encoder, settings = settings_of("qwen2_5_vl")
+    with pytest.raises(DataError, match="a row: the frames are too long"):
+        fitting_frames(2, 10, 4000, settings, "a row")
+    with pytest.raises(ConfigError, match="temporal_patch_size"):
+        VideoSettings.of(replace(encoder, temporal=1), None, 784, 10**6)
 
 
 def test_a_list_of_frames_is_no_list_of_videos_and_each_mark_needs_a_video():
