@@ -56,7 +56,7 @@ class VideoPrompts:
 
     def counts(self, clip: VideoClip) -> list[int]:
         """Return the number of features for which each video token of a video's text stands."""
-        height, width = fitting_frames(len(clip.chosen), *clip.size, self.settings)
+        height, width = fitting_frames(len(clip.chosen), *clip.size, self.settings, clip.where)
         unit, blocks = self.settings.patch * self.settings.merge, clip.blocks(self.settings.temporal)
         features = height // unit * (width // unit)
         return [features] * blocks if self.settings.timestamps else [features * blocks]

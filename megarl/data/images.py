@@ -83,7 +83,7 @@ def _reading(value: Any, folder: Path | None, where: str) -> Iterator[tuple[Imag
     from PIL import Image
 
     if isinstance(value, Image.Image):
-        _check_size(value, where)
+        check_size(value.height, value.width, where)
         # PIL may read the image's file only now, which two threads must not do with one object.
         with _WHOLE_IMAGES, readable(where):
             yield value, where
@@ -94,9 +94,8 @@ def _reading(value: Any, folder: Path | None, where: str) -> Iterator[tuple[Imag
     if isinstance(value, str) and value.startswith(_DATA_URL):
         value = _decoded(value, where)
     if isinstance(value, str):
-        file = _path(value.removeprefix(_FILE_URL), where)
-        file = file if folder is None or file.is_absolute() else folder / file
-        source, where = _opened(file, where), f"{where}: {file}"
+        file = path_of(value, folder, where)
+        source, where = opened(file, where), f"{where}: {file}"
     elif isinstance(value, bytes):
         source = io.BytesIO(value)
     if source is None:
@@ -108,10 +107,7 @@ def _reading(value: Any, folder: Path | None, where: str) -> Iterator[tuple[Imag
 def _opened_image(source: BinaryIO, where: str) -> Image:
     from PIL import Image, UnidentifiedImageError
 
-    # PIL warns above a number of pixels of its own; `_check_size` compares with `MOST_PIXELS`. The filter stays:
-    # `warnings.catch_warnings` would change the filters of all threads when it ends.
-    if not any(category is Image.DecompressionBombWarning for _, _, category, *_ in warnings.filters):
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+    ignore_size_warnings()
     try:
         image = Image.open(source, formats=_FORMATS)
     except UnidentifiedImageError as error:
@@ -120,7 +116,7 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
         raise DataError("the file is not an image", where=where, found=head, allowed=", ".join(_FORMATS)) from error
     except Image.DecompressionBombError as error:
         raise _too_large(str(error), where) from error
-    _check_size(image, where)
+    check_size(image.height, image.width, where)
     # further frames of an MPO file, a phone's JPEG, are previews
     # (`n_frames` would read the whole file)
     if image.format != "MPO" and getattr(image, "is_animated", False):
@@ -134,49 +130,63 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
     return image
 
 
+def ignore_size_warnings() -> None:
+    """Keep PIL from warnings above a number of pixels of its own; `check_size` compares with `MOST_PIXELS`."""
+    from PIL import Image
+
+    # The filter stays: `warnings.catch_warnings` would change the filters of all threads when it ends.
+    if not any(category is Image.DecompressionBombWarning for _, _, category, *_ in warnings.filters):
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+
+
 @contextmanager
-def readable(where: str) -> Iterator[None]:
-    """Convert every exception that PIL raises for damaged files to a DataError at `where`."""
+def readable(where: str, noun: str = "image") -> Iterator[None]:
+    """Convert every exception that PIL raises for damaged files to a DataError at `where`; `noun`: what is read."""
     try:
         yield
     except (MemoryError, MegarlError):
         raise
     except Exception as error:  # decoders raise many kinds: TypeError, struct.error, KeyError, EOFError, ...
         raise DataError(
-            f"the image cannot be read: {str(error) or type(error).__name__}",
+            f"the {noun} cannot be read: {str(error) or type(error).__name__}",
             where=where,
             fix="copy the file again, or remove the row",
         ) from error
 
 
-def _check_size(image: Image, where: str) -> None:
-    width, height = image.size
+def check_size(height: int, width: int, where: str, noun: str = "image") -> None:
+    """Raise a DataError at `where` if an image has too many pixels, or sides that no encoder accepts.
+
+    Args:
+        noun: what has the size, for the message.
+    """
     short, long = min(width, height), max(width, height)
     if width * height > MOST_PIXELS:
-        raise _too_large(f"{width} x {height}", where)
+        raise _too_large(f"{width} x {height}", where, noun)
     if short < _LEAST_SIDE or long > _MOST_RATIO * short:
         raise DataError(
-            "the image has a size that no vision encoder accepts",
+            f"the {noun} has a size that no vision encoder accepts",
             where=where,
             found=f"{width} x {height}",
             allowed=f"sides of at least {_LEAST_SIDE} pixels, the longer at most {_MOST_RATIO} times the shorter",
         )
 
 
-def _too_large(found: str, where: str) -> DataError:
+def _too_large(found: str, where: str, noun: str = "image") -> DataError:
+    limit = "data.max_pixels" if noun == "image" else "data.video_max_pixels"
     return DataError(
-        "the image has too many pixels",
+        f"the {noun} has too many pixels",
         where=where,
         found=found,
         allowed=f"at most {MOST_PIXELS} pixels",
-        fix="make the image smaller; it is scaled down to data.max_pixels anyway",
+        fix=f"make the {noun} smaller; it is scaled down to {limit} anyway",
     )
 
 
 def _as_rgb(image: Image, where: str) -> Image:
     from PIL import Image
 
-    _check_size(image, where)
+    check_size(image.height, image.width, where)
     # `ImageOps.exif_transpose` would write all entries again, and raises if one has a type that PIL does not expect.
     turn = _orientation(image.getexif())
     if turn >= _FIRST_TURN:
@@ -209,40 +219,51 @@ def _decoded(url: str, where: str) -> bytes:
         ) from error
 
 
-def _path(text: str, where: str) -> Path:
+def path_of(text: str, folder: Path | None, where: str, noun: str = "image", forms: str = FORMS) -> Path:
+    """Return the path of an image or video, which may be a URL with file://; `folder`: what it is relative to.
+
+    Args:
+        noun, forms: what is read, and its allowed forms, for messages.
+
+    Raises:
+        DataError: the text is not a path, or leads to the network.
+    """
+    text = text.removeprefix(_FILE_URL)
     if text.startswith(_OF_NETWORK):
         raise DataError(
-            "images are not fetched from the network",
+            f"{noun}s are not fetched from the network",
             where=where,
             found=text[:120],
-            allowed=FORMS,
-            fix="copy the image to a file first",
+            allowed=forms,
+            fix=f"copy the {noun} to a file first",
         )
     try:
         if len(text) > _LONGEST_PATH or "\0" in text:
             raise ValueError(f"the text has more than {_LONGEST_PATH} characters, or a NUL character")
-        return Path(text).expanduser()
+        file = Path(text).expanduser()
     except (ValueError, RuntimeError) as error:  # raised for ~name if no user has this name
         raise DataError(
-            f"this text is not the path of an image: {error}",
+            f"this text is not the path of {'an' if noun == 'image' else 'a'} {noun}: {error}",
             where=where,
             found=text[:60],
-            allowed=FORMS,
-            fix="put data:image/png;base64, before an image in base64",
+            allowed=forms,
+            fix="put data:image/png;base64, before an image in base64" if noun == "image" else "check the path",
         ) from error
+    return file if folder is None or file.is_absolute() else folder / file
 
 
-def _opened(file: Path, where: str) -> BinaryIO:
+def opened(file: Path, where: str, noun: str = "image", forms: str = FORMS) -> BinaryIO:
+    """Open a file for reading; raises DataError if it is missing, a folder, a pipe, or may not be read."""
     try:
         if is_special(file):
             raise OSError("the path is a pipe, socket or device")
         return file.open("rb")
     except OSError as error:
         raise DataError(
-            f"the image cannot be read: {error.strerror or error}",
+            f"the {noun} cannot be read: {error.strerror or error}",
             where=where,
             found=str(file),
-            allowed=FORMS,
+            allowed=forms,
             fix="check the path, and data.image_dir, which it is relative to",
         ) from error
 

@@ -10,7 +10,7 @@ at i / fps seconds. Needs no torch: commands check rows before a run.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.architectures.vision_language import VideoSettings
-from megarl.artifacts.pipes import is_special
-from megarl.data.images import image_size, open_image, readable
+from megarl.data.images import check_size, ignore_size_warnings, image_size, open_image, opened, path_of, readable
 from megarl.data.rows import Row
 from megarl.system.errors import DataError
 
@@ -32,6 +31,9 @@ MARK = "<video>"
 FORMS = "a list of frames, {frames, fps}, {path, fps}, or the path of a .npy or .gif file"
 _MOST_FRAMES = 10_000
 _MOST_RATIO = 200
+_NOUN = "video"
+#: Limit of the pixels of all chosen frames: decoding a small file could otherwise take minutes.
+_MOST_PIXELS = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,14 @@ class VideoClip:
         times = [number / self.fps for number in (*self.chosen, *[self.chosen[-1]] * missing)]
         return [(times[i] + times[i + temporal - 1]) / 2 for i in range(0, len(times), temporal)]
 
-    def frames(self) -> list[Image]:
-        """Decode the chosen frames; returns them as RGB images of one size."""
+    def frames(self) -> Iterator[Image]:
+        """Decode the chosen frames one after the other; yields RGB images of one size."""
+        frames: Iterator[Image]
         if isinstance(self.source, Path):
             frames = _frames_of_file(self.source, self.chosen, self.where)
         else:
-            frames = [open_image(self.source[number], self.folder, self.where) for number in self.chosen]
+            source = self.source
+            frames = (open_image(source[number], self.folder, self.where) for number in self.chosen)
         for number, frame in zip(self.chosen, frames, strict=True):
             if (frame.height, frame.width) != self.size:
                 raise DataError(
@@ -84,7 +88,7 @@ class VideoClip:
                     found=f"frame {number}: {frame.width} x {frame.height}",
                     allowed=f"{self.size[1]} x {self.size[0]}, as the first frame",
                 )
-        return frames
+            yield frame
 
 
 def row_videos(row: Row, key: str) -> list[Any]:
@@ -129,6 +133,9 @@ def open_video(value: Any, folder: Path | None, fps: float, most: int | None, wh
         fps: frames per second if the video does not name them.
         most: maximum number of frames; a longer video is reduced to frames at equal distances. None: no limit.
         where: row and column, for errors.
+
+    Raises:
+        DataError: the value is not a video, its file cannot be read, or it has too many frames or pixels.
     """
     given: Any = None
     if isinstance(value, Mapping):
@@ -136,9 +143,8 @@ def open_video(value: Any, folder: Path | None, fps: float, most: int | None, wh
         value = value["frames"] if value.get("frames") is not None else value.get("path")
     source: Sequence[Any] | Path
     if isinstance(value, str) and value.endswith((".npy", ".gif")):
-        file = Path(value).expanduser()
-        source = file if folder is None or file.is_absolute() else folder / file
-        total, size, rate_of_file = _read_head(source, f"{where}: {source}")
+        source = path_of(value, folder, where, _NOUN, FORMS)
+        total, size, rate_of_file = _read_head(source, where)
         given = rate_of_file if given is None else given
     elif isinstance(value, list) and value:
         source, total, size = value, len(value), image_size(value[0], folder, where)
@@ -147,28 +153,45 @@ def open_video(value: Any, folder: Path | None, fps: float, most: int | None, wh
     rate = fps if given is None else given
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
         raise DataError("a video has no valid number of frames per second", where=where, found=rate, allowed="fps > 0")
+    _check_total(total, where)
+    chosen = range(total) if most is None or total <= most else np.linspace(0, total - 1, most).round().astype(int)
+    if len(chosen) * size[0] * size[1] > _MOST_PIXELS:
+        raise DataError(
+            "the frames of a video have too many pixels together",
+            where=where,
+            found=f"{len(chosen)} frames of {size[1]} x {size[0]}",
+            allowed=f"at most {_MOST_PIXELS} pixels",
+            fix=f"set data.max_frames to at most {_MOST_PIXELS // (size[0] * size[1])}, or make the frames smaller",
+        )
+    return VideoClip(source, tuple(map(int, chosen)), float(rate), total, size, folder, where)
+
+
+def _check_total(total: int, where: str) -> None:
     if not 0 < total <= _MOST_FRAMES:
         raise DataError(
             "a video has too many frames, or none", where=where, found=total, allowed=f"1 to {_MOST_FRAMES}"
         )
-    chosen = range(total) if most is None or total <= most else np.linspace(0, total - 1, most).round().astype(int)
-    return VideoClip(source, tuple(map(int, chosen)), float(rate), total, size, folder, where)
 
 
 def _read_head(file: Path, where: str) -> tuple[int, tuple[int, int], float | None]:
     """Return number, height and width of a file's frames, and frames per second if the file has durations."""
     from PIL import Image
 
-    if not file.is_file() or is_special(file):
-        raise DataError("the file of a video does not exist", where=where, found=str(file), fix="check data.image_dir")
-    with readable(where):
+    opened(file, where, _NOUN, FORMS).close()
+    where = f"{where}: {file}"
+    with readable(where, _NOUN):
         if file.suffix == ".npy":
-            array = _array(file, where)
-            return len(array), (array.shape[1], array.shape[2]), None
+            total, height, width, _ = _array(file, where).shape
+            check_size(height, width, where, _NOUN)
+            return total, (height, width), None
+        ignore_size_warnings()
         with Image.open(file, formats=("GIF",)) as gif:
+            check_size(gif.height, gif.width, where, _NOUN)
             total, durations = getattr(gif, "n_frames", 1), 0.0
+            _check_total(total, where)
             for number in range(total):
                 gif.seek(number)
+                check_size(gif.height, gif.width, where, _NOUN)  # a frame may be larger than the file's head says
                 durations += gif.info.get("duration", 0)
             return total, (gif.height, gif.width), 1000 * total / durations if durations else None
 
@@ -185,35 +208,41 @@ def _array(file: Path, where: str) -> npt.NDArray[np.uint8]:
     return array
 
 
-def _frames_of_file(file: Path, chosen: Sequence[int], where: str) -> list[Image]:
+def _frames_of_file(file: Path, chosen: Sequence[int], where: str) -> Iterator[Image]:
     from PIL import Image
 
-    with readable(f"{where}: {file}"):
+    with readable(f"{where}: {file}", _NOUN):
         if file.suffix == ".npy":
             array = _array(file, where)
-            return [Image.fromarray(np.ascontiguousarray(array[number])) for number in chosen]
-        frames = []
+            yield from (Image.fromarray(np.ascontiguousarray(array[number])) for number in chosen)
+            return
         with Image.open(file, formats=("GIF",)) as gif:
             for number in chosen:
                 gif.seek(number)
-                frames.append(gif.convert("RGB"))
-        return frames
+                yield gif.convert("RGB")
 
 
-def fitting_frames(count: int, height: int, width: int, settings: VideoSettings) -> tuple[int, int]:
+def fitting_frames(count: int, height: int, width: int, settings: VideoSettings, where: str) -> tuple[int, int]:
     """Return the height and width of a video's frames for the model, both multiples of a feature's side.
 
     Source: `smart_resize` of transformers' video processors of Qwen2-VL and Qwen3-VL, 5.23.
 
     Args:
         count: number of frames.
+        height, width: sides of a frame in pixels, above 0.
+        where: row and column, for errors.
     """
     unit, frames = settings.patch * settings.merge, count if settings.whole else 1
     if settings.whole and min(height, width) < unit:
         scale = max(unit / height, unit / width)
         height, width = int(height * scale), int(width * scale)
     if max(height, width) > _MOST_RATIO * min(height, width):
-        raise DataError("the frames are too long for their other side", found=f"{width} x {height}", allowed="1 : 200")
+        raise DataError(
+            "the frames are too long for their other side",
+            where=where,
+            found=f"{width} x {height}",
+            allowed=f"the longer side at most {_MOST_RATIO} times the shorter",
+        )
     rows, columns = round(height / unit) * unit, round(width / unit) * unit
     rounded = round(frames / settings.temporal) * settings.temporal if settings.whole else 1
     if rounded * rows * columns > settings.max_pixels:
