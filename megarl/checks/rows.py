@@ -426,7 +426,8 @@ class _Rows:
     def _response(self, row: Row, key: str) -> str:
         """Return the whole text of a response to train on."""
         data = self.config.data
-        talk = response_of(row, data.prompt_key, key, images=data.image_key is not None)
+        images, videos = data.image_key is not None, data.video_key is not None
+        talk = response_of(row, data.prompt_key, key, images=images, videos=videos)
         return "".join(message["content"] for message in talk)
 
 

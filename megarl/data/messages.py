@@ -30,20 +30,23 @@ _SHAREGPT = {
     "observation": "tool",
     **{role: role for role in ("system", "user", ASSISTANT, "tool")},
 }
+#: Type of a part of a message that stands for the next video of `data.video_key`.
+_VIDEO = "video"
 _FORM = 'text, or chat messages [{"role": "user", "content": "..."}, ...]'
 
 
-def read_messages(value: Any, row: Row, column: str, *, images: bool = False) -> list[Message]:
+def read_messages(value: Any, row: Row, column: str, *, images: bool = False, videos: bool = False) -> list[Message]:
     """Return the messages in `value`, an entry of a row's column; plain text becomes one message of the user.
 
     Args:
         images: convert image parts to `<image>`, except in the assistant's messages; if false, they are errors.
+        videos: convert parts {"type": "video"} to `<video>` likewise.
     """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         raise _wrong_type(value, row, column)
-    return [_read(message, number, value, row, column, images) for number, message in enumerate(value, 1)]
+    return [_read(message, number, value, row, column, images, videos) for number, message in enumerate(value, 1)]
 
 
 def without_weight(messages: list[Message]) -> list[Message]:
@@ -68,15 +71,17 @@ def before_assistant(messages: list[Message]) -> list[Message]:
     return messages[:first]
 
 
-def prompt_messages(value: Any, row: Row, column: str, *, whole: bool, images: bool = False) -> list[Message]:
+def prompt_messages(
+    value: Any, row: Row, column: str, *, whole: bool, images: bool = False, videos: bool = False
+) -> list[Message]:
     """Return the messages of the prompt, as the policy sees them.
 
     Args:
         value: value of the prompt's column.
         whole: the column holds conversations with the responses to learn; the prompt is the part before the responses.
-        images: convert image parts to `<image>`; if false, they are errors.
+        images, videos: convert parts to `<image>` and `<video>`; if false, they are errors.
     """
-    messages = read_messages(value, row, column, images=images)
+    messages = read_messages(value, row, column, images=images, videos=videos)
     if not whole and messages[-1]["role"] == ASSISTANT:
         raise DataError(
             f"the messages in column {column!r} end with the assistant's, so that the prompt holds the response",
@@ -98,7 +103,13 @@ def prompt_messages(value: Any, row: Row, column: str, *, whole: bool, images: b
 
 
 def response_of(
-    row: Row, prompt_key: str, response_key: str, *, images: bool = False, setting: str = SFT_RESPONSE
+    row: Row,
+    prompt_key: str,
+    response_key: str,
+    *,
+    images: bool = False,
+    videos: bool = False,
+    setting: str = SFT_RESPONSE,
 ) -> list[Message]:
     """Return a row's response as messages; the assistant's messages are trained on. See `response_messages`.
 
@@ -117,8 +128,9 @@ def response_of(
         )
     if not isinstance(value, list):
         return response_messages(value, response_key, row, setting=setting)
-    shown = prompt_messages(row.column(prompt_key, "data.prompt_key"), row, prompt_key, whole=whole, images=images)
-    return response_messages(value, response_key, row, shown, images=images, setting=setting)
+    prompt = row.column(prompt_key, "data.prompt_key")
+    shown = prompt_messages(prompt, row, prompt_key, whole=whole, images=images, videos=videos)
+    return response_messages(value, response_key, row, shown, images=images, videos=videos, setting=setting)
 
 
 def response_messages(
@@ -128,6 +140,7 @@ def response_messages(
     prompt: list[Message] | None = None,
     *,
     images: bool = False,
+    videos: bool = False,
     setting: str = SFT_RESPONSE,
 ) -> list[Message]:
     """Return a response: text or an integer as one message, or messages that begin and end with the assistant's.
@@ -138,20 +151,25 @@ def response_messages(
         row: the row, for error messages.
         prompt: messages of the row's prompt. If the response begins with them, they are removed, and so are messages
             after the assistant's last one.
-        images: the prompt may contain images; the response never may.
+        images, videos: the prompt may contain images or videos; the response never may.
         setting: the recipe key that names the column, for error messages.
     """
     if isinstance(value, str):
         return [{"role": ASSISTANT, "content": value}]
     if isinstance(value, int) and not isinstance(value, bool):
         return [{"role": ASSISTANT, "content": str(value)}]
-    messages = read_messages(value, row, key, images=images) if isinstance(value, list) else []
+    messages = list[Message]()
+    if isinstance(value, list):
+        messages = read_messages(value, row, key, images=images, videos=videos)
     if prompt is not None and len(messages) > len(prompt) and without_weight(messages[: len(prompt)]) == prompt:
         last = max((i for i, message in enumerate(messages) if message["role"] == ASSISTANT), default=0)
         messages = messages[len(prompt) : last + 1]
-    if images and any(MARK in message["content"] for message in messages):
+    marks = {MARK: "an image"} if images else {}
+    marks |= {VIDEO_MARK: "a video"} if videos else {}
+    noun = next((marks[mark] for mark in marks if any(mark in message["content"] for message in messages)), None)
+    if noun is not None:
         raise DataError(
-            f"the response in column {key!r} holds an image, and only prompts may",
+            f"the response in column {key!r} holds {noun}, and only prompts may",
             where=row.where,
             fix="end the conversation before it, or remove the row",
         )
@@ -197,7 +215,9 @@ def _refuse_unlearnt(messages: list[Message], key: str, row: Row) -> None:
         )
 
 
-def _read(message: dict[str, Any], number: int, value: Any, row: Row, column: str, images: bool) -> Message:
+def _read(
+    message: dict[str, Any], number: int, value: Any, row: Row, column: str, images: bool, videos: bool
+) -> Message:
     shared = "from" in message and "role" not in message
     role, content = (message.get("from"), message.get("value")) if shared else map(message.get, ("role", "content"))
     if shared and isinstance(role, str):
@@ -213,7 +233,7 @@ def _read(message: dict[str, Any], number: int, value: Any, row: Row, column: st
     names = ("from", "value") if shared else ("role", "content")
     more = {key: item for key, item in message.items() if key not in names and item not in (None, "", [], {})}
     if isinstance(content, list):
-        content = _joined(content, number, row, column, images and role != ASSISTANT)
+        content = _joined(content, number, row, column, images and role != ASSISTANT, videos and role != ASSISTANT)
     if content is None and role == ASSISTANT and more.keys() - {WEIGHT}:
         content = ""  # a tool call without text
     if not isinstance(role, str) or not isinstance(content, str):
@@ -231,7 +251,7 @@ def _read(message: dict[str, Any], number: int, value: Any, row: Row, column: st
     return {"role": role, "content": content, **more}
 
 
-def _joined(parts: list[Any], number: int, row: Row, column: str, images: bool) -> str | None:
+def _joined(parts: list[Any], number: int, row: Row, column: str, images: bool, videos: bool) -> str | None:
     """Join the parts of a message's content into text; return None if the list does not consist of parts."""
     texts = []
     for part in parts:
@@ -240,7 +260,9 @@ def _joined(parts: list[Any], number: int, row: Row, column: str, images: bool) 
         if images and is_image(part):
             texts.append(MARK)
             continue
-        if images and part["type"] == "video" and not any(part.get(name) for name in ("video", "path", "url")):
+        # tables store every key in every row, as null
+        more = [key for key, item in part.items() if key != "type" and item not in (None, "", [], {})]
+        if videos and part["type"] == _VIDEO and not more:
             texts.append(VIDEO_MARK)  # the next video of data.video_key
             continue
         if part["type"] != "text" or not isinstance(part.get("text"), str):
@@ -249,12 +271,21 @@ def _joined(parts: list[Any], number: int, row: Row, column: str, images: bool) 
                 where=row.where,
                 found=part["type"],
                 allowed='parts of text: {"type": "text", "text": "..."}',
-                fix=f"set data.image_key for a vision-language model that should see the image; otherwise {MEDIA_FIX}"
-                if is_image(part)
-                else MEDIA_FIX,
+                fix=_fix_of(part, videos),
             )
         texts.append(part["text"])
     return "".join(texts) if texts else None
+
+
+def _fix_of(part: dict[str, Any], videos: bool) -> str:
+    """Return the remedy for a part that is not text."""
+    video = part["type"].startswith(_VIDEO)
+    if video and videos:
+        return f'put the video into the column of data.video_key, and leave {{"type": "{_VIDEO}"}} in the message'
+    noun = "image" if is_image(part) else _VIDEO if video else None
+    if noun is None:
+        return MEDIA_FIX
+    return f"set data.{noun}_key for a vision-language model that should see the {noun}; otherwise {MEDIA_FIX}"
 
 
 def _wrong_type(value: Any, row: Row, column: str) -> DataError:
@@ -273,6 +304,7 @@ class PromptColumn:
     name: str = "prompt"  # name of the column, `data.prompt_key`
     whole: bool = False  # whether the column holds conversations with the responses to learn
     images: bool = False  # whether prompts may contain images
+    videos: bool = False  # whether prompts may contain videos
 
     def messages(self, row: Mapping[str, Any]) -> list[Message] | None:
         """Return the prompt's messages; None if the prompt is text, or the row lacks the column."""
@@ -283,4 +315,4 @@ class PromptColumn:
             return None
         if not isinstance(value, list):
             return None
-        return prompt_messages(value, entry, self.name, whole=self.whole, images=self.images)
+        return prompt_messages(value, entry, self.name, whole=self.whole, images=self.images, videos=self.videos)

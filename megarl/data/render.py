@@ -95,7 +95,8 @@ def given_prompts(
             text = render(content, row)
             prompts.append(text if mark is None else mark(text, row))
             continue
-        messages = prompt_messages(content, row, config.prompt_key, whole=whole, images=config.image_key is not None)
+        images, videos = config.image_key is not None, config.video_key is not None
+        messages = prompt_messages(content, row, config.prompt_key, whole=whole, images=images, videos=videos)
         if not chat:
             raise DataError(
                 f"column {config.prompt_key!r} has chat messages, but no chat template is used",

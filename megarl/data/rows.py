@@ -254,7 +254,7 @@ _NAME = re.compile(
     re.IGNORECASE,
 )
 _FILE = re.compile(
-    r"data:(image|video|audio)/[\w.+-]+;.*|\S+\.(png|jpe?g|gif|webp|bmp|tiff?|mp4|avi|mov|mkv|webm|wav|mp3|flac|ogg|m4a)",
+    r"data:(image|video|audio)/[\w.+-]+;.*|\S+\.(png|jpe?g|gif|webp|bmp|tiff?|npy|mp4|avi|mov|mkv|webm|wav|mp3|flac|ogg|m4a)",
     re.IGNORECASE | re.DOTALL,
 )
 _LOOKED_AT = 300  # first characters of a value that are matched against _FILE
@@ -277,7 +277,8 @@ def refuse_media(row: Row, texts: Container[str], shown: Container[str] = ()) ->
                 f"column {name!r} contains images, video or sound, which this run does not read",
                 where=row.where,
                 found=repr(value)[:80],
-                fix=f"for images and a vision-language model set data.image_key to {name!r}; else {MEDIA_FIX}",
+                fix=f"with a vision-language model set data.image_key to {name!r} for images, or data.video_key for "
+                f"videos; else {MEDIA_FIX}",
             )
 
 

@@ -107,9 +107,11 @@ class SFTDataset(PromptDataset):
         """
         whole = response_key == config.prompt_key
         super().__init__(config, tokenizer, split, tools, whole=whole, answered=False, images=images, rows=rows)
-        shown = config.image_key is not None
-        setting = self.response_setting
-        talks = [response_of(row, config.prompt_key, response_key, images=shown, setting=setting) for row in self.rows]
+        shown, moving, setting = config.image_key is not None, config.video_key is not None, self.response_setting
+        talks = [
+            response_of(row, config.prompt_key, response_key, images=shown, videos=moving, setting=setting)
+            for row in self.rows
+        ]
         examples = self._tokens(talks, tokenizer, _end(tokenizer, config, stop_ids), stop_ids)
         responses = ["".join(message["content"] for message in talk) for talk in talks]
         self.max_tokens = max_tokens

@@ -369,7 +369,13 @@ class RewardModelRole(ModelRole):
 
 def prompt_column(config: RunConfig) -> PromptColumn:
     """Return the column of the recipe's data that contains the prompts."""
-    return PromptColumn(config.data.prompt_key, config.whole_conversations, config.data.image_key is not None)
+    data = config.data
+    return PromptColumn(
+        data.prompt_key,
+        config.whole_conversations,
+        images=data.image_key is not None,
+        videos=data.video_key is not None,
+    )
 
 
 def as_sequences(rows: Sequence[Sequence[int]]) -> Batch:

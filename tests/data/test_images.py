@@ -283,10 +283,23 @@ def test_an_image_in_a_message_is_refused_where_nothing_sees_it():
     row = Row({"prompt": parts({"type": "image", "image": "a.png"})}, "rows", 1)
     with pytest.raises(DataError, match=r"set data\.image_key"):
         read_messages(row["prompt"], row, "prompt")
-    talk = [*parts("a?"), {"role": "assistant", "content": "b"}, *parts({"type": "image", "image": "a.png"})]
-    talk.append({"role": "assistant", "content": "c"})
-    with pytest.raises(DataError, match="only prompts may"):
-        response_of(Row({"talk": talk}, "rows", 1), "talk", "talk", images=True)
+    for part, what in (({"type": "image", "image": "a.png"}, "an image"), ({"type": "video"}, "a video")):
+        talk = [*parts("a?"), {"role": "assistant", "content": "b"}, *parts(part)]
+        talk.append({"role": "assistant", "content": "c"})
+        with pytest.raises(DataError, match=f"holds {what}, and only prompts may"):
+            response_of(Row({"talk": talk}, "rows", 1), "talk", "talk", images=True, videos=True)
+
+
+def test_a_part_stands_for_a_video_only_if_videos_are_read_and_it_has_none_itself():
+    row = Row({"prompt": parts({"type": "video", "text": None}, "a?")}, "rows", 1)
+    (message,) = read_messages(row["prompt"], row, "prompt", images=True, videos=True)
+    assert message["content"] == "<video>a?"
+    for part in ({"type": "video"}, {"type": "video", "video": "a.gif"}):
+        with pytest.raises(DataError, match=r"set data\.video_key"):
+            read_messages(parts(part), row, "prompt", images=True)
+    for part in ({"type": "video", "frames": ["a.png"]}, {"type": "video_url", "video_url": {"url": "a.gif"}}):
+        with pytest.raises(DataError, match=r"put the video into the column of data\.video_key"):
+            read_messages(parts(part), row, "prompt", images=True, videos=True)
 
 
 @pytest.mark.parametrize(
@@ -343,6 +356,8 @@ def test_a_column_of_images_that_nothing_reads_is_refused():
     with pytest.raises(DataError, match="which this run does not read") as raised:
         dataset({"prompt": "a?", "images": [picture()]}, image_key="other")
     assert "data.image_key" in str(raised.value)
+    with pytest.raises(DataError, match=r"or data\.video_key for videos"):
+        dataset({"prompt": "a?", "films": ["a.npy"]})
 
 
 def test_limits_that_no_image_meets_are_refused():
