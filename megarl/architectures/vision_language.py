@@ -26,6 +26,8 @@ _CLIP = {
     "image_mean": (0.48145466, 0.4578275, 0.40821073),
     "image_std": (0.26862954, 0.26130258, 0.27577711),
 }
+#: The older keys of a video's pixels, and the keys of `size` that they replace.
+_EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _HALF = {"min_pixels": 65536, "max_pixels": 16777216, "image_mean": (0.5,) * 3, "image_std": (0.5,) * 3}
 
 
@@ -347,9 +349,10 @@ class VideoSettings:
     def of(
         cls, encoder: VisionEncoder, processor: Mapping[str, Any] | None, least: int | None, most: int | None
     ) -> VideoSettings:
-        """Build the settings from a model's video_preprocessor_config.json; None: those of transformers' processor.
+        """Build the settings from those of a model's video processor.
 
         Args:
+            processor: content of its file; None: the defaults of transformers' processor.
             least, most: other limits on pixels; None keeps the model's.
         """
         if encoder.temporal != TEMPORAL:
@@ -360,7 +363,10 @@ class VideoSettings:
                 allowed=str(TEMPORAL),
                 fix="choose another model, or set data.video_key to null",
             )
-        family, size = FAMILIES[encoder.model_type], (processor or {}).get("size") or {}
+        family, given = FAMILIES[encoder.model_type], processor or {}
+        size = dict(given.get("size") or {})
+        if not family.timestamps:  # transformers' class reads the older keys only for models without timestamps
+            size |= {edge: given[key] for key, edge in _EDGES.items() if given.get(key) is not None}
         settings = cls(
             patch=encoder.patch,
             merge=encoder.merge,

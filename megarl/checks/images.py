@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl.architectures.decoders import DECODERS
 from megarl.architectures.vision_language import ImageSettings, VideoSettings, VisionEncoder
 from megarl.artifacts.facts import ModelFacts, local_folder
-from megarl.artifacts.vla_folder import VIDEO_PREPROCESSOR, read_mapping, read_preprocessor
+from megarl.artifacts.vla_folder import read_preprocessor, read_video_preprocessor
 from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
 from megarl.rollout.families import family_of
@@ -99,7 +99,7 @@ def _check_numbers(config: RunConfig, encoder: VisionEncoder, vocab: int, checks
         processor = read_preprocessor(folder) if folder is not None else None
         ImageSettings.from_config(encoder, processor).limited(config.data.min_pixels, config.data.max_pixels)
         if config.data.video_key is not None:
-            videos = None if folder is None else read_mapping(folder / VIDEO_PREPROCESSOR)
+            videos = None if folder is None else read_video_preprocessor(folder)
             VideoSettings.of(encoder, videos, config.data.video_min_pixels, config.data.video_max_pixels)
 
 

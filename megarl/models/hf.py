@@ -20,7 +20,7 @@ from megarl.architectures.vision_language import ImageSettings, VisionEncoder
 from megarl.artifacts.facts import ModelFacts, facts_from_config
 from megarl.artifacts.layout import layout_problems
 from megarl.artifacts.model_files import no_model
-from megarl.artifacts.vla_folder import PREPROCESSOR, VIDEO_PREPROCESSOR, VLA_TYPE, read_mapping, read_preprocessor
+from megarl.artifacts.vla_folder import PREPROCESSOR, VLA_TYPE, read_preprocessor, read_video_preprocessor
 from megarl.config.base import raise_problems
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.data.routes import RouteForm
@@ -132,7 +132,7 @@ def _vision_language(raw: dict[str, Any], where: str, model: ModelConfig, key: s
     hf.vision_language = dict(raw)  # exports write config.json from this attribute
     folder = None if model.path is None else resolve_folder(model.path, key, weights=False)
     hf.preprocessor = None if folder is None else read_preprocessor(folder)
-    hf.video_preprocessor = None if folder is None else read_mapping(folder / VIDEO_PREPROCESSOR)
+    hf.video_preprocessor = None if folder is None else read_video_preprocessor(folder)
     image_settings(hf)
     return hf
 

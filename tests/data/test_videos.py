@@ -1,5 +1,7 @@
 """Videos of rows: every form is the same video, sizes and pixels are those of transformers' processors."""
 
+import importlib.util
+import json
 import random
 import struct
 from dataclasses import replace
@@ -10,6 +12,7 @@ import torch
 from PIL import Image
 
 from megarl.architectures.vision_language import ImageSettings, VideoSettings, VisionEncoder
+from megarl.artifacts.vla_folder import read_video_preprocessor
 from megarl.data.image_set import clip_of, lags_of
 from megarl.data.rows import Row
 from megarl.data.videos import check_video_marks, fitting_frames, open_video, row_videos
@@ -71,15 +74,44 @@ def test_sizes_are_those_of_transformers(kind):
         assert fitting_frames(count, height, width, settings, "a row") == want
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_limits_are_those_that_transformers_reads(kind, tmp_path):
+    """From each of three files, which are added from the last one to the first."""
+    encoder, _ = settings_of(kind)
+    older = {"min_pixels": 3136, "max_pixels": 12_845_056, "size": {"shortest_edge": 4000, "longest_edge": 90_000}}
+    files = {
+        "preprocessor_config.json": older,
+        "video_preprocessor_config.json": {"size": {"shortest_edge": 5000, "longest_edge": 80_000}},
+        "processor_config.json": {"video_processor": {"size": {"shortest_edge": 6000, "longest_edge": 70_000}}},
+    }
+    found, theirs = [], []
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+        settings = VideoSettings.of(encoder, read_video_preprocessor(tmp_path), None, None)
+        found.append((settings.min_pixels, settings.max_pixels))
+        if importlib.util.find_spec("torchvision"):
+            size = processor_of(kind).from_pretrained(tmp_path).size
+            theirs.append((size["shortest_edge"], size["longest_edge"]))
+    # transformers' class of Qwen3-VL does not read the older keys
+    first = (4000, 90_000) if kind == "qwen3_vl" else (3136, 12_845_056)
+    assert found == [first, (5000, 80_000), (6000, 70_000)]
+    assert theirs in ([], found)
+
+
+def processor_of(kind: str):
+    """transformers' class, which needs torchvision."""
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    return Qwen3VLVideoProcessor if kind == "qwen3_vl" else Qwen2VLVideoProcessor
+
+
 @pytest.mark.campaign("families")
 @pytest.mark.parametrize("kind", KINDS)
 def test_pixels_are_those_of_transformers_processor(kind, tmp_path):
     """Of torchvision, which resizes them."""
     pytest.importorskip("torchvision")
-    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
-    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
-
-    processor = (Qwen3VLVideoProcessor if kind == "qwen3_vl" else Qwen2VLVideoProcessor)(
+    processor = processor_of(kind)(
         size={"shortest_edge": 8192, "longest_edge": 100_000}, patch_size=14, do_sample_frames=False
     )
     rng, (encoder, settings) = random.Random(0), settings_of(kind, 8192, 100_000)
