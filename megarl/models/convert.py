@@ -10,10 +10,12 @@ from pathlib import Path
 
 import torch
 
+from megarl.architectures.decoders import DECODERS
 from megarl.architectures.tensors import is_of_value_head
 from megarl.artifacts.action_statistics import FILE as STATISTICS
 from megarl.artifacts.adapter_settings import CONFIG as ADAPTER_CONFIG
 from megarl.artifacts.conversion import check_target
+from megarl.artifacts.vla_folder import read_mapping
 from megarl.config.model import ModelConfig
 from megarl.models.hf import checkpoint_names, encoder_of, load_hf_config, stacks_experts, vision_of
 from megarl.models.weight_table import WeightTable
@@ -43,10 +45,13 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
     if (folder / ADAPTER_CONFIG).is_file():
         adapter = AdapterReader(folder, str(folder))
         folder = _base_folder(adapter)
-    vision = adapter is None or adapter.of_images
+    # names without `language_model` are older ones, or those of a language model: then the base decides
+    vision = True if adapter is None or adapter.of_images else None
     hf = load_hf_config(ModelConfig(path=str(folder), vision=vision), str(folder / "config.json"))
     reader = CheckpointReader(folder, vision=encoder_of(hf) is not None)
     if adapter is not None:
+        if encoder_of(hf) is None and (read_mapping(folder / "config.json") or {}).get("model_type") in DECODERS:
+            print(f"vision encoder of {folder}: left out, as this adapter is one of the language model", flush=True)
         adapter.name_as(checkpoint_names(hf))
         adapter.check_base(WeightTable.of(hf).shapes())
     value_head = any(map(is_of_value_head, reader.names()))

@@ -6,6 +6,7 @@ Tolerances: float32 of values of size 1 to 10, whose sums run in another order.
 import functools
 import importlib.util
 import itertools
+import json
 import random
 
 import pytest
@@ -296,6 +297,33 @@ def test_drawn_models_with_images_are_equal(kind, tmp_path):
 )
 def test_adapters_of_decoder_and_encoder_are_read_by_transformers_and_peft(kind, tmp_path):
     check_adapters(*of_config(tmp_path, config_of(kind)))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_an_adapter_with_names_of_a_language_model_keeps_the_encoder_unless_the_base_is_read_without(
+    kind, tmp_path, capsys
+):
+    from megarl.artifacts.adapter_settings import PLAIN
+    from megarl.models.convert import convert
+
+    save_config(tmp_path / "base", raw := config_of(kind))
+    (tmp_path / "adapter").mkdir()
+    settings = {**PLAIN, "r": 2, "lora_alpha": 2, "lora_dropout": 0.0, "target_modules": ["down_proj"]}
+    settings["base_model_name_or_path"] = str(tmp_path / "base")
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(settings))
+    layer, width = "base_model.model.model.layers.0.mlp.down_proj.lora_", raw["text_config"]["intermediate_size"]
+    save_file(
+        {f"{layer}A.weight": torch.ones(2, width), f"{layer}B.weight": torch.ones(64, 2)},
+        tmp_path / "adapter/adapter_model.safetensors",
+    )
+    convert(tmp_path / "adapter", tmp_path / "out")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "out"))
+    left_out = kind == "qwen3_5"
+    assert any("visual." in name for name in after) != left_out
+    assert ("left out" in capsys.readouterr().out) == left_out
+    ending = "layers.0.mlp.down_proj.weight"
+    old, new = (next(t for name, t in tensors.items() if name.endswith(ending)) for tensors in (before, after))
+    torch.testing.assert_close(new, old + 2)
 
 
 def check_adapters(folder, reference, samples, settings):
