@@ -184,8 +184,10 @@ def test_replicas_that_take_weights_are_on_one_machine(failures, overrides, refu
     assert all("at most 2" in str(check.problem()) for check in found)
 
 
-def test_an_engine_in_another_team_takes_fp8_as_whole_tensors_only(failures):
+def test_an_engine_in_another_team_takes_fp8_as_whole_tensors_only(failures, warned):
     assert failures(*DRAWS, "sync.fp8=true") == []
+    assert "sync.verify" in [check.key for check in warned(*DRAWS, "sync.fp8=true")], "it compares nothing of FP8"
+    assert "sync.verify" not in [check.key for check in warned(*DRAWS, "sync.fp8=true", "sync.verify=off")]
     (check,) = failures(*DRAWS, "sync.fp8=true", "sync.transport=delta")
     assert check.key == "sync.transport"
     assert "the team draw" in str(check.problem())

@@ -59,6 +59,13 @@ def check_receiver(config: RunConfig, team: TeamPlan, checks: Checklist) -> None
             allowed="auto, tensor or distributed with sync.fp8",
             fix="set sync.transport=auto, or sync.fp8=false",
         )
+    if config.sync.fp8 and config.sync.verify != "off":
+        checks.warn(
+            "sync.verify",
+            "with sync.fp8 no checksums are compared, and an embedded engine has no other verification",
+            found=config.sync.verify,
+            fix="set sync.verify=off",
+        )
     dtype = config.model.dtype
     if config.sync.dtype not in ("model", dtype):
         checks.fail(
