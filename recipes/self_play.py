@@ -2,9 +2,9 @@
 
     proposer   ".47" -> "47+85"        solver   "47+85=" -> "132", four times
 
-The solver is rewarded for every right answer. A sum that begins with the number of the proposer's prompt is worth
-`_VALID` to the proposer, and the rest of 1 the more, the closer the solver is to being right half of the time. A
-held-out sum is worth nothing and is not answered: nobody is trained on it.
+The solver is rewarded for every right answer. A sum that begins with the number of the proposer's prompt earns the
+proposer `_VALID`, and up to the rest of 1 more: most when the solver is right half of the time. A held-out sum earns
+nothing and is not answered: nobody is trained on it.
 """
 
 from __future__ import annotations
