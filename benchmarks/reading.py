@@ -1,8 +1,8 @@
 """How long a step waits for its images: `python -m megarl.benchmarks.reading`.
 
-The loader reads the prompts of a vision-language recipe, whose images are replaced by JPEG photographs of one size
-unless `--side` is 0. A step is a sleep: the processor is free, as where a GPU trains. The table has the milliseconds
-that a step waits for its batch, and the CPU-milliseconds that the batch takes, by `data.loader_workers`.
+The loader reads the prompts of a vision-language recipe. With `--side` their images are replaced by JPEG photographs of
+that size. A step is a sleep, which leaves the processor free, as a step on a GPU does. For each `data.loader_workers`
+the table has the milliseconds that a step waits for its batch, and the CPU-milliseconds that the batch takes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 
 def photograph(side: int, seed: int) -> bytes:
-    """Return a JPEG of smooth random colours with some noise, about a tenth of a byte for each number."""
+    """Return a JPEG of side x side pixels, with smooth random colours and some noise: about 0.2 bytes a pixel."""
     from PIL import Image
 
     rng = np.random.default_rng(seed)

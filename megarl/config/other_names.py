@@ -290,7 +290,7 @@ _ABSENT = {
     f"there is no DoRA here; {_LORA}": "use_dora dora",
     _FROZEN: "freeze_vision_tower freeze_vision freeze_llm freeze_aligner",
     _QUANTISED: "load_in_4bit load_in_8bit use_bnb_nested_quant",
-    "there is no fp16 here; model.dtype is fp32 or bf16": "fp16 amp",
+    "there is no training in fp16 here (rollout.dtype=fp16 generates in it); model.dtype is fp32 or bf16": "fp16 amp",
     _WANDB: (
         "wandb use_wandb wandb_project wandb_entity wandb_log_unique_prompts tensorboard tensorboard_dir "
         "use_tensorboard swanlab trackio_space_id"

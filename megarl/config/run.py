@@ -367,8 +367,8 @@ class RunConfig(Section):
 
     @property
     def rollout_dtype(self) -> str:
-        """Precision in which responses are generated, fp32 or bf16: `rollout.dtype`, where `model` stands for the
-        model's precision.
+        """Precision in which responses are generated, fp32, bf16 or fp16: `rollout.dtype`, where `model` stands for
+        the model's precision.
         """
         return self.model.dtype if self.rollout.dtype == "model" else self.rollout.dtype
 

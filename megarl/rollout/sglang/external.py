@@ -65,7 +65,7 @@ def differences(
     A server dtype of `auto` counts as different, because the server does not report the actual dtype.
 
     Args:
-        dtype: the recipe's dtype of the servers' weights: float32 or bfloat16.
+        dtype: the recipe's dtype of the servers' weights: float32, bfloat16 or float16.
         longest: tokens of the longest sequence; 0: not checked.
         images: whether prompts may have images.
 
