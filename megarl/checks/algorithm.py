@@ -272,7 +272,7 @@ def _check_echo(config: RunConfig, checks: Checklist) -> None:
             "algorithm.loss.echo_coef",
             "the cross-entropy on observations needs an environment that returns text without images",
             found=value,
-            allowed="0, or more with env.name (other than agent) and without data.image_key",
+            allowed="0, or more with env.name (other than agent) and without data.image_key and data.video_key",
             fix="set algorithm.loss.echo_coef=0",
         )
     if correction.bypass and correction.rejects:

@@ -103,7 +103,7 @@ def _conflicts(config: RunConfig, graph: TaskGraph | None) -> list[Conflict]:
     """Return the settings that do not go with expert responses, such as episodes, replay of routes or kept tokens,
     resampling, or a critic.
     """
-    rollout, resampling, image_key = config.rollout, config.algorithm.resampling, config.data.image_key
+    rollout, resampling, (image_key, column) = config.rollout, config.algorithm.resampling, config.data.shows
     critic = graph is not None and Role.CRITIC in graph.roles
     env = config.env.get("name")
     return [
@@ -113,8 +113,8 @@ def _conflicts(config: RunConfig, graph: TaskGraph | None) -> list[Conflict]:
         ),
         Conflict("robot", "a section", not config.task.writes_text, "null", "expert responses are texts"),
         Conflict(
-            *("data.image_key", image_key, image_key is not None, "null"),
-            "prompts with images are not matched with responses",
+            *(image_key, column, column is not None, "null"),
+            "prompts with images or videos are not matched with responses",
         ),
         Conflict(*("rollout.replay_routes", True, rollout.replay_routes, "false"), "expert responses have no routes"),
         Conflict(

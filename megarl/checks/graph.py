@@ -251,12 +251,13 @@ def _check_loss(config: RunConfig, preference: PreferenceConfig, checks: Checkli
                 allowed="null" if default is None else default,
                 fix="remove the key, or choose another preference.loss",
             )
-    if preference.scores and (config.sft.steps or config.data.image_key is not None):
-        key = "sft.steps" if config.sft.steps else "data.image_key"
+    shown_by, column = config.data.shows
+    if preference.scores and (config.sft.steps or column is not None):
+        key = "sft.steps" if config.sft.steps else shown_by
         checks.fail(
             key,
             "a reward model cannot train on responses as text: it has no vocabulary",
-            found=config.sft.steps or config.data.image_key,
+            found=config.sft.steps or column,
             allowed="0" if config.sft.steps else "null",
             fix="train the policy first (megarl sft), and name it in model.path"
             if config.sft.steps

@@ -26,6 +26,14 @@ def check_images(config: RunConfig, facts: ModelFacts | None, checks: Checklist)
             allowed=f"null with env.name={config.env['name']}",
             fix="set data.video_key to null; agents may send frames as images",
         )
+    if config.data.video_key is not None and config.data.video_key == key:
+        checks.fail(
+            "data.video_key",
+            "one column cannot hold both images and videos",
+            found=key,
+            allowed="another column than data.image_key's",
+            fix="set it to another column; for prompts without images set data.image_key to a name that no column has",
+        )
     if (problem := _vision_problem(config, facts)) is not None:
         checks.from_error(problem)
         return
@@ -42,26 +50,27 @@ def check_images(config: RunConfig, facts: ModelFacts | None, checks: Checklist)
 
 
 def _vision_problem(config: RunConfig, facts: ModelFacts | None) -> ConfigError | None:
-    """Return the error if `model.vision` or `data.image_key` does not suit the model."""
-    key, vision = config.data.image_key, config.model.vision
+    """Return the error if `model.vision`, `data.image_key` or `data.video_key` does not suit the model."""
+    (key, column), vision = config.data.shows, config.model.vision
+    nouns = "videos" if key == "data.video_key" else "images"
     models = f"a vision-language model: {', '.join(DECODERS)}"
-    if key is not None and vision is False:
+    if column is not None and vision is False:
         return ConfigError(
-            "the model cannot see the images of data.image_key without its vision encoder",
+            f"the model cannot see the {nouns} of {key} without its vision encoder",
             where="model.vision",
             found=False,
             allowed="true, or null",
-            fix="set model.vision to null, or data.image_key to null",
+            fix=f"set model.vision to null, or {key} to null",
         )
     if facts is None:
         return None
-    if key is not None and facts.encoder is None:
+    if column is not None and facts.encoder is None:
         return ConfigError(
-            "this model cannot see images",
-            where="data.image_key",
-            found=f"{key!r} for a {facts.model_type}",
+            f"this model cannot see {nouns}",
+            where=key,
+            found=f"{column!r} for a {facts.model_type}",
             allowed=models,
-            fix="choose such a model, or set data.image_key to null",
+            fix=f"choose such a model, or set {key} to null",
         )
     if vision and facts.encoder is None and facts.vision is None:
         return ConfigError(

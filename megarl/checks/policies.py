@@ -177,7 +177,7 @@ def _conflicts_of_models(config: RunConfig, facts: ModelFacts | None) -> list[Co
     several = "groups would be shared out by the tokens of all policies, but a model is trained on those of its own"
     no_cp = "several models generate turn by turn, which cp and experts do not"
     compared = "each policy would be compared with the run's policy"
-    images = config.data.image_key
+    key, column = config.data.shows
     stale, kl, coef = rollout.stale_steps, algorithm.kl.use, algorithm.distillation.coef
     other = _why_no_reference(config)
     section = "actor" if rollout.parallel is None else "rollout"
@@ -187,7 +187,7 @@ def _conflicts_of_models(config: RunConfig, facts: ModelFacts | None) -> list[Co
         Conflict("rollout.stale_steps", stale, stale > 0, "0", engine),
         Conflict("rollout.replay_kept_tokens", True, rollout.replay_kept_tokens, "false", engine),
         Conflict(f"{section}.parallel.cp", cp, cp != 1, "1", no_cp),
-        Conflict("data.image_key", images, images is not None, "null", "further models read text"),
+        Conflict(key, column, column is not None, "null", "further models read text"),
         Conflict("model.lora", "adapters", config.model.lora is not None, "null", "policies have weights of their own"),
         Conflict("placement.share", share, share != "dealt", "dealt", several),
         Conflict("algorithm.distillation.coef", coef, bool(coef), "0", compared),

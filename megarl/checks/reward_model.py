@@ -71,11 +71,12 @@ def _check_form(config: RunConfig, checks: Checklist) -> None:
             allowed="tokens, for a reward model with the policy's tokenizer",
             fix="set reward_model.form=tokens, or serve the model and use the reward http, which gets `transcript`",
         )
-    if config.data.image_key is not None:
+    key, column = config.data.shows
+    if column is not None:
         checks.fail(
-            "data.image_key",
+            key,
             "a reward model reads only text",
-            found=config.data.image_key,
+            found=column,
             allowed="null",
             fix="serve the model and use the reward http, or a function that uses images",
         )

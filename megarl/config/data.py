@@ -102,6 +102,10 @@ class ReplayConfig(Section):
         return round(self.share / (1 - self.share) * fresh)
 
 
+#: The value of `image_key` in recipes that set only `video_key`.
+IMAGES_BESIDE = "images"
+
+
 class DataConfig(Section):
     """The source of prompts."""
 
@@ -213,6 +217,13 @@ class DataConfig(Section):
         le=256,
         description="threads per rank that read the next batch's images beside the step; 0: the step reads its own",
     )
+
+    @property
+    def shows(self) -> tuple[str, str | None]:
+        """The recipe key that lets prompts show something, for messages, and its value; None: prompts are text."""
+        if self.video_key is not None and self.image_key in (None, IMAGES_BESIDE):
+            return "data.video_key", self.video_key
+        return "data.image_key", self.image_key
 
     @property
     def held_out(self) -> list[str]:

@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 
 from megarl.config.base import ComponentSection, Section, raise_problems
 from megarl.config.components import Components, settle
+from megarl.config.data import IMAGES_BESIDE
 from megarl.config.fields import (
     INTEGER,
     Key,
@@ -546,7 +547,7 @@ def _validate(
         config = config.model_copy(update={"data": config.data.model_copy(update={"chat_template": False})})
     if config.data.video_key is not None and config.data.image_key is None:
         # what prompts show is read by the code of images, from fields of the same names
-        config = config.model_copy(update={"data": config.data.model_copy(update={"image_key": "images"})})
+        config = config.model_copy(update={"data": config.data.model_copy(update={"image_key": IMAGES_BESIDE})})
     if config.model.vision is None and config.data.image_key is not None:
         # set here, because the code that reads the model's config later has only the section `model`
         config = config.model_copy(update={"model": config.model.model_copy(update={"vision": True})})

@@ -433,13 +433,14 @@ def image_prompts(
             limits = data.video_min_pixels, data.video_max_pixels
             frames = VideoSettings.of(encoder, hf_config.video_preprocessor, *limits)
         return ImagePrompts.of(data, encoder, image_settings(hf_config), tokenizer, frames)
-    if config.data.image_key is not None:
+    key, column = config.data.shows
+    if column is not None:
         raise ConfigError(
-            "the model cannot read images",
-            where="data.image_key",
-            found=f"{config.data.image_key!r} for a {hf_config.model_type}",
+            "the model cannot read images or videos",
+            where=key,
+            found=f"{column!r} for a {hf_config.model_type}",
             allowed=f"a vision-language model: {', '.join(DECODERS)}",
-            fix="choose such a model, or set data.image_key to null",
+            fix=f"choose such a model, or set {key} to null",
         )
     return None
 

@@ -85,6 +85,11 @@ def test_an_interpreter_that_cannot_read_images_is_named(python: Path, tmp_path:
         (("data.min_pixels=100000", "data.max_pixels=5000"), "no image size is within these limits"),
         (("model.hf_config.image_token_id=100000",), "this special token of images is not in the vocabulary"),
         (("env={name: agent, command: [python, a.py]}", "data.video_key=videos"), "requests of agents have no videos"),
+        (("data.video_key=images",), "one column cannot hold both images and videos"),
+        (
+            ("data.image_key=null", "data.video_key=videos", "model.vision=false"),
+            "cannot see the videos of data.video_key without its vision encoder",
+        ),
         (("model.vision=false",), "cannot see the images of data.image_key without its vision encoder"),
     ],
 )
