@@ -22,9 +22,8 @@ from megarl.config.data import DataConfig
 from megarl.data.image_set import ImageSet, clip_of, image_fields, patches_of
 from megarl.data.images import fitting_size, image_folder, image_size
 from megarl.data.jagged import Jagged
-from megarl.data.row_images import MARK, check_marks, row_images
+from megarl.data.row_images import MARK, VIDEO_MARK, check_marks, row_images
 from megarl.data.rows import Row
-from megarl.data.videos import MARK as VIDEO_MARK
 from megarl.data.videos import VideoClip, check_video_marks, fitting_frames, open_video, row_videos
 from megarl.system.errors import ConfigError, DataError, count
 

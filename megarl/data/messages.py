@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.data.row_images import MARK, is_image
+from megarl.data.row_images import MARK, VIDEO_MARK, is_image
 from megarl.data.rows import MEDIA_FIX, Row
-from megarl.data.videos import MARK as VIDEO_MARK
 from megarl.system.errors import DataError, shortened
 
 Message = dict[str, Any]

@@ -18,6 +18,8 @@ from megarl.system.errors import DataError, count
 
 #: The placeholder of an image in a prompt's text.
 MARK = "<image>"
+#: The placeholder of a video (`megarl.data.videos`).
+VIDEO_MARK = "<video>"
 #: Type of an image part in a message -> the keys where the image may be.
 _KINDS = {"image": ("image", "url", "path"), "image_url": ("image_url",)}
 _ADDRESS = "url"

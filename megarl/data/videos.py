@@ -20,14 +20,13 @@ import numpy.typing as npt
 
 from megarl.architectures.vision_language import VideoSettings
 from megarl.data.images import check_size, ignore_size_warnings, image_size, open_image, opened, path_of, readable
+from megarl.data.row_images import VIDEO_MARK
 from megarl.data.rows import Row
 from megarl.system.errors import DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: The placeholder of a video in a prompt's text.
-MARK = "<video>"
 FORMS = "a list of frames, {frames, fps}, {path, fps}, or the path of a .npy or .gif file"
 _MOST_FRAMES = 10_000
 _MOST_RATIO = 200
@@ -114,13 +113,13 @@ def row_videos(row: Row, key: str) -> list[Any]:
 
 def check_video_marks(text: str, videos: int, key: str | None, row: Row) -> None:
     """Raise an error unless the whole prompt's text has one `<video>` per video of the row."""
-    if text.count(MARK) != videos:
+    if text.count(VIDEO_MARK) != videos:
         raise DataError(
-            f"the prompt has {text.count(MARK)} {MARK} for {videos} videos",
+            f"the prompt has {text.count(VIDEO_MARK)} {VIDEO_MARK} for {videos} videos",
             where=row.where,
             found=text[:120],
-            allowed=f"{MARK} once for each video of column {key!r}",
-            fix=f"write {MARK} where the video belongs, or {row.column_fix}",
+            allowed=f"{VIDEO_MARK} once for each video of column {key!r}",
+            fix=f"write {VIDEO_MARK} where the video belongs, or {row.column_fix}",
         )
 
 

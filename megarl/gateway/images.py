@@ -16,9 +16,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-import numpy as np
-
-from megarl.data.images import fitting_size, image_size
 from megarl.gateway.messages import ChatImage, ChatMessage
 from megarl.gateway.refusals import Refusal, too_long
 from megarl.rewards.images import png
@@ -40,6 +37,8 @@ _THREADS = 2
 
 def data_url(image: Image) -> str:
     """Return an image as a data URL, as requests contain it."""
+    import numpy as np
+
     return f"data:image/png;base64,{base64.b64encode(png(np.asarray(image))).decode('ascii')}"
 
 
@@ -106,6 +105,8 @@ class ImageReader:
 
     def _check_sizes(self, images: Sequence[ChatImage], settings: ImageSettings) -> None:
         """Refuse images that are too large, before any of their pixels is decoded."""
+        from megarl.data.images import fitting_size, image_size  # imports numpy, which commands about keys do not need
+
         total, tokens, unit = 0, 0, settings.patch * settings.merge
         for image in images:
             height, width = image_size(image.file, None, image.where)

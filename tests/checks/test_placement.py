@@ -371,7 +371,6 @@ def test_torchrun_has_one_team(config_of):
     [
         ("devises: 2", ["unknown key placement.teams.train.devises", "did you mean placement.teams.train.devices"]),
         ("devices: 2", ["placement.teams.train.roles is missing", "list of actor, critic"]),
-        ("roles: [actor, rolout], devices: 2", ["placement.teams.train.roles", "rollout"]),
         ("roles: [actor], devices: two", ["placement.teams.train.devices", "integer > 0"]),
     ],
 )  # fmt: skip

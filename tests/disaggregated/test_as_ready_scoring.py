@@ -76,7 +76,7 @@ class Run:
         team = SimpleNamespace(plan=SimpleNamespace(nodes=["rollout"]))
         rollout = SimpleNamespace(generating=lambda context, step: nullcontext(), experts=None)
         context = SimpleNamespace(metrics=Metrics(), step=1)
-        loader = SimpleNamespace(go_to=lambda number: None)
+        loader = SimpleNamespace(go_to=lambda number: None, prepare=lambda numbers: None)
         c: Any = SimpleNamespace(
             config=config,
             layout=layout,

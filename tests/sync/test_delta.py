@@ -166,7 +166,7 @@ def test_another_base_is_not_brought_forward(relay):
         assert client.call(at | {"op": "delta", "base": base, "version": 4}, *delta.to_bytes()) == {"taken": taken}
     with pytest.raises(Refused, match="version 4 of bucket 0, not version 3"):
         client.call(at | {"op": "handles", "version": 3, "ranks": 1})
-    with pytest.raises(Refused, match="the delta of bucket 0, version 4, not that of bucket 0, version 3"):
+    with pytest.raises(Refused, match="holds the delta of bucket 0, version 4, but bucket 0, version 3 is requested"):
         client.call(at | {"op": "patch", "version": 3, "ranks": 1})
     client.close()
 
