@@ -7,6 +7,7 @@ from megarl.checks.checklist import Checklist
 from megarl.checks.conflicts import Conflict, refuse_conflicts
 from megarl.config.data import ExpertsConfig
 from megarl.config.run import RunConfig
+from megarl.config.task import SECTIONS
 from megarl.dag.graph import TaskGraph
 from megarl.dag.stage import Role
 from megarl.data.fields import EXPERT_MASK
@@ -111,7 +112,7 @@ def _conflicts(config: RunConfig, graph: TaskGraph | None) -> list[Conflict]:
             *("env", env, config.has_turns, "'!replace {}'"),
             "episodes are tokens of policy and environment, which a file does not have",
         ),
-        Conflict("robot", "a section", not config.task.writes_text, "null", "expert responses are texts"),
+        Conflict(", ".join(SECTIONS), "a section", not config.task.writes_text, "null", "expert responses are texts"),
         Conflict(
             *(image_key, column, column is not None, "null"),
             "prompts with images or videos are not matched with responses",

@@ -6,6 +6,7 @@ from megarl.algorithms.needs import whole_vocabulary
 from megarl.checks.checklist import Checklist
 from megarl.checks.conflicts import Conflict, refuse_conflicts
 from megarl.config.run import RunConfig
+from megarl.config.task import SECTIONS
 from megarl.dag.graph import TaskGraph
 from megarl.dag.stage import Role
 from megarl.runtime.stages.replay import replay
@@ -87,5 +88,5 @@ def _conflicts(config: RunConfig, graph: TaskGraph | None) -> list[Conflict]:
             *("algorithm.pipeline", "with a critic", critic, "grpo"),
             "the critic's values of replayed samples are those of an earlier critic",
         ),
-        Conflict("robot", "a section", not text, "null", "only samples of text are stored"),
+        Conflict(", ".join(SECTIONS), "a section", not text, "null", "only samples of text are stored"),
     ]

@@ -27,16 +27,6 @@ def are_parts(value: Sequence[Any]) -> bool:
     )
 
 
-def _without(text: str, token: str) -> str:
-    """Return a text without a token's text, in a time that is linear in its length, whatever a stranger wrote.
-
-    >>> _without("a<|i|>b", "<|i|>"), _without("a<|<|i|>i|>b", "<|i|>")
-    ('ab', 'a b')
-    """
-    # A removal may join two parts to the token again; a blank in its place cannot.
-    return text.replace(token, "").replace(token, "\n" if " " in token else " ")
-
-
 def separate_images(observation: Any, images: ImagePrompts | None) -> tuple[Any, list[ImageSet]]:
     """Separate an observation into its text, with the text of an image in place of each image, and the images.
 
@@ -49,7 +39,12 @@ def separate_images(observation: Any, images: ImagePrompts | None) -> tuple[Any,
     patches: list[ImageSet] = []
 
     def plain(text: str) -> str:
-        return text if images is None else _without(text, images.token_text)
+        if images is None:
+            return text
+        # In linear time, whatever a stranger wrote: a removal may join two parts to the token again, which becomes a
+        # blank; a blank cannot join parts.
+        token = images.token_text
+        return text.replace(token, "").replace(token, "\n" if " " in token else " ")
 
     def shown(parts: list[Any]) -> str:
         texts = [""]  # the texts between the images
