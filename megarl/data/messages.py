@@ -163,9 +163,8 @@ def response_messages(
     if prompt is not None and len(messages) > len(prompt) and without_weight(messages[: len(prompt)]) == prompt:
         last = max((i for i, message in enumerate(messages) if message["role"] == ASSISTANT), default=0)
         messages = messages[len(prompt) : last + 1]
-    marks = {MARK: "an image"} if images else {}
-    marks |= {VIDEO_MARK: "a video"} if videos else {}
-    noun = next((marks[mark] for mark in marks if any(mark in message["content"] for message in messages)), None)
+    marks = [*[(MARK, "an image")] * images, *[(VIDEO_MARK, "a video")] * videos]
+    noun = next((noun for mark, noun in marks if any(mark in message["content"] for message in messages)), None)
     if noun is not None:
         raise DataError(
             f"the response in column {key!r} holds {noun}, and only prompts may",
