@@ -209,7 +209,11 @@ PAIRS = ("algorithm.pipeline=dpo", "preference={}", "algorithm.kl.use=none")
         (["algorithm.pipeline=dpo"], "preference", ["needs the section preference", "preference: {loss: sigmoid}"]),
         (["algorithm.pipeline=reward_model", "preference={}"], "preference.loss", ["bradley_terry"]),
         ([*PAIRS, "rollout.sampling.temperature=0.5"], "rollout.sampling.temperature", ["1.0"]),
-        ([*PAIRS, "rollout.engine=sglang"], "rollout.engine", ["nothing is generated"]),
+        (
+            [*PAIRS, "rollout={engine: sglang, sglang: {urls: [http://127.0.0.1:1]}}"],
+            "rollout.engine",
+            ["nothing is generated"],
+        ),
         (
             [*PAIRS, "preference={loss: ipo, label_smoothing: 0.1}"],
             "preference.label_smoothing",
