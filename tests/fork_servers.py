@@ -66,6 +66,7 @@ def _started(preload: str, number: int) -> forkserver.ForkServer:
     with pytest.MonkeyPatch.context() as patch:
         if is_forked:
             start = functools.partial(_fork_server, _torch_server(), preload)
+            resource_tracker.ensure_running()  # it is started by the same function
             patch.setattr(util, "spawnv_passfds", start)
         for name, value in OPENMP.items():  # OpenMP reads these when it is loaded
             patch.setenv(name, value)
