@@ -31,7 +31,7 @@ test campaign-%: export PYTHONDONTWRITEBYTECODE :=
 
 # A file of tests stays in one process. JOBS=0 runs them one after the other, as where all of them share one GPU.
 JOBS ?= $(if $(wildcard /dev/nvidia0),0,3)
-test: $(STAMP) ## the tests, about half an hour on two free cores
+test: $(STAMP) ## the tests, 10 to 30 minutes on two free cores
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # Repetitions, seeds and kill matrices of what the suite shows once; the names are in tests/campaigns.py.

@@ -127,8 +127,8 @@ class ConsoleView:
         return (ended - began) / (last - first) * (self._total - step)
 
     def validation_lines(self, step: int, metrics: dict[str, float]) -> list[str]:
-        """Return the lines about a validation: accuracy, pass@k, maj@k, loss, number of prompts, and the best so far.
-        The best is left out if this validation is the best.
+        """Return the lines about a validation: accuracy, pass@k, maj@k, loss, number of prompts, and how it compares
+        with the best so far. Of equal ones the later counts as the best, as for `hf_best`.
         """
         if _ACCURACY not in metrics:
             return []
@@ -148,6 +148,8 @@ class ConsoleView:
             text += f"; best {shown(self._best[1])} at step {self._best[0]}"
         elif self._best is not None and value > self._best[1]:
             text += "; the best so far"
+        elif self._best is not None and value:
+            text += f"; as good as the best, of step {self._best[0]}"
         self.recall(step, metrics)
         return textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
 

@@ -62,7 +62,7 @@ def test_the_words_of_a_step_line_are_explained_once(view):
 def test_a_validation_says_counts_and_the_best_so_far(view):
     shown = view(100)
     shown.recall(10, {"val/acc": 0.25})  # before the run was continued
-    for step, accuracy in ((20, 0.125), (30, 0.5)):
+    for step, accuracy in ((20, 0.125), (30, 0.5), (40, 0.5)):
         shown.step(
             step, {"val/acc": accuracy, "val/prompts": 8.0, "val/samples": 16.0, "val/pass@2": 0.75, "val/loss": 0.5}
         )
@@ -70,6 +70,7 @@ def test_a_validation_says_counts_and_the_best_so_far(view):
     counts = "75.0%, loss 0.5 of 8 prompts (16 samples)"
     assert f"validation: accuracy 12.5%, pass@2 {counts}; best 25.0% at step 10" in said
     assert f"validation: accuracy 50.0%, pass@2 {counts}; the best so far" in said
+    assert f"validation: accuracy 50.0%, pass@2 {counts}; as good as the best, of step 30" in said
 
 
 def test_the_mean_of_scores_other_than_0_and_1_is_called_no_accuracy(view):
