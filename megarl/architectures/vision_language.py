@@ -290,15 +290,8 @@ class ImageSettings:
 
     def limited(self, least: int | None, most: int | None) -> ImageSettings:
         """Return the settings with different limits on an image's pixels; None keeps the model's limit."""
-        unit = (self.patch * self.merge) ** 2
         settings = replace(self, min_pixels=least or self.min_pixels, max_pixels=most or self.max_pixels)
-        if settings.min_pixels > settings.max_pixels or settings.max_pixels < unit:
-            raise ConfigError(
-                "no image size is within these limits",
-                where="data.min_pixels, data.max_pixels",
-                found=[settings.min_pixels, settings.max_pixels],
-                allowed=f"min_pixels <= max_pixels, and max_pixels >= {unit}, the pixels of one feature",
-            )
+        _check_limits(settings, "image", "data.min_pixels", "data.max_pixels")
         return settings
 
     @classmethod
@@ -377,12 +370,17 @@ class VideoSettings:
             timestamps=family.timestamps,
             clock=encoder.clock,
         )
-        unit = (encoder.patch * encoder.merge) ** 2
-        if settings.min_pixels > settings.max_pixels or settings.max_pixels < unit:
-            raise ConfigError(
-                "no frame size is within these limits",
-                where="data.video_min_pixels, data.video_max_pixels",
-                found=[settings.min_pixels, settings.max_pixels],
-                allowed=f"video_min_pixels <= video_max_pixels, and video_max_pixels >= {unit}",
-            )
+        _check_limits(settings, "frame", "data.video_min_pixels", "data.video_max_pixels")
         return settings
+
+
+def _check_limits(settings: ImageSettings | VideoSettings, picture: str, least: str, most: str) -> None:
+    """Raise ConfigError unless an image or a frame (`picture`) fits between the limits of keys `least` and `most`."""
+    unit = (settings.patch * settings.merge) ** 2
+    if settings.min_pixels > settings.max_pixels or settings.max_pixels < unit:
+        raise ConfigError(
+            f"no {picture} size is within these limits",
+            where=f"{least}, {most}",
+            found=[settings.min_pixels, settings.max_pixels],
+            allowed=f"{least} <= {most}, and {most} >= {unit}, the pixels of one feature",
+        )

@@ -215,10 +215,10 @@ class ImagePrompts:
         counts = [image.features for image in images]
         if sum(counts) != len(places):
             raise DataError(
-                "the size of an image has changed since the prompts were read",
+                "the size of an image or a video has changed since the prompts were read",
                 where=where,
                 found=f"{sum(counts)} features for {len(places)} tokens",
-                fix="do not change image files during a run",
+                fix="do not change files of images or videos during a run",
             )
         return [(places[sum(counts[:number])], image) for number, image in enumerate(images)]
 
