@@ -11,6 +11,7 @@ from megarl.dag.stage import Role
 from megarl.launchers.bundles import lends
 from megarl.rollout.families import family_of
 from megarl.system.errors import ConfigError, count
+from megarl.system.offload_schedule import PARAMETERS, PARTS
 
 
 def check_placement(
@@ -20,6 +21,7 @@ def check_placement(
     has several teams. Other commands have one team of all workers with the actor's layout; `sft` generates nothing.
     """
     checks = checks.of("placement")
+    _check_parts(config, checks)
     if job != "train":
         roles = (Role.ACTOR,) if job == "sft" else (Role.ACTOR, Role.ROLLOUT, *extra_models(config, job))
         return together(config, roles)
@@ -50,6 +52,22 @@ def check_placement(
 def extra_models(config: RunConfig, job: str) -> frozenset[Role]:
     """Return the models, in addition to the policy, that a job without a task graph uses."""
     return frozenset({Role.REWARD_MODEL} if job == "eval" and config.reward.of_model is not None else ())
+
+
+def _check_parts(config: RunConfig, checks: Checklist) -> None:
+    """Check that the parameters of models that train leave the device only with the rest of their training state."""
+    engines = {"critic": config.critic.engine}
+    engines |= {f"models.{name}": further.engine for name, further in config.models.items() if further.train}
+    for section, engine in engines.items():
+        if PARAMETERS in engine.offloaded and len(engine.offloaded) < len(PARTS):
+            checks.fail(
+                f"{section}.engine.offload",
+                "the optimizer's state may share the memory of the parameters, so parameters leave only together with "
+                "optimizer and gradients",
+                found=engine.offload,
+                allowed="true, false, [gradients], [optimizer], [gradients, optimizer]",
+                fix=f"set {section}.engine.offload=true",
+            )
 
 
 def _check_launcher(placement: Placement, launcher: str | None, checks: Checklist) -> None:
@@ -114,6 +132,6 @@ def _check_offload(config: RunConfig, placement: Placement, checks: Checklist) -
                 f"{role.value}.engine.offload",
                 f"nothing takes turns with the {role.value} in the team {team.name}: moving its state to host memory "
                 "and back takes time without making room for another model",
-                found=True,
+                found=engine.offload,
                 fix=f"set {role.value}.engine.offload=false",
             )

@@ -200,6 +200,9 @@ def _conflicts_of_models(config: RunConfig, facts: ModelFacts | None) -> list[Co
         settings, section = config.training_of(role), config.section_of(role)
         offloads = settings.engine.offload
         conflicts.append(
-            Conflict(*(f"{section}.engine.offload", True, offloads, "false"), "all policies generate at the same time")
+            Conflict(
+                *(f"{section}.engine.offload", offloads, bool(offloads), "false"),
+                "all policies generate at the same time",
+            )
         )
     return conflicts

@@ -119,6 +119,10 @@ class Task:
         """Return the memory terms of an update of `role` on a device, without the language model's activations."""
         return []
 
+    def generation_terms(self, config: RunConfig, facts: ModelFacts, team: TeamPlan) -> list[Term]:
+        """Return the memory terms of generation on a device, of a task that writes no texts."""
+        return []
+
     def score_terms(self, config: RunConfig, *, gpu: bool) -> list[Term]:
         """Return the memory terms of the model that scores episodes and of its samples; empty without a model."""
         return []

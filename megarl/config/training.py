@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from megarl.config.algorithm import Aggregation
 from megarl.config.base import Section
 from megarl.config.model import ParallelConfig
+from megarl.system.offload_schedule import PARTS
 
 
 class OptimConfig(Section):
@@ -92,11 +93,19 @@ class EngineConfig(Section):
         "distributed_optimizer and Transformer Engine",
     )
     overlap_grad_reduce: bool = Field(False, description="reduce gradients while the backward pass runs")
-    offload: bool = Field(
+    offload: bool | list[Literal["parameters", "gradients", "optimizer"]] = Field(
         False,
-        description="move gradients, optimizer state and parameters to host memory while another role works; the "
-        "actor's parameters stay on the device for generation",
+        description="move parts of the training state to host memory while another role works: true: all three, or a "
+        "list of them. The actor's parameters stay on the device for generation, so parameters are those of its frozen "
+        "models; those of a critic move only together with the other two parts",
     )
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """The parts (`megarl.system.offload_schedule.PARTS`) that may leave the device."""
+        if isinstance(self.offload, bool):
+            return frozenset(PARTS if self.offload else ())
+        return frozenset(self.offload)
 
     @property
     def recomputed(self) -> frozenset[str]:

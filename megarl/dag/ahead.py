@@ -116,12 +116,12 @@ def _refuse_keys(config: RunConfig) -> None:
             allowed=f"an integer from 1 on, or 0 with {ORDER}=in_order",
             fix=f"set {KEY}=1, or {ORDER}=in_order",
         )
-    if policy_of(config).copies and config.actor.engine.offload:
+    if policy_of(config).copies and config.actor.engine.offloaded:
         raise ConfigError(
             "weights that wait for the rollout's team are copied from the actor's parameters, which offloading removes "
             "between steps",
             where="actor.engine.offload",
-            found=True,
+            found=config.actor.engine.offload,
             allowed=f"false with {KEY} above 1",
             fix=f"set actor.engine.offload=false, or {KEY}=1",
         )

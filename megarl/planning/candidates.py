@@ -60,6 +60,10 @@ class Spread:
         return text
 
 
+#: What training engines offload, as `actor.engine.offload` has it: everything or nothing, or these parts.
+Offload = bool | tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Choice:
     """One variant of a recipe that the search compares with others."""
@@ -68,7 +72,7 @@ class Choice:
     parallel: ParallelConfig
     micro_batch_tokens: int  # tokens per micro-batch of the training engines
     recompute: str  # recomputation in the training engines
-    offload: bool  # whether the training engines offload
+    offload: Offload  # what the training engines offload
     # memory fraction of servers on the trainer's devices; None: as in the recipe
     memory_fraction: float | None = field(default=None, compare=False)
 
@@ -121,7 +125,7 @@ class Choice:
                 section.engine,
                 micro_batch_tokens=self.micro_batch_tokens,
                 recompute=self.recompute,
-                offload=self.offload,
+                offload=self.offload if isinstance(self.offload, bool) else list(self.offload),
             )
             changed[role] = _with(section, engine=engine)
         if self.memory_fraction is not None:
@@ -323,8 +327,8 @@ class Space:
 
     # -- engines -------------------------------------------------------------------------------------------------
 
-    def budgets(self, spread: Spread) -> list[tuple[int, bool]]:
-        """Return the pairs (tokens per micro-batch, whether engines offload) to try with the placement `spread`."""
+    def budgets(self, spread: Spread) -> list[tuple[int, Offload]]:
+        """Return the pairs (tokens per micro-batch, what engines offload) to try with the placement `spread`."""
         given = self.config.actor.engine
         tokens = sorted({max(1, int(given.micro_batch_tokens * times)) for times in _MICRO_BATCHES})
         # Offloading helps only models that take turns on a GPU, so not an actor in a team of its own. On a CPU the
@@ -333,7 +337,9 @@ class Space:
         # With async.order=in_order, weights that wait to be sent are copied from the actor's parameters. These must
         # then stay on the device between steps, so the actor cannot be offloaded.
         copied = policy_of(self.config).copies > 0
-        offloads = [given.offload] if not self.hardware.gpu else [False] if by_itself or copied else [False, True]
+        written = given.offload if isinstance(given.offload, bool) else tuple(given.offload)
+        offloads: list[Offload] = [False] if by_itself or copied else [False, True]
+        offloads = offloads if self.hardware.gpu else [written]
         return [(number, offload) for number in tokens for offload in offloads]
 
 

@@ -37,6 +37,7 @@ from megarl.planning.weight_sync import WeightSyncMemory, sends_weights
 from megarl.system.offload_schedule import (
     ACTOR,
     ALWAYS,
+    CACHE,
     CRITIC,
     GRADIENTS,
     OPTIMIZER,
@@ -383,7 +384,7 @@ def _with_sync(moments: list[Moment], sync: WeightSyncMemory | None, publishing:
 
 def _generation(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str, *, gpu: bool) -> list[Term]:
     if not config.task.writes_text:
-        return []  # a robot policy generates in a single pass, without a key/value cache
+        return config.task.generation_terms(config, known_sizes(sizes, Role.ROLLOUT), team)
     responses = response_terms(config, team.replicas, job)
     if not config.rollout.holds_model:
         return responses
@@ -430,7 +431,9 @@ class _Models:
                 what = f"{name} parameters" + (" (if as large as the policy)" if sizes.get(role) is None else "")
                 size = parameter_bytes(facts, team.parallel, dtype, value_head=role is Role.REWARD_MODEL)
                 if role is Role.TEACHER and (several := len(config.teacher.models)) > 1:
-                    in_turn = config.actor.engine.offload and gpu  # only one teacher at a time is on the device
+                    in_turn = (
+                        PARAMETERS in config.actor.engine.offloaded and gpu
+                    )  # only one teacher at a time is on the device
                     what += f" (the largest of {several})" if in_turn else f" ({several}, all as large as the largest)"
                     size *= 1 if in_turn else several
                 self.state[name] = {PARAMETERS: term(what, size, layout)}
@@ -444,11 +447,11 @@ class _Models:
                 self._always.append(term(f"{role.value} parameters (a copy)", size, "actor.parallel"))
         if servers:
             self.state[SERVERS] = {WEIGHTS: servers[0]}
-        others = {CRITIC: config.critic.engine.offload, SERVERS: True}
-        others |= {name: further.engine.offload for name, further in config.models.items()}
+        others = {CRITIC: config.critic.engine.offloaded, SERVERS: frozenset((WEIGHTS, CACHE))}
+        others |= {name: further.engine.offloaded for name, further in config.models.items()}
         self._further = tuple(config.models)
         self._several = {TEACHER: max(1, len(config.teacher.models))}
-        self._offloads = dict.fromkeys(self.state, config.actor.engine.offload) | others
+        self._offloads = dict.fromkeys(self.state, config.actor.engine.offloaded) | others
 
     def resident(self, phase: str, role: str | None = None) -> list[Term]:
         """Return the terms on the device in a phase (see `offload_schedule`). On a CPU only gradients can be freed."""
@@ -457,7 +460,7 @@ class _Models:
             part
             for name, parts in self.state.items()
             for kind, part in parts.items()
-            if kind in wanted.get(name, ()) or not self._offloads[name] or not (self._gpu or kind == GRADIENTS)
+            if kind in wanted.get(name, ()) or kind not in self._offloads[name] or not (self._gpu or kind == GRADIENTS)
         ]
 
     def offloaded(self) -> float:
@@ -466,7 +469,10 @@ class _Models:
             part.bytes * self._several.get(name, 1)
             for name, parts in self.state.items()
             for kind, part in parts.items()
-            if name != SERVERS and self._offloads[name] and kind != GRADIENTS and kind not in ALWAYS.get(name, ())
+            if name != SERVERS
+            and kind in self._offloads[name]
+            and kind != GRADIENTS
+            and kind not in ALWAYS.get(name, ())
         )
 
     def when_servers_start(self, job: str) -> float:
@@ -474,7 +480,7 @@ class _Models:
         moments before the first step."""
         if job in ("eval", "generate"):
             return self.state[ACTOR][PARAMETERS].bytes
-        learners = [role for role in self._moments if role in self.state and not self._offloads[role]]
+        learners = [role for role in self._moments if role in self.state and OPTIMIZER not in self._offloads[role]]
         moments = sum(self.state[role][OPTIMIZER].bytes * self._moments[role] for role in learners)
         return held(part for part in self.resident("start_servers") if part.what != _SERVER_WEIGHTS) - moments
 

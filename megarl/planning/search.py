@@ -19,7 +19,7 @@ from megarl.dag.graph import TaskGraph
 from megarl.dag.placement import Placement, place, roles_of
 from megarl.dag.stage import Role
 from megarl.planning.assumptions import PlanAssumptions
-from megarl.planning.candidates import RECOMPUTE, Choice, Space, Spread
+from megarl.planning.candidates import RECOMPUTE, Choice, Offload, Space, Spread
 from megarl.planning.decoding import Decoder
 from megarl.planning.flops import FlopCounter
 from megarl.planning.hardware import Hardware
@@ -179,7 +179,7 @@ class Search:
         """Yield the choices of a placement and layout without recomputation, with the seconds of their steps. Choices
         whose servers have no room for the cache of one sample are left out."""
         first: StepFormulas | None = None
-        fractions: dict[bool, float | None] = {}
+        fractions: dict[Offload, float | None] = {}
         for tokens, offload in self.space.budgets(spread):
             choice = Choice(spread, parallel, tokens, RECOMPUTE[0], offload)
             if first is None:

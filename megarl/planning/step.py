@@ -35,6 +35,7 @@ from megarl.planning.terms import held
 from megarl.planning.vision import image_flops
 from megarl.planning.workload import Share, Workload, token_bytes
 from megarl.system.errors import ConfigError
+from megarl.system.offload_schedule import OPTIMIZER, PARAMETERS
 
 #: Cached properties of `StepFormulas` that are the same for every choice of memory settings, and may be reused.
 _KEPT = (
@@ -192,7 +193,8 @@ class StepFormulas:
         devices.
         """
         fraction = self.config.rollout.sglang.memory_fraction
-        key = (*self._spread, self.config.actor.engine.offload, self.config.critic.engine.offload, fraction)
+        engines = self.config.actor.engine, self.config.critic.engine
+        key = (*self._spread, *(engine.offloaded for engine in engines), fraction)
         if key not in self.caches:
             moments = [moment for team in self.placement.teams for moment in self.memory[team.name].moments]
             planned = [part.bytes for moment in moments for part in moment.terms if part.what == SERVER_CACHE]
@@ -314,7 +316,8 @@ class StepFormulas:
         return [
             Cost("T11", f"{role.value} to host memory and back", size / rate, size)
             for role, size in self._moved.items()
-            if self.hardware.gpu and self._section(role).engine.offload
+            if self.hardware.gpu
+            and (OPTIMIZER if self._trains(role) else PARAMETERS) in self._section(role).engine.offloaded
         ]
 
     @cached_property

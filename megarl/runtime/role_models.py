@@ -29,7 +29,7 @@ from megarl.runtime.frozen_models import SHARED_BASE, Frozen, now_at, record_bas
 from megarl.runtime.roles import BaseReferenceRole, CriticRole, FurtherRole, ReferenceRole, RewardModelRole, TeacherRole
 from megarl.runtime.setup import build_engine, build_frozen, check_embeddings, read_other_config
 from megarl.system.errors import ConfigError
-from megarl.system.offload_schedule import CRITIC, REWARD_MODEL
+from megarl.system.offload_schedule import CRITIC, PARAMETERS, REWARD_MODEL
 from megarl.system.tracing import phase
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def make_reference(c: RankState, start: RunStart) -> ReferenceRole:
     record_frozen(c, "reference", start.reference_key, source, start.source)
     with phase("load_reference"), c.offload.phase("load"):
         engine = build_frozen(c, read_other_config(c, source, "reference.path"), source, "reference")
-        return ReferenceRole(engine, c.context, offloads=c.config.actor.engine.offload)
+        return ReferenceRole(engine, c.context, offloads=c.config.actor.engine.offloaded)
 
 
 def make_teacher(c: RankState, start: RunStart) -> TeacherRole:
@@ -68,7 +68,7 @@ def make_teacher(c: RankState, start: RunStart) -> TeacherRole:
     Raises:
         ConfigError: a token id of the policy means another token to a teacher; or as `record_frozen`.
     """
-    settings, offloads = c.config.teacher, c.config.actor.engine.offload
+    settings, offloads = c.config.teacher, c.config.actor.engine.offloaded
     engines = {}
     for name, (key, path) in zip(settings.models or [""], settings.paths.items(), strict=True):
         record_frozen(c, f"teacher_{name}" if name else "teacher", key, path, start.source)
@@ -76,7 +76,7 @@ def make_teacher(c: RankState, start: RunStart) -> TeacherRole:
             hf_config = read_other_config(c, path, key)
             check_same_tokens(c.tokenizer, load_tokenizer_of(c.config.model, path, key), path, key)
             engines[name] = build_frozen(c, hf_config, path, "teacher")
-            if offloads and len(engines) < len(settings.paths):
+            if PARAMETERS in offloads and len(engines) < len(settings.paths):
                 engines[name].hold()  # offload this teacher to make room for the next one
     return TeacherRole(engines, c.context, offloads=offloads)
 
@@ -134,7 +134,7 @@ def make_critic(c: RankState, start: str | None, checkpoint: str | None) -> Crit
         weights = partial(_begin, c, source or start)
         engine = build_engine(c.config, hf_config, c.layout, weights, trainable=True, name=CRITIC)
         record_base(c, CRITIC, checkpoint)
-        return CriticRole(engine, c.context, offloads=c.config.critic.engine.offload)
+        return CriticRole(engine, c.context, offloads=c.config.critic.engine.offloaded)
 
 
 def build_copy(c: RankState, name: str) -> list[PolicyModel]:
@@ -190,7 +190,7 @@ def make_further(c: RankState, name: str, start: RunStart) -> FurtherRole:
             if settings.train:
                 check_trainable(hf_config, source)
         engine = build_engine(c.config, hf_config, c.layout, weights, trainable=settings.train, name=name)
-        return FurtherRole(name, engine, c.context, offloads=settings.engine.offload)
+        return FurtherRole(name, engine, c.context, offloads=settings.engine.offloaded)
 
 
 def _begin_as_actor(c: RankState, initial: str | None, chunks: list[PolicyModel]) -> None:
@@ -243,7 +243,7 @@ def make_reward_model(c: RankState, checkpoint: str | None) -> RewardModelRole:
                 fix="set reward_model.form=text",
             )
         engine = build_frozen(c, hf_config, path, REWARD_MODEL)
-        return RewardModelRole(engine, c.context, tokenizer, offloads=c.config.actor.engine.offload)
+        return RewardModelRole(engine, c.context, tokenizer, offloads=c.config.actor.engine.offloaded)
 
 
 def _check_head(hf_config: PretrainedConfig, path: str) -> None:

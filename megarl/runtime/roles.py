@@ -17,7 +17,7 @@ decide which models are built. All methods of models are collective over the ran
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
 
 
 class ModelRole:
-    """A model of the run in its role; `offloads`: whether its parts may be moved off the device."""
+    """A model of the run in its role; `offloads`: its parts that may be moved off the device."""
 
     name: str
 
-    def __init__(self, engine: MegatronEngine, c: StepContext, *, offloads: bool) -> None:
+    def __init__(self, engine: MegatronEngine, c: StepContext, *, offloads: Collection[str]) -> None:
         self.engine, self._c = engine, c
         c.offload.add(self.name, engine, offloads=offloads)
 
@@ -154,7 +154,7 @@ class FurtherRole(ActorRole):
     """A further model of the recipe (`models.NAME`), for stages of the user; `perf/flops` does not include it, because
     its size may differ. A frozen model has no `train_step`."""
 
-    def __init__(self, name: str, engine: MegatronEngine, c: StepContext, *, offloads: bool) -> None:
+    def __init__(self, name: str, engine: MegatronEngine, c: StepContext, *, offloads: Collection[str]) -> None:
         self.name, self.engine, self._c = name, engine, c
         self._temperature = sampling_of(c.config, name).temperature
         c.offload.add(name, engine, offloads=offloads, further=True)
@@ -217,7 +217,7 @@ class TeacherRole(ModelRole):
 
     name = offload_schedule.TEACHER
 
-    def __init__(self, engines: Mapping[str, MegatronEngine], c: StepContext, *, offloads: bool) -> None:
+    def __init__(self, engines: Mapping[str, MegatronEngine], c: StepContext, *, offloads: Collection[str]) -> None:
         """Create the role from `engines`: the teachers by name in `teacher.models`; one teacher has an empty name."""
         self._c, self._turns = c, _InTurn(engines)
         c.offload.add(self.name, self._turns, offloads=offloads)
@@ -315,7 +315,7 @@ class RewardModelRole(ModelRole):
     name = offload_schedule.REWARD_MODEL
 
     def __init__(
-        self, engine: MegatronEngine, c: StepContext, tokenizer: PreTrainedTokenizerBase, *, offloads: bool
+        self, engine: MegatronEngine, c: StepContext, tokenizer: PreTrainedTokenizerBase, *, offloads: Collection[str]
     ) -> None:
         super().__init__(engine, c, offloads=offloads)
         self._tokenizer, self._settings = tokenizer, c.config.reward_model

@@ -128,7 +128,7 @@ def build_rank_state(
     with phase("load_model"):
         if team.holds(Role.ACTOR):
             engine = build_engine(config, hf_config, layout, weights_of(config, hf_config), trainable=trainable)
-            held["actor"] = ActorRole(engine, context, offloads=config.actor.engine.offload)
+            held["actor"] = ActorRole(engine, context, offloads=config.actor.engine.offloaded)
             chunks = engine.chunks
             if source is not None and source.player is not None:
                 source.player.take_policy(engine, config, layout)

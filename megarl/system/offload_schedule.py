@@ -15,9 +15,10 @@
 
 The table lists the parts that a phase needs, of a further model (`models`) as of the critic; parts in brackets stay as
 they are, on the device or not. For servers on their own devices `start_servers` and `publish` are not entered. All
-other parts are offloaded where the recipe allows it: `actor.engine.offload` for the actor and the frozen models,
-`critic.engine.offload` and `models.NAME.engine.offload` for these, and always for servers that share the trainer's
-devices. The table is plain data, which the dry run's estimate of memory also reads (`megarl.planning.memory`).
+other parts are offloaded where the recipe allows it, each by itself: `actor.engine.offload` for the actor and the
+frozen models, `critic.engine.offload` and `models.NAME.engine.offload` for these, and always for servers that share the
+trainer's devices. The table is plain data, which the dry run's estimate of memory also reads
+(`megarl.planning.memory`).
 
 Offloaded server weights are dropped: the next `publish` brings the new ones, and generating before it is an error. The
 embedded engine allocates its cache when generation begins and frees it at the end, so that nothing has to be moved.
@@ -126,6 +127,7 @@ class OffloadSchedule:
     def __init__(self, meet: Callable[[], None] = lambda: None) -> None:
         self._meet = meet
         self._models: dict[str, Model] = {}
+        self._staying: dict[str, frozenset[str]] = {}  # parts of each model that never leave
         self._further: set[str] = set()
         self._servers: Holder | None = None
         # parts that servers were last asked to hold on the device; None: not asked yet
@@ -133,10 +135,12 @@ class OffloadSchedule:
         self._published = False
         self._open: list[tuple[str, dict[str, Parts]]] = []
 
-    def add(self, name: str, model: Model, *, offloads: bool, further: bool = False) -> None:
+    def add(self, name: str, model: Model, *, offloads: Collection[str], further: bool = False) -> None:
         """Register a model if it `offloads`, and move its parts on or off the device as the current phase needs.
 
-        `further`: it is one of the recipe's section `models`.
+        Args:
+            offloads: the parts that may leave the device; empty: none.
+            further: it is one of the recipe's section `models`.
         """
         if further:
             self._further.add(name)
@@ -144,7 +148,7 @@ class OffloadSchedule:
             raise ValueError(f"the offload schedule has no role {name!r}; allowed: {', '.join(MODELS)}")
         if not offloads:
             return
-        self._models[name] = model
+        self._models[name], self._staying[name] = model, frozenset(PARTS).difference(offloads)
         if self._open:
             self._settle()
 
@@ -183,7 +187,9 @@ class OffloadSchedule:
         """Move models and servers on and off the device as the innermost open phase requires; all ranks offload before
         any rank loads."""
         name, wanted = self._open[-1]
-        parts = {role: model.parts.intersection(wanted.get(role, ())) for role, model in self._models.items()}
+        parts = {
+            role: model.parts & self._staying[role].union(wanted.get(role, ())) for role, model in self._models.items()
+        }
         servers = frozenset(wanted.get(SERVERS, ()))
         if name not in (_PUBLISHES, *_GENERATES):
             servers &= self._granted or frozenset()

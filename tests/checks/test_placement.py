@@ -153,6 +153,13 @@ def test_moving_out_of_the_way_of_nobody_warns(warned):
     assert [check.key for check in warned(*GRPO, *TWO, offload[0], SAVED)] == [], "generation needs room for its cache"
 
 
+@pytest.mark.parametrize("parts", ["[parameters]", "[parameters, optimizer]"])
+def test_parameters_of_a_critic_do_not_leave_alone(failures, parts):
+    found = failures(*PPO, "actor.engine.offload=[parameters]", f"critic.engine.offload={parts}")
+    assert [check.key for check in found] == ["critic.engine.offload"]
+    assert "[gradients, optimizer]" in str(found[0].problem())
+
+
 DRAWS = (
     "algorithm.kl.use=none",
     "cluster.nproc=4",

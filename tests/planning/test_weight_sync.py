@@ -11,7 +11,7 @@ from megarl.config.model import ModelConfig
 from megarl.dag.placement import MODEL_ROLES, together
 from megarl.dag.stage import Role
 from megarl.models.weight_table import WeightTable
-from megarl.planning.memory import device_memory
+from megarl.planning.memory import device_memory, offloaded_bytes
 from megarl.planning.shards import parameter_bytes, state_bytes
 from megarl.planning.weight_sync import WeightSyncMemory
 from megarl.sync.plan import holdings, make_plan
@@ -90,3 +90,17 @@ def test_copies_in_host_memory_are_what_the_offload_schedule_takes_away():
     (away,) = {term.bytes for moment in memory.moments for term in moment.terms if term.what == "offloaded state"}
     optimizer = state_bytes(facts, team.parallel, made.actor.engine, "bf16", 2)["optimizer"]
     assert away == 2 * (optimizer + parameter_bytes(facts, team.parallel, "bf16"))
+
+
+@pytest.mark.parametrize("leaving", ["gradients", "optimizer", "parameters"])
+def test_only_parts_that_may_leave_have_copies_in_host_memory(leaving):
+    made = recipe(
+        "cluster.nproc=2", "algorithm.kl.use=loss", "algorithm.kl.coef=0.1", f"actor.engine.offload=[{leaving}]"
+    )
+    team = together(made, (Role.ACTOR, Role.ROLLOUT, Role.REFERENCE)).teams[0]
+    facts = model_facts(made.model)
+    sizes = state_bytes(facts, team.parallel, made.actor.engine, "bf16", 2)
+    # gradients are dropped; the actor's parameters stay, and the reference's leave
+    kept = {"gradients": 0.0, "optimizer": sizes["optimizer"]}
+    kept["parameters"] = parameter_bytes(facts, team.parallel, "bf16")
+    assert offloaded_bytes(made, sizes_of(made), team) == kept[leaving]

@@ -123,6 +123,14 @@ def test_the_layout_changes_no_value_of_a_policy_call(layout, recipe, tmp_path) 
                 assert numbers[step][name] == pytest.approx(expected[step][name], rel=2e-3, abs=2e-4), name
 
 
+@pytest.mark.campaign("teams")
+@pytest.mark.parametrize("parts", ["[gradients]", "[optimizer]", "[parameters]", "true"])
+def test_parts_that_leave_the_device_change_no_number(parts, recipe, tmp_path) -> None:
+    settings = ("algorithm.kl={use: loss, coef: 0.1}", "trainer.steps=2", "cluster.nproc=1")
+    expected = harness.train(recipe, tmp_path / "staying", *settings)
+    assert harness.train(recipe, tmp_path / "leaving", *settings, f"actor.engine.offload={parts}") == expected
+
+
 def without_its_last_step(recipe: Path, run_dir: Path, *settings: str) -> dict[int, dict[str, float]]:
     """Metrics of a run of which the last step is done again, from the checkpoint before it."""
     shutil.rmtree(run_dir / "checkpoints" / f"step_{STEPS}")
@@ -173,10 +181,11 @@ def test_an_episode_whose_simulator_dies_is_left_out_and_counted(recipe, tmp_pat
         "robot.simulator.wrong=exit",
         f"robot.simulator.once={once}",
         # a family that predicts one token after another, whose prompt ends with token 29871, scores that are not 1,
-        # and a distance in the reward
+        # a distance in the reward, and gradients that leave while the policy acts
         *("robot.family=openvla", "model.hf_config.text_config.vocab_size=29900"),
         "model.tokenizer=chars:abcdefghijklmnopqrstuvwxyz INOW:?\n",
         *("robot.reward.coef=2", "algorithm.kl={use: reward, coef: 0.1}"),
+        "actor.engine.offload=[gradients, optimizer]",
     )
     assert sum(numbers[step]["env/errors"] for step in (1, 2)) == 1
     assert sum(numbers[step].get("env/errors/crash", 0) for step in (1, 2)) == 1

@@ -361,7 +361,7 @@ def test_a_damaged_best_checkpoint_costs_a_finished_run_no_more_than_that_model(
     c.team = SimpleNamespace(leads=True)
     critic = SimpleNamespace(parts={*PARTS}, held={*PARTS})
     critic.hold = lambda *parts: setattr(critic, "held", {*parts})
-    c.offload.add("critic", critic, offloads=True)
+    c.offload.add("critic", critic, offloads=PARTS)
     c.context = SimpleNamespace(step=3)
     export.export(c, root)
     assert [model.folder for model in exported(run_dir)] == (["hf"] if damaged else ["hf", "hf_best"])

@@ -144,7 +144,7 @@ def worker(engine, layout, mode: str, correction: dict) -> SimpleNamespace:
         seeds=Seeds(0),
         step=3,
     )
-    c.actor = ActorRole(engine, c, offloads=False)
+    c.actor = ActorRole(engine, c, offloads=())
     return c
 
 

@@ -42,7 +42,7 @@ def controller(tmp_path, monkeypatch) -> Any:
             actor.held = frozenset(parts)
 
     actor.hold, offload = hold, OffloadSchedule()
-    offload.add("actor", actor, offloads=True)
+    offload.add("actor", actor, offloads=PARTS)
     limits = SimpleNamespace(health_timeout_s=60.0)
     fleet = SimpleNamespace(refresh=told("refresh"), wait_started=told("wait"), servers=[], replaced=0, config=limits)
     engine = Mock(SglangEngine, weight_version=0)

@@ -76,7 +76,7 @@ def scores_of_samples(recipe: str, folder: str, parallel: str) -> list[float]:
         name="reward_model",
     )
     c = SimpleNamespace(config=config, offload=OffloadSchedule())
-    role = RewardModelRole(engine, c, character_tokenizer(CHARACTERS), offloads=False)
+    role = RewardModelRole(engine, c, character_tokenizer(CHARACTERS), offloads=())
     prompts, responses = (Jagged.from_list(list(rows), dtype=torch.int64) for rows in zip(*SAMPLES, strict=True))
     batch = Batch({"prompt_ids": prompts, "response_ids": responses, "sample_id": ["0", "1", "2", "3"]})
     return role.scores(batch).tolist()

@@ -78,7 +78,7 @@ def worker(**sections: Any) -> SimpleNamespace:
         temperature=1.0,
         count_pass=lambda samples: None,
     )
-    c.actor = ActorRole(Policy(), c, offloads=False)
+    c.actor = ActorRole(Policy(), c, offloads=())
     return c
 
 

@@ -13,7 +13,7 @@ from megarl.data.batch import Batch, Jagged
 from megarl.runtime.context import Seeds
 from megarl.runtime.roles import TeacherRole
 from megarl.system.metrics import Metrics
-from megarl.system.offload_schedule import PARAMETERS, OffloadSchedule
+from megarl.system.offload_schedule import PARAMETERS, PARTS, OffloadSchedule
 
 NAMES = ["code", None, "math", "math", "code"]
 
@@ -52,7 +52,7 @@ def make(offloads: bool) -> tuple[TeacherRole, dict[str, Engine], Metrics]:
         seeds=Seeds(0),
         temperature=1.0,
     )
-    return TeacherRole(teachers, c, offloads=offloads), teachers, c.metrics
+    return TeacherRole(teachers, c, offloads=PARTS if offloads else ()), teachers, c.metrics
 
 
 @pytest.mark.parametrize("offloads", [False, True])

@@ -41,7 +41,7 @@ class Device:
         self.log: list[Any] = []
         self.offload = OffloadSchedule(lambda: self.log.append("meet"))
         for name, parts in (("actor", ALL), ("critic", ALL), ("reference", JUST_PARAMETERS)):
-            self.offload.add(name, Model(name, self.log, parts), offloads=offloads)
+            self.offload.add(name, Model(name, self.log, parts), offloads=PARTS if offloads else ())
         self.servers = Servers(self.log)
         if servers:
             self.offload.add_servers(self.servers)
@@ -134,6 +134,20 @@ def test_nothing_moves_twice_and_nothing_at_the_end():
     assert device.offload.resident["actor"] == ALL, "the next phase decides"
 
 
+@pytest.mark.parametrize("leaving", [["gradients"], ["optimizer"], ["optimizer", "gradients"], ["parameters"]])
+def test_only_the_chosen_parts_leave(leaving):
+    """Of the actor, whose parameters always stay, and of a frozen model, which has nothing else."""
+    log: list[Any] = []
+    schedule = OffloadSchedule()
+    for name, parts in (("actor", ALL), ("reference", JUST_PARAMETERS)):
+        schedule.add(name, Model(name, log, parts), offloads=leaving)
+    with schedule.phase("generate"):
+        assert schedule.resident["actor"] == ALL.difference(leaving) | JUST_PARAMETERS
+        assert schedule.resident["reference"] == JUST_PARAMETERS.difference(leaving)
+    with schedule.phase("update", "actor"):
+        assert schedule.resident["actor"] == ALL
+
+
 def test_models_that_may_not_leave_stay():
     device = Device(offloads=False)
     device.during("generate")
@@ -181,7 +195,7 @@ def test_a_model_that_comes_into_a_phase_is_put_where_the_phase_wants_it():
     device = Device()
     teacher = Model("teacher", device.log, JUST_PARAMETERS)
     with device.offload.phase("load"):
-        device.offload.add("teacher", teacher, offloads=True)
+        device.offload.add("teacher", teacher, offloads=PARTS)
         assert teacher.held == frozenset()
 
 
@@ -238,7 +252,7 @@ def test_what_is_not_in_the_table_is_refused(phase, says):
     with pytest.raises(ValueError, match=says):
         Device().during(*phase)
     with pytest.raises(ValueError, match="has no role 'judge'"):
-        OffloadSchedule().add("judge", Model("judge", []), offloads=True)
+        OffloadSchedule().add("judge", Model("judge", []), offloads=PARTS)
 
 
 def test_the_actor_s_parameters_never_leave():

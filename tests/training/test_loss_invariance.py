@@ -99,7 +99,7 @@ def step(engine, batch: Batch, loss: dict, budget: int, step_on=None, **sections
         return {"grad_norm": 0.0, "lr": 0.0}
 
     engine._update = capture
-    metrics = (step_on or update.actor_step)(c, batch, model(engine, c, offloads=False)).result()
+    metrics = (step_on or update.actor_step)(c, batch, model(engine, c, offloads=())).result()
     return seen[0], metrics, seen[1]
 
 

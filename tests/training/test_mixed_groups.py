@@ -173,7 +173,7 @@ def worker(engine, mode: str) -> SimpleNamespace:
         temperature=1.0,
         step=8,
     )
-    c.actor = ActorRole(engine, c, offloads=False)
+    c.actor = ActorRole(engine, c, offloads=())
     return c
 
 

@@ -86,7 +86,7 @@ def step(engine, pairs: Batch, budget: int, settings: dict = SETTINGS) -> tuple[
 
     engine._update = seen
     take = score_step if scores else example_step if "label" in pairs else pair_step
-    made = take(c, pairs, ActorRole(engine, c, offloads=False))
+    made = take(c, pairs, ActorRole(engine, c, offloads=()))
     return made.result(), groups
 
 
