@@ -35,6 +35,7 @@ from megarl.robots.models.vla.actions import GRIPPER_RULES, ActionCodec, ActionT
 from megarl.robots.models.vla.calls import FAMILIES, PolicyFamily, prompt_ids
 from megarl.robots.models.vla.cloning import cloning_statistics
 from megarl.robots.models.vla.sequences import VLALayout
+from megarl.robots.rollout.cached import CachedSampling
 from megarl.robots.rollout.episode import episode_values
 from megarl.robots.rollout.play import EpisodeStart, PlayCounts, Player, View
 from megarl.robots.rollout.policy import SamplingPolicy
@@ -197,9 +198,8 @@ class Robots:
     def take_policy(self, engine: MegatronEngine, config: RunConfig, layout: Layout) -> None:
         """Use the weights of `engine` for all further episodes. Collective over a replica."""
         body, robot = self.body, robot_of(config)
-        self.policy = SamplingPolicy(
-            engine.sample, body.codec, robot.cameras, robot.chunk, parallel=body.family.parallel
-        )
+        sample = engine.sample if body.family.parallel else CachedSampling(engine, body.sequences)
+        self.policy = SamplingPolicy(sample, body.codec, robot.cameras, robot.chunk)
         self.player = Player(
             self.pool,
             self.policy,

@@ -9,10 +9,10 @@ from megarl.config.run import RunConfig
 from megarl.config.task import Task, TaskPlayer, TaskScores
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.planning.activations import Passes
-from megarl.planning.shards import BYTES
+from megarl.planning.shards import BYTES, key_value_bytes
 from megarl.planning.terms import Term, term
 from megarl.robots.checks.recipe import check_robot
-from megarl.robots.config import END_FRAMES, FRAMES, clip_fields, robot_of
+from megarl.robots.config import END_FRAMES, FRAMES, RobotConfig, clip_fields, robot_of
 from megarl.robots.envs.settings import SimulatorSettings
 from megarl.robots.planning import call_columns, encoder_bytes, episode_bytes, recorder_bytes, tower_bytes
 from megarl.system.errors import ConfigError
@@ -68,6 +68,20 @@ class RobotTask(Task):
         keys = f"{role}.engine.micro_batch_tokens, robot.cameras"
         return [term("vision towers at work", seen, keys, rough=True)]
 
+    def generation_terms(self, config: RunConfig, facts: ModelFacts, team: TeamPlan) -> list[Term]:
+        """Return the key/value cache of policy calls whose tokens are predicted one after another; empty for policies
+        that predict all of them in one pass.
+        """
+        robot, parallel = robot_of(config), team.parallel
+        if robot.family != "openvla" or facts.vision is None:
+            return []
+        columns = call_columns(robot, facts.vision)
+        calls = max(1, min(_workers(robot), config.actor.engine.micro_batch_tokens // columns))
+        most = parallel.most_layers(facts.layers) / facts.layers
+        size = most * columns * key_value_bytes(facts, parallel.tp, config.model.dtype)
+        keys = "robot.simulator.workers, actor.engine.micro_batch_tokens"
+        return [Term(f"key/value cache of {calls} policy calls", calls * size, keys, size)]
+
     def score_terms(self, config: RunConfig, *, gpu: bool) -> list[Term]:
         """Return the device memory of the video encoder's parameters and of a batch of clips; empty without one."""
         parameters, passing = encoder_bytes(config, gpu=gpu)
@@ -91,9 +105,7 @@ class RobotTask(Task):
         # Episodes that succeed end before their limit, at a step that only the simulator determines.
         terms = [Term(f"pictures of {episodes} episodes", episodes * longest, keys, episodes * shortest)]
         if job == "train" and (frames := recorder_bytes(config)):
-            default = SimulatorSettings.model_fields["workers"].default
-            processes = robot_of(config).simulator.get("workers", default)
-            count = max(1, ranks // team.parallel.model_parallel_size) * int(processes)
+            count = max(1, ranks // team.parallel.model_parallel_size) * _workers(robot_of(config))
             terms.append(Term(f"frames in {count} simulators", count * frames, "robot.simulator.workers", 0.0))
         return terms
 
@@ -166,3 +178,8 @@ class RobotTask(Task):
         file = checkpoint / FILE  # checkpoints of older versions lack this file
         known = read_statistics(file) if file.is_file() else dict([model_statistics(config, robot_of(config))])
         hf.action_statistics = known
+
+
+def _workers(robot: RobotConfig) -> int:
+    """Return the number of a replica's simulator processes, each of which plays one episode at a time."""
+    return int(robot.simulator.get("workers", SimulatorSettings.model_fields["workers"].default))

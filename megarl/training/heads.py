@@ -135,18 +135,44 @@ class SampledTokens:
         rows = gather_from_sequence_parallel_region(hidden) if model.config.sequence_parallel else hidden
         start, stop = model.vocab_range
         first, last = (min(max(column, start), stop) for column in self.columns)
-        logits = head_logits(rows[micro.rows], model.lm_head_weight[first - start : last - start])
-        local = capped(logits, model.logit_cap).float()
-        logits = local.new_zeros(len(local), self.columns[1] - self.columns[0])
-        logits[:, first - self.columns[0] : last - self.columns[0]] = local
-        if self.group.size > 1:  # each rank has the logits of its part of the vocabulary, and zeros elsewhere
-            self.group.all_reduce(logits)
-        logits = logits / (self.temperature or 1.0)
-        score = logits
+        local = head_logits(rows[micro.rows], model.lm_head_weight[first - start : last - start])
+        logits = over_columns(capped(local, model.logit_cap), (first, last), self.columns, self.group)
+        seeds = None
         if self.temperature and micro.samples:
             call = torch.tensor(micro.samples, device=logits.device)[micro.order // self.slots]
-            ids = torch.arange(*self.columns, device=logits.device)
-            score = logits - exponential_noise(self.seeds.to(logits.device)[call], micro.order % self.slots, ids)
-        token = score.argmax(-1)
-        logp = logits.log_softmax(-1).gather(1, token[:, None])[:, 0]
-        return (token + self.columns[0]).float(), logp
+            seeds = self.seeds.to(logits.device)[call]
+        token, logp = draw(logits / (self.temperature or 1.0), self.columns[0], seeds, micro.order % self.slots)
+        return token.float(), logp
+
+
+def over_columns(local: Tensor, shard: tuple[int, int], columns: tuple[int, int], group: WorkerGroup) -> Tensor:
+    """Return the logits [n, columns] of a range of the vocabulary in float32, on every tensor-parallel rank.
+
+    Args:
+        local: logits [n, v] of this rank's tokens, or of some of them.
+        shard: first and one past the last token of these logits.
+        columns: first and one past the last token of the range.
+    """
+    start, stop = shard
+    first, last = (min(max(column, start), stop) for column in columns)
+    logits = torch.zeros(len(local), columns[1] - columns[0], device=local.device)
+    logits[:, first - columns[0] : last - columns[0]] = local[:, first - start : last - start]
+    if group.size > 1:  # each rank has the logits of its part of the vocabulary, and zeros elsewhere
+        group.all_reduce(logits)
+    return logits
+
+
+def draw(logits: Tensor, first: int, seeds: Tensor | None, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample a token from each row of logits [n, columns]; return token ids int64 [n] and their log-probs float32 [n].
+
+    Args:
+        first: token id of the first column.
+        seeds: int64 [n], a seed of each row; None: the most likely tokens.
+        index: int64 [n], number of the token within its sample; noise depends on it and on the seed.
+    """
+    score = logits
+    if seeds is not None:
+        ids = torch.arange(first, first + logits.shape[1], device=logits.device)
+        score = logits - exponential_noise(seeds, index, ids)
+    token = score.argmax(-1)
+    return token + first, logits.log_softmax(-1).gather(1, token[:, None])[:, 0]

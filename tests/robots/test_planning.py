@@ -101,3 +101,22 @@ def test_the_estimate_of_a_policy_of_7b_counts_all_of_it() -> None:
     told = {part.what: part.bytes for part in host.terms()}
     assert told["pictures of 1024 episodes"] == 1024 * episode_bytes(config, facts.vision)[0]
     assert told["frames in 128 simulators"] == 128 * recorder_bytes(config)
+
+
+def test_only_policies_that_predict_token_after_token_have_a_cache() -> None:
+    from megarl.artifacts.facts import model_facts
+    from megarl.dag.placement import MODEL_ROLES, together
+
+    config = load_config("srpo_reach_quickstart", ["robot.family=openvla", "robot.simulator.workers=10"])
+    team, facts = together(config, MODEL_ROLES).teams[0], model_facts(config.model)
+    assert facts.vision is not None
+    assert config.robot is not None
+    (cache,) = config.task.generation_terms(config, facts, team)
+    columns = call_columns(config.robot, facts.vision)
+    assert cache.bytes == 10 * columns * 3 * 2 * 64 * 4  # calls, columns, layers, keys and values, width, fp32
+    few = load_config(
+        "srpo_reach_quickstart", ["robot.family=openvla", f"actor.engine.micro_batch_tokens={2 * columns}"]
+    )
+    assert few.task.generation_terms(few, facts, team)[0].bytes == 2 * cache.bytes / 10
+    whole = load_config("srpo_reach_quickstart")
+    assert whole.task.generation_terms(whole, facts, team) == []

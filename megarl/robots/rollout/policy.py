@@ -45,7 +45,7 @@ class ActingPolicy(Protocol):
 
 
 class SampleTokens(Protocol):
-    """The function that samples the tokens of policy calls; see `MegatronEngine.sample`."""
+    """The function that samples the tokens of policy calls: `MegatronEngine.sample`, or `CachedSampling`."""
 
     def __call__(self, batch: Batch, seeds: Tensor, temperature: float) -> tuple[Jagged, Jagged]:
         """Return the tokens and their log-probs."""
@@ -56,19 +56,16 @@ class SamplingPolicy:
     """An `ActingPolicy` that samples the action tokens of all calls as one batch.
 
     Args:
-        sample: samples all response tokens of a batch, given its present response tokens.
+        sample: samples all response tokens of a batch, whose present ones only give their number.
         cameras: names, in the policy's order.
         chunk: actions of a call, K.
-        parallel: whether all tokens of a call are predicted at once; else each is predicted from the earlier ones.
 
     Attributes:
         temperature: sampling temperature of the next calls; 0: greedy.
     """
 
-    def __init__(
-        self, sample: SampleTokens, codec: ActionCodec, cameras: Sequence[str], chunk: int, *, parallel: bool
-    ) -> None:
-        self._sample, self._codec, self._cameras, self._parallel = sample, codec, cameras, parallel
+    def __init__(self, sample: SampleTokens, codec: ActionCodec, cameras: Sequence[str], chunk: int) -> None:
+        self._sample, self._codec, self._cameras = sample, codec, cameras
         self._slots = chunk * codec.dim
         self.temperature = 1.0
         first = np.full(self._slots, codec.tokens.start)
@@ -88,13 +85,6 @@ class SamplingPolicy:
         rows = Batch(fields)
         seeds = torch.tensor([call.seed for call in calls], dtype=torch.int64)
         tokens, logp = self._sample(rows, seeds, self.temperature)
-        # Without `parallel` a token depends on the tokens before it. Each pass predicts all tokens from the last result
-        # and makes at least one more of them final, so at most `slots` passes are needed.
-        for _ in range(0 if self._parallel else self._slots):
-            if torch.equal(tokens.values, rows["response_ids"].values):
-                break
-            rows.set("response_ids", tokens)
-            tokens, logp = self._sample(rows, seeds, self.temperature)
         sampled = tokens.values.view(count, self._slots).numpy()
         actions = self._codec.to_actions(sampled)
         return [

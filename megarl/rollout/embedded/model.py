@@ -44,7 +44,6 @@ from megarl.planning.memory import PACK_LIMIT_BYTES, PACK_STEPS
 if TYPE_CHECKING:
     from megarl.architectures.vision_language import VisionEncoder
     from megarl.models.policy import PolicyModel
-    from megarl.models.vlm.model import Images
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -276,7 +275,7 @@ class DecoderStage:
         *,
         want_logits: bool,
         lockstep: int = 0,
-        images: Images | None = None,
+        images: Any = None,
     ) -> Tensor | None:
         """Run n tokens through all stages.
 
@@ -284,7 +283,8 @@ class DecoderStage:
             tokens: int64 [n]; n may be 0 on a rank that only runs its experts for other ranks.
             step: what the tokens are, see `megarl.models.layers.passes`.
             positions: int64 [n], or [3, n] if rotary positions are (time, height, width).
-            images: images whose features replace image tokens among `tokens`.
+            images: images whose features replace image tokens among `tokens`, as the model's `insert_for_decoding`
+                takes them; None: there are none.
             lockstep: largest n of the ranks that share experts with this one.
 
         Returns:

@@ -177,3 +177,10 @@ class VlaModel(PolicyModel):
         if packed.seen is None:
             return hidden
         return self.vision.insert(hidden, packed.seen, slice(first, first + len(hidden)))
+
+    def insert_for_decoding(self, hidden: Tensor, seen: Seen) -> list[Tensor]:
+        """Write the embeddings of pictures and states into the embeddings [n, hidden] in place; return no features of
+        later layers, of which these policies have none.
+        """
+        hidden.copy_(self.vision.insert(hidden[:, None], seen, slice(0, len(hidden)))[:, 0])
+        return []
