@@ -252,6 +252,7 @@ def test_optimizer_state_is_shared_by_the_replicas():
         "grpo_qwen3_30b_a3b_32gpu",
         "srpo_reach_quickstart",
         "ppo_reach_quickstart",
+        "ppo_metaworld",
         "srpo_metaworld",
         "srpo_libero_openvla_oft_8gpu",
         "srpo_libero_spatial_openvla_oft_8gpu",
