@@ -1,23 +1,39 @@
 """Train two steps with the newest versions that setup.py allows, where uv has them on this machine.
 
 `python tools/newest.py` downloads nothing: it uses uv's cache and the folders of wheels that pip is configured with,
-and says so where they do not suffice. `make campaign-install` downloads, and runs more.
+and says so where they do not suffice. Where these versions are those of the tests, which train with them, a dry run
+shows that setup.py names everything that a command imports. `make campaign-install` downloads, and runs more.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
+from importlib import metadata
 from pathlib import Path
 
 from installer import uv_environment
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 #: A short run with everything that a local run has: two ranks, a supervised phase, generation, update, export.
 RUN = ("train", "grpo_quickstart", "sft.steps=1", "trainer.steps=1", "data.max_val_samples=16")
 _LIMIT_S = 300
-_SHOWN = ("torch", "transformers", "ray", "datasets", "mlflow")
+
+
+def required() -> list[str]:
+    """Return the names of the packages that megarl requires without its extras."""
+    requirements = [Requirement(text) for text in metadata.requires("megarl") or ()]
+    return [each.name for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
+
+
+def newer_versions(python: Path) -> dict[str, str]:
+    """Return the required packages of which `python` has another version than this interpreter, with that version."""
+    code = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
+    done = subprocess.run([python, "-c", code, *required()], capture_output=True, text=True, check=True)
+    return {name: found for name, found in json.loads(done.stdout).items() if found != metadata.version(name)}
 
 
 def main() -> int:
@@ -34,10 +50,10 @@ def main() -> int:
         if subprocess.run(offline, env=environment, capture_output=True, check=False).returncode:
             print("newest versions: not tried, uv does not have them here (make campaign-install downloads them)")
             return 0
-        code = "import importlib.metadata as m, sys; print(*(f'{n} {m.version(n)}' for n in sys.argv[1:]), sep=', ')"
-        versions = subprocess.run([python, "-c", code, *_SHOWN], capture_output=True, text=True, check=True).stdout
+        newer = newer_versions(python)
+        form = ["--run-dir", f"{folder}/run"] if newer else ["--dry-run"]
         done = subprocess.run(
-            [python.with_name("megarl"), *RUN, "--run-dir", f"{folder}/run"],
+            [python.with_name("megarl"), *RUN, *form],
             cwd=folder,
             capture_output=True,
             text=True,
@@ -46,9 +62,9 @@ def main() -> int:
         )
         if done.returncode:
             print(done.stdout, done.stderr, sep="\n")
-        print(
-            f"newest versions: {'the run failed' if done.returncode else 'a run of two steps'} with {versions}", end=""
-        )
+        what = "a run of two steps" if newer else "a dry run"
+        versions = ", ".join(f"{name} {version}" for name, version in newer.items()) or "the versions of the tests"
+        print(f"newest versions: {'the run failed' if done.returncode else what} with {versions}")
         return int(done.returncode != 0)
 
 

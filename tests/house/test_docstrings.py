@@ -1,14 +1,16 @@
-"""A docstring is a sentence: a function says in the imperative what it does, and none begins with "What"."""
+"""A docstring is a sentence: a function says in the imperative what it does, and none begins with "What".
+
+tests/house/test_source.py looks for complaints about every file.
+"""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
-from tests.house.sources import definitions, parse
-from tests.house.test_repository import ROOT, tracked
+from tests.house.sources import definitions
 
-FOLDERS = ("megarl", "launchers", "recipes", "kernels", "tools")
+FOLDERS = ("megarl/", "launchers/", "recipes/", "kernels/", "tools/")
 #: Beginnings of a function's docstring that name a thing instead of an action.
 NOUNS = ("A ", "An ", "The ", "Whether ", "How ", "Where ", "Which ")
 
@@ -25,15 +27,6 @@ def complaints(tree: ast.Module) -> Iterator[tuple[int, str]]:
         does = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_property(node)
         if text.startswith("What ") or (does and text.startswith(NOUNS)):
             yield node.body[0].lineno, text.partition("\n")[0]
-
-
-def test_docstrings_are_sentences() -> None:
-    files = [path for folder in FOLDERS for path in tracked(f"{folder}/*.py")]
-    assert len(files) > 300, "the product's files were not found"
-    found = {str(path.relative_to(ROOT)): list(complaints(parse(path))) for path in files}
-    wrong = [f"{file}:{line}: {text}" for file, lines in found.items() for line, text in lines]
-
-    assert wrong == []
 
 
 def test_a_beginning_is_judged_by_the_kind_of_its_owner() -> None:

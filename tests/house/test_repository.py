@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-
-from tests.house.sources import definitions, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,18 +53,6 @@ def test_links_between_documents_lead_somewhere(document: Path) -> None:
         if not path.exists() or (anchor and path.suffix == ".md" and anchor not in anchors(path)):
             broken.append(target)
     assert broken == []
-
-
-@pytest.mark.parametrize("folder", ["megarl", "launchers", "recipes", "kernels", "benchmarks", "tests", "tools"])
-def test_functions_fit_on_a_screen(folder: str) -> None:
-    found = []
-    for path in tracked(f"{folder}/*.py"):
-        for node in definitions(parse(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
-                lines = node.end_lineno - node.lineno + 1
-                if lines > 60:
-                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} has {lines} lines")
-    assert found == []
 
 
 def anchors(document: Path) -> set[str]:
