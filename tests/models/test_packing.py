@@ -10,7 +10,7 @@ from megarl.models.packing import cp_split, pack_stream
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(lengths=LENGTHS, cp=st.sampled_from([1, 2, 3, 4]), multiple=st.sampled_from([1, 2, 3, 4]))
 def test_every_token_is_held_by_exactly_one_rank(lengths, cp, multiple):
     streams = [pack_stream(lengths, cp_size=cp, cp_rank=r, multiple=multiple) for r in range(cp)]
@@ -20,7 +20,7 @@ def test_every_token_is_held_by_exactly_one_rank(lengths, cp, multiple):
     assert len(streams[0].index) % multiple == 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(lengths=LENGTHS, cp=st.sampled_from([1, 2, 4]))
 def test_positions_count_from_the_start_of_each_sequence(lengths, cp):
     expected = torch.cat([torch.arange(n) for n in lengths])

@@ -27,7 +27,7 @@ from megarl.training.microbatch import build
 from megarl.training.vlm_sequences import ImageLayout
 from tests.dist import layout_for, single_process
 from tests.models import tiny
-from tests.models.vlm_tiny import config_of, save_config
+from tests.models.vlm_tiny import save_config, shallow_config
 
 CPU = torch.device("cpu")
 KINDS = ["qwen2_5_vl", "qwen3_vl"]
@@ -68,7 +68,8 @@ def patched(pixels: np.ndarray, settings: Any) -> tuple[Tensor, list[int]]:
 def made(request, tmp_path):
     """A tiny model in our form and in transformers', and prompts with videos, an image, and neither."""
     single_process()
-    raw = config_of(request.param, vocab_size=64) | IDS
+    raw = shallow_config(request.param) | IDS
+    raw["text_config"]["vocab_size"] = 64
     # Seconds that take fewer positions than frames do: for others transformers 5.23 has positions of its own.
     raw["vision_config"]["tokens_per_second"] = 1
     reference = save_config(tmp_path, raw)

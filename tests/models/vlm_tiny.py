@@ -83,6 +83,15 @@ def config_of(kind: str, **text: Any) -> dict[str, Any]:
     return {"model_type": kind, "text_config": {**sizes, **text}, "vision_config": vision, **ids}
 
 
+def shallow_config(kind: str, layers: int = 2) -> dict[str, Any]:
+    """config.json of a tiny model of few decoder layers and two encoder blocks, which has each kind of both."""
+    raw = config_of(kind, num_hidden_layers=layers)
+    raw["vision_config"]["depth"] = 2
+    if "layer_types" in raw["text_config"]:
+        raw["text_config"]["layer_types"] = raw["text_config"]["layer_types"][:layers]
+    return raw
+
+
 def save(folder: Path, kind: str, whole: dict[str, Any] | None = None, **text: Any) -> Any:
     """Write a random model with some other keys of config.json and of its decoder; returns transformers' own."""
     return save_config(folder, {**config_of(kind, **text), **(whole or {})})

@@ -25,17 +25,21 @@ OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1)
 COUNT = 4  # in one micro-batch: how a step is cut is not what these tests are about
 
 # (model, layout that saves, layouts that load); {} is data parallel over all processes.
-TWO = [
-    ("dense", {"tp": 2}, [{"pp": 2}, {}]),
+Saves = list[tuple[str, dict, list[dict]]]
+TWO: Saves = [
     ("dense", {}, [{}, {"tp": 2, "sp": True}]),
     ("tied", {"pp": 2, "vpp": 2}, [{"pp": 2, "vpp": 2}, {"cp": 2}]),
-    ("moe", {"ep": 2}, [{"ep": 2}, {"pp": 2}]),
     ("moe", {"tp": 2, "sp": True}, [{"tp": 2, "sp": True}, {"tp": 2, "sp": True, "ep": 2}]),
-    ("wide", {"tp": 2, "sp": True}, [{"pp": 2}]),
-    ("sinks", {"tp": 2, "sp": True}, [{"ep": 2}]),
     ("shared", {"ep": 2}, [{"pp": 2}]),
     ("drafting", {"ep": 2}, [{"tp": 2, "sp": True}]),
     ("critic", {"tp": 2}, [{"pp": 2}]),
+]
+# The same with other tensors, or from and to another of the layouts above.
+MORE_OF_TWO: Saves = [
+    ("dense", {"tp": 2}, [{"pp": 2}, {}]),
+    ("moe", {"ep": 2}, [{"ep": 2}, {"pp": 2}]),
+    ("wide", {"tp": 2, "sp": True}, [{"pp": 2}]),
+    ("sinks", {"tp": 2, "sp": True}, [{"ep": 2}]),
 ]
 
 
@@ -58,7 +62,10 @@ def _steps(engine, first: int, count: int = 2) -> list[dict]:
 def _layers(name: str) -> int:
     """As few as the layouts of this model can cut."""
     return max(
-        cases.layers_for(case, sizes) for case, saver, loaders in TWO if case == name for sizes in (saver, *loaders)
+        cases.layers_for(case, sizes)
+        for case, saver, loaders in (*TWO, *MORE_OF_TWO)
+        if case == name
+        for sizes in (saver, *loaders)
     )
 
 
@@ -66,10 +73,10 @@ def _hashes(engine) -> list[str]:
     return [cases.digest(p) for chunk in engine.chunks for p in chunk.weights().values()]
 
 
-def _reshard(root: str) -> list[dict]:
+def _reshard(root: str, saves: Saves) -> list[dict]:
     """Save under one layout, go on there and under every other, and report the metrics of steps 2 and 3."""
     out = []
-    for number, (name, saver, loaders) in enumerate(TWO):
+    for number, (name, saver, loaders) in enumerate(saves):
         distributed = number % 2 == 0
         engine = _engine(name, saver, distributed=distributed, layers=_layers(name))
         _steps(engine, 1, 1)
@@ -88,13 +95,13 @@ def _reshard(root: str) -> list[dict]:
     return out
 
 
-def _alone_again(root: str) -> dict:
+def _alone_again(root: str, saves: Saves) -> dict:
     """Metrics of three steps of a single process, and of the last two after loading what two processes saved."""
     found = {"whole": {}, "resumed": []}
-    for name in {case[0] for case in TWO}:
+    for name in {case[0] for case in saves}:
         engine = _engine(name, {}, layers=_layers(name))
         found["whole"][name] = _steps(engine, 1, 3)
-    for number, (name, saver, _) in enumerate(TWO):
+    for number, (name, saver, _) in enumerate(saves):
         engine = _engine(name, {}, seed=77, layers=_layers(name))
         checkpoint.load(Path(root) / str(number) / "step_2", {"actor": engine})
         found["resumed"].append({"case": [name, saver, "alone"], "metrics": _steps(engine, 2)})
@@ -102,9 +109,10 @@ def _alone_again(root: str) -> dict:
 
 
 @pytest.mark.procs
-def test_every_layout_goes_on_from_every_other_with_optimizer_state(tmp_path):
-    ranks = run_distributed(_reshard, 2, 300, str(tmp_path))
-    alone = run_distributed(_alone_again, 1, 200, str(tmp_path))[0]
+@pytest.mark.parametrize("saves", [TWO, pytest.param(MORE_OF_TWO, marks=pytest.mark.campaign("teams"))], ids=len)
+def test_every_layout_goes_on_from_every_other_with_optimizer_state(saves, tmp_path):
+    ranks = run_distributed(_reshard, 2, 300, str(tmp_path), saves)
+    alone = run_distributed(_alone_again, 1, 200, str(tmp_path), saves)[0]
     for found in [*ranks[0], *ranks[1], *alone["resumed"]]:
         want = alone["whole"][found["case"][0]][1:]
         for got, expected in zip(found["metrics"], want, strict=True):

@@ -30,26 +30,24 @@ TWO = [
     ("moe", {"pp": 2, "vpp": 2}, {"recompute": ["moe"]}),
     ("dense", {}, {"overlap_grad_reduce": True}),
     ("dense", {}, {"distributed_optimizer": False, "micro_batch_tokens": 1}),
-    ("dense", {"cp": 2}, {"recompute": "full"}),
     ("drafting", {"tp": 2, "sp": True, "ep": 2}, {"recompute": "full"}),
     ("drafting latent", {"pp": 2}, {"overlap_grad_reduce": True}),
     ("wide", {"tp": 2, "sp": True}, {}),
     ("sinks", {"cp": 2, "ep": 2}, {"recompute": "selective"}),
-    ("moe", {"ep": 2}, {"distributed_optimizer": False, "recompute": "full"}),
     ("moe", {"tp": 2, "sp": True, "ep": 2}, {}),
-    ("moe", {"tp": 2, "sp": True, "etp": 1}, {}),
-    ("critic", {"tp": 2, "sp": True}, {"micro_batch_tokens": 50}),
     ("moe critic", {"tp": 2, "sp": True, "ep": 2}, {}),
 ]
 FOUR = [
-    ("moe", {"tp": 2, "pp": 2, "sp": True}, {}),
     ("drafting latent", {"tp": 2, "cp": 2, "sp": True}, {"recompute": "full"}),
     ("moe", {"pp": 2, "ep": 2}, {"overlap_grad_reduce": True}),
-    ("moe", {"ep": 2}, {}),
     ("moe", {"ep": 2, "etp": 2}, {"recompute": "full"}),
 ]
 # Each of these changes one thing of a layout above, or leaves one out.
 MORE_OF_TWO = [
+    ("moe", {"ep": 2}, {"distributed_optimizer": False, "recompute": "full"}),
+    ("moe", {"tp": 2, "sp": True, "etp": 1}, {}),
+    ("critic", {"tp": 2, "sp": True}, {"micro_batch_tokens": 50}),
+    ("dense", {"cp": 2}, {"recompute": "full"}),
     ("critic", {"pp": 2, "vpp": 2}, {}),
     ("sinks", {"tp": 2, "sp": True}, {"recompute": "full"}),
     ("moe", {"tp": 2, "sp": True}, {}),
@@ -78,6 +76,8 @@ MORE_OF_TWO = [
     ("critic", {}, {"overlap_grad_reduce": True}),
 ]
 MORE_OF_FOUR = [
+    ("moe", {"ep": 2}, {}),
+    ("moe", {"tp": 2, "pp": 2, "sp": True}, {}),
     ("critic", {"tp": 2, "cp": 2, "sp": True}, {}),
     ("tied", {"pp": 2, "vpp": 2}, {}),
     ("dense", {"tp": 2, "pp": 2}, {}),

@@ -59,9 +59,9 @@ def steps(trained, first: int) -> list[dict]:
     return [cases.train(trained, batch).result() for batch in batches]
 
 
-def go_on(root: str) -> list[tuple]:
+def go_on(root: str, layouts: list[dict]) -> list[tuple]:
     found = []
-    for number, layout in enumerate(LAYOUTS):
+    for number, layout in enumerate(layouts):
         distributed = number == 0
         older = older_engine(layout, distributed)
         first = steps(older, 0)
@@ -73,9 +73,10 @@ def go_on(root: str) -> list[tuple]:
 
 
 @pytest.mark.procs
-def test_training_equals_experts_one_after_another_and_goes_on_from_their_checkpoints(tmp_path):
+@pytest.mark.parametrize("layouts", [LAYOUTS[:1], pytest.param(LAYOUTS, marks=pytest.mark.campaign("teams"))], ids=len)
+def test_training_equals_experts_one_after_another_and_goes_on_from_their_checkpoints(layouts, tmp_path):
     """Four steps: two from the start, two from the other's checkpoint with its optimizer state."""
-    for rank in run_distributed(go_on, 2, 200, str(tmp_path)):
+    for rank in run_distributed(go_on, 2, 200, str(tmp_path), layouts):
         for layout, wanted, found in rank:
             for want, got in zip(wanted, found, strict=True):
                 for key in ("loss", "samples", "actor/grad_norm"):

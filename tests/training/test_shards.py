@@ -52,7 +52,7 @@ def test_overlaps_are_what_both_boxes_hold(shape, data):
         assert set(of(one)[common[0]].flatten().tolist()) == both
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.integers(1, 4), st.integers(1, 4))
 def test_what_some_ranks_wrote_others_read(tmp_path_factory, writers, readers):
     folder = tmp_path_factory.mktemp("files")

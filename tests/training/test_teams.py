@@ -15,7 +15,7 @@ from tests.training import cases
 
 TEAMS = {"left": (0, 1), "right": (2, 3)}
 ENGINES: dict[str, tuple[str, dict]] = {"left": ("dense", {"tp": 2, "sp": True}), "right": ("moe", {})}
-STEPS = 3
+STEPS = 2
 
 
 def _train(name: str, meet: Callable[[str], None]) -> dict:
