@@ -16,7 +16,7 @@ from tests.turns import SINGLY, FirstCollects, OneTakesTheWide, Turns, kinds_of,
 # fails belongs to a change of the code or of the test.
 settings.register_profile(
     "megarl",
-    max_examples=50,
+    max_examples=30,
     deadline=None,
     derandomize=True,
     database=None,

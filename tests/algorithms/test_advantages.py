@@ -73,7 +73,7 @@ def of(name: str, given: dict) -> dict:
 
 
 @given(cases)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_each_equals_its_formula(case):
     r, v, m = case.lists("rewards"), case.lists("values"), case.lists("mask")
     logp, teacher = case.lists("old_logp"), case.lists("ref_logp")
@@ -201,7 +201,7 @@ def test_optimal_token_baseline_by_hand():
 
 
 @given(case=cases, packed=st.booleans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_optimal_token_baselines_with_importance_weights(case, packed):
     """w times the square of the weight; what has weight 0 has no part in the baseline."""
     rho = (case.logp - case.old_logp).exp().clamp(max=1.2)

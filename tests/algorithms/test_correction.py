@@ -80,7 +80,7 @@ def spread(per_valid, mask, fill=0.0):
 
 
 @given(cases, knobs_st)
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=38, deadline=None)
 def test_weights_mask_and_keep_equal_the_loops(case, knobs):
     mine = run(case, knobs)
     rows, fates, weights, factor, _ = expected(case, knobs)
@@ -92,7 +92,7 @@ def test_weights_mask_and_keep_equal_the_loops(case, knobs):
 
 
 @given(cases, knobs_st)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_metrics_equal_the_loops(case, knobs):
     numbers = result_of(run(case, {**knobs, "is_batch_normalize": False}))
     rows, fates, _, _, items = expected(case, {**knobs, "is_batch_normalize": False})
@@ -131,7 +131,7 @@ def test_without_variance_there_is_no_correlation():
 
 
 @given(cases, knobs_st, st.integers(0, 99))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_what_must_not_change_the_answer(case, knobs, seed):
     plain = run(case, knobs)
     numbers = result_of(plain)
@@ -154,7 +154,7 @@ def test_what_must_not_change_the_answer(case, knobs, seed):
 
 
 @given(cases, knobs_st)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_a_masked_row_changes_nothing(case, knobs):
     plain = run(case, knobs)
     longer = {n: torch.cat([getattr(case, n), torch.full_like(case.logp[:1], 1e9)]) for n in ("logp", "old_logp")}
@@ -166,7 +166,7 @@ def test_a_masked_row_changes_nothing(case, knobs):
 
 
 @given(cases, knobs_st, st.integers(1, 4))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_moments_of_parts_add_up(case, knobs, parts):
     """Micro-batches and ranks merge their sums; the metrics are those of the whole."""
     knobs = {**knobs, "is_batch_normalize": False}
@@ -343,7 +343,7 @@ def test_staleness_by_hand():
 
 
 @given(cases, st.sampled_from(["none", "token", "sequence"]), st.sampled_from([1.3, [0.5, 1.5]]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_pg_is_equals_its_formula(case, level, threshold):
     cfg = SimpleNamespace(is_level=level, is_threshold=threshold)
     names = ("logp", "old_logp", "advantages")
@@ -396,7 +396,7 @@ def test_gradient_of_pg_is_is_that_of_its_expectation_with_fixed_weights():
 
 
 @given(cases)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_rejected_samples_leave_the_baseline_of_their_group(case):
     """Their mask is empty for the estimator, so the others are compared as if the sample had never been drawn."""
     keep = run(case, {"rules": [Rule("geometric", upper=1.1)]}).keep

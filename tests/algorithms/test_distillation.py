@@ -153,7 +153,7 @@ def test_through_a_policy_loss_it_is_that_loss_with_minus_the_estimate_as_advant
 
 
 @given(cases, st.sampled_from([0.05, 0.5]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_bounds_alone_and_in_addition_to_the_rewards(case, clamp):
     section = DistillationConfig(coef=0.5, estimator="abs", loss_max_clamp=clamp)
     plain, _ = loss_of(case, None, None)

@@ -30,7 +30,7 @@ MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-to
 
 
 @given(cases, settings_st)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_ppo_equals_its_formula(case, cfg):
     mine, _ = ppo(case.logp, case.old_logp, case.advantages, case.mask, cfg)
     theirs = [
@@ -44,7 +44,7 @@ def test_ppo_equals_its_formula(case, cfg):
 
 
 @given(cases, settings_st)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=13, deadline=None)
 def test_ppo_padded_packed_and_nan_in_padding_agree(case, cfg):
     names = ("logp", "old_logp", "advantages")
     plain, metrics = ppo(*(getattr(case, n) for n in names), case.mask, cfg)
@@ -90,7 +90,7 @@ def test_gradients_of_all_terms(seed):
 
 
 @given(cases, st.sampled_from([None, 0.1, 0.5]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_value_loss_equals_its_formula(case, clip):
     old = case.values + case.rewards * 0.3
     names = (case.values.tolist(), old.tolist(), case.advantages.tolist(), case.lists("mask"))
@@ -113,7 +113,7 @@ def test_value_loss_gradient():
 
 
 @given(cases, st.sampled_from(MODES), st.integers(1, 4))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_loss_and_gradient_do_not_depend_on_the_split(case, mode, parts):
     """One objective, cut into uneven parts (as micro-batches or ranks are), some of them empty."""
     cfg, kl = PolicyLossConfig(entropy_coef=0.1), KLConfig(estimator="low_var_kl+", coef=0.2)
@@ -149,7 +149,7 @@ def test_loss_and_gradient_do_not_depend_on_the_split(case, mode, parts):
 
 
 @given(cases, st.sampled_from(MODES))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_weights_equal_the_aggregation_formula(case, mode):
     weights = aggregation_weights(mode, case.mask, local_counts(case.mask), sum_norm=7.0).double()
     expected = oracle.aggregate(mode, case.lists("advantages"), case.lists("mask"), 7.0)

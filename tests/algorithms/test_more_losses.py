@@ -87,14 +87,14 @@ def by_tokens(name, case, cfg):
 
 @pytest.mark.parametrize("name", TOKEN_LOSSES)
 @given(case=cases, cfg=configs)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=13, deadline=None)
 def test_token_losses_equal_their_formula(name, case, cfg):
     close(run(name, probabilities(case), cfg, poison=True)[0], by_tokens(name, case, cfg))
 
 
 @pytest.mark.parametrize("name", ROW_LOSSES)
 @given(case=cases, cfg=configs)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=13, deadline=None)
 def test_sequence_losses_equal_their_formula(name, case, cfg):
     expected = []
     for x, o, a, ms in zip(*(case.lists(n) for n in (*INPUTS, "mask")), strict=True):
@@ -109,7 +109,7 @@ def test_sequence_losses_equal_their_formula(name, case, cfg):
 
 
 @given(case=cases, cfg=configs)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_clip_cov_silences_the_tokens_it_draws(case, cfg):
     cov = oracle.covariances(case.lists("old_logp"), case.lists("advantages"), case.lists("mask"))
     keys = keys_of(case)
@@ -122,7 +122,7 @@ def test_clip_cov_silences_the_tokens_it_draws(case, cfg):
 
 
 @given(case=cases, cfg=configs)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_kl_cov_penalises_the_largest_covariances(case, cfg):
     logp, old, a, mask = (case.lists(n) for n in (*INPUTS, "mask"))
     cov = oracle.covariances(old, a, mask)
@@ -143,7 +143,7 @@ def test_kl_cov_penalises_the_largest_covariances(case, cfg):
 
 
 @given(case=cases, cfg=configs)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_m2po_drops_the_farthest_tokens_of_the_mini_batch(case, cfg):
     where = case.mask.nonzero().tolist()
     logp, old, rollout, a = (case.lists(n) for n in ("logp", "old_logp", "ref_logp", "advantages"))

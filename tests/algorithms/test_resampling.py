@@ -30,7 +30,7 @@ def weight(name: str, score: float, scores: list[float], power: float) -> float:
 
 @pytest.mark.parametrize("name", RESAMPLING.names())
 @given(scores=st.lists(st.sampled_from([-1.5, 0.0, 0.25, 1.0, 3.0]), min_size=1, max_size=9), seed=st.integers(0, 99))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_weights_and_copies(name, scores, seed):
     own = {"power": 3.0} if name == "pow" else {}
     found = RESAMPLING.get(name)(torch.tensor(scores, dtype=torch.float64), **own)
@@ -63,7 +63,7 @@ def test_weights_that_are_none_are_refused(tmp_path, monkeypatch):
 
 
 @given(cases, st.sampled_from(MODES), st.integers(0, 99))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_copies_are_worth_what_the_copied_batch_is(case, mode, seed):
     """The loss of the batch with every sample written out as often as it was drawn."""
     g = torch.Generator().manual_seed(seed)

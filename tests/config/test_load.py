@@ -379,7 +379,7 @@ awkward = texts | st.sampled_from(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     name=awkward.filter(str.isprintable),
     files=st.lists(awkward.filter(no_home), max_size=3),

@@ -56,7 +56,7 @@ def needs(graph: TaskGraph, placement: Placement) -> Iterator[tuple[str, str, st
 @given(
     st.sampled_from(list(RECIPES)), st.lists(st.integers(0, 3), min_size=len(MODEL_ROLES), max_size=len(MODEL_ROLES))
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_every_team_is_handed_what_it_reads_of_others_once(name, choice):
     graph, _ = load(name, {})
     wanted = dict(zip(MODEL_ROLES, choice, strict=True))

@@ -33,7 +33,7 @@ def some_way(devices: int, sizes: list[int], batches: list[int]) -> bool:
 
 
 @given(st.integers(1, 20), st.lists(TEAM, min_size=1, max_size=4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_shares_are_whole_replicas_and_add_up_wherever_that_is_possible(devices, teams):
     sizes, weights, batches = map(list, zip(*teams, strict=True))
     shares = whole_replicas(devices, sizes, weights, batches)
@@ -47,7 +47,7 @@ def test_shares_are_whole_replicas_and_add_up_wherever_that_is_possible(devices,
 
 
 @given(st.integers(4, 64), st.lists(st.integers(1, 9), min_size=1, max_size=4))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_shares_follow_the_weights(devices, weights):
     """Within one worker per team, where a minimum of one does not take more."""
     shares = whole_replicas(devices, [1] * len(weights), weights, [0] * len(weights))

@@ -156,7 +156,7 @@ class Run:
         return True
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.sampled_from(["in_order", "as_ready", "partial", "own"]), *[st.integers(1, 4)] * 3, st.integers(0, 2**32))
 def test_nothing_is_older_than_k_nothing_is_lost_and_nobody_waits_for_ever(order, k, groups, steps, seed):
     orders = {"own": HALF_STEP, "partial": "as_ready"}

@@ -72,7 +72,7 @@ def _sequences(batch) -> list[list[int]]:
 def test_examples_have_the_tokens_of_the_whole_conversation(name: str) -> None:
     family, draw = FAMILIES[name], random.Random(name)
     tokenizer, end = _tokenizer(family), family.end
-    talks = [_conversation(draw, family) for _ in range(200)]
+    talks = [_conversation(draw, family) for _ in range(60)]
     data = SFTDataset(_config(family, prompt_key="talk"), tokenizer, "talk", rows=_rows([{"talk": t} for t in talks]))
     batch = data.batch(range(len(talks)))
     assert _sequences(batch) == [_whole(tokenizer, family, talk) for talk in talks]

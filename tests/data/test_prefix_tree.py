@@ -9,7 +9,7 @@ from megarl.data.prefix_tree import prefix_tree
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=9)
 
 
-@settings(max_examples=75)
+@settings(max_examples=38)
 @given(rows=ROWS, shortest=st.integers(1, 4))
 def test_columns_and_spans_are_those_of_the_sequences(rows, shortest):
     arrays = [np.array(row) for row in rows]

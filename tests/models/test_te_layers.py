@@ -123,17 +123,17 @@ def test_an_architecture_reads_trains_and_exports_as_the_local_form(tmp_path, na
 
 LAYOUTS = [
     ("tied", {"tp": 2, "sp": True}, {"recompute": "selective"}),
-    ("tied", {"pp": 2}, {"distributed_optimizer": False}),
     ("dense", {"cp": 2}, {"recompute": "full"}),
-    ("moe", {"ep": 2}, {"overlap_grad_reduce": True}),
     ("moe", {"tp": 2, "sp": True}, {}),
 ]
+MORE = [("tied", {"pp": 2}, {"distributed_optimizer": False}), ("moe", {"ep": 2}, {"overlap_grad_reduce": True})]
 
 
 @pytest.mark.procs
-def test_every_layout_equals_a_plain_process():
-    (reference,) = run_distributed(test_layouts._reference, 1, 120, LAYOUTS)
-    layouts = [(name, sizes, {**settings, "layers": "te"}) for name, sizes, settings in LAYOUTS]
+@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE, marks=pytest.mark.campaign("teams"))], ids=len)
+def test_every_layout_equals_a_plain_process(layouts):
+    (reference,) = run_distributed(test_layouts._reference, 1, 120, layouts)
+    layouts = [(name, sizes, {**settings, "layers": "te"}) for name, sizes, settings in layouts]
     ranks = run_with_te(test_layouts._all_cases, 2, 420, layouts, reference)
     for number, case in enumerate(layouts):
         worst = {key: max(rank[number][key] for rank in ranks) for key in ranks[0][number]}

@@ -98,19 +98,19 @@ NUMERIC = texts(
 
 
 @given(NUMERIC)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_numbers_are_those_of_the_regular_expression(text):
     assert find_numbers(text) == numbers_by_regex(text)
     assert parse_number(text) == number_by_regex(text)
 
 
 @given(texts(r"\boxed{", r"\fbox {", r"\box" + "\n{", "{", "}", "\\", r"\{", r"\}", "1", " "))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_boxes_are_those_of_a_search_from_every_start(text):
     assert last_boxed(text) == box_by_search(text)
 
 
 @given(texts("<think>", "</think>", "<think>", "a", " ", "\n", "\x1c", "<", "</"))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_thoughts_are_those_of_the_regular_expression(text):
     assert format_reward({"response": text}, boxed=False) == format_by_regex(text)

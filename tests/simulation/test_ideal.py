@@ -180,7 +180,7 @@ class Ticking:
         self.version, self.is_open, self.asked = self.trained, False, False
 
 
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=38, deadline=None)
 @given(st.data(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 6), st.booleans())
 def test_events_and_a_ticking_clock_end_steps_alike(data, groups, samples, lag, training, partial):
     steps = data.draw(st.integers(1, 6))

@@ -27,7 +27,7 @@ def test_samples_take_the_slot_that_is_free_first(groups, slots):
     assert replica(groups, slots).finish() == pytest.approx(makespan(tokens, slots))
 
 
-@settings(max_examples=25)
+@settings(max_examples=13)
 @given(GROUPS, st.integers(1, 6), st.lists(st.floats(0.1, 4), max_size=8))
 def test_it_does_not_matter_in_which_pieces_time_passes(groups, slots, pieces):
     seconds = Table(Line(0.5, 0.25), prefill_s=Line(0.0, 0.01))

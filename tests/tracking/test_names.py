@@ -36,7 +36,7 @@ def test_a_name_that_loses_something_gets_a_hash_whatever_came_before(name, star
 
 
 @given(NAMES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_mlflow_takes_every_safe_name(name):
     from mlflow.utils.validation import _validate_metric_name, _validate_param_name
 
@@ -49,7 +49,7 @@ def test_mlflow_takes_every_safe_name(name):
 
 
 @given(st.lists(NAMES, unique=True, max_size=8))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_no_two_metrics_share_a_safe_name(names):
     safe = SafeNames()
     assert len({safe.of(name) for name in names}) == len(names)
