@@ -56,6 +56,8 @@ _FORMS = (
         "env/*",
         "filter/*/kept",
         "perf/bottleneck/*",
+        "perf/imbalance/*",
+        "perf/imbalance_given/*",
     ),
     *("reward/*", "rollout_corr/*", "srpo/distance/bin_*", "store/queue/*", "teacher/*", "team/*", "timing_s/*"),
 )

@@ -86,6 +86,12 @@ class EngineConfig(Section):
         "and not for each sample, in log-probs, values and updates; results are equal to rounding. Frozen models use "
         "the actor's setting where they can",
     )
+    balance_replicas: bool = Field(
+        True,
+        description="exchange samples between replicas before log-probs, values and updates, so that all compute on "
+        "about as many tokens; results are equal to rounding. Samples that share prompts or images, and the two of a "
+        "pair, stay together. Reference and teacher use the actor's",
+    )
     distributed_optimizer: bool = Field(True, description="shard the optimizer state over data-parallel ranks")
     exp_avg_dtype: Literal["fp32", "bf16"] = Field(
         "fp32",

@@ -1,4 +1,4 @@
-"""Shares of nearly equal total length: groups of samples over replicas, sequences over micro-batches.
+"""Shares of nearly equal total length: groups or samples over replicas, sequences over micro-batches.
 
 The start is greedy. Each round then pairs the heaviest part with the lightest, the second heaviest with the second
 lightest and so on, and each pair exchanges the two items that make it most even. One sort and one binary search solve
@@ -58,6 +58,31 @@ def balance(lengths: Lengths, k: int, equal_counts: bool = False) -> list[list[i
             table[part, : len(items)] = items
     _exchange(table, sizes, fixed_counts=equal_counts)
     return [sorted(row[row >= 0].tolist()) for row in table]
+
+
+def rebalance(lengths: Lengths, owners: Sequence[int] | np.ndarray, k: int) -> np.ndarray:
+    """Move items between k parts until the parts have nearly equal totals, and return each item's new part, int64 [n].
+
+    Most items stay where they are, unlike with `balance`. Deterministic: equal inputs give equal parts on every rank.
+
+    Args:
+        lengths: n non-negative integers.
+        owners: the part that has each item now.
+
+    >>> rebalance([5, 4, 1, 2], [0, 0, 1, 1], 2).tolist()
+    [0, 1, 0, 1]
+    """
+    sizes, owners = np.asarray(lengths, dtype=np.int64), np.asarray(owners, dtype=np.int64)
+    counts = np.bincount(owners, minlength=k)
+    # As many free places as the fullest part has items: parts of few long items may take many short ones.
+    table = np.full((k, 2 * int(counts.max(initial=0)) + 1), -1, dtype=np.int64)
+    order = np.argsort(owners, kind="stable")
+    table[owners[order], np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)] = order
+    _exchange(table, sizes, fixed_counts=False)
+    new = np.empty_like(owners)
+    for part, items in enumerate(_balanced([row[row >= 0].tolist() for row in table], sizes)):
+        new[items] = part
+    return new
 
 
 def _longest_first(sizes: np.ndarray, k: int) -> list[list[int]]:

@@ -127,6 +127,10 @@ class Batch:
         """Return a batch of the same kind as this one."""
         return Batch(fields, columns, size=size)
 
+    def alike(self, other: Batch) -> Batch:
+        """Return the samples of `other` as a batch of this one's kind: where this batch refuses fields, so does it."""
+        return self._like(other.fields, other._columns, len(other))
+
     def copy(self) -> Batch:
         """Return a new batch that shares the fields and has copies of the column lists; `set` on it does not change
         this batch."""

@@ -96,7 +96,7 @@ class Workload:
     samples: int  # samples per group
     prompt: float
     lengths: Lengths
-    even: bool = False  # replicas get equal tokens (`placement.share=tokens`)
+    even: bool = False  # replicas compute on equal tokens (`engine.balance_replicas` or `placement.share=tokens`)
     patches: float = 0.0  # image patches per prompt, or per episode
     apart: bool = False  # samples of a group have different images, which an environment shows
     replayed: int = 0  # groups of earlier steps that a step trains on again (`data.replay`)
@@ -120,7 +120,7 @@ class Workload:
         if encoder is not None and config.data.image_key is not None:
             most = image_patches(config, encoder)
             patches = min(given.prompt_patches or most / 2, most)
-        even = config.placement.share == "tokens"
+        even = config.actor.engine.balance_replicas or config.placement.share == "tokens"
         replay = config.data.replay
         replayed = 0 if replay is None else replay.groups(config.data.batch_size)
         return cls(config.data.batch_size, sampling.n, prompt, lengths, even, patches, config.has_turns, replayed)

@@ -26,7 +26,7 @@ from megarl.simulation.system import SimTeam, System
 
 Steps: TypeAlias = Generator[simpy.Event, Any, None]
 _BLOCK = 256  # number of groups whose lengths are sampled at once
-_BALANCED = 1.02  # tokens of the fullest replica over the mean, if groups are shared by tokens
+_BALANCED = 1.02  # tokens of the fullest replica over the mean, if groups or samples are shared by tokens
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,8 @@ class Simulation:
         shares = [0] * replicas
         for place, number in enumerate(groups):
             shares[place % replicas] += self._tokens[number]
+        if self.system.balances and replicas > 1:
+            return _BALANCED * sum(shares) / replicas
         longest = max(self._tokens[number] for number in groups)
         return max(_BALANCED * sum(shares) / replicas, longest) if self.system.shares_tokens else max(shares)
 

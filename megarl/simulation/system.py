@@ -37,6 +37,7 @@ class System:
     max_staleness: int  # largest number of off-policy steps, `async.max_staleness` (k)
     order: str  # order in which groups are trained on, `async.order`
     partial: bool  # whether samples are interrupted for a weight update, `async.partial`
+    balances: bool  # whether replicas exchange samples before a pass (`actor.engine.balance_replicas`)
     shares_tokens: bool  # whether `placement.share` is tokens
     servers: int  # number of generating replicas: engines or servers
     server_devices: int  # devices per replica
@@ -126,6 +127,7 @@ def read_system(config: RunConfig, graph: TaskGraph) -> System:
         max_staleness=config.async_.max_staleness,
         order=config.async_.order,
         partial=config.async_.partial,
+        balances=config.actor.engine.balance_replicas,
         shares_tokens=config.placement.share == "tokens",
         servers=rollout.replicas if servers is None else servers.count,
         server_devices=rollout.parallel.model_parallel_size if servers is None else servers.tp_size,

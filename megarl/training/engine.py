@@ -1,6 +1,7 @@
 """The Megatron engine: one model under one layout, trained or frozen, that processes batches of packed samples.
 
-    batch -> plan: micro-batches by token budget, equally many on all data-parallel ranks
+    batch -> data-parallel ranks exchange rows, so that all have about as many tokens
+          -> plan: micro-batches by token budget, equally many on all data-parallel ranks
           -> Megatron's schedule (none, 1F1B, interleaved) -> hidden states on the last stage
           -> rows that predict response tokens -> head: log-prob and entropy, or value -> loss_fn -> backward
           -> gradients summed over dp x cp -> finite? -> clip -> AdamW -> new parameters
@@ -44,6 +45,7 @@ from megarl.training.heads import Head, LogProbs, SampledTokens, Values
 from megarl.training.host_memory import HostArena
 from megarl.training.microbatch import MicroBatch
 from megarl.training.parallel import Layout
+from megarl.training.row_exchange import RowExchange
 from megarl.training.sequence_layout import TEXT, SequenceLayout, TextLayout
 from megarl.training.topk import SoftTargets, TopTokens
 from megarl.training.vocabulary import HiddenStates, TeacherHead, Terms, WholeVocabulary
@@ -274,6 +276,9 @@ class MegatronEngine:
         `together`: all data-parallel replicas make this call, each with its own batch; otherwise only this one does.
         """
         self.require(PARAMETERS)
+        exchange = self._exchange(batch) if together else None
+        if exchange is not None:
+            batch = self._sent(exchange, batch)
         groups = self._plan(batch, together=together)
         micros, length = self._build(batch, groups)
         self._train_mode(False)
@@ -287,7 +292,8 @@ class MegatronEngine:
                 if self.layout.pp_size > 1:  # the other stages get the outputs of the last one
                     part = self.layout.pp_group.broadcast(part.to(self.device), src=self.layout.pp_size - 1).to(where)
                 parts.append(part)
-        return self._in_batch_order(torch.cat(parts), batch, groups)
+        ordered = self._in_batch_order(torch.cat(parts), batch, groups)
+        return ordered if exchange is None else exchange.restore(ordered)
 
     def _collect(self, head: Head, where: torch.device, dtype: torch.dtype, micro: MicroBatch, chunk: Any) -> Any:
         """Return a function that computes the head's outputs for a micro-batch's final hidden states, and moves them to
@@ -379,9 +385,6 @@ class MegatronEngine:
         self._optim_settings()
         self.require(*PARTS)
         batch = self.sequences.rows(batch)
-        if targets is not None:
-            assert isinstance(head, LogProbs), "only a policy has a teacher"
-            head = self._teacher_head(head, batch[targets.field], targets.terms)
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -389,6 +392,12 @@ class MegatronEngine:
             batch = batch.copy()
             self._draft_loss.weigh(batch, self.layout.dp_group)
             self._lend_embedding()
+        exchange = self._exchange(batch, unit)
+        if exchange is not None:
+            batch = self._sent(exchange, batch)
+        if targets is not None:
+            assert isinstance(head, LogProbs), "only a policy has a teacher"
+            head = self._teacher_head(head, batch[targets.field], targets.terms)
         with phase("forward_backward"):
             groups = self._plan(batch, unit=unit)
             micros, length = self._build(batch, groups)
@@ -402,6 +411,9 @@ class MegatronEngine:
             numbers = self._update(batch, groups, [loss for loss, _ in results])
         for name, number in numbers.items():
             metrics.mean(f"{self.name}/{name}", number, 1)
+        if exchange is not None:
+            metrics.mean(f"perf/imbalance/{self.name}", exchange.after, 1)
+            metrics.mean(f"perf/imbalance_given/{self.name}", exchange.before, 1)
         return metrics
 
     @functools.cached_property
@@ -520,6 +532,31 @@ class MegatronEngine:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+
+    def _exchange(self, batch: Batch, unit: int = 1) -> RowExchange | None:
+        """Return the exchange of rows between the replicas before a pass; None: they do not exchange any."""
+        if self.layout.dp_size == 1 or not self.config.balance_replicas:
+            return None
+        budget, patch_tokens = self.config.micro_batch_tokens, self._patch_tokens
+        units = microbatch.indivisible(batch, budget, self.sequences, unit=unit, patch_tokens=patch_tokens)
+        return RowExchange.of(*units, self.layout.dp_group)
+
+    def _sent(self, exchange: RowExchange, batch: Batch) -> Batch:
+        """Return the rows that this replica computes.
+
+        Raises:
+            ConfigError: a column cannot be sent.
+        """
+        try:
+            return exchange.send(batch)
+        except ValueError as error:
+            raise ConfigError(
+                f"samples cannot be sent to other replicas: {error}",
+                where=f"{self._where}.balance_replicas",
+                found=True,
+                allowed="true if samples have only tensors and columns of JSON values; false",
+                fix=f"set {self._where}.balance_replicas=false",
+            ) from error
 
     def _plan(self, batch: Batch, *, together: bool = True, unit: int = 1) -> list[list[int]]:
         return microbatch.plan(

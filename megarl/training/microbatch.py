@@ -75,6 +75,14 @@ def plan(
     return [[number * unit + i for number in group for i in range(unit)] for group in ordered]
 
 
+def indivisible(
+    batch: Batch, budget: int, sequences: SequenceLayout = TEXT, *, unit: int = 1, patch_tokens: float = 0.0
+) -> tuple[list[list[int]], list[int]]:
+    """Return the rows that `plan` puts into one micro-batch together, as indices, and the tokens of each such set."""
+    joined, lengths = bundles(*_costs(batch, sequences.lengths(batch).view(-1, unit), sequences, patch_tokens), budget)
+    return [[number * unit + i for number in part for i in range(unit)] for part in joined], lengths
+
+
 def _costs(
     batch: Batch, rows: Tensor, sequences: SequenceLayout, patch_tokens: float
 ) -> tuple[list[int], list[dict[int, int]]]:

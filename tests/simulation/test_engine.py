@@ -30,7 +30,7 @@ def system(work, lag=0, flows=False, partial=False, servers=1) -> System:
     train = SimTeam("train", 1, 1, ("actor_train",), takes=1)
     rollout = SimTeam("draw", servers, servers, (), gives=1)
     order = "as_ready" if flows else "in_order"
-    sizes = (work.groups, work.samples, 6, lag, order, partial, False, servers, 1, work.slots)
+    sizes = (work.groups, work.samples, 6, lag, order, partial, False, False, servers, 1, work.slots)
     return System(*sizes, train, rollout, (), {"actor_train": ("rollout",)})
 
 
