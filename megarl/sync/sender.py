@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from megarl.sync.plan import Bucket
@@ -105,12 +106,19 @@ class BucketSender:
                 source.fill(number, routes, flat, whole=whole)
                 report.gather_s += time.perf_counter() - start
                 if bucket is not None and flat is not None:
-                    put = putting.submit(transport.put, number, bucket, source.parts(bucket, flat))
+                    filled = torch.cuda.current_stream().record_event() if flat.is_cuda else None
+                    put = putting.submit(self._put, number, bucket, flat, filled)
                     in_flight.append(sending.submit(send, number, bucket, flat, put))
             while in_flight:
                 in_flight.popleft().result()
         if receivers and transport.sent_bytes is not None:
             report.nbytes = transport.sent_bytes
+
+    def _put(self, number: int, bucket: Bucket, flat: Tensor, filled: torch.cuda.Event | None) -> None:
+        """Wait until the device has filled a bucket, and not for what it does after that; then prepare it."""
+        if filled is not None:
+            filled.synchronize()
+        self.transport.put(number, bucket, self.source.parts(bucket, flat))
 
     def release(self) -> None:
         """Free the buffers."""

@@ -4,12 +4,16 @@ Work goes in rounds: in round k every sender fills its k-th bucket. All ranks wa
 order (route, sender, place in the bucket) and move the pieces that they give or take; equal order avoids deadlocks.
 Pieces are sent in the wire's dtype, in slabs of a few megabytes: directly into the bucket if they are contiguous there,
 otherwise through a temporary slab.
+
+Slab k of all pieces of a tensor is one batch on each rank. With nccl a batch uses the communicator of the whole world,
+where a single send or receive would create a communicator for its pair of ranks, which takes time and memory. The
+batches of a rank run one after the other; the first batch that is not done has all its ranks at it, so it ends.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -132,7 +136,7 @@ class Source:
         Raises:
             WorkerError: another rank did not answer before the process group's deadline.
         """
-        sending: deque[tuple[dist.Work, Tensor, Move]] = deque()
+        sending: deque[tuple[list[dist.Work], list[Tensor], Entry]] = deque()
         for route in routes:
             for entry, moves in self._moves[route].get(number, ()):
                 beat()
@@ -143,8 +147,7 @@ class Source:
                     if self._live(entry) is None:
                         self._take(entry, moves, out)
                 else:
-                    for move in moves:
-                        self._give(move, sending)
+                    self._give(entry, moves, sending)
         while sending:
             self._wait_for_receiver(*sending.popleft())
 
@@ -160,9 +163,9 @@ class Source:
         else:
             whole = torch.empty(entry.shape, dtype=self.dtype, device=out.device)
             self._count(whole.nbytes)
-        arriving = [(work, move) for move in moves for work in self._receive(move, whole)]
-        for work, move in arriving:
-            self._wait(work, f"for a piece of {entry.source} from rank {move.giver}")
+        arriving = list(self._receive(entry, moves, whole))
+        for works in arriving:
+            self._wait(works, f"for pieces of {entry.source}")
         if not plain:
             values, scale = quantize_blocks(whole)
             out[entry.offset : entry.offset + entry.nbytes].view(values.dtype).view(entry.shape).copy_(values)
@@ -170,44 +173,62 @@ class Source:
             out[scales.offset : scales.offset + scales.nbytes].view(scale.dtype).view(scales.shape).copy_(scale)
             self._count(-whole.nbytes)
 
-    def _receive(self, move: Move, whole: Tensor) -> Iterator[dist.Work]:
-        target = whole[as_index(move.region)]
-        if move.giver == self.rank:
-            target.copy_(self.held[move.entry.source, move.region])
-            return
-        for rows in _slabs(target):
-            direct = rows.is_contiguous()
-            slab = rows if direct else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-            work = dist.irecv(
-                slab.view(-1).view(torch.uint8), src=self.world.ranks[move.giver], group=self.world.process_group
+    def _receive(self, entry: Entry, moves: list[Move], whole: Tensor) -> Iterator[list[dist.Work]]:
+        """Copy this rank's own slices of a tensor, and receive the others; yield the receives to wait for."""
+        remote: list[tuple[Move, list[Tensor]]] = []
+        for move in moves:
+            target = whole[as_index(move.region)]
+            if move.giver == self.rank:
+                target.copy_(self.held[entry.source, move.region])
+            else:
+                remote.append((move, list(_slabs(target))))
+        for number in range(max((len(slabs) for _, slabs in remote), default=0)):
+            parts = [(move.giver, slabs[number]) for move, slabs in remote if number < len(slabs)]
+            staged = {
+                place: torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+                for place, (_, rows) in enumerate(parts)
+                if not rows.is_contiguous()
+            }
+            works = self._batch(
+                dist.irecv, [(giver, staged.get(place, rows)) for place, (giver, rows) in enumerate(parts)]
             )
-            assert work is not None
-            if direct:
-                yield work
+            if not staged:
+                yield works
                 continue
-            self._count(slab.nbytes)
-            self._wait(work, f"for a piece of {move.entry.source} from rank {move.giver}")
-            rows.copy_(slab)
-            self._count(-slab.nbytes)
+            size = sum(slab.nbytes for slab in staged.values())
+            self._count(size)
+            self._wait(works, f"for pieces of {entry.source} from ranks {sorted({giver for giver, _ in parts})}")
+            for place, slab in staged.items():
+                parts[place][1].copy_(slab)
+            self._count(-size)
 
-    def _give(self, move: Move, sending: deque[tuple[dist.Work, Tensor, Move]]) -> None:
-        dtype = self._dtype(move.entry)
-        for rows in _slabs(self.held[move.entry.source, move.region], dtype.itemsize):
-            ready = rows.to(self.device, dtype).contiguous()
-            while len(sending) > 1:  # at most two blocks of rows in flight, to bound the memory of their copies
+    def _give(
+        self, entry: Entry, moves: list[Move], sending: deque[tuple[list[dist.Work], list[Tensor], Entry]]
+    ) -> None:
+        """Send this rank's slices of a tensor to the rank that collects it."""
+        dtype = self._dtype(entry)
+        pieces = [list(_slabs(self.held[entry.source, move.region], dtype.itemsize)) for move in moves]
+        for number in range(max(map(len, pieces))):
+            ready = [slabs[number].to(self.device, dtype).contiguous() for slabs in pieces if number < len(slabs)]
+            while len(sending) > 1:  # at most two batches in flight, to bound the memory of their copies
                 self._wait_for_receiver(*sending.popleft())
-            work = dist.isend(
-                ready.view(-1).view(torch.uint8), dst=self.world.ranks[move.sender], group=self.world.process_group
-            )
-            assert work is not None
-            sending.append((work, ready, move))
+            works = self._batch(dist.isend, [(moves[0].sender, slab) for slab in ready])
+            sending.append((works, ready, entry))
 
-    def _wait_for_receiver(self, work: dist.Work, _: Tensor, move: Move) -> None:
-        self._wait(work, f"for rank {move.sender} to receive a piece of {move.entry.source}")
+    def _batch(self, operation: Callable[..., dist.Work | None], slabs: list[tuple[int, Tensor]]) -> list[dist.Work]:
+        """Start one batch of sends or receives of contiguous slabs, each with the rank of its other end."""
+        group, ranks = self.world.process_group, self.world.ranks
+        return dist.batch_isend_irecv(
+            [dist.P2POp(operation, slab.view(-1).view(torch.uint8), ranks[rank], group) for rank, slab in slabs]
+        )
 
-    def _wait(self, work: dist.Work, purpose: str) -> None:
+    def _wait_for_receiver(self, works: list[dist.Work], _: list[Tensor], entry: Entry) -> None:
+        self._wait(works, f"for another rank to receive pieces of {entry.source}")
+
+    def _wait(self, works: list[dist.Work], purpose: str) -> None:
         try:
-            work.wait()
+            for work in works:
+                work.wait()
         except RuntimeError as error:
             raise WorkerError(
                 f"weight synchronisation: rank {self.rank} waited {purpose}, and the transfer failed: {error}"

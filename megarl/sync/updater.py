@@ -23,6 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from megarl.config.sync import SyncConfig
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.export import iter_on_all_ranks, layout_of_all
@@ -100,6 +102,8 @@ class WeightSync:
         self._led = {number for route in self.plan.routes if route.lead == world.rank for number in route.receivers}
         self.transport = self._make_transport(run_dir, names, addresses)
         at, live = self.transport.device, self.transport.live and chunks[0].config.lora is None
+        if at.type != "cpu":  # the first use of nccl's communicator of the world, which all ranks have to be part of
+            world.all_reduce(torch.zeros(1, device=at))
         source = Source(Pieces(chunks), self.plan, world, self.dtype, at, live=live)
         self.sender = BucketSender(source, self.transport)
         if self._led:

@@ -45,7 +45,7 @@ class Transport:
         """Begin an update of `receivers`, which are already prepared to get tensors."""
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
-        """Prepare bucket `number` for all receivers, before it is delivered to each.
+        """Prepare bucket `number` for all receivers, before it is delivered to each; the device has filled it.
 
         Args:
             parts: uint8, bytes of each entry: parts of the buffer, or parameters if the transport is `live`.

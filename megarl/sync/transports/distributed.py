@@ -7,6 +7,10 @@ would end the update of all.
 The trainer's part of a collective runs in a separate thread during the call that makes the receiver do its part. Unlike
 gloo, nccl neither fails nor returns when the receiver is gone. So the thread is never waited for beyond the deadline,
 and the group of a failed receiver is aborted, which removes nccl's kernel from the device.
+
+A kernel of nccl keeps its multiprocessors until the other side is there, and a receiver serves its senders one after
+the other. So a sender calls few receivers at the same time: the kernels of all calls that it has made are then on the
+device, and the call that a receiver serves ends, whatever the other senders do.
 """
 
 from __future__ import annotations
@@ -44,6 +48,9 @@ from megarl.system.processes import address_towards
 
 T = TypeVar("T")
 _POLL_S = 0.001
+# Broadcasts of a sender at the same time. nccl takes at most 24 channels for a collective on an A100 or H100 (its log
+# shows "24 coll channels"), one multiprocessor each, and an A100 has 108 of them.
+_AT_ONCE = 108 // 24
 _GRACE_S = 1.0  # minimum time for the trainer's part of a broadcast to end after the receiver has answered
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()
@@ -71,9 +78,14 @@ class DistributedTransport(Transport):
         self.device, self.deadline_s, self.address = device, deadline_s, address
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self._links: dict[int, _Link] = {}
+        self._room = threading.Semaphore(_AT_ONCE)
 
     def deliver(self, receiver: Receiver, number: int, bucket: Bucket, flat: Tensor) -> None:
         """Call the receiver with the description of the bucket, and broadcast the bucket at the same time."""
+        with self._room:
+            self._deliver(receiver, bucket, flat)
+
+    def _deliver(self, receiver: Receiver, bucket: Bucket, flat: Tensor) -> None:
         link = self._links.get(receiver.number)
         if link is None or link.url != receiver.url:  # a restarted receiver has a new address
             self._leave(receiver.number)

@@ -34,11 +34,6 @@ class TensorTransport(Transport):
         """Return a buffer that the receiver can map."""
         return shared_buffer(nbytes, self.device)
 
-    def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
-        """Wait until the device has written the buffer."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def deliver(self, receiver: Receiver, number: int, bucket: Bucket, flat: Tensor) -> None:
         """Send handles of the buffer to the receiver and return when it has copied its tensors from the buffer."""
         entries = entries_by_rank(receiver, bucket.entries)
