@@ -18,7 +18,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 from megarl.disaggregated.buffer.size import LEAST, refuse_too_large
-from megarl.planning.memory import SERVER_CACHE, GpuRoom, Memory, device_memory, server_bytes
+from megarl.planning.memory import SERVER_CACHE, GpuRoom, Memory, device_memory, planned_fraction, server_bytes
 from megarl.planning.outcome import ROOM_KEYS
 from megarl.planning.shards import Sizes, key_value_bytes
 from megarl.planning.terms import Moment, held
@@ -190,10 +190,25 @@ def _check_devices(
             moments = (replace(moment, name=f"team {team.name}: {moment.name}") for moment in device.moments)
             device = replace(device, moments=tuple(moments))
         _check_device(config, device, machine, checks, starts)
+        if room is not None and config.rollout.colocated and Role.ROLLOUT in team.roles:
+            _check_fraction(config, device, room, checks.of("memory"))
         if room is not None and not config.rollout.sglang.extra_args and device.needed.least <= room.bytes:
             certain = starts and machine is not None and machine.gpu_certain
             refuse = config.cluster.device_memory_gb is not None or certain
             _check_cache(config, sizes, device, checks.of("memory"), refuse=refuse)
+
+
+def _check_fraction(config: RunConfig, memory: Memory, room: GpuRoom, checks: Checklist) -> None:
+    """Warn of colocated servers without a share of the memory, and name the one that the plan gives them."""
+    if config.rollout.sglang.memory_fraction is None:
+        share = planned_fraction(memory, TIGHT * room.bytes)
+        checks.warn(
+            "rollout.sglang.memory_fraction",
+            "SGLang chooses the server's share of a GPU as if the trainer were not there",
+            fix=f"set rollout.sglang.memory_fraction={share:g}, which the plan leaves to servers"
+            if share
+            else "free memory on the GPUs: the plan leaves none to servers",
+        )
 
 
 def _check_cache(config: RunConfig, sizes: Sizes, memory: Memory, checks: Checklist, *, refuse: bool) -> None:

@@ -6,6 +6,7 @@ docs/planning.md compares estimates with measurements.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from megarl.algorithms.divergences import chosen_divergence
@@ -19,6 +20,7 @@ from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
 from megarl.planning.activations import Activations, Needed, Passes
 from megarl.planning.assumptions import PlanAssumptions
+from megarl.planning.nccl import nccl_terms
 from megarl.planning.shards import (
     BYTES,
     MASTER_BYTES,
@@ -51,6 +53,8 @@ from megarl.system.offload_schedule import (
 )
 
 SERVER_CACHE, _SERVER_WEIGHTS = "a server's cache, per rank of it", "a server's weights, per rank of it"
+_FRACTIONS, _MOST = 20, 0.9  # `memory_fraction` is a multiple of 1/20, at most 0.9
+_SERVER = "a server"  # name of the moment of a server that has its GPUs to itself
 PACK_LIMIT_BYTES, PACK_STEPS = 1 << 30, 16
 """On a CPU the embedded engine repacks weights up to this size once, if it decodes at least this many tokens."""
 # Bytes per generated token: Python numbers that ranks exchange, and the fields of a batch.
@@ -308,6 +312,16 @@ def beside_servers(moment: Moment) -> float:
     return held(term for term in moment.terms if term.what not in (_SERVER_WEIGHTS, SERVER_CACHE))
 
 
+def planned_fraction(memory: Memory, limit: float) -> float:
+    """Return `memory_fraction` for servers on the trainer's devices, from what generation leaves them of `limit` bytes
+    of a device; a multiple of 0.05, or 0 where nothing is left."""
+    generation = next(moment for moment in memory.moments if moment.name == "generation")
+    if memory.free <= 0:
+        return 0.0
+    share = (limit - beside_servers(generation)) / memory.free
+    return max(0.0, min(_MOST, math.floor(share * _FRACTIONS) / _FRACTIONS))
+
+
 def device_memory(
     config: RunConfig, sizes: Sizes, team: TeamPlan, *, gpu: bool, job: str = "train", room: GpuRoom | None = None
 ) -> Memory:
@@ -316,13 +330,31 @@ def device_memory(
     Args:
         room: the device's memory; None: unknown, so the cache of a server on the device is left out.
     """
+    memory = _device_memory(config, sizes, team, gpu=gpu, job=job, room=room)
+    roles = [role for role in team.roles if role is not Role.ROLLOUT or config.rollout.holds_model]
+    if not gpu or not roles:
+        return memory
+    mixture = any(known_sizes(sizes, role).is_moe for role in roles)
+    here = min(team.devices, -(-config.cluster.nproc // config.cluster.nnodes))
+    stays = nccl_terms(team.parallel, team.replicas, here, mixture=mixture)
+    moments = (
+        moment if moment.name == _SERVER else replace(moment, terms=(*moment.terms, *stays))
+        for moment in memory.moments
+    )
+    return replace(memory, moments=tuple(moments))
+
+
+def _device_memory(
+    config: RunConfig, sizes: Sizes, team: TeamPlan, *, gpu: bool, job: str, room: GpuRoom | None
+) -> Memory:
+    """Estimate the device memory without connections between ranks."""
     servers = _server_weights(config, sizes) if gpu and Role.ROLLOUT in team.roles else []
     shared = servers if config.rollout.colocated else []
     models = _Models(config, sizes, team, shared, gpu=gpu)
     known = room if servers else None
     free = 0.0 if known is None else max(0.0, known.bytes - (models.when_servers_start(job) if shared else 0.0))
     cache = [] if known is None else [_server_cache(config, sizes, known.server_share, free)]
-    on_its_own = [Moment("a server", (*servers, *cache))] if servers and not shared else []
+    on_its_own = [Moment(_SERVER, (*servers, *cache))] if servers and not shared else []
     generation = _generation(config, sizes, team, job, gpu=gpu) + (cache if shared else [])
     travels = gpu and job != "sft" and sends_weights(config, team)
     sync = WeightSyncMemory(config, models.facts[ACTOR], team) if travels else None

@@ -23,16 +23,13 @@ from megarl.planning.candidates import RECOMPUTE, Choice, Offload, Space, Spread
 from megarl.planning.decoding import Decoder
 from megarl.planning.flops import FlopCounter
 from megarl.planning.hardware import Hardware
-from megarl.planning.memory import beside_servers
+from megarl.planning.memory import planned_fraction
 from megarl.planning.outcome import ROOM_KEYS, Filled, StepPlan
 from megarl.planning.passes import Cost, total
 from megarl.planning.shards import Sizes, known_sizes, state_bytes
 from megarl.planning.step import StepFormulas
 from megarl.planning.workload import Workload
 from megarl.system.errors import ConfigError
-
-_FRACTIONS = 20  # memory_fraction is a multiple of 1/20
-_MOST = 0.9
 
 
 @dataclass(frozen=True)
@@ -208,11 +205,7 @@ class Search:
             return None
         team = next(team for team in formulas.placement.teams if Role.ROLLOUT in team.roles)
         memory = formulas.memory[team.name]
-        generation, free = next(moment for moment in memory.moments if moment.name == "generation"), memory.free
-        if free <= 0:
-            return 0.0
-        share = (self.limit - beside_servers(generation)) / free
-        fraction = min(_MOST, math.floor(share * _FRACTIONS) / _FRACTIONS)
+        fraction, free = planned_fraction(memory, self.limit), memory.free
         config = formulas.config
         longest = config.data.max_prompt_tokens + config.response_tokens(config.rollout.sampling)
         needed = formulas.server_weights + formulas.decoder.key_bytes * longest

@@ -1,6 +1,6 @@
 """Device memory of weight updates to servers, and of colocated servers in addition to weights and cache.
 
-    always, from the first update on     a sender's two buffers, NCCL's connections between ranks that exchange slices
+    always, from the first update on     a sender's two buffers, NCCL's connections to ranks that exchange slices
     always, from the start of servers    contexts and graphs of those on the device, and contexts of those on others
                                          that map memory of this one
     during an update                     a bucket on its way into a server, a tensor that is verified
@@ -14,6 +14,7 @@ from megarl.artifacts.facts import ModelFacts
 from megarl.config.run import RunConfig
 from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
+from megarl.planning.nccl import PEER_BYTES
 from megarl.planning.shards import BYTES
 from megarl.planning.terms import Term, term
 from megarl.system.errors import count
@@ -22,8 +23,8 @@ CONTEXT_BYTES = 0.5e9
 """A process's CUDA context on one GPU, including its kernels."""
 SERVER_BYTES = 3e9
 """A server's context, workspaces and CUDA graphs, which stay when its weights and cache are released."""
-PAIR_BYTES = 0.05e9
-"""NCCL's connection of two ranks that exchange slices."""
+NETWORK_BYTES = 2**29
+"""NCCL's network buffers for messages to all ranks on other machines (NVIDIA/nccl issue 2363)."""
 _HASHING = 0.1e9
 _ON_DEVICE = ("auto", "tensor", "distributed")  # transports with buffers on the device
 
@@ -65,11 +66,12 @@ class WeightSyncMemory:
         if self.config.sync.transport in _ON_DEVICE:
             size = sum(self.buffers())
             terms.append(term("buffers of new weights for servers", size, "sync.bucket_mb, the model's size"))
-        pairs = self.team.parallel.tp - 1 + self._replica - self._here
-        if pairs:
-            terms.append(
-                Term(f"NCCL connections to {count(pairs, 'rank')}", pairs * PAIR_BYTES, "actor.parallel.tp", 0.0)
-            )
+        near = min(self.team.parallel.tp, self._here) - 1
+        if near:
+            ranks = f"NCCL's connections for slices of weights to {count(near, 'rank')}"
+            terms.append(Term(ranks, near * PEER_BYTES, "actor.parallel.tp", 0.0))
+        if self._replica > self._here:
+            terms.append(Term("NCCL's network buffers for slices of weights", NETWORK_BYTES, "actor.parallel", 0.0))
         servers = self.config.rollout.sglang
         if self.config.rollout.colocated:
             terms.append(Term("a server's context and graphs", SERVER_BYTES, "rollout.sglang.colocated", 0.0))

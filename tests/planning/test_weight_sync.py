@@ -56,7 +56,7 @@ def test_colocated_servers_count_in_every_moment_and_their_contexts_on_other_gpu
         terms = {term.what: term.bytes for term in moment.terms}
         assert terms["a server's context and graphs"] == 3e9, moment.name
         assert terms["contexts of 1 server rank on other GPUs"] == 0.5e9
-        assert terms["NCCL connections to 1 rank"] == 0.05e9
+        assert terms["NCCL's connections for slices of weights to 1 rank"] == 32 * 12 * 2**20
         assert terms["buffers of new weights for servers"] > 2 * 40_000 * 1024
         assert ("a tensor that is verified" in terms) == (moment.name == "new weights for servers")
     apart = recipe("rollout.sglang.colocated=false", "cluster.nproc=4", "actor.parallel.tp=2")

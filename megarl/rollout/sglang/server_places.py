@@ -97,7 +97,7 @@ def check_colocated(config: RunConfig, checks: Checklist) -> None:
             "the optimizer state stays on the devices while the servers generate there",
             fix="set actor.engine.offload=true",
         )
-    if servers.memory_fraction is None:
+    if servers.memory_fraction is None and not gpus:  # of a known GPU the check of memory names the share
         checks.warn(
             key,
             "on GPUs a server takes most of the memory unless it is limited",
