@@ -68,6 +68,7 @@ LAZY_FROM = 128
 #: Code that `Workers.poll` returns for a rank that exited with 0 before its work was done; no system uses this code.
 ENDED_EARLY = 256
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 # By default glibc returns every block above 128 kB to the kernel as soon as it is freed, and the next allocation pays a
 # page fault for each 4 kB of it again. A loop that grows a cache by concatenation (32 sequences, 16 tensors of 8 x 64,
@@ -441,6 +442,11 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
     environment |= {name: os.environ.get(name, value) for name, value in chosen.items()}
     if config.cluster.threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
+    # Servers map the trainer's buffers, and memory in expandable segments can be mapped only by a process that may
+    # trace this one.
+    for name in {*_ALLOCATOR} & os.environ.keys() if config.rollout.colocated else ():
+        settings = os.environ[name].split(",")
+        environment[name] = ",".join(part for part in settings if not part.strip().startswith("expandable_segments"))
     return environment
 
 

@@ -420,3 +420,11 @@ def test_workers_of_several_teams_are_named_with_their_team(tmp_path: Path) -> N
     assert job.names(range(40)).endswith("worker 15 (actor, rank 15) and 24 more")
     alone = dataclasses.replace(job, placement=Placement(plans[:1]))
     assert (alone.name(1), alone.names([0, 2])) == ("rank 1", "ranks 0, 2")
+
+
+def test_trainers_that_share_gpus_with_servers_have_no_expandable_segments(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
+    for colocated, expected in ((False, None), (True, "max_split_size_mb:64")):
+        rollout = {"engine": "sglang", "sglang": {"colocated": colocated}}
+        made = RunConfig.model_validate({"name": "x", "rollout": rollout})
+        assert process_environment(made, 1).get("PYTORCH_CUDA_ALLOC_CONF") == expected

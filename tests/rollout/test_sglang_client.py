@@ -9,6 +9,7 @@ import pytest
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.rollout.engine import Request
+from megarl.rollout.sglang import client
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.client import Dispatch, _most_requests
 from megarl.rollout.sglang.samples import ServedSample
@@ -101,6 +102,18 @@ def test_a_server_without_a_sign_of_life_is_left_before_the_request_is_late(monk
         assert (
             "no sign of life from its scheduler (/health_generate) for 0.5 s" in failed[0]
         )  # a request that is late has another message
+
+
+def test_a_server_that_compiles_has_the_time_of_a_start_until_its_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "has_nvidia_device", lambda: True)
+    monkeypatch.setattr(client, "_WARM", set())
+    patience = {"health_timeout_s": 0.2, "start_timeout_s": 0.6}
+    with servers(lambda s, p: "hang") as made:
+        _, failed, _ = generate(made, **patience)
+        assert "for 0.6 s (rollout.sglang.start_timeout_s)" in failed[0]
+    with servers(lambda s, p: "ok" if len(s.payloads) == 1 else "hang") as made:
+        _, failed, _ = generate(made, max_concurrency=1, **patience)
+        assert "for 0.2 s (rollout.sglang.health_timeout_s)" in failed[0]
 
 
 def test_a_late_answer_says_nothing_about_its_server() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megarl.config.sglang import SGLangConfig
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.layout import ServerLayout
 from megarl.rollout.sglang.receiver import SglangReceivers
 from megarl.sync.receiver import UpdateGroup, UpdateStep
+from megarl.system.errors import ServerError
 from tests.sync.layouts import config
 
 
@@ -60,3 +63,11 @@ def test_a_draft_model_takes_updates_only_if_it_is_the_policys_own_head() -> Non
         receivers.all[0].begin(step)
         receivers.all[0].take_broadcast("a", [], step)
         assert {payload["selector"] for payload in api.payloads.values()} == {models}
+
+
+def test_a_server_without_the_loader_maps_no_memory_of_a_gpu() -> None:
+    fleet = Fleet([Server(0, api := Noting(), "current", 1)], SGLangConfig())
+    receiver, step = SglangReceivers(fleet, ServerLayout.of(config("qwen3_moe"))).all[0], UpdateStep("bucket", 9.0)
+    with pytest.raises(ServerError, match=r"answers before its GPU has copied .* set sync\.transport=distributed"):
+        receiver.take_shared([{"device": "GPU-1"}], [[]], None, step)
+    assert "/update_weights_from_tensor" not in api.payloads

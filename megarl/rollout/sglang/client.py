@@ -25,6 +25,7 @@ from megarl.rollout.sglang.fleet import LostServer
 from megarl.rollout.sglang.router import NoServerError, Router
 from megarl.rollout.sglang.samples import BadAnswerError, OtherPromptError, ServedSample
 from megarl.system.errors import ServerError
+from megarl.system.processes import has_nvidia_device
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
@@ -39,6 +40,8 @@ _INTERRUPTIONS = 100
 _LATE = 2  # maximum number of late requests per sample that are sent again; each repeats the same work
 _UNBOUNDED = 1 << 30
 _ABORT_AGAIN_S = 1.0  # seconds until an abort is sent again: a server ignores one that arrives before its request
+# Addresses of servers that have generated a sample for this process; a restarted server has another port.
+_WARM: set[str] = set()
 _REFUSED = range(400, 500)  # HTTP status of an invalid request, which every server would reject
 
 
@@ -173,7 +176,10 @@ class Dispatch:
             in_flight.add(task)
             self._requests[id(sample)] = number, request
             try:
-                return server, number, await task
+                answer = await task
+                if answer.get("output_ids"):  # a prefill without tokens does not decode
+                    _WARM.add(server.url)
+                return server, number, answer
             except TimeoutError:  # a slow request does not mean a dead server; `_watch` checks that
                 await self._late(sample, number, request)
             except _LostError as error:
@@ -247,10 +253,13 @@ class Dispatch:
         import aiohttp
 
         await self._wake()  # samples that wait for a free slot can use this new server
-        limit = self._config.health_timeout_s
+        alive = self._config.health_timeout_s
         since: float | None = None  # time of the first unanswered query; a suspension of this process does not count
         while self._servers[number] is server and number not in self._failed:
-            await asyncio.sleep(min(_HEALTH_EVERY_S, limit / 4))
+            await asyncio.sleep(min(_HEALTH_EVERY_S, alive / 4))
+            # before its first sample a server with a GPU compiles kernels, with an empty cache as long as a start takes
+            cold = has_nvidia_device() and server.url not in _WARM
+            limit = max(alive, self._config.start_timeout_s) if cold else alive
             now = time.monotonic()
             since = now if since is None else since
             try:
@@ -262,8 +271,9 @@ class Dispatch:
             except (TimeoutError, aiohttp.ClientError, OSError):
                 pass
             if since is not None and time.monotonic() - since >= limit:
+                key = "health_timeout_s" if limit == alive else "start_timeout_s"
                 reason = f"no sign of life from its scheduler (/health_generate) for {limit:g} s"
-                self._fail(server, number, f"{reason} (rollout.sglang.health_timeout_s)")
+                self._fail(server, number, f"{reason} (rollout.sglang.{key})")
 
     def _fail(self, server: ServerApi, number: int, why: str) -> None:
         """Drop a server and cancel its requests, so that their samples are sent to other servers."""

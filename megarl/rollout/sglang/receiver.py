@@ -146,7 +146,17 @@ class SglangReceiver:
     def take_shared(
         self, handles: Sequence[Handle], entries: Sequence[Sequence[Entry]], use: SharedUse | None, step: UpdateStep
     ) -> None:
-        """Send each server rank the handle of its shared buffer and the list of the tensors in it."""
+        """Send each server rank the handle of its shared buffer and the list of the tensors in it.
+
+        Raises:
+            ServerError: also if the server would answer before its GPU has read the buffer, which is then refilled.
+        """
+        if any("device" in handle for handle in handles) and not self._has(LOADER, step):
+            reason = (
+                "without megarl's loader it answers before its GPU has copied the weights; start it with "
+                f"--custom-weight-loader {LOADER} {PATCH_LOADER} (docs/servers.md), or set sync.transport=distributed"
+            )
+            raise ServerError(self.name, self.url, step.phase, reason)
         if use is None or not self._has(LOADER, step):
             self._load([bucket_payload(h, es) for h, es in zip(handles, entries, strict=True)], WHOLE, step)
             return
