@@ -19,8 +19,9 @@ marks a test, or with `pytest.param(..., marks=...)` one of its cases. Plain run
                 allows, and missing packages              teams       placements and layouts
     kernels     the compiler's other levels, processors   trl         TRL's own losses
     kills       one process at a drawn moment, and whole  tutorials   whole runs of docs/tutorials.md
-                runs at more places than the suite has        vlm-3b      a published size, one step
-    libero      runs in the real simulators
+                runs at more places than the suite has    vla-7b      published sizes of a robot policy
+                                                                      and of its video encoder
+    libero      runs in the real simulators               vlm-3b      a published size, one step
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import pytest
 
 CAMPAIGNS = (
     *("agents", "connectors", "durability", "exports", "families", "faults", "install", "kernels", "kills"),
-    *("libero", "lora", "memory", "servers", "slurm", "smollm2", "teams", "trl", "tutorials", "vlm-3b"),
+    *("libero", "lora", "memory", "servers", "slurm", "smollm2", "teams", "trl", "tutorials", "vla-7b", "vlm-3b"),
 )
 
 
