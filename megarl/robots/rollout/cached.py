@@ -52,7 +52,7 @@ class CachedSampling:
         """
         engine = self._engine
         engine.require(PARAMETERS)
-        # Packed weights would be copied anew for each call, so none are packed (`steps`).
+        # Packed weights would be copied again for each call, so none are packed (`steps`).
         stage = DecoderStage(engine.chunks, self._mesh, engine.dtype, rows=len(batch), steps=0)
         parts = [
             self._sample(stage, batch.select(rows), seeds[rows].to(engine.device), temperature)
