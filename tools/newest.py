@@ -2,7 +2,8 @@
 
 `python tools/newest.py` downloads nothing: it uses uv's cache and the folders of wheels that pip is configured with,
 and says so where they do not suffice. Where these versions are those of the tests, which train with them, a dry run
-shows that setup.py names everything that a command imports. `make campaign-install` downloads, and runs more.
+shows that setup.py names everything that a command imports; so it does where only packages are newer that setup.py
+does not bound, because nothing here depends on their insides. `make campaign-install` downloads, and runs more.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ RUN = ("train", "grpo_quickstart", "sft.steps=1", "trainer.steps=1", "data.max_v
 _LIMIT_S = 300
 
 
-def required() -> list[str]:
-    """Return the names of the packages that megarl requires without its extras."""
+def bounded() -> list[str]:
+    """Return the names of the packages whose newest allowed version setup.py bounds, without those of extras."""
     requirements = [Requirement(text) for text in metadata.requires("megarl") or ()]
-    return [each.name for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
+    needed = [each for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return [each.name for each in needed if "<" in str(each.specifier)]
 
 
 def newer_versions(python: Path) -> dict[str, str]:
-    """Return the required packages of which `python` has another version than this interpreter, with that version."""
+    """Return the bounded packages of which `python` has another version than this interpreter, with that version."""
     code = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
-    done = subprocess.run([python, "-c", code, *required()], capture_output=True, text=True, check=True)
+    done = subprocess.run([python, "-c", code, *bounded()], capture_output=True, text=True, check=True)
     return {name: found for name, found in json.loads(done.stdout).items() if found != metadata.version(name)}
 
 
