@@ -133,7 +133,7 @@ def named(sample):
 def leave(sample):
     raise SystemExit(3)
 """
-BOTH = pytest.mark.parametrize("workers", [1, 2])
+BOTH = pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.campaign("faults"))])
 #: Reward processes are programs, as in a run; in the other tests they are forked (conftest.py).
 PROGRAMS = pytest.mark.usefixtures("programs")
 
@@ -169,7 +169,7 @@ def test_batch_function_with_kwargs_keeps_order_and_parts(file, workers):
     ]
 
 
-@BOTH
+@pytest.mark.parametrize("workers", [1, 2])
 def test_sequential_function_many_samples(file, workers):
     batch = samples(*["x" * (i % 7) for i in range(200)])
     assert [r["overall"] for r in run(config(f"{file}:one", workers=workers), batch)] == [i % 7 for i in range(200)]

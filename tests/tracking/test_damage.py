@@ -41,6 +41,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 FILES = ["run.json", "metrics.jsonl", "samples.jsonl", "restarts.jsonl", "exported.json", "trace/rank_0.jsonl"]
 FILES += ["trace.json", "report.html", "config.yaml", "graph.svg", "log.txt", "mlflow.train.json"]
 FILES += ["checkpoints/best.json", "errors/rank_1.json"]
+#: They are written and never read back: whether they are there is all that can matter.
+UNREAD = ("report.html", "log.txt")
 CONFIG = {"tracking": {"report": True}, "trainer": {"best_metric": "val/acc", "steps": 9}, "cluster": {"nproc": 1}}
 CONFIG |= {"placement": {"teams": {}}}
 
@@ -89,8 +91,10 @@ def look(folder: Path) -> None:
         write_report(folder)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [(name, damage) for name in FILES for damage in (("empty", "missing", "a folder") if name in UNREAD else DAMAGES)],
+)
 def test_a_run_goes_on_whatever_happened_to_a_file_beside_its_checkpoints(whole, tmp_path, monkeypatch, name, damage):
     monkeypatch.setattr(records, "_reported", set())
     folder = tmp_path / "run"
