@@ -30,6 +30,8 @@ DRAFTING = (
     f"model.hf_config={json.dumps(tiny_dict('glm4_moe') | {'max_position_embeddings': 2048})}",
 )
 FOUR = replace(H100, per_node=4)
+#: Cases with other sizes than those of the suite; each compares hundreds of layouts.
+MORE = pytest.mark.campaign("teams")
 
 
 def search(name, *overrides, hardware=H100, **given):
@@ -61,10 +63,12 @@ def timed(asked, choice):
     ("name", "overrides", "hardware"),
     [
         (BIG, [], FOUR),
-        (BIG, ["rollout.sampling.max_new_tokens=16384", "actor.engine.micro_batch_tokens=32768"], FOUR),
+        pytest.param(
+            BIG, ["rollout.sampling.max_new_tokens=16384", "actor.engine.micro_batch_tokens=32768"], FOUR, marks=MORE
+        ),
         (BIG, ["rollout.engine=embedded"], FOUR),
         ("grpo_quickstart", [], TWO_CORES),
-        ("grpo_async_quickstart", ["model.dtype=bf16"], FOUR),
+        pytest.param("grpo_async_quickstart", ["model.dtype=bf16"], FOUR, marks=MORE),
     ],
     ids=["servers", "long", "embedded", "cpu", "ahead"],
 )
@@ -81,7 +85,7 @@ def test_the_best_is_the_best_of_all(name, overrides, hardware):
     assert [one.plan.step_s for one in best] == sorted(one.plan.step_s for one in best)
 
 
-@pytest.mark.parametrize(("name", "nodes"), [(BIG, 1), (BIG, 4), (LARGEST, 4)])
+@pytest.mark.parametrize(("name", "nodes"), [(BIG, 1), pytest.param(BIG, 4, marks=MORE), (LARGEST, 4)])
 def test_what_it_finds_fits_divides_and_takes_all_devices(name, nodes):
     hardware = replace(H100, nodes=nodes)
     for found in search(name, hardware=hardware).run(5).best:
@@ -116,7 +120,7 @@ def test_no_layout_is_below_the_floor_of_its_placement():
     ("name", "overrides"),
     [
         (LARGEST, ["data.batch_size=1024", "actor.mini_batch_size=1024"]),
-        (BIG, ["data.batch_size=1024", "actor.mini_batch_size=512"]),
+        pytest.param(BIG, ["data.batch_size=1024", "actor.mini_batch_size=512"], marks=MORE),
     ],
 )
 def test_1024_devices_take_seconds(name, overrides):
@@ -176,7 +180,9 @@ def test_servers_of_a_team_that_draws_are_on_the_devices_of_its_workers_where_th
     assert best.plan.devices == 8
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), [(1, 8), (1, 4), (3, 8), (5, 8)])
+@pytest.mark.parametrize(
+    ("nodes", "per_node"), [(1, 8), pytest.param(1, 4, marks=MORE), pytest.param(3, 8, marks=MORE), (5, 8)]
+)
 def test_what_it_finds_for_teams_fits_divides_and_takes_all_devices(nodes, per_node):
     hardware, graph = replace(H100, per_node=per_node, nodes=nodes), read(AHEAD)[1]
     for found in search(AHEAD, hardware=hardware).run(5).best:
