@@ -4,9 +4,10 @@
     megarl bench envs --simulator my_robot.py:MyRobot python=ENV/bin/python size=256
 
 Every process plays one task with random actions, eight to a policy call, and begins the next trial when an episode is
-over, until all have done this many environment steps. `env steps/s` counts all processes, with the resets and what goes
-between processes; the other numbers are seconds of one process: physics per environment step, rendering per policy
-call, and what one call of `reset` or of the constructor takes. Further KEY=VALUE are keys of the simulator's section.
+over, until all have done this many environment steps; with `batched=true` all environments of one process do so. `env
+steps/s` counts all of them, with the resets and what goes between processes; the other numbers are seconds of one
+process: physics per environment step, rendering per policy call, and what one call of `reset` or of the constructor
+takes. Further KEY=VALUE are keys of the simulator's section.
 `--record 64` holds a clip of 64 frames of every episode, as rewards that look at videos do: then a picture is rendered
 after every environment step.
 """
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.system.errors import UserError, WorkerError
 
 if TYPE_CHECKING:
-    from megarl.robots.envs import SimulatorPool
+    from megarl.robots.envs import Pool
 
 CHUNK, STEPS, WORKERS = 8, 500, 2
 
@@ -58,11 +59,11 @@ def measure(given: dict[str, Any], steps: int, record: int | None = None) -> dic
     """
     import numpy as np
 
-    from megarl.robots.envs import SimulatorPool, SimulatorSettings
+    from megarl.robots.envs import SimulatorSettings, open_pool
     from megarl.robots.simulators.protocol import Recording
 
     settings = SimulatorSettings.model_validate({"workers": WORKERS, "retries": 0} | given)
-    with SimulatorPool(settings) as pool:
+    with open_pool(settings) as pool:
         tasks = [list(pool.tasks.values())[slot % len(pool.tasks)] for slot in pool.slots]
         recordings = [None if record is None else Recording(tuple(task.cameras), record) for task in tasks]
         for slot in pool.slots:
@@ -81,9 +82,12 @@ def measure(given: dict[str, Any], steps: int, record: int | None = None) -> dic
         for slot in pool.slots:
             act(slot)
         while pool.busy:
-            for slot, (executed, over) in _answers(pool).items():
+            answered = _answers(pool)
+            for slot, (executed, _) in answered.items():
                 done[slot] += executed
-                if done[slot] >= steps:
+            for slot, (_, over) in answered.items():
+                # Environments of one process act together until all of them are done.
+                if (min(done) if pool.together else done[slot]) >= steps:
                     continue
                 if over:
                     trials[slot] += 1
@@ -100,7 +104,7 @@ def measure(given: dict[str, Any], steps: int, record: int | None = None) -> dic
             "physics_ms_per_env_step": 1e3 * counts.seconds["physics"] / counts.steps,
             "rendering_ms_per_policy_call": 1e3 * counts.seconds["render"] / counts.chunks,
             "share_of_time_in_simulators": (counts.seconds["step"] + counts.seconds["reset"] - reset_s)
-            / (seconds * settings.workers),
+            / (seconds * (1 if settings.batched else settings.workers)),
             "first_reset_ms": 1e3 * reset_s / resets,
             "reset_ms": 1e3 * (counts.seconds["reset"] - reset_s) / max(1, counts.resets - resets),
             "construct_s": counts.seconds["construct"] / counts.constructions.total(),
@@ -108,7 +112,7 @@ def measure(given: dict[str, Any], steps: int, record: int | None = None) -> dic
         }
 
 
-def _answers(pool: SimulatorPool) -> dict[int, tuple[int, bool]]:
+def _answers(pool: Pool) -> dict[int, tuple[int, bool]]:
     """Return the slots that answered: environment steps executed, and whether the episode is over."""
     from megarl.robots.envs import Failure
     from megarl.robots.simulators.protocol import Outcome

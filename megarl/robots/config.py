@@ -103,7 +103,11 @@ class RobotConfig(Section):
     gripper: Literal["none", "libero"] = Field(
         "none", description="which values the simulator takes for open and closed"
     )
-    halves: bool = Field(True, description="simulate one half of the episodes while the policy acts in the other half")
+    halves: bool = Field(
+        True,
+        description="simulate one half of the episodes while the policy acts in the other half; with "
+        "robot.simulator.batched all are simulated together",
+    )
     on_error: Literal["fail", "mark"] = Field(
         "mark", description="what a failing simulator does: end the run, or leave the episode out and count it"
     )

@@ -11,7 +11,7 @@ from megarl.artifacts.facts import local_folder
 from megarl.config.components import settings_at
 from megarl.config.run import RunConfig
 from megarl.robots.config import EmbeddingSettings, RobotConfig, robot_of
-from megarl.robots.simulators.registry import SIMULATORS, simulator_class
+from megarl.robots.simulators.registry import BATCHED, SIMULATORS, simulator_class
 from megarl.system.errors import ConfigError
 
 #: Values for what the recipe does not set, as in LIBERO: tokens of an instruction, environment steps, and pixels of a
@@ -119,6 +119,6 @@ def _encoder(path: str | None) -> _Encoder:
 def _own_setting(robot: RobotConfig, key: str, default: int) -> int:
     """Return a number from the simulator's own keys, or its default there, or else `default`."""
     value, name = robot.simulator.get(key), robot.simulator.get("name")
-    if value is None and name in SIMULATORS:
-        value = simulator_class(str(name)).settings.get(key)
+    if value is None and name in SIMULATORS | BATCHED:
+        value = simulator_class(str(name), batched=name not in SIMULATORS).settings.get(key)
     return value if isinstance(value, int) else default

@@ -29,7 +29,7 @@ from megarl.models.weights.files import resolve_folder
 from megarl.robots.config import robot_of
 from megarl.robots.data.demonstration_sources import find_demonstrations
 from megarl.robots.data.pictures import PIPELINES, policy_normalisation
-from megarl.robots.envs import SimulatorPool, SimulatorSettings
+from megarl.robots.envs import Pool, SimulatorSettings, open_pool
 from megarl.robots.films import film_rows
 from megarl.robots.models.vla.actions import GRIPPER_RULES, ActionCodec, ActionTokens
 from megarl.robots.models.vla.calls import FAMILIES, PolicyFamily, prompt_ids
@@ -186,7 +186,7 @@ def check_same_statistics(hf: PretrainedConfig, folder: Path) -> None:
 class Robots:
     """The simulators of one rank, and the player and policy that use them; implements `TaskPlayer`."""
 
-    pool: SimulatorPool | None  # simulators; only on the first rank of a replica
+    pool: Pool | None  # simulators; only on the first rank of a replica
     tasks: Mapping[str, TaskSpec]  # tasks that are played; on every rank
     body: Body
     trials: Mapping[Split, Trials]  # start states, by split
@@ -303,7 +303,7 @@ def open_robots(
     if layout.is_lead:
         settings = settings_at("robot.simulator", robot.simulator, SimulatorSettings)
         cuda = device().index if has_cuda() else None
-        pool = SimulatorPool(settings, where="robot.simulator", cuda_device=cuda)
+        pool = open_pool(settings, where="robot.simulator", cuda_device=cuda)
     specs = None if pool is None else [plain_spec(task) for task in pool.tasks.values()]
     tasks = {spec.name: spec for spec in map(spec_of, layout.mp_group.broadcast_json(specs))}
     for task in tasks.values():
@@ -329,7 +329,7 @@ def count_start_states(config: RunConfig) -> int:
     ends again; no task is constructed."""
     settings = settings_at("robot.simulator", robot_of(config).simulator, SimulatorSettings)
     alone = settings.model_copy(update={"workers": 1})
-    with SimulatorPool(alone, where="robot.simulator") as pool:
+    with open_pool(alone, where="robot.simulator") as pool:
         return len(_split_trials(config, robot_of(config), pool.tasks)["train"])
 
 

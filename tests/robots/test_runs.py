@@ -61,6 +61,16 @@ def test_a_killed_rank_leaves_the_same_run_after_it_is_resumed(recipe, run_dir, 
     assert harness.train(recipe, tmp_path) == harness.metrics(run_dir)
 
 
+@pytest.mark.campaign("kills")  # the episodes themselves: tests/robots/envs/test_batched_pool.py
+def test_environments_of_one_process_give_the_run_of_a_pool_and_its_last_step_again(recipe, run_dir, tmp_path) -> None:
+    lines = Path(__file__).parent / "simulators" / "lines.py"
+    settings = (f"robot.simulator.name={lines}:Lines", "robot.simulator.batched=true", "robot.halves=false")
+    expected = harness.train(recipe, tmp_path, *settings)
+    single = harness.train(recipe, tmp_path / "single", "robot.halves=false")
+    assert expected == single
+    assert without_its_last_step(recipe, tmp_path, *settings) == expected
+
+
 #: Groups that all fail or all succeed are drawn again, and what is left over waits.
 REFILLS = "algorithm.dynamic_sampling={enabled: true, metric: success, max_rounds: 6, short: fill}"
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,9 @@ def check_answer(
         Malformed: the answer is invalid.
     """
     if "error" in header:
-        _check_refusal(expected, header)
+        check_refusal(header, opening=expected == "open")
         return
-    if header.get("call") != expected:
-        raise Malformed(f"the process answered the call {short(header.get('call'))}, but {expected} was called")
+    _check_call(header, expected)
     if expected == "open":
         _check_tasks(header.get("tasks"))
     elif expected == "construct":
@@ -52,13 +52,99 @@ def check_answer(
     if expected == "reset":
         text(header.get("instruction"), _TEXT, "an instruction")
     if expected == "step":
-        _check_step(header, actions)
+        _check_result(header, actions)
+        _check_seconds(header.get("parts"), "parts")
     if expected == "expert" and "action" in arrays:
         _check_array(arrays["action"], "action", None if task is None else task.action_dim)
 
 
-def _check_refusal(expected: str, header: Mapping[str, Any]) -> None:
-    allowed = ("settings", *_REFUSALS) if expected == "open" else _REFUSALS
+def check_construct(header: Mapping[str, Any]) -> None:
+    """Check the answer of a process with many environments that its simulators are ready.
+
+    Raises:
+        Malformed: the answer is invalid.
+    """
+    _check_call(header, "construct")
+    _texts(header.get("fresh"), "the names of tasks")
+    number(header.get("seconds"), "the field `seconds` of an answer")
+
+
+@dataclass(frozen=True)
+class TurnAnswers:
+    """The answers of a turn of a process with many environments."""
+
+    entries: list[dict[str, Any]]  # one for each slot that was called, in the order of the calls
+    states: dict[int, NDArray[np.float32]]  # the robots' states [state_dim], by slot
+    advice: dict[int, NDArray[np.float32]]  # the experts' actions [D], by slot; empty: there is no expert
+    seconds: dict[str, float]  # spent seconds, by kind of work
+
+
+def check_turn(
+    header: Mapping[str, Any],
+    arrays: Mapping[str, NDArray[Any]],
+    asked: Sequence[tuple[int, str]],
+    tasks: Mapping[int, TaskSpec],
+    chunks: Mapping[int, int],
+) -> TurnAnswers:
+    """Check the answers of a turn.
+
+    Args:
+        header, arrays: the answer's message.
+        asked: slots and calls (step, reset or expert) of the turn, in their order.
+        tasks: the tasks of their episodes, by slot.
+        chunks: numbers of actions of the chunks, by slot.
+
+    Raises:
+        Malformed: the answer is invalid.
+    """
+    _check_call(header, "turn")
+    entries = header.get("entries")
+    if not isinstance(entries, list) or len(entries) != len(asked):
+        raise Malformed(f"a turn of {len(asked)} calls must have as many entries, not {short(entries)}")
+    for entry, (slot, kind) in zip(entries, asked, strict=True):
+        allowed = (kind,) if kind == "expert" else (kind, "failed")
+        if not isinstance(entry, dict) or entry.get("slot") != slot or entry.get("kind") not in allowed:
+            raise Malformed(f"slot {slot} must have an entry of the kind {' or '.join(allowed)}, not {short(entry)}")
+        if entry["kind"] == "failed":
+            if entry.get("problem") != "state":
+                raise Malformed(f"the problem of a slot must be 'state', not {short(entry.get('problem'))}")
+            text(entry.get("text"), _TEXT, "the text of an error")
+        elif kind != "expert":
+            whole(entry.get("sum"), _SUM, "a checksum")
+        if entry["kind"] == "reset":
+            text(entry.get("instruction"), _TEXT, "an instruction")
+        elif entry["kind"] == "step":
+            _check_result(entry, chunks[slot])
+    seen = [entry["slot"] for entry in entries if entry["kind"] in ("reset", "step")]
+    states = _parts(arrays.get("states"), "states", {slot: tasks[slot].state_dim for slot in seen})
+    advised = [slot for slot, kind in asked if kind == "expert"]
+    advice = {}
+    if "advice" in arrays:
+        advice = _parts(arrays["advice"], "advice", {slot: tasks[slot].action_dim for slot in advised})
+    _check_seconds(header.get("seconds"), "seconds")
+    return TurnAnswers(entries, states, advice, header["seconds"])
+
+
+def _parts(array: NDArray[Any] | None, name: str, sizes: Mapping[int, int]) -> dict[int, NDArray[np.float32]]:
+    """Cut an array into parts of these sizes, by slot."""
+    _check_array(array, name, sum(sizes.values()))
+    assert array is not None
+    ends = np.cumsum([0, *sizes.values()])
+    return {slot: array[start:end] for slot, start, end in zip(sizes, ends, ends[1:], strict=False)}
+
+
+def _check_call(header: Mapping[str, Any], expected: str) -> None:
+    if header.get("call") != expected:
+        raise Malformed(f"the process answered the call {short(header.get('call'))}, but {expected} was called")
+
+
+def check_refusal(header: Mapping[str, Any], *, opening: bool) -> None:
+    """Check an answer with an error; `opening`: it is a process's first answer, which may refuse a setting.
+
+    Raises:
+        Malformed: the answer is invalid.
+    """
+    allowed = ("settings", *_REFUSALS) if opening else _REFUSALS
     if header["error"] not in allowed:
         raise Malformed(f"the error has the unknown kind {short(header['error'])}; allowed: {', '.join(allowed)}")
     text(header.get("text"), _TEXT, "the text of an error")
@@ -70,19 +156,21 @@ def _check_refusal(expected: str, header: Mapping[str, Any]) -> None:
             _texts(header["allowed"], "the names of settings")
 
 
-def _check_step(header: Mapping[str, Any], actions: int) -> None:
+def _check_result(header: Mapping[str, Any], actions: int) -> None:
     whole(header.get("executed"), range(1, actions + 1), "the number of actions executed")
     success, over = (flag(header.get(name), f"the field `{name}` of an answer") for name in ("success", "over"))
     if success and not over:
         raise Malformed("an episode has succeeded but is not over")
     if header.get("progress", 0) is not None:
         number(header.get("progress"), "the progress")
-    parts = header.get("parts")
+
+
+def _check_seconds(parts: Any, field: str) -> None:
     if not isinstance(parts, dict) or len(parts) > _PARTS:
-        raise Malformed(f"the field `parts` must map at most {_PARTS} kinds of work to seconds, not {short(parts)}")
+        raise Malformed(f"the field `{field}` must map at most {_PARTS} kinds of work to seconds, not {short(parts)}")
     for name, seconds in parts.items():
-        text(name, _NAME, "a kind of work in the field `parts`")
-        number(seconds, f"the seconds of {short(name)} in the field `parts`")
+        text(name, _NAME, f"a kind of work in the field `{field}`")
+        number(seconds, f"the seconds of {short(name)} in the field `{field}`")
 
 
 def _check_tasks(tasks: Any) -> None:

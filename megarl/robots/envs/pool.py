@@ -13,49 +13,27 @@ slot's answer is a Failure, and the episode is discarded.
 from __future__ import annotations
 
 import dataclasses
-import select
-import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.robots.envs.answers import Advice, Answer, Failure, PoolCounts, SimulatorError
+from megarl.robots.envs.answers import Advice, Answer, Failure, PoolCounts
+from megarl.robots.envs.episodes import SlotEpisode
 from megarl.robots.envs.messages import check_answer
+from megarl.robots.envs.opening import BEAT_S, first_answer, pool_error, readable
 from megarl.robots.envs.process import SimulatorProcess
 from megarl.robots.envs.settings import SimulatorSettings
-from megarl.robots.simulators.protocol import Numbers, Observation, Outcome, Recording, TaskSpec
-from megarl.robots.simulators.wire import spec_of
-from megarl.system.errors import ConfigError, choose, close_matches, count
+from megarl.robots.simulators.protocol import Observation, Outcome, Recording
+from megarl.system.errors import count
 from megarl.system.plain import Malformed
 from megarl.system.processes import how_it_ended
 from megarl.system.tracing import beat
 
-_BEAT_S = 1.0
 _EXIT_S = 2.0  # seconds in which processes may end by themselves before they are killed
-
-
-@dataclass
-class _Episode:
-    """The episode that a slot plays."""
-
-    task: str
-    trial: int
-    chunks: list[Numbers] = field(default_factory=list)  # the actions of all policy calls so far
-    # checksums of the simulator's answers to the reset and to all policy calls so far, which a replay must repeat
-    sums: list[int] = field(default_factory=list)
-    record: Recording | None = None  # the recording of a clip; None: no clip
-    advice: bool = False  # whether the expert's action is requested
-    failures: int = 0  # number of processes that failed in this episode
-
-    @property
-    def awaits_answer(self) -> bool:
-        """Whether the process still has to answer a call."""
-        return self.advice or len(self.sums) <= len(self.chunks)
 
 
 @dataclass
@@ -63,7 +41,7 @@ class _Slot:
     """One process of the pool."""
 
     process: SimulatorProcess
-    episode: _Episode | None = None
+    episode: SlotEpisode | None = None
     # number of this process's answers in this episode; less than the slot's while the process replays earlier calls
     played: int = 0
     failures: int = 0  # failures of this slot's processes since the last finished or dropped episode
@@ -82,10 +60,13 @@ class SimulatorPool:
         cuda_device: this rank's CUDA device, as `settings.egl_devices` numbers it; None: it has none.
 
     Attributes:
+        together: whether all episodes in flight are stepped together; here each slot is independent.
         settings: the argument `settings`.
         tasks: available tasks, by name.
         counts: counters so far.
     """
+
+    together = False
 
     def __init__(self, settings: SimulatorSettings, *, where: str = "env", cuda_device: int | None = None) -> None:
         settings.check(where)
@@ -95,9 +76,7 @@ class SimulatorPool:
         try:
             for _ in range(settings.workers):
                 self._slots.append(_Slot(self._start()))
-            known = {spec.name: spec for spec in self._first_answer()}
-            problem, key = f"unknown task of simulator {settings.name!r}", f"{where}.tasks"
-            self.tasks = {name: choose(known, name, problem, where=key) for name in settings.tasks or known}
+            self.tasks = first_answer(self._slots[0].process, settings, where)
         except BaseException:
             self.close()
             raise
@@ -127,7 +106,7 @@ class SimulatorPool:
         if it.episode is not None:
             it.failures = 0
         assert 0 <= trial < self.tasks[task].trials, f"{task} has no trial {trial}"
-        it.episode, it.played, it.used = _Episode(task, trial, record=record), 0, True
+        it.episode, it.played, it.used = SlotEpisode(task, trial, record=record), 0, True
         self._send_next_call(it)
 
     def act(self, slot: int, actions: NDArray[Any]) -> None:
@@ -205,7 +184,7 @@ class SimulatorPool:
         ends = [slot.process.since + self._limit(slot)[1] for slot in busy.values()]
         now = time.monotonic()
         sockets = [slot.process.socket for slot in busy.values()]
-        ready = _readable(sockets, min([until, now + _BEAT_S, *ends]) - now) if busy else []
+        ready = readable(sockets, min([until, now + BEAT_S, *ends]) - now) if busy else []
         answers = {}
         for number, slot in busy.items():
             answer = self._read(slot) if slot.process.socket in ready else self._in_time(slot)
@@ -298,67 +277,15 @@ class SimulatorPool:
         self.counts.failures[kind] += 1
         failure = Failure(kind, text, episode.task, episode.trial, max(0, len(episode.sums) - 1), output)
         if kind == "raised" and constructing and not self.counts.constructions[episode.task]:
-            raise self._error("the simulator could not be constructed", failure)
+            raise pool_error(self.settings, self._where, "the simulator could not be constructed", failure)
         used = [other for other in self._slots if other.used]
         if all(other.failures >= self.settings.max_restarts for other in used):
             times = count(self.settings.max_restarts, "time")
-            raise self._error(f"every simulator process in use, {len(used)} in all, failed {times} in a row", failure)
+            what = f"every simulator process in use, {len(used)} in all, failed {times} in a row"
+            raise pool_error(self.settings, self._where, what, failure)
         episode.failures += 1
         if episode.failures > self.settings.retries or kind == "differs":
             slot.episode = None
             return failure
         self._send_next_call(slot)
         return None
-
-    def _error(self, what: str, failure: Failure | None, text: str = "", output: str = "") -> SimulatorError:
-        lines = [("reason", failure.text if failure else text)]
-        if failure:
-            lines.insert(0, ("episode", f"{failure.task}, trial {failure.trial}, after {failure.chunks} policy calls"))
-        kind = failure.kind if failure else ""
-        fixes = {
-            "hang": f"raise {self._where}.answer_s or construct_s if it is only slow; else see its stack traces",
-            "crash": f"fix the error in its last lines; lower {self._where}.workers if memory ran out",
-        }
-        fix = fixes.get(kind, f"fix this error; {self._where}.python must be the interpreter that has the simulator")
-        python = self.settings.python or "megarl's own interpreter"
-        return SimulatorError(self.settings.name, python, what, lines, failure.output if failure else output, fix)
-
-    def _first_answer(self) -> list[TaskSpec]:
-        """Wait until the pool's first simulator process has sent its list of tasks, and return it."""
-        process = self._slots[0].process
-        text, header = "", dict[str, Any]()
-        while not header and not text:
-            _readable([process.socket], _BEAT_S)
-            beat()
-            try:
-                for header, arrays in process.read():
-                    check_answer("open", header, arrays, None, 0)
-            except EOFError:
-                text = f"its process ended ({how_it_ended(process.process)})"
-            except Malformed as error:
-                text = f"its process wrote an invalid message: {error}"
-            if not header and time.monotonic() - process.since > self.settings.construct_s:
-                process.print_stack()
-                text = f"it did not start within {self._where}.construct_s = {self.settings.construct_s:g} s"
-        if not text and header.get("error") == "settings":
-            raise self._refused(header)
-        if text or "error" in header:
-            text = text or header["text"]
-            raise self._error("the simulator's process did not send its list of tasks", None, text, process.kill())
-        process.waiting.popleft()
-        return [spec_of(task) for task in header["tasks"]]
-
-    def _refused(self, header: dict[str, Any]) -> ConfigError:
-        key, allowed = header["key"], header.get("allowed")
-        near = close_matches(key, allowed) if isinstance(allowed, list) else []
-        fix = f"did you mean {near[0]!r}?" if near else None
-        problem = f"simulator {self.settings.name!r}: {header['text']}"
-        return ConfigError(problem, where=f"{self._where}.{key}", found=header["found"], allowed=allowed, fix=fix)
-
-
-def _readable(sockets: Sequence[socket.socket], wait_s: float) -> list[socket.socket]:
-    """Wait up to `wait_s` seconds, and return the `sockets` that are readable or broken."""
-    poll, by_handle = select.poll(), {connection.fileno(): connection for connection in sockets}
-    for handle in by_handle:
-        poll.register(handle, select.POLLIN)
-    return [by_handle[handle] for handle, _ in poll.poll(max(0.0, wait_s) * 1000)]

@@ -76,6 +76,7 @@ class SimulatorProcess:
         self.waiting: deque[str] = deque()
         self.since = time.monotonic()
         given = {"settings": settings.own, "tasks": settings.tasks, "kept": settings.kept}
+        given["rows"] = settings.workers if settings.batched else 0
         self.ask({"call": "open", "name": settings.name, **given}, ["open"])
 
     def ask(
@@ -114,18 +115,19 @@ class SimulatorProcess:
                 answers.append(message)
                 self.since = time.monotonic()
 
-    def frames(self, spec: TaskSpec) -> dict[str, Frame]:
-        """Return copies of the pictures in the last answer, by camera.
+    def frames(self, spec: TaskSpec, base: int = 0) -> dict[str, Frame]:
+        """Return copies of the pictures in the last answer, by camera; `base`: their first byte in the memory.
 
         Raises:
             Malformed: the shared memory is too small for them.
         """
         layout, size = places(spec)
-        memory = self._mapped(size)
-        return {camera: np.ndarray(shape, np.uint8, memory, at).copy() for camera, (at, shape) in layout.items()}
+        memory = self._mapped(base + size)
+        return {camera: np.ndarray(shape, np.uint8, memory, base + at).copy() for camera, (at, shape) in layout.items()}
 
-    def clip(self, spec: TaskSpec, recording: Recording, counts: Any) -> dict[str, NDArray[np.uint8]]:
-        """Return a copy of the clip in the last answer: uint8 [n, H, W, 3] by camera, with n from `counts`.
+    def clip(self, spec: TaskSpec, recording: Recording, counts: Any, base: int = 0) -> dict[str, NDArray[np.uint8]]:
+        """Return a copy of the clip in the last answer: uint8 [n, H, W, 3] by camera, with n from `counts`; `base`: the
+        first byte of the episode's pictures in the memory.
 
         Raises:
             Malformed: the clip has other cameras or more frames than requested, or the shared memory is too small.
@@ -135,9 +137,9 @@ class SimulatorProcess:
             raise Malformed(f"the clip has frames {short(counts)} by camera; requested: the cameras {list(offsets)}")
         for number in counts.values():
             whole(number, range(1, recording.frames + 1), "the number of frames of a clip")
-        memory = self._mapped(size)
+        memory = self._mapped(base + size)
         return {
-            camera: np.ndarray((counts[camera], *spec.cameras[camera], 3), np.uint8, memory, at).copy()
+            camera: np.ndarray((counts[camera], *spec.cameras[camera], 3), np.uint8, memory, base + at).copy()
             for camera, at in offsets.items()
         }
 

@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.base import ComponentSection
-from megarl.robots.simulators.registry import FORMS, SIMULATORS, is_known
-from megarl.system.errors import choose
+from megarl.robots.simulators.registry import BATCHED, FORMS, SIMULATORS, batched_problem, is_known
+from megarl.system.errors import ConfigError, choose
 
 
 class SimulatorSettings(ComponentSection):
@@ -20,7 +20,12 @@ class SimulatorSettings(ComponentSection):
         [],
         description="tasks to play; a mapping adds the facts of each task that the simulator needs; empty: all tasks",
     )
-    workers: PositiveInt = Field(4, description="processes; each plays one episode at a time")
+    workers: PositiveInt = Field(
+        4, description="episodes at a time: processes of one environment, or environments of one process if `batched`"
+    )
+    batched: bool = Field(
+        False, description="one process with all environments, which step together; for simulators that have this form"
+    )
     threads: PositiveInt = Field(1, description="CPU threads of each process")
     kept: PositiveInt = Field(10, description="constructed simulators, one per task, that a process keeps")
     construct_s: PositiveFloat = Field(300.0, description="seconds that starting or constructing one may take")
@@ -34,6 +39,16 @@ class SimulatorSettings(ComponentSection):
     )
 
     def check(self, where: str) -> None:
-        """Check the simulator's name."""
+        """Check the simulator's name, and whether it has many environments in one process."""
         if not is_known(self.name):
-            choose(dict.fromkeys((*SIMULATORS, *FORMS)), self.name, "unknown simulator", where=f"{where}.name")
+            names = dict.fromkeys((*sorted(SIMULATORS | BATCHED), *FORMS))
+            choose(names, self.name, "unknown simulator", where=f"{where}.name")
+        if (problem := batched_problem(self.name, batched=self.batched)) is not None:
+            allowed, fix = problem
+            raise ConfigError(
+                f"simulator {self.name!r} does not have this form",
+                where=f"{where}.batched",
+                found=self.batched,
+                allowed=allowed,
+                fix=fix,
+            )

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megarl.robots.data.demonstrations import Demonstration
-from megarl.robots.envs import Advice, Answer, Failure, SimulatorPool
+from megarl.robots.envs import Advice, Answer, Failure, Pool
 from megarl.robots.simulators.protocol import Numbers, Observation, TaskSpec
 from megarl.system.errors import ConfigError, count
 
@@ -68,7 +68,7 @@ class _Play:
 
 
 def demonstrate(
-    pool: SimulatorPool,
+    pool: Pool,
     episodes: Sequence[tuple[str, int]],
     *,
     noise: float,
@@ -97,7 +97,7 @@ def demonstrate(
 class _Stage:
     """The state of one call of `demonstrate`; the first six fields are its arguments."""
 
-    _pool: SimulatorPool
+    _pool: Pool
     _episodes: Sequence[tuple[str, int]]
     _noise: float
     _seed: int

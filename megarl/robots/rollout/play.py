@@ -3,9 +3,10 @@
     slots of one half      physics, pictures | policy            | physics, pictures | ...
     slots of the other     policy            | physics, pictures | policy            | ...
 
-Each slot is a simulator's process, which plays one episode after another. The halves take turns, so that one simulates
-while the policy acts for the other. A half waits for all of its slots, so the episodes of a policy batch do not depend
-on which process answers first or is replaced, and a run is repeatable.
+Each slot is a simulator's process, or an environment of one process, and plays one episode after another. The halves
+take turns, so that one simulates while the policy acts for the other; environments of one process are a single half. A
+half waits for all of its slots, so the episodes of a policy batch do not depend on which process answers first or is
+replaced, and a run is repeatable.
 
 All ranks of a replica make the same calls; the first rank has the simulators and broadcasts their answers.
 """
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from megarl.artifacts.action_statistics import ActionStatistics
 from megarl.robots.data.pictures import PicturePipeline
-from megarl.robots.envs import Answer, Failure, SimulatorPool
+from megarl.robots.envs import Answer, Failure, Pool
 from megarl.robots.rollout.episode import Episode
 from megarl.robots.rollout.policy import ActingPolicy, PolicyCall
 from megarl.robots.simulators.protocol import Observation, Outcome, Recording, TaskSpec
@@ -113,13 +114,13 @@ class Player:
     Args:
         pool: the simulators; None except on the first rank of a replica.
         prompt_ids: returns the prompt's tokens for an episode's own instruction.
-        halves: simulate one half of the slots while the policy acts for the other half.
+        halves: simulate one half of the slots while the policy acts for the other half, if slots are independent.
         on_error: `fail` ends the run when a simulator fails, `mark` only the episode.
     """
 
     def __init__(
         self,
-        pool: SimulatorPool | None,
+        pool: Pool | None,
         policy: ActingPolicy,
         group: WorkerGroup,
         view: View,
@@ -130,12 +131,14 @@ class Player:
     ) -> None:
         self.pool, self.policy, self.group, self.view, self.on_error = pool, policy, group, view, on_error
         self.prompt_ids = prompt_ids
-        simulators = None if pool is None else [len(pool.slots), [plain_spec(task) for task in pool.tasks.values()]]
-        count, plain = group.broadcast_json(simulators)
+        simulators = None
+        if pool is not None:
+            simulators = [len(pool.slots), pool.together, [plain_spec(task) for task in pool.tasks.values()]]
+        count, together, plain = group.broadcast_json(simulators)
         self.rendered: dict[str, TaskSpec] = {task_facts["name"]: spec_of(task_facts) for task_facts in plain}
         self.tasks: dict[str, TaskSpec] = {name: view.of_task(spec) for name, spec in self.rendered.items()}
         slots = list(range(count))
-        self.halves = [slots[0::2], slots[1::2]] if halves and count > 1 else [slots]
+        self.halves = [slots[0::2], slots[1::2]] if halves and count > 1 and not together else [slots]
 
     def play(
         self,

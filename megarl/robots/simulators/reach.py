@@ -17,8 +17,8 @@ momentum. The state is the gripper's x and y, and 1 if it is lowered, else -1.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,6 +31,7 @@ Point = tuple[float, float]
 GRIPPER, DISC, SQUARE = 0.08, 0.14, 0.13  # radii of a gripper and a disc, and half the side of a square
 EDGE = 0.7  # a disc is at the table's edge when its centre is beyond this coordinate
 PARTS = 4  # number of parts of an environment step; in each of them a gripper moves less than its radius
+HOLE = 0.55 * GRIPPER  # radius of the hole of a raised gripper's ring, which shows the objects inside
 FAR = 0.35  # minimum distance between the centres of objects
 COLORS = {"red": (214, 48, 49), "green": (39, 158, 82), "blue": (41, 98, 214)}
 ORANGE, GREY, TABLE, RIM, BLACK = (240, 138, 24), (128, 128, 136), (236, 232, 222), (206, 200, 186), (24, 24, 28)
@@ -80,7 +81,7 @@ class Reach(Simulator):
         self.spec = self.find_task(task, settings)
         self._speed = float({**self.settings, **settings}["speed"])
         self._kind, _, self._goal = task.partition("_")
-        self._canvas = _Canvas(self.spec.cameras["top"][0])
+        self._canvas = Canvas(self.spec.cameras["top"][0])
         self._squares: dict[str, Point] = {}
         self._discs: list[list[float]] = []  # centres of the discs, the orange one first
         self._x, self._y, self._lowered = 0.0, 0.0, False
@@ -89,16 +90,10 @@ class Reach(Simulator):
     def reset(self, trial: int) -> Observation:
         """Begin an episode in the scene of `trial`."""
         self.begin(trial)
-        numbers = _random_numbers(self._kind, trial)
-        if self._kind == "reach":
-            *squares, (self._x, self._y) = _separate_places(numbers, len(COLORS) + 1)
-            self._squares = dict(zip(COLORS, squares, strict=True))
-        else:
-            orange = [next(numbers) * 0.7 - 0.35, next(numbers) * 0.7 - 0.35]
-            # Place the grey disc outside of the four paths along which the orange disc may have to move.
-            grey = [at + (0.36 + 0.14 * next(numbers)) * (1 if next(numbers) < 0.5 else -1) for at in orange]
-            self._discs = [orange, grey]
-            self._x, self._y = next(numbers) * 1.6 - 0.8, next(numbers) * 1.6 - 0.8
+        scene = Scene.of_trial(self._kind, trial)
+        self._squares = dict(zip(COLORS, scene.squares, strict=False))
+        self._discs = [list(disc) for disc in scene.discs]
+        self._x, self._y = scene.gripper
         self._lowered = False
         self._start = self._left = self._remaining()
         return self._observation()
@@ -146,13 +141,13 @@ class Reach(Simulator):
         if self._kind == "reach":
             x, y = self._squares[self._goal]
             beside = max(0.0, abs(self._x - x) - SQUARE), max(0.0, abs(self._y - y) - SQUARE)
-            return math.hypot(*beside) + lowering
+            return length(*beside) + lowering
         (ox, oy), (ux, uy) = self._discs[0], DIRECTIONS[self._goal]
         push = EDGE - (ox * ux + oy * uy)
         if push <= 0:
             return 0.0
         reach = DISC + GRIPPER
-        return push + math.hypot(self._x - ox + reach * ux, self._y - oy + reach * uy) + lowering
+        return push + length(self._x - ox + reach * ux, self._y - oy + reach * uy) + lowering
 
     def _move(self, dx: float, dy: float, lower: bool) -> None:
         """Execute one environment step: first the motion, with the gripper as it was, then raising or lowering."""
@@ -162,7 +157,7 @@ class Reach(Simulator):
             self._y = min(rim, max(-rim, self._y + dy / PARTS))
             if pushes and self._discs:
                 self._push()
-        free = all(math.hypot(self._x - x, self._y - y) >= DISC + GRIPPER - 1e-9 for x, y in self._discs)
+        free = all(length(self._x - x, self._y - y) >= DISC + GRIPPER - 1e-9 for x, y in self._discs)
         self._lowered = lower and (pushes or free)
 
     def _push(self) -> None:
@@ -188,10 +183,36 @@ class Reach(Simulator):
             picture.disc(x, y, DISC, color_)
         if self._lowered:
             picture.disc(self._x, self._y, GRIPPER, BLACK)
-        else:  # a ring, which shows the objects inside
-            picture.disc(self._x, self._y, GRIPPER, BLACK, hole=0.55 * GRIPPER)
+        else:
+            picture.disc(self._x, self._y, GRIPPER, BLACK, hole=HOLE)
         state = np.array([self._x, self._y, 1 if self._lowered else -1], np.float32)
         return Observation({"top": picture.end()}, state)
+
+
+def length(x: float, y: float) -> float:
+    """Return the length of a vector; unlike `math.hypot`, arrays of numpy give the same bits."""
+    return math.sqrt(x * x + y * y)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The places of all objects in a start state."""
+
+    squares: Sequence[Point]  # centres of the squares, in the order of `COLORS`; empty: a pushing task
+    discs: Sequence[Point]  # centres of the orange and the grey disc; empty: a reaching task
+    gripper: Point
+
+    @classmethod
+    def of_trial(cls, kind: str, trial: int) -> Scene:
+        """Return the scene of a trial of all tasks of a kind, `reach` or `push`."""
+        numbers = _random_numbers(kind, trial)
+        if kind == "reach":
+            *squares, gripper = _separate_places(numbers, len(COLORS) + 1)
+            return cls(squares, [], gripper)
+        x, y = next(numbers) * 0.7 - 0.35, next(numbers) * 0.7 - 0.35
+        # Place the grey disc outside of the four paths along which the orange disc may have to move.
+        u, v = (at + (0.36 + 0.14 * next(numbers)) * (1 if next(numbers) < 0.5 else -1) for at in (x, y))
+        return cls([], [(x, y), (u, v)], (next(numbers) * 1.6 - 0.8, next(numbers) * 1.6 - 0.8))
 
 
 def _random_numbers(kind: str, trial: int) -> Iterator[float]:
@@ -216,7 +237,7 @@ def _part(one: list[float], other: list[float], distance: float, share: float) -
     """If two centres are closer than `distance`, move them apart along their line in place: `one` moves by `share` of
     the missing distance, `other` by the rest."""
     dx, dy = other[0] - one[0], other[1] - one[1]
-    now = math.hypot(dx, dy)
+    now = length(dx, dy)
     if now >= distance:
         return
     dx, dy = (dx / now, dy / now) if now > 0 else (1.0, 0.0)
@@ -225,22 +246,28 @@ def _part(one: list[float], other: list[float], distance: float, share: float) -
     other[:] = [other[0] + (1 - share) * gap * dx, other[1] + (1 - share) * gap * dy]
 
 
-class _Canvas:
-    """A canvas of antialiased shapes: a shape's colour is blended into a pixel by the part that the shape covers."""
+class Canvas:
+    """A canvas of antialiased shapes: a shape's colour is blended into a pixel by the part that the shape covers.
+
+    Attributes:
+        pixel: side of a pixel, in the table's units.
+        xs, ys: coordinates of the centres of columns and rows, float32 [size].
+        table: a picture that shows only the table, float32 [size, size, 3].
+    """
 
     def __init__(self, size: int) -> None:
-        self._pixel = 2.0 / size
-        centres = (np.arange(size) + 0.5) * self._pixel - 1
-        self._xs = centres.astype(np.float32)
-        self._ys = -self._xs  # row indices increase downwards
+        self.pixel = 2.0 / size
+        centres = (np.arange(size) + 0.5) * self.pixel - 1
+        self.xs = centres.astype(np.float32)
+        self.ys = -self.xs  # row indices increase downwards
         self._picture = np.empty((size, size, 3), np.float32)
         self._picture[...] = RIM
         self.square(0, 0, EDGE, TABLE)
-        self._table = self._picture.copy()
+        self.table = self._picture.copy()
 
-    def begin(self) -> _Canvas:
+    def begin(self) -> Canvas:
         """Start a new picture that shows only the table, and return the canvas to draw the objects on."""
-        self._picture = self._table.copy()
+        self._picture = self.table.copy()
         return self
 
     def end(self) -> Frame:
@@ -250,14 +277,14 @@ class _Canvas:
     def square(self, x: float, y: float, half: float, color: tuple[int, int, int]) -> None:
         """Paint a square around (x, y)."""
         columns, rows = self._box(x, y, half)
-        across = self._covered(half - np.abs(self._xs[columns] - np.float32(x)))
-        down = self._covered(half - np.abs(self._ys[rows] - np.float32(y)))
+        across = self._covered(half - np.abs(self.xs[columns] - np.float32(x)))
+        down = self._covered(half - np.abs(self.ys[rows] - np.float32(y)))
         self._paint(rows, columns, down[:, None] * across[None, :], color)
 
     def disc(self, x: float, y: float, radius: float, color: tuple[int, int, int], hole: float = 0.0) -> None:
         """Paint a disc around (x, y), or a ring."""
         columns, rows = self._box(x, y, radius)
-        dx, dy = self._xs[columns] - np.float32(x), self._ys[rows] - np.float32(y)
+        dx, dy = self.xs[columns] - np.float32(x), self.ys[rows] - np.float32(y)
         distance = np.sqrt(dx[None, :] ** 2 + dy[:, None] ** 2)
         coverage = self._covered(radius - distance)
         if hole:
@@ -266,14 +293,14 @@ class _Canvas:
 
     def _covered(self, inside: NDArray[Any]) -> NDArray[Any]:
         """Return the covered part of each pixel, 0 to 1; `inside`: how far its centre is inside the shape's rim."""
-        return np.clip(np.float32(0.5) + inside / np.float32(self._pixel), 0, 1)
+        return np.clip(np.float32(0.5) + inside / np.float32(self.pixel), 0, 1)
 
     def _box(self, x: float, y: float, half: float) -> tuple[slice, slice]:
         """Return the columns and rows that a shape may touch."""
-        reach, size = half + self._pixel, len(self._xs)
+        reach, size = half + self.pixel, len(self.xs)
 
         def span(low: float) -> slice:
-            return slice(max(0, int(low / self._pixel)), min(size, int((low + 2 * reach) / self._pixel) + 1))
+            return slice(max(0, int(low / self.pixel)), min(size, int((low + 2 * reach) / self.pixel) + 1))
 
         return span(x - reach + 1), span(1 - y - reach)
 

@@ -8,8 +8,9 @@ import importlib.util
 import inspect
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
+from .batched import BatchedSimulator
 from .protocol import Simulator
 
 #: The built-in simulators by name, as MODULE:CLASS with a module of this folder.
@@ -20,36 +21,62 @@ SIMULATORS: dict[str, str] = {
     "reach": "reach:Reach",
     "robotwin": "robotwin:RoboTwin",
 }
+#: The built-in simulators of many environments in one process, by name.
+BATCHED: dict[str, str] = {
+    "isaaclab": "isaaclab:IsaacLab",
+    "maniskill": "batched_maniskill:BatchedManiSkill",
+    "reach": "batched_reach:BatchedReach",
+}
 #: How a recipe names a user's simulator: by its file, or by a module that the simulator's interpreter can import.
 FORMS = ("file.py:Class", "pkg.mod:Class")
 
 
 def is_known(name: str) -> bool:
     """Return whether `name` is a built-in simulator or has one of the `FORMS`."""
-    return name in SIMULATORS or all(name.rpartition(":")[::2])
+    return name in SIMULATORS or name in BATCHED or all(name.rpartition(":")[::2])
 
 
-def simulator_class(name: str) -> type[Simulator]:
-    """Return the class that `name` names.
+def batched_problem(name: str, *, batched: bool) -> tuple[list[str], str] | None:
+    """Return the allowed values of `batched` for the simulator `name` and how to fix it; None: the value is allowed.
+
+    A user's own simulator may be of either kind.
+    """
+    if name not in (SIMULATORS | BATCHED) or name in (BATCHED if batched else SIMULATORS):
+        return None
+    if batched:
+        return ["false"], f"remove it; simulators with many environments in one process: {', '.join(BATCHED)}"
+    return ["true"], f"set it to true: {name} has all environments in one process"
+
+
+@overload
+def simulator_class(name: str) -> type[Simulator]: ...
+@overload
+def simulator_class(name: str, *, batched: bool) -> type[Simulator] | type[BatchedSimulator]: ...
+
+
+def simulator_class(name: str, *, batched: bool = False) -> type[Simulator] | type[BatchedSimulator]:
+    """Return the class that `name` names: a `Simulator`, or with `batched` a `BatchedSimulator`.
 
     Raises:
         LookupError: the module has no such class; the message lists its simulators.
         Exception: any error of importing the module.
     """
-    if name in SIMULATORS:
-        module_name, _, class_name = SIMULATORS[name].partition(":")
+    known, base = (BATCHED, BatchedSimulator) if batched else (SIMULATORS, Simulator)
+    if name in known:
+        module_name, _, class_name = known[name].partition(":")
         module = importlib.import_module(f".{module_name}", __package__)
     else:
         module_name, _, class_name = name.rpartition(":")
         module = _import_named(module_name)
     kind = getattr(module, class_name, None)
-    if not (inspect.isclass(kind) and issubclass(kind, Simulator)):
+    if not (inspect.isclass(kind) and issubclass(kind, base)):
         simulators = [
             key
             for key, value in vars(module).items()
-            if inspect.isclass(value) and issubclass(value, Simulator) and value.__module__ == module.__name__
+            if inspect.isclass(value) and issubclass(value, base) and value.__module__ == module.__name__
         ]
-        raise LookupError(f"{module_name} has no simulator {class_name!r}; allowed: {', '.join(simulators) or 'none'}")
+        article = "simulator of many environments" if batched else "simulator"
+        raise LookupError(f"{module_name} has no {article} {class_name!r}; allowed: {', '.join(simulators) or 'none'}")
     return kind
 
 

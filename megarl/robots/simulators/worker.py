@@ -1,4 +1,5 @@
-"""The simulator's side of a process: constructs simulators, keeps them by task, and answers the trainer's calls.
+"""The process of a simulator that plays one episode at a time: constructs simulators, keeps them by task, and answers
+the trainer's calls.
 
     call      answer
     open      `open`: all tasks
@@ -16,14 +17,12 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
-import math
 import mmap
 import os
 import signal
 import socket
 import sys
 import time
-import traceback
 import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -34,82 +33,40 @@ from numpy.typing import NDArray
 
 from megarl.system.parents import end_with_parents
 
+from .batched_worker import BatchedWork
+from .checked import Refused, check_frames, check_outcome, checked_state
 from .clip import ClipRecorder
-from .protocol import Observation, Outcome, Recording, Simulator, TaskSpec
-from .registry import simulator_class
-from .wire import Inbox, clip_places, pack, places, plain_spec
-
-_TEXT = 2000  # maximum number of characters of an error's message, and of an instruction
+from .protocol import Observation, Outcome, Recording, Simulator
+from .wire import Inbox, clip_places, places, plain_spec
+from .work import TEXT, Call, Work
 
 
-class _Refused(Exception):
-    """An error that is sent to the trainer instead of an answer; `kind`: `settings`, or a kind of episode failure."""
+class SingleWork(Work):
+    """The state of a process that plays one episode at a time: its simulators by task, least recently used first, and
+    the current episode.
 
-    def __init__(self, kind: str, text: str, **parts: Any) -> None:
-        super().__init__(text)
-        self.kind, self.parts = kind, parts
-
-
-class _Work:
-    """The state of a simulator process: its simulators by task, least recently used first, and the current episode."""
+    Args:
+        connection: a socket to the trainer.
+        memory: descriptor of the shared memory for pictures.
+    """
 
     def __init__(self, connection: socket.socket, memory: int) -> None:
-        self._connection, self._file = connection, memory
+        super().__init__(connection, memory, batched=False)
         self._memory: mmap.mmap | None = None
-        self._kind: type[Simulator] = Simulator
-        self._settings: dict[str, Any] = {}
-        self._specs: dict[str, dict[str, Any]] = {}
         self._kept: OrderedDict[str, Simulator] = OrderedDict()
-        self._limit = 1
         self._playing: Simulator | None = None
         self._recording: Recording | None = None
         self._recorder: ClipRecorder | None = None
         self._chunk = 0
 
-    def answer(self, header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
-        """Send the answer to a call."""
-        calls = {"open": self._open, "begin": self._begin, "step": self._step, "expert": self._expert}
-        try:
-            calls[header["call"]](header, arrays)
-        except _Refused as error:
-            self._send({"error": error.kind, "text": str(error)[:_TEXT], **error.parts})
-        except Exception as error:
-            traceback.print_exc()  # the trainer keeps the last lines of output
-            self._send({"error": "raised", "text": f"{type(error).__name__}: {error}".rstrip(": ")[:_TEXT]})
+    def calls(self) -> Mapping[str, Call]:
+        """Return the functions that answer `begin`, `step` and `expert`."""
+        return {"begin": self._begin, "step": self._step, "expert": self._expert}
 
     def close(self) -> None:
         """Close all simulators."""
         while self._kept:
             self._kept.popitem()[1].close()
-
-    def _send(self, header: dict[str, Any], arrays: Mapping[str, NDArray[Any]] | None = None) -> None:
-        self._connection.sendall(pack(header, arrays))
-
-    def _open(self, header: dict[str, Any], _: Any) -> None:
-        try:
-            self._kind = simulator_class(header["name"])
-        except LookupError as error:
-            raise _Refused("settings", str(error), key="name", found=header["name"]) from error
-        given, known = dict(header["settings"]), self._kind.settings
-        if header["tasks"] and ("tasks" in known or isinstance(header["tasks"], dict)):
-            given["tasks"] = header["tasks"]  # without this setting the simulator would have no tasks
-        for key, value in given.items():
-            if key not in known:
-                raise _Refused("settings", "unknown setting", key=key, found=value, allowed=list(known))
-            if not _fits(value, known[key]):
-                names = {
-                    bool: "true or false",
-                    int: "a whole number",
-                    float: "a number",
-                    str: "a text",
-                    dict: "a mapping",
-                }
-                allowed = names.get(type(known[key]), "a list")
-                raise _Refused("settings", "value of the wrong type", key=key, found=value, allowed=allowed)
-        self._settings, self._limit = {**known, **given}, header["kept"]
-        specs = [plain_spec(spec) for spec in self._kind.tasks(self._settings)]
-        self._specs = {spec["name"]: spec for spec in specs}
-        self._send({"call": "open", "tasks": specs})
 
     def _begin(self, header: dict[str, Any], _: Any) -> None:
         task, began = header["task"], time.perf_counter()
@@ -129,9 +86,9 @@ class _Work:
         observation = simulator.reset(header["trial"])
         self._playing, self._chunk = simulator, 0
         if self._recorder is not None:
-            _check_frames(places(simulator.spec)[0], observation.frames)
+            check_frames(places(simulator.spec)[0], observation.frames)
             self._recorder.add(observation.frames)
-        answer = {"call": "reset", "instruction": str(observation.instruction)[:_TEXT]}
+        answer = {"call": "reset", "instruction": str(observation.instruction)[:TEXT]}
         self._observed(answer, observation, time.perf_counter() - began)
 
     def _construct(self, task: str) -> Simulator:
@@ -140,9 +97,7 @@ class _Work:
         simulator = self._kind(task, self._settings)
         spec = plain_spec(simulator.spec)
         if spec != self._specs[task]:
-            raise _Refused(
-                "raised", f"the simulator has the task {spec}, but its list of tasks has {self._specs[task]}"
-            )
+            raise Refused("raised", f"the simulator has the task {spec}, but its list of tasks has {self._specs[task]}")
         self._kept[task] = simulator
         return simulator
 
@@ -151,7 +106,7 @@ class _Work:
         actions, began = arrays["actions"], time.perf_counter()
         outcome = self._playing.step(actions) if self._recorder is None else self._step_by_step(self._recorder, actions)
         seconds = time.perf_counter() - began
-        _check_outcome(outcome, len(actions))
+        check_outcome(outcome, len(actions))
         result = {
             "executed": int(outcome.executed),
             "success": bool(outcome.success),
@@ -168,8 +123,8 @@ class _Work:
         layout, executed, seconds = places(self._playing.spec)[0], 0, dict[str, float]()
         while True:
             outcome = self._playing.step(actions[executed : executed + 1])
-            _check_outcome(outcome, 1)
-            _check_frames(layout, outcome.observation.frames)
+            check_outcome(outcome, 1)
+            check_frames(layout, outcome.observation.frames)
             recorder.add(outcome.observation.frames)
             executed += 1
             for name, spent in outcome.seconds.items():
@@ -195,17 +150,15 @@ class _Work:
         action = np.asarray(action, np.float32)
         size = self._playing.spec.action_dim
         if action.shape != (size,) or not np.isfinite(action).all():
-            raise _Refused(
-                "raised", f"the expert returned the action {action.tolist()}; allowed: {size} finite numbers"
-            )
+            raise Refused("raised", f"the expert returned the action {action.tolist()}; allowed: {size} finite numbers")
         return self._send({"call": "expert"}, {"action": action})
 
     def _observed(self, header: dict[str, Any], observation: Observation, seconds: float) -> None:
         """Send an answer with an observation; pictures go to the shared memory."""
         assert self._playing is not None
-        state = _checked_state(self._playing.spec, observation.state)
+        state = checked_state(self._playing.spec, observation.state)
         layout, size = places(self._playing.spec)
-        _check_frames(layout, observation.frames)
+        check_frames(layout, observation.frames)
         sum_ = zlib.crc32(repr(sorted((key, header[key]) for key in header if key != "parts")).encode())
         sum_ = zlib.crc32(state.tobytes(), sum_)
         if size:
@@ -214,50 +167,6 @@ class _Work:
                 np.ndarray(shape, np.uint8, self._memory, offset)[...] = observation.frames[camera]
             sum_ = zlib.crc32(memoryview(self._memory)[:size], sum_)
         self._send({**header, "seconds": seconds, "sum": sum_}, {"state": state})
-
-
-def _check_outcome(outcome: Outcome, given: int) -> None:
-    if not 0 < outcome.executed <= given:
-        raise _Refused("raised", f"a step executed {outcome.executed} of {given} actions; allowed: 1 to {given}")
-    if outcome.success and not outcome.over:
-        raise _Refused("raised", "an episode has succeeded but is not over: set `over` with `success`")
-    if outcome.progress is not None and not math.isfinite(outcome.progress):
-        raise _Refused("state", f"a step returned the progress {outcome.progress}; allowed: a finite number or None")
-
-
-def _checked_state(spec: TaskSpec, state: Any) -> NDArray[np.float32]:
-    numbers = np.asarray(state, np.float32)
-    if numbers.shape != (spec.state_dim,):
-        raise _Refused("state", f"the state has the shape {list(numbers.shape)}; allowed: [{spec.state_dim}]")
-    if not np.isfinite(numbers).all():
-        where = np.flatnonzero(~np.isfinite(numbers)).tolist()
-        raise _Refused("state", f"the state is not finite at {where} of {spec.state_dim} numbers")
-    return numbers
-
-
-def _check_frames(layout: Mapping[str, tuple[int, tuple[int, int, int]]], frames: Mapping[str, Any]) -> None:
-    if set(frames) != set(layout):
-        raise _Refused("frames", f"pictures of {sorted(frames)}; allowed: {sorted(layout)}")
-    for camera, (_, shape) in layout.items():
-        frame = np.asarray(frames[camera])
-        if frame.dtype.kind == "f" and not np.isfinite(frame).all():
-            raise _Refused("frames", f"the picture of camera {camera!r} is not finite")
-        if frame.dtype != np.uint8 or frame.shape != shape:
-            is_ = f"{frame.dtype} {list(frame.shape)}"
-            raise _Refused("frames", f"the picture of camera {camera!r} is {is_}; allowed: uint8 {list(shape)}")
-
-
-def _fits(value: Any, default: Any) -> bool:
-    """Return whether a setting may have this value: of its default's type, or null; anything if the default is null."""
-    if default is None or value is None:
-        return True
-    if isinstance(default, bool) or isinstance(value, bool):
-        return isinstance(default, bool) and isinstance(value, bool)
-    if isinstance(default, float):
-        return isinstance(value, (int, float))
-    if isinstance(default, (list, tuple)):
-        return isinstance(value, (list, tuple))
-    return isinstance(value, type(default))
 
 
 def serve(connection: int, memory: int) -> None:
@@ -272,10 +181,14 @@ def serve(connection: int, memory: int) -> None:
     # end with the trainer, whatever this process does; its guardian ends the processes that it started
     end_with_parents()
     with socket.socket(fileno=connection) as trainer:
-        work, inbox = _Work(trainer, memory), Inbox(trusted=True)
+        work: Work | None = None
+        inbox = Inbox(trusted=True)
         while data := trainer.recv(1 << 16):
             inbox.feed(data)
             while (message := inbox.take()) is not None:
+                if work is None:  # the first call is `open`
+                    rows = message[0]["rows"]
+                    work = BatchedWork(trainer, memory, rows) if rows else SingleWork(trainer, memory)
                 if message[0]["call"] == "close":
                     work.close()
                     sys.stdout.flush()

@@ -48,6 +48,7 @@ def test_a_missing_interpreter_of_the_simulator_is_refused_where_the_run_starts(
         ("sft.train_files=null", "sft.train_files", "needs demonstrations"),
         ("robot.simulator.name=reech", "robot.simulator.name", "unknown simulator"),
         ("robot.simulator.workers=0", "robot.simulator.workers", "workers"),
+        ("robot.simulator={name: metaworld, batched: true}", "robot.simulator.batched", "does not have this form"),
         ("robot.simulator.answer_s=210", "robot.simulator.answer_s", "cluster.timeout_s"),
         ("robot.reward.srpo={raduis: fixed}", "robot.reward.srpo.raduis", "raduis"),
         ("robot.reward.embedding={name: states}", "robot.reward.embedding.name", "states"),

@@ -9,20 +9,22 @@ import pytest
 
 import megarl.robots.simulators
 from megarl.robots.envs import SimulatorSettings
+from megarl.robots.simulators.batched import BatchedSimulator
 from megarl.robots.simulators.protocol import Simulator
-from megarl.robots.simulators.registry import SIMULATORS, is_known, simulator_class
+from megarl.robots.simulators.registry import BATCHED, SIMULATORS, is_known, simulator_class
 
 FOLDER = Path(megarl.robots.simulators.__file__).parent
 
 
-def test_every_simulator_of_the_folder_has_a_name() -> None:
+@pytest.mark.parametrize(("known", "kind"), [(SIMULATORS, Simulator), (BATCHED, BatchedSimulator)])
+def test_every_simulator_of_the_folder_has_a_name(known, kind) -> None:
     found = {
         f"{file.stem}:{node.name}"
         for file in FOLDER.glob("*.py")
         for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.ClassDef) and any(getattr(base, "id", "") == Simulator.__name__ for base in node.bases)
+        if isinstance(node, ast.ClassDef) and any(getattr(base, "id", "") == kind.__name__ for base in node.bases)
     }
-    assert set(SIMULATORS.values()) == found
+    assert set(known.values()) == found
 
 
 def test_a_users_simulator_is_named_by_its_file_or_module() -> None:

@@ -1,0 +1,21 @@
+"""Opens the pool that a recipe's simulator settings describe."""
+
+from __future__ import annotations
+
+from megarl.robots.envs.batched_pool import BatchedPool
+from megarl.robots.envs.pool import SimulatorPool
+from megarl.robots.envs.settings import SimulatorSettings
+
+#: A pool of either kind; both have the same calls.
+Pool = SimulatorPool | BatchedPool
+
+
+def open_pool(settings: SimulatorSettings, *, where: str = "env", cuda_device: int | None = None) -> Pool:
+    """Start the processes of a simulator: one for each slot, or with `batched` one for all slots.
+
+    Args:
+        where: dotted path of the recipe's section with `settings`, for messages.
+        cuda_device: this rank's CUDA device, as `settings.egl_devices` numbers it; None: it has none.
+    """
+    kind = BatchedPool if settings.batched else SimulatorPool
+    return kind(settings, where=where, cuda_device=cuda_device)

@@ -1,0 +1,98 @@
+"""ManiSkill 3 on a GPU: many Franka arms on tables, whose scenes are simulated and rendered together.
+
+Written against the source of mani_skill 3.0.1. Tasks, actions and states are those of `maniskill.py`. All scenes move
+in each environment step, also those whose episodes are over.
+
+A start state's objects are drawn by torch's generator, which ManiSkill seeds with the first of the seeds of a reset.
+So rows are reset one by one, each with its trial as seed; every such reset renders all scenes once. PhysX on a GPU does
+not promise the same bits in every run, so the replay of an episode may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .batched import BatchedSimulator, Rows, Step, Views
+from .maniskill import ManiSkill
+from .protocol import TaskSpec
+
+
+class BatchedManiSkill(BatchedSimulator):
+    """Many scenes of one task of ManiSkill."""
+
+    settings: ClassVar[Mapping[str, Any]] = {
+        **ManiSkill.settings,
+        "sim_backend": "gpu",  # where the physics run: gpu, cuda:N, or cpu with a single environment
+        "render_backend": "gpu",
+    }
+
+    @classmethod
+    def tasks(cls, settings: Mapping[str, Any]) -> list[TaskSpec]:
+        """Return the ManiSkill tasks that the setting `tasks` names."""
+        return ManiSkill.tasks(settings)
+
+    def __init__(self, task: str, settings: Mapping[str, Any], rows: int) -> None:
+        chosen, self.spec = {**self.settings, **settings}, ManiSkill.find_task(task, settings)
+        try:
+            import gymnasium
+            import mani_skill.envs  # noqa: F401, registers the tasks
+            import torch
+        except ImportError as error:
+            raise ImportError(
+                "ManiSkill is not installed in this interpreter: run `pip install mani_skill torch` in an environment "
+                f"of its own, and set `python` to its interpreter ({error})"
+            ) from error
+        if chosen["sim_backend"] == "cpu" and rows > 1:
+            raise ValueError(
+                f"{task}: sim_backend=cpu has one environment, not {rows}; set `sim_backend` to gpu, or `workers` to 1"
+            )
+        made = gymnasium.make(
+            task,
+            num_envs=rows,
+            obs_mode="rgb",
+            control_mode=chosen["control"],
+            robot_uids="panda",
+            sim_backend=chosen["sim_backend"],
+            render_backend=chosen["render_backend"],
+            sensor_configs={"width": chosen["size"], "height": chosen["size"]},
+        )
+        self._torch, self._rows = torch, rows
+        self._env: Any = made.unwrapped  # without gymnasium's own limit of steps
+        shape = tuple(self._env.single_action_space.shape)
+        if shape != (self.spec.action_dim,):
+            raise ValueError(
+                f"{task}: with control {chosen['control']!r} the simulator takes actions of shape {shape}, but megarl "
+                f"expects {(self.spec.action_dim,)}"
+            )
+
+    def reset(self, rows: Rows, trials: NDArray[np.int64]) -> None:
+        """Begin an episode in each of `rows`, with the trial as seed."""
+        for row, trial in zip(rows.tolist(), trials.tolist(), strict=True):
+            # A list of one seed would be continued at random, and the row would get one of those.
+            options = {"env_idx": self._torch.tensor([row], device=self._env.device)}
+            self._raw, _ = self._env.reset(seed=[trial] * self._rows, options=options)
+
+    def step(self, rows: Rows, actions: NDArray[np.float32]) -> Step:
+        """Execute actions [R, D]. The seconds of `physics` include rendering, since every step renders."""
+        everyone = np.zeros((self._rows, self.spec.action_dim), np.float32)
+        everyone[rows] = np.clip(actions, -1, 1)
+        self._raw, _, terminated, _, info = self._env.step(self._torch.from_numpy(everyone).to(self._env.device))
+        return Step(self._of(info["success"], rows), self._of(terminated, rows))
+
+    def observe(self, rows: Rows) -> Views:
+        """Return the pictures and joint positions of `rows`."""
+        sensors = self._raw["sensor_data"]
+        frames = {name: self._of(sensors[name]["rgb"], rows) for name in self.spec.cameras}
+        return Views(frames, self._of(self._raw["agent"]["qpos"], rows).float())
+
+    def close(self) -> None:
+        """Free the scenes."""
+        self._env.close()
+
+    def _of(self, values: Any, rows: Rows) -> Any:
+        """Return the entries of `rows` of a tensor with all rows."""
+        return values[self._torch.from_numpy(rows).to(values.device)]
