@@ -258,6 +258,7 @@ def test_optimizer_state_is_shared_by_the_replicas():
         "srpo_libero_spatial_openvla_oft_8gpu",
         "srpo_libero_object_openvla_oft_8gpu",
         "srpo_libero_goal_openvla_oft_8gpu",
+        "srpo_libero_plus_openvla_oft_8gpu",
         "simplevla_robotwin_8gpu",
         "grpo_qwen2_5_vl_7b_8gpu",
         "grpo_qwen3_vl_8b_8gpu",

@@ -1,7 +1,8 @@
 """The rows of robots' data sets: start states of tasks, split into training and validation.
 
-Validation has up to three sets of start states: held-out ones, whose data source is the task's name, some training
-start states (`train_iid`), and the simulator's own evaluation list (`eval_ood`).
+Validation has up to three sets of start states of a task: held-out ones, whose data source is the task's name, some
+training start states (`train_iid`), and the simulator's own evaluation list (`eval_ood`). All start states of a task
+that belongs to a set of tasks (`TaskSpec.part`) are in this set instead.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -102,16 +103,18 @@ def part_trials(
 
 
 def val_sets(
-    tasks: Iterable[TaskSpec], parted: Mapping[Split, Sequence[tuple[str, int]]]
+    tasks: Collection[TaskSpec], parted: Mapping[Split, Sequence[tuple[str, int]]]
 ) -> dict[tuple[str, int], str]:
-    """Return the name of a validation start state's set, by (task, start state): `eval_ood` for a task's last ones,
-    which are only for evaluation (`TaskSpec.evaluation`), and `train_iid` for those that are also trained on. Other
-    held-out ones are left out.
+    """Return the name of a validation start state's set, by (task, start state): the set of its task
+    (`TaskSpec.part`), else `eval_ood` for a task's last ones, which are only for evaluation (`TaskSpec.evaluation`),
+    and `train_iid` for those that are also trained on. Other held-out ones are left out.
     """
+    parts = {task.name: task.part for task in tasks}
     first = {task.name: task.trials - task.evaluation for task in tasks}
     trained = set(parted["train"])
     named = {pair: "eval_ood" if pair[1] >= first[pair[0]] else "train_iid" for pair in parted["val"]}
-    return {pair: name for pair, name in named.items() if name == "eval_ood" or pair in trained}
+    kept = {pair: name for pair, name in named.items() if name == "eval_ood" or pair in trained}
+    return kept | {pair: parts[pair[0]] for pair in parted["val"] if parts[pair[0]]}
 
 
 def _too_few(task: TaskSpec, key: str, found: object, most: int) -> ConfigError:

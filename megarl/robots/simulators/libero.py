@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from .libero_plus import ASSETS, check_kinds, perturbed_tasks
 from .protocol import Numbers, Observation, Outcome, Simulator, TaskSpec
 
 #: Suite -> environment steps after which OpenVLA's evaluation ends an episode.
@@ -52,6 +53,9 @@ class Libero(Simulator):
         "cameras": tuple(CAMERAS),
         "settle": 10,  # number of actions that do nothing, while objects placed in the air fall
         "shadows": True,  # shadows and reflections: up to a third of a picture's time without a GPU
+        # kinds of LIBERO-Plus' perturbations (`libero_plus.py`); empty: LIBERO's own tasks
+        "perturbations": (),
+        "levels": (),  # levels of these perturbations, 1 to 5; empty: all
         "assets": None,  # folder of the meshes, if LIBERO does not find it by itself
     }
 
@@ -63,11 +67,12 @@ class Libero(Simulator):
 
     def __init__(self, task: str, settings: Mapping[str, Any]) -> None:
         chosen = {**self.settings, **settings}
+        _check(chosen)
         suite, number = _find(task, chosen["suites"])
         suite_tasks = _suite(suite)
-        self.spec = _specs(suite, chosen)[number]
+        self.spec = _spec(suite, number, suite_tasks, chosen)
         self._settle = int(chosen["settle"])
-        _use_meshes(chosen["assets"])
+        _use_meshes(chosen["assets"], perturbed=bool(chosen["perturbations"]))
         self._states = np.asarray(suite_tasks.get_task_init_states(number))
         with _silent():
             self._env = _construct(suite_tasks.get_task_bddl_file_path(number), self.spec.cameras)
@@ -211,7 +216,35 @@ def _construct(problem: str, cameras: Mapping[str, tuple[int, int]]) -> Any:
 
 
 def _specs(suite: str, chosen: Mapping[str, Any]) -> list[TaskSpec]:
-    """Return all tasks of a suite."""
+    """Return all tasks of a suite, or those with the chosen perturbations."""
+    _check(chosen)
+    tasks, root = _suite(suite), _prepare()
+    check_kinds(root, chosen["perturbations"], chosen["levels"])
+    if not chosen["perturbations"]:
+        return [_spec(suite, number, tasks, chosen) for number in range(tasks.get_num_tasks())]
+    kinds = perturbed_tasks(root, suite, chosen["perturbations"], chosen["levels"])
+    return [_spec(suite, number, tasks, chosen, kind) for number, kind in kinds.items()]
+
+
+def _spec(suite: str, number: int, tasks: Any, chosen: Mapping[str, Any], kind: str = "") -> TaskSpec:
+    """Return a task of a suite; `kind`: its perturbation."""
+    if chosen["perturbations"] and not kind:
+        kind = perturbed_tasks(_prepare(), suite, chosen["perturbations"], chosen["levels"])[number]
+    return TaskSpec(
+        name=f"{suite}/{number}",
+        instruction=tasks.get_task(number).language,
+        # LIBERO-Plus plays each task once, from the first of LIBERO's start states.
+        trials=1 if kind else len(tasks.get_task_init_states(number)),
+        max_steps=chosen["max_steps"] or LIMITS[chosen["limits"]][suite],
+        action_dim=len(NOTHING),
+        state_dim=8,
+        cameras=dict.fromkeys(chosen["cameras"], (chosen["size"], chosen["size"])),
+        part=kind,
+    )
+
+
+def _check(chosen: Mapping[str, Any]) -> None:
+    """Raise ValueError if a setting that all suites have is invalid."""
     limits = LIMITS.get(chosen["limits"])
     if limits is None:
         raise ValueError(f"LIBERO: invalid value of `limits`: {chosen['limits']!r}; allowed: {', '.join(LIMITS)}")
@@ -223,19 +256,6 @@ def _specs(suite: str, chosen: Mapping[str, Any]) -> list[TaskSpec]:
     if not chosen["cameras"] or set(chosen["cameras"]) - set(CAMERAS):
         cameras = list(chosen["cameras"])
         raise ValueError(f"LIBERO: invalid value of `cameras`: {cameras}; allowed: {', '.join(CAMERAS)}")
-    tasks = _suite(suite)
-    return [
-        TaskSpec(
-            name=f"{suite}/{number}",
-            instruction=tasks.get_task(number).language,
-            trials=len(tasks.get_task_init_states(number)),
-            max_steps=most or limits[suite],
-            action_dim=len(NOTHING),
-            state_dim=8,
-            cameras=dict.fromkeys(chosen["cameras"], (chosen["size"], chosen["size"])),
-        )
-        for number in range(tasks.get_num_tasks())
-    ]
 
 
 def _find(task: str, suites: Sequence[str]) -> tuple[str, int]:
@@ -284,9 +304,20 @@ def _prepare() -> Path:
     return root
 
 
-def _use_meshes(configured: str | None) -> None:
-    """Set LIBERO's path of meshes. By itself LIBERO would download them, in every process at once."""
+def _use_meshes(configured: str | None, *, perturbed: bool) -> None:
+    """Set LIBERO's path of meshes. By itself LIBERO would download them, in every process at once.
+
+    LIBERO-Plus has its meshes, and more of them, in its package.
+    """
     root = _prepare()
+    if perturbed:
+        missing = [name for name in (*MESHES, *ASSETS) if not (root / "assets" / name).is_dir()]
+        if missing:
+            raise FileNotFoundError(
+                f"LIBERO-Plus' assets are missing: {root / 'assets'} has no {', '.join(missing)}. Run `hf download "
+                f"Sylvest/LIBERO-plus assets.zip --repo-type dataset`, and unpack assets.zip in {root}"
+            )
+        return
     places = [Path(configured).expanduser()] if configured else [root / "assets", Path.home() / ".cache/libero/assets"]
     for folder in places:
         if all((folder / name).is_dir() for name in MESHES):

@@ -21,6 +21,20 @@ Frame = NDArray[np.uint8]
 Numbers = NDArray[np.float32]
 
 
+class SettingError(ValueError):
+    """An error that the value of one of the simulator's settings cannot be used.
+
+    Args:
+        key: the setting.
+        found: its value, or the wrong part of it.
+        allowed: the allowed values, as a list or in words.
+    """
+
+    def __init__(self, problem: str, key: str, found: Any, allowed: str | list[str]) -> None:
+        super().__init__(problem)
+        self.key, self.found, self.allowed = key, found, allowed
+
+
 @dataclass(frozen=True)
 class TaskSpec:
     """The properties of a task that a policy needs."""
@@ -33,6 +47,7 @@ class TaskSpec:
     state_dim: int  # number of values of the robot's own state; 0: the robot has no state
     cameras: Mapping[str, tuple[int, int]]  # height and width of the pictures, by camera
     evaluation: int = 0  # number of start states, the last ones, that are only for evaluation
+    part: str = ""  # name of a set of tasks that validation also measures as a whole; empty: none
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from .batched import BatchedSimulator
 from .checked import Refused, complete_settings
-from .protocol import Simulator
+from .protocol import SettingError, Simulator
 from .registry import simulator_class
 from .wire import pack, plain_spec
 
@@ -64,7 +64,11 @@ class Work:
             raise Refused("settings", str(error), key="name", found=header["name"]) from error
         self._settings = complete_settings(self._kind.settings, header["settings"], header["tasks"])
         self._limit = header["kept"]
-        specs = [plain_spec(spec) for spec in self._kind.tasks(self._settings)]
+        try:
+            specs = [plain_spec(spec) for spec in self._kind.tasks(self._settings)]
+        except SettingError as error:
+            details = {"key": error.key, "found": error.found, "allowed": error.allowed}
+            raise Refused("settings", str(error), **details) from error
         self._specs = {spec["name"]: spec for spec in specs}
         self._send({"call": "open", "tasks": specs})
 

@@ -364,6 +364,7 @@ def test_the_simulator_of_the_documentation_works(tmp_path: Path) -> None:
         ({"wrnog": "exit"}, r"env.wrnog: (?s:.*)unknown setting(?s:.*)did you mean 'wrong'"),
         ({"limit": "5"}, r"env.limit: (?s:.*)value of the wrong type(?s:.*)allowed: a whole number"),
         ({"tasks": {"left": {"instruction": "go"}}}, r"env.tasks: (?s:.*)unknown setting"),
+        ({"wrong": "setting"}, r"env.wrong: (?s:.*)a line has no such end(?s:.*)allowed: (?s:.*)exit, hang"),
         ({"tasks": ["lefft"]}, r"env.tasks: (?s:.*)unknown task(?s:.*)did you mean 'left'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 import numpy as np
 import pytest
 import torch
@@ -105,6 +106,8 @@ def test_validation_has_sets_of_start_states_with_sources_of_their_own() -> None
     few = [sets.get(pair) for pair in limited(parted["val"], 3, sets)]
     assert few == [None, "train_iid", "eval_ood"]
     assert len(part_trials([task], seed=1, held_out=0, trained=None)["val"]) == 5
+    lit = replace(task, part="light")
+    assert set(val_sets([lit], parted).values()) == {"light"}, "all start states of a task in a set of tasks"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megarl.robots.simulators.protocol import Numbers, Observation, Outcome, Simulator, TaskSpec
+from megarl.robots.simulators.protocol import Numbers, Observation, Outcome, SettingError, Simulator, TaskSpec
 
 CAMERAS = {"front": (4, 6), "wrist": (2, 2)}
 
@@ -34,6 +34,8 @@ class Line(Simulator):
 
     @classmethod
     def tasks(cls, settings: Mapping[str, Any]) -> list[TaskSpec]:
+        if settings["wrong"] == "setting":
+            raise SettingError("a line has no such end", "wrong", "setting", ["exit", "hang"])
         return [_spec(name, settings) for name in ("left", "right")]
 
     def __init__(self, task: str, settings: Mapping[str, Any]) -> None:

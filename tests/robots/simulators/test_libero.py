@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megarl.robots.simulators.libero import MESHES, Libero, axis_angle
+from megarl.robots.simulators.protocol import SettingError
 from tests.robots.simulators import stand_in_libero
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -137,6 +138,57 @@ def test_shadows_and_reflections_can_be_left_out(packages):
     assert np.all(simulator()._env.env.sim._render_context_offscreen.scn.flags == 1)
     flags = simulator(shadows=False)._env.env.sim._render_context_offscreen.scn.flags
     assert list(np.flatnonzero(flags == 0)) == [0, 2]
+
+
+PERTURBED = [
+    {"id": 1, "name": "put_it_there_view_0_0_100_2_352_initstate_0", "category": "Camera Viewpoints", "difficulty_level": 2},
+    {"id": 2, "name": "open_it_light_3", "category": "Light Conditions", "difficulty_level": None},
+]
+
+
+def perturb(packages: Path) -> None:
+    """Make the stand-in LIBERO-Plus."""
+    file = packages / "libero/libero/benchmark/task_classification.json"
+    file.write_text(json.dumps({"libero_goal": PERTURBED, "libero_10": PERTURBED[:1]}))
+
+
+def test_perturbed_tasks_are_those_of_the_chosen_kinds_and_levels(packages):
+    perturb(packages)
+
+    def found(**settings) -> list[tuple[str, str, int]]:
+        specs = Libero.tasks({"suites": ["libero_goal", "libero_10"], **settings})
+        return [(spec.name, spec.part, spec.trials) for spec in specs]
+
+    goal, light, ten = ("libero_goal/0", "camera", 1), ("libero_goal/1", "light", 1), ("libero_10/0", "camera", 1)
+    assert found(perturbations=["camera", "light"]) == [goal, light, ten]
+    assert found(perturbations=["light"]) == [light]
+    assert found(perturbations=["camera", "light"], levels=[2, 3]) == [goal, ten], "the other task has no level"
+    settings = {"size": 8, "suites": ["libero_goal"], "perturbations": ["light"]}
+    with pytest.raises(FileNotFoundError, match=r"has no new_objects, textures.*assets.zip"):
+        Libero("libero_goal/1", settings)
+    for name in ("new_objects", "textures"):
+        (packages / "libero/libero/assets" / name).mkdir()
+    made = Libero("libero_goal/1", settings)
+    assert (made._env.problem, made.spec.instruction, made.spec.part) == ("libero_goal/1.bddl", "open it", "light")
+
+
+@pytest.mark.parametrize(
+    ("plus", "settings", "key", "text"),
+    [
+        (False, {"perturbations": ["light"]}, "perturbations", "has no benchmark/task_classification.json; install https"),
+        (True, {}, "perturbations", "all of whose tasks are perturbed"),
+        (True, {"perturbations": ["lamp"]}, "perturbations", "unknown kind of perturbation"),
+        (True, {"perturbations": ["light"], "levels": [6]}, "levels", "unknown level"),
+        (False, {"levels": [1]}, "levels", "none are named"),
+        (True, {"perturbations": ["light"], "suites": ["libero_90"]}, "suites", "does not perturb this suite"),
+    ],
+)
+def test_perturbations_that_are_not_there_are_refused_with_their_key(packages, plus, settings, key, text):
+    if plus:
+        perturb(packages)
+    with pytest.raises(SettingError, match=text) as caught:
+        Libero.tasks(settings)
+    assert caught.value.key == key
 
 
 def test_missing_meshes_are_named_with_the_ways_to_get_them(packages):
