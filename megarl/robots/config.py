@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.base import Section
 from megarl.config.components import settings_at
-from megarl.system.errors import ConfigError
+from megarl.system.errors import ConfigError, choose
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -115,6 +116,11 @@ class RobotConfig(Section):
         10,
         description="number of start states of each task that are held out for validation; trainer.seed chooses them",
     )
+    held_out_tasks: list[str] = Field(
+        default_factory=list,
+        description="tasks that are only measured, by their `held_out` start states, and never trained on; data source "
+        "TASK_ood, and TASK_iid of the other tasks' held-out start states",
+    )
     val_trained: NonNegativeInt = Field(
         0, description="number of training start states of each task that are also measured; data source TASK_train_iid"
     )
@@ -198,6 +204,21 @@ def robot_of(config: RunConfig) -> RobotConfig:
     """Return the section `robot` of a recipe that has it."""
     assert config.robot is not None, "a recipe with the section `robot`"
     return config.robot
+
+
+def refuse_other_tasks(held_out_tasks: Sequence[str], tasks: Sequence[str]) -> None:
+    """Raise ConfigError if a task that is only measured is none of `tasks`, or if no other task is trained on."""
+    for name in held_out_tasks:
+        problem = "a task that is only measured is not among the tasks that are played"
+        choose({task: task for task in tasks}, name, problem, where="robot.held_out_tasks")
+    if held_out_tasks and not set(tasks) - set(held_out_tasks):
+        raise ConfigError(
+            "all tasks are only measured, and none is trained on",
+            where="robot.held_out_tasks",
+            found=list(held_out_tasks),
+            allowed=f"at most {len(tasks) - 1} of {len(tasks)} tasks",
+            fix="take a task out, or add one to robot.simulator.tasks",
+        )
 
 
 def compared_fields(config: RunConfig) -> list[str]:

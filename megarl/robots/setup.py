@@ -26,7 +26,7 @@ from megarl.config.components import settings_at
 from megarl.data.batch import Batch, Jagged
 from megarl.models.hf import vision_of
 from megarl.models.weights.files import resolve_folder
-from megarl.robots.config import robot_of
+from megarl.robots.config import refuse_other_tasks, robot_of
 from megarl.robots.data.demonstration_sources import find_demonstrations
 from megarl.robots.data.pictures import PIPELINES, policy_normalisation
 from megarl.robots.envs import Pool, SimulatorSettings, open_pool
@@ -312,7 +312,7 @@ def open_robots(
     hf.action_statistics = {name: data}  # exports of the model contain them
     body = body_of(config, sequences, hf, data)
     split_handovers = _split_trials(config, robot, tasks)
-    sets = val_sets(tasks.values(), split_handovers)
+    sets = val_sets(tasks.values(), split_handovers, robot.held_out_tasks)
     split_handovers["val"] = limited(split_handovers["val"], config.data.max_val_samples, sets)
     tokens_of = partial(prompt_ids, family=body.family, tokenizer=tokenizer)
     prompts = {name: tokens_of(task.instruction) for name, task in tasks.items()}
@@ -337,6 +337,7 @@ def _split_trials(
     config: RunConfig, robot: RobotConfig, tasks: Mapping[str, TaskSpec]
 ) -> dict[Split, list[tuple[str, int]]]:
     """Split the start states of all tasks into training and validation."""
+    refuse_other_tasks(robot.held_out_tasks, list(tasks))
     return part_trials(
         tasks.values(),
         seed=config.trainer.seed,
@@ -344,6 +345,7 @@ def _split_trials(
         trained=robot.trials,
         val_trained=robot.val_trained,
         val_evaluation=robot.val_evaluation,
+        held_out_tasks=robot.held_out_tasks,
     )
 
 

@@ -254,6 +254,7 @@ def test_optimizer_state_is_shared_by_the_replicas():
         "ppo_reach_quickstart",
         "ppo_metaworld",
         "srpo_metaworld",
+        "srpo_metaworld_ml10",
         "srpo_libero_openvla_oft_8gpu",
         "srpo_libero_spatial_openvla_oft_8gpu",
         "srpo_libero_object_openvla_oft_8gpu",

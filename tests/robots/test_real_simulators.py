@@ -18,6 +18,7 @@ from megarl.data.tokenizer import character_tokenizer
 from megarl.models.weight_table import WeightTable
 from megarl.robots.models.vla.config import policy_config
 from megarl.robots.simulators.libero import MESHES
+from tests.forked import Command
 from tests.robots.models.vla.small import DINO, SIGLIP
 from tests.robots.simulators import stand_in_libero
 from tests.runtime import harness
@@ -42,13 +43,19 @@ def check(numbers: dict[int, dict[str, float]], longest: int, episodes: int = 4)
         assert np.isfinite(found["actor/pg_loss"])
 
 
-@pytest.mark.campaign("libero")  # the simulator as of simulators/test_metaworld.py, cloning as of test_runs.py
-def test_meta_world_is_cloned_and_trained_on(tmp_path) -> None:
+def meta_world() -> Path:
+    """Meta-World's interpreter; the test is skipped without one."""
     (pinned,) = [line for line in (ROOT / "constraints-metaworld.txt").read_text().split() if "metaworld==" in line]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     python = cache / "megarl" / pinned.replace("==", "-") / "bin" / "python"
     if not (python.parents[1] / ".complete").is_file():
         pytest.skip(f"no {python}: `make metaworld-env` makes it")
+    return python
+
+
+@pytest.mark.campaign("libero")  # the simulator as of simulators/test_metaworld.py, cloning as of test_runs.py
+def test_meta_world_is_cloned_and_trained_on(tmp_path) -> None:
+    python = meta_world()
     few = (*FEW, f"robot.simulator.python={python}", "robot.simulator.max_steps=100", "robot.trials=4")
     cloning = ("robot.demonstrations=1", "robot.expert_noise=0", "sft.steps=2", "sft.batch_size=8")
     cloning += ("sft.eval_every=0", "sft.stop_at_accuracy=null")
@@ -56,6 +63,20 @@ def test_meta_world_is_cloned_and_trained_on(tmp_path) -> None:
     check(numbers, 100)
     assert len(list((tmp_path / "demonstrations").glob("*.safetensors"))) == 2
     assert (tmp_path / "hf" / "dataset_statistics.json").is_file()
+
+
+@pytest.mark.campaign("libero")  # splits by task: rollout/test_policy.py, and their table: test_runs.py
+def test_ml10_is_measured_by_task_and_by_split(tmp_path) -> None:
+    python = meta_world()
+    recipe = ROOT / "recipes" / "srpo_metaworld_ml10.yaml"
+    short = ("robot.simulator.max_steps=16", "robot.simulator.workers=2", "robot.held_out=2", "cluster.nproc=1")
+    command = Command(["eval", recipe, *short, f"robot.simulator.python={python}", "--run-dir", tmp_path], tmp_path)
+    output = harness.finish(command)
+    assert command.returncode == 0, output[-3000:]
+    table = {row.split()[1]: int(row.split()[5]) for row in output.splitlines() if row.startswith("│")}
+    assert (table["iid"], table["ood"], table["all"]) == (20, 10, 30)
+    assert table["reach-v3_iid"] == table["lever-pull-v3_ood"] == 2
+    assert len(table) == 15 + 3
 
 
 def save_oft(folder: Path) -> None:

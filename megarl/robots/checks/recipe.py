@@ -16,7 +16,7 @@ from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 from megarl.data.sources import TEXT
 from megarl.robots.checks.policy import check_policy
-from megarl.robots.config import SIMULATOR, EmbeddingSettings, robot_of
+from megarl.robots.config import SIMULATOR, EmbeddingSettings, refuse_other_tasks, robot_of
 from megarl.robots.envs.settings import SimulatorSettings
 
 if TYPE_CHECKING:
@@ -102,6 +102,8 @@ def _check_settings(config: RunConfig, checks: Checklist) -> None:
                 settings.check(where)
             if isinstance(settings, SimulatorSettings):
                 _check_deadlines(config, settings, checks)
+                if settings.tasks:
+                    refuse_other_tasks(robot.held_out_tasks, list(settings.tasks))
     if robot.reward.per_call and "values" not in estimator_fields(config.algorithm):
         checks.fail(
             "robot.reward.per_call",

@@ -130,6 +130,13 @@ class BatchedPool:
             if answers or time.monotonic() >= until:
                 return answers
 
+    def abandon(self) -> None:
+        """Drop all episodes; wait until the process works on no turn."""
+        while self._process.waiting:
+            self._collect(time.monotonic() + BEAT_S)
+            beat()
+        self._episodes, self._replay = [None] * len(self._episodes), 0
+
     def close(self) -> None:
         """End the process."""
         self._process.ask({"call": "close"}, [])

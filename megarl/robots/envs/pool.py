@@ -141,6 +141,11 @@ class SimulatorPool:
             if answers or not self.busy or time.monotonic() >= until:
                 return answers
 
+    def abandon(self) -> None:
+        """Drop all episodes; wait until no process works on a call."""
+        while self.busy:
+            self.answers(BEAT_S)
+
     def close(self) -> None:
         """End all processes."""
         for slot in self._slots:

@@ -125,8 +125,7 @@ class _Stage:
                 if shown is not None:
                     yield shown
         except (GeneratorExit, ConfigError):
-            while self._pool.busy:  # wait for all answers, so that the pool can be used again
-                self._pool.answers(_LOOK_S)
+            self._pool.abandon()  # so that the pool can be used again
             raise
 
     def _begin(self, slot: int) -> None:

@@ -3,6 +3,8 @@
 Validation has up to three sets of start states of a task: held-out ones, whose data source is the task's name, some
 training start states (`train_iid`), and the simulator's own evaluation list (`eval_ood`). All start states of a task
 that belongs to a set of tasks (`TaskSpec.part`) are in this set instead.
+
+With tasks that are only measured, their held-out start states are the set `ood`, and those of the others `iid`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megarl.data.batch import Batch, Jagged
 from megarl.data.render import Split
@@ -72,6 +75,7 @@ def part_trials(
     trained: int | None,
     val_trained: int = 0,
     val_evaluation: int | None = None,
+    held_out_tasks: Collection[str] = (),
 ) -> dict[Split, list[tuple[str, int]]]:
     """Split each task's start states into training and validation, independently of other tasks.
 
@@ -80,14 +84,17 @@ def part_trials(
         trained: number of start states of each task for training; None: all others.
         val_trained: number of training start states that validation also measures.
         val_evaluation: number of start states from the simulator's evaluation list to measure; None: all.
+        held_out_tasks: names of tasks that are only for validation, by their held-out start states.
     """
     pairs: dict[Split, list[tuple[str, int]]] = {"train": [], "val": []}
     for task in tasks:
         available = task.trials - task.evaluation  # number of start states that may be trained on
+        if task.name in held_out_tasks:
+            pairs["val"] += _only_measured(task, seed, held_out, available)
+            continue
         if available < held_out + (trained or 1):
             raise _too_few(task, "held_out", f"{held_out} held out, {trained or 'the others'} trained on", available)
-        generator = np.random.Generator(np.random.PCG64([seed % 2**64, zlib.crc32(task.name.encode())]))
-        order = generator.permutation(available)
+        order = _order(task, seed, available)
         rest = order[held_out:] if trained is None else order[held_out : held_out + trained]
         measured = task.evaluation if val_evaluation is None else val_evaluation
         if val_trained > len(rest):
@@ -102,18 +109,43 @@ def part_trials(
     return pairs
 
 
+def _order(task: TaskSpec, seed: int, count: int) -> NDArray[np.int64]:
+    """Return the task's first `count` start states in an order that depends on the seed and the task's name."""
+    generator = np.random.Generator(np.random.PCG64([seed % 2**64, zlib.crc32(task.name.encode())]))
+    return generator.permutation(count)
+
+
+def _only_measured(task: TaskSpec, seed: int, held_out: int, available: int) -> list[tuple[str, int]]:
+    """Return the start states of a task that is not trained on."""
+    if not 0 < held_out <= available:
+        raise ConfigError(
+            f"{task.name} is only measured, by start states that are held out, and has {available}",
+            where="robot.held_out",
+            found=held_out,
+            allowed=f"1 to {available}",
+            fix="set robot.held_out, or take the task out of robot.held_out_tasks",
+        )
+    return [(task.name, int(trial)) for trial in np.sort(_order(task, seed, available)[:held_out])]
+
+
 def val_sets(
-    tasks: Collection[TaskSpec], parted: Mapping[Split, Sequence[tuple[str, int]]]
+    tasks: Collection[TaskSpec],
+    parted: Mapping[Split, Sequence[tuple[str, int]]],
+    held_out_tasks: Collection[str] = (),
 ) -> dict[tuple[str, int], str]:
     """Return the name of a validation start state's set, by (task, start state): the set of its task
     (`TaskSpec.part`), else `eval_ood` for a task's last ones, which are only for evaluation (`TaskSpec.evaluation`),
-    and `train_iid` for those that are also trained on. Other held-out ones are left out.
+    and `train_iid` for those that are also trained on. Other held-out ones are left out, or with `held_out_tasks` in
+    `ood` (of these tasks) and `iid` (of the others).
     """
     parts = {task.name: task.part for task in tasks}
     first = {task.name: task.trials - task.evaluation for task in tasks}
     trained = set(parted["train"])
     named = {pair: "eval_ood" if pair[1] >= first[pair[0]] else "train_iid" for pair in parted["val"]}
     kept = {pair: name for pair, name in named.items() if name == "eval_ood" or pair in trained}
+    if held_out_tasks:
+        split = {pair: "ood" if pair[0] in held_out_tasks else "iid" for pair in parted["val"]}
+        kept = split | kept
     return kept | {pair: parts[pair[0]] for pair in parted["val"] if parts[pair[0]]}
 
 

@@ -85,6 +85,12 @@ def test_demonstrations_are_those_of_a_pool_of_processes() -> None:
         with pool_of(2, batched=batched) as pool:
             return list(demonstrate(pool, [("left", 3), ("right", 0), ("left", 1)], noise=0.1, seed=5))
 
+    with pool_of(2) as pool:
+        unfinished = demonstrate(pool, [("left", 3), ("right", 0), ("left", 1)], noise=0.1, seed=5)
+        next(unfinished)
+        unfinished.close()
+        begun(pool, [1, 2])
+        assert set(moved(pool, [0, 1])) == {0, 1}, "the pool can be used again"
     one, other = shown(batched=False), shown(batched=True)
     assert len(one) == 3
     for first, second in zip(one, other, strict=True):

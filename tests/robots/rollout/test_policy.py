@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -108,6 +110,23 @@ def test_validation_has_sets_of_start_states_with_sources_of_their_own() -> None
     assert len(part_trials([task], seed=1, held_out=0, trained=None)["val"]) == 5
     lit = replace(task, part="light")
     assert set(val_sets([lit], parted).values()) == {"light"}, "all start states of a task in a set of tasks"
+
+
+def test_tasks_that_are_only_measured_are_ood_and_the_others_iid() -> None:
+    tasks = [SPEC, replace(SPEC, name="push"), replace(SPEC, name="open")]
+    given = {"seed": 1, "held_out": 4, "trained": 5, "val_trained": 1}
+    parted = part_trials(tasks, **given, held_out_tasks=["push"])
+    plain = part_trials(tasks, **given)
+    assert {task for task, _ in parted["train"]} == {"pick", "open"}
+    assert [pair for pair in plain["train"] if pair[0] != "push"] == parted["train"]
+    texts = {task.name: task.name for task in tasks}
+    sources = Trials("val", parted["val"], {name: [1] for name in texts}, texts, val_sets(tasks, parted, ["push"]))
+    rows = sources.batch(range(len(parted["val"])))
+    counts = Counter(rows["data_source"])
+    assert counts == {"pick_iid": 4, "pick_train_iid": 1, "push_ood": 4, "open_iid": 4, "open_train_iid": 1}
+    assert Counter(rows["set"]) == {"iid": 8, "ood": 4, "train_iid": 2}
+    with pytest.raises(ConfigError, match=r"push is only measured(.|\n)*1 to 20"):
+        part_trials(tasks, seed=1, held_out=0, trained=5, val_trained=1, held_out_tasks=["push"])
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,12 @@ def test_shadows_and_reflections_can_be_left_out(packages):
 
 
 PERTURBED = [
-    {"id": 1, "name": "put_it_there_view_0_0_100_2_352_initstate_0", "category": "Camera Viewpoints", "difficulty_level": 2},
+    {
+        "id": 1,
+        "name": "put_it_there_view_0_0_100_2_352_initstate_0",
+        "category": "Camera Viewpoints",
+        "difficulty_level": 2,
+    },
     {"id": 2, "name": "open_it_light_3", "category": "Light Conditions", "difficulty_level": None},
 ]
 
@@ -175,7 +180,12 @@ def test_perturbed_tasks_are_those_of_the_chosen_kinds_and_levels(packages):
 @pytest.mark.parametrize(
     ("plus", "settings", "key", "text"),
     [
-        (False, {"perturbations": ["light"]}, "perturbations", "has no benchmark/task_classification.json; install https"),
+        (
+            False,
+            {"perturbations": ["light"]},
+            "perturbations",
+            "has no benchmark/task_classification.json; install https",
+        ),
         (True, {}, "perturbations", "all of whose tasks are perturbed"),
         (True, {"perturbations": ["lamp"]}, "perturbations", "unknown kind of perturbation"),
         (True, {"perturbations": ["light"], "levels": [6]}, "levels", "unknown level"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.load import load_config
 from megarl.robots.simulators import metaworld
 from megarl.robots.simulators.metaworld import INSTRUCTIONS, MetaWorld
 
@@ -20,7 +21,8 @@ import numpy as np
 from megarl.robots.simulators.metaworld import INSTRUCTIONS, MetaWorld
 
 specs = {spec.name: spec for spec in MetaWorld.tasks({"size": 32})}
-from metaworld import ALL_V3_ENVIRONMENTS  # after tasks(), which chooses how to render before MuJoCo is imported
+# after tasks(), which chooses how to render before MuJoCo is imported
+from metaworld.env_dict import ALL_V3_ENVIRONMENTS, ML10_V3, ML45_V3
 made = MetaWorld("button-press-topdown-v3", {"size": 32, "max_steps": 90})
 calls = np.random.default_rng(0).uniform(-1.5, 1.5, (4, 5, 4)).astype(np.float32)
 
@@ -52,6 +54,7 @@ made.reset(0)
 limit = [made.step(np.zeros((40, 4), np.float32)) for _ in range(3)]
 seen = limit[-1].observation
 print(json.dumps({
+    "ml10": [list(ML10_V3["train"]), list(ML10_V3["test"])], "ml45": [list(ML45_V3["train"]), list(ML45_V3["test"])],
     "names": sorted(specs) == sorted(INSTRUCTIONS) == sorted(ALL_V3_ENVIRONMENTS),
     "first": first, "other": other, "again": again,
     "clipped": played(0, np.clip(calls, -1, 1)), "smaller": played(0, calls / 3),
@@ -89,6 +92,15 @@ def real():
 
 def test_the_tasks_are_those_of_mt50(real):
     assert real["names"]
+
+
+def test_splits_by_task_are_those_of_ml10_and_ml45(real):
+    robot = load_config("srpo_metaworld_ml10").robot
+    trained, measured = real["ml10"]
+    assert (robot.simulator["tasks"], robot.held_out_tasks) == (trained + measured, measured)
+    trained, measured = real["ml45"]
+    assert f"robot.held_out_tasks=[{','.join(measured)}]" in (ROOT / "docs/embodied.md").read_text()
+    assert set(trained) == set(INSTRUCTIONS) - set(measured)
 
 
 def test_the_same_trial_and_actions_give_the_same_episode(real):

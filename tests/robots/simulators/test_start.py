@@ -38,7 +38,9 @@ def test_it_starts_without_megarl_and_its_packages(tmp_path: Path) -> None:
     assert [name for name in loaded if name.partition(".")[0] == "megarl"] == [
         "megarl",
         "megarl.robots",
-        *(f"megarl.robots.simulators{part}" for part in ("", ".clip", ".protocol", ".registry", ".wire", ".worker")),
+        "megarl.robots.simulators",
+        *(f"megarl.robots.simulators.{part}" for part in ("batched", "batched_worker", "checked", "clip", "protocol")),
+        *(f"megarl.robots.simulators.{part}" for part in ("registry", "wire", "work", "worker")),
         *(f"megarl.system{part}" for part in ("", ".parents", ".plain", ".reaper")),
     ]
     assert not {"pydantic", "torch", "worker", "protocol"} & set(loaded)
