@@ -17,5 +17,6 @@ def open_pool(settings: SimulatorSettings, *, where: str = "env", cuda_device: i
         where: dotted path of the recipe's section with `settings`, for messages.
         cuda_device: this rank's CUDA device, as `settings.egl_devices` numbers it; None: it has none.
     """
-    kind = BatchedPool if settings.batched else SimulatorPool
-    return kind(settings, where=where, cuda_device=cuda_device)
+    if settings.batched:
+        return BatchedPool(settings, where=where, cuda_device=cuda_device)
+    return SimulatorPool(settings, where=where, cuda_device=cuda_device)

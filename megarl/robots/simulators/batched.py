@@ -2,7 +2,7 @@
 
     BatchedSimulator(task, settings, rows)   once per task: constructs `rows` environments
     reset(rows, trials)                      environments begin an episode, each in its own start state
-    step(rows, actions) -> Step              one environment step of environments
+    step(rows, actions) -> RowSteps          one environment step of environments
     observe(rows) -> Views                   their pictures and states
 
 A row is an environment's number, from 0 to `rows` - 1. Arrays have a leading axis of the R rows of the call, in its
@@ -29,7 +29,7 @@ Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Step:
+class RowSteps:
     """The result of one environment step of R rows."""
 
     success: Any  # whether the task is done, bool [R]
@@ -64,7 +64,7 @@ class BatchedSimulator:
         """Begin an episode in each of `rows`, in the start states `trials` [R]; other rows stay as they are."""
         raise NotImplementedError
 
-    def step(self, rows: Rows, actions: NDArray[np.float32]) -> Step:
+    def step(self, rows: Rows, actions: NDArray[np.float32]) -> RowSteps:
         """Execute one action [D] in each of `rows`, from `actions` [R, D].
 
         Numbers are clipped to -1 to 1, except by a simulator with its own units, which its file states.

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .batched import BatchedSimulator, Rows, Step, Views
+from .batched import BatchedSimulator, Rows, RowSteps, Views
 from .maniskill import ManiSkill
 from .protocol import TaskSpec
 
@@ -76,12 +76,12 @@ class BatchedManiSkill(BatchedSimulator):
             options = {"env_idx": self._torch.tensor([row], device=self._env.device)}
             self._raw, _ = self._env.reset(seed=[trial] * self._rows, options=options)
 
-    def step(self, rows: Rows, actions: NDArray[np.float32]) -> Step:
+    def step(self, rows: Rows, actions: NDArray[np.float32]) -> RowSteps:
         """Execute actions [R, D]. The seconds of `physics` include rendering, since every step renders."""
         everyone = np.zeros((self._rows, self.spec.action_dim), np.float32)
         everyone[rows] = np.clip(actions, -1, 1)
         self._raw, _, terminated, _, info = self._env.step(self._torch.from_numpy(everyone).to(self._env.device))
-        return Step(self._of(info["success"], rows), self._of(terminated, rows))
+        return RowSteps(self._of(info["success"], rows), self._of(terminated, rows))
 
     def observe(self, rows: Rows) -> Views:
         """Return the pictures and joint positions of `rows`."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .batched import BatchedSimulator, Rows, Step, Views
+from .batched import BatchedSimulator, Rows, RowSteps, Views
 from .protocol import TaskSpec
 from .reach import (
     BLACK,
@@ -68,13 +68,13 @@ class BatchedReach(BatchedSimulator):
         self._lowered[rows] = False
         self._start[rows] = self._left[rows] = self._remaining(rows)
 
-    def step(self, rows: Rows, actions: NDArray[np.float32]) -> Step:
+    def step(self, rows: Rows, actions: NDArray[np.float32]) -> RowSteps:
         """Execute one action [3] in each of `rows`."""
         numbers = np.clip(np.asarray(actions, np.float64), -1, 1)
         self._move(rows, numbers[:, :2] * self._speed, numbers[:, 2] > 0)
         self._left[rows] = left = self._remaining(rows)
         done = left == 0
-        return Step(done, done)
+        return RowSteps(done, done)
 
     def observe(self, rows: Rows) -> Views:
         """Return the pictures and states of `rows`."""

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .batched import BatchedSimulator, Rows, as_numpy
-from .checked import Refused
+from .checked import RefusedCall
 from .clip import ClipRecorder
 from .protocol import Recording
 from .wire import clip_places, places, plain_spec
@@ -192,7 +192,7 @@ class BatchedWork(Work):
             numbers = np.asarray(as_numpy(actions), np.float32)
             size = self._kept[task].spec.action_dim
             if numbers.shape != (len(chosen), size) or not np.isfinite(numbers).all():
-                raise Refused(
+                raise RefusedCall(
                     "raised",
                     f"the expert returned actions of shape {list(numbers.shape)}; allowed: {len(chosen)} times {size} "
                     "finite numbers",
@@ -207,15 +207,15 @@ class BatchedWork(Work):
         views, progress = simulator.observe(slots), simulator.progress(slots)
         states = np.asarray(as_numpy(views.states), np.float32)
         if states.shape != (len(slots), spec.state_dim):
-            raise Refused("state", f"states of shape {list(states.shape)}; allowed: {[len(slots), spec.state_dim]}")
+            raise RefusedCall("state", f"states of shape {list(states.shape)}; allowed: {[len(slots), spec.state_dim]}")
         layout = places(spec)[0]
         if set(views.frames) != set(layout):
-            raise Refused("frames", f"pictures of {sorted(views.frames)}; allowed: {sorted(layout)}")
+            raise RefusedCall("frames", f"pictures of {sorted(views.frames)}; allowed: {sorted(layout)}")
         for camera, (offset, shape) in layout.items():
             frames = as_numpy(views.frames[camera])
             if frames.dtype != np.uint8 or frames.shape != (len(slots), *shape):
                 is_ = f"{frames.dtype} {list(frames.shape)}"
-                raise Refused(
+                raise RefusedCall(
                     "frames", f"the pictures of camera {camera!r} are {is_}; allowed: uint8 {[len(slots), *shape]}"
                 )
             assert self._memory is not None
@@ -277,7 +277,7 @@ class BatchedWork(Work):
 def _flags(values: Any, count: int) -> NDArray[np.bool_]:
     flags = np.asarray(as_numpy(values))
     if flags.dtype != np.bool_ or flags.shape != (count,):
-        raise Refused(
+        raise RefusedCall(
             "raised", f"a step returned {flags.dtype} {list(flags.shape)} of success or end; allowed: bool [{count}]"
         )
     return flags

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from .protocol import Outcome, TaskSpec
 
 
-class Refused(Exception):
+class RefusedCall(Exception):
     """An error that is sent to the trainer instead of an answer; `kind`: `settings`, or a kind of episode failure."""
 
     def __init__(self, kind: str, text: str, **parts: Any) -> None:
@@ -29,7 +29,7 @@ def complete_settings(known: Mapping[str, Any], given: Mapping[str, Any], tasks:
         tasks: the recipe's key `tasks`.
 
     Raises:
-        Refused: a key is unknown, or its value is of another type than the default.
+        RefusedCall: a key is unknown, or its value is of another type than the default.
     """
     given = dict(given)
     if tasks and ("tasks" in known or isinstance(tasks, dict)):
@@ -37,45 +37,45 @@ def complete_settings(known: Mapping[str, Any], given: Mapping[str, Any], tasks:
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "a mapping"}
     for key, value in given.items():
         if key not in known:
-            raise Refused("settings", "unknown setting", key=key, found=value, allowed=list(known))
+            raise RefusedCall("settings", "unknown setting", key=key, found=value, allowed=list(known))
         if not _fits(value, known[key]):
             allowed = names.get(type(known[key]), "a list")
-            raise Refused("settings", "value of the wrong type", key=key, found=value, allowed=allowed)
+            raise RefusedCall("settings", "value of the wrong type", key=key, found=value, allowed=allowed)
     return {**known, **given}
 
 
 def check_outcome(outcome: Outcome, given: int) -> None:
-    """Raise Refused if an outcome of `given` actions contradicts itself."""
+    """Raise RefusedCall if an outcome of `given` actions contradicts itself."""
     if not 0 < outcome.executed <= given:
-        raise Refused("raised", f"a step executed {outcome.executed} of {given} actions; allowed: 1 to {given}")
+        raise RefusedCall("raised", f"a step executed {outcome.executed} of {given} actions; allowed: 1 to {given}")
     if outcome.success and not outcome.over:
-        raise Refused("raised", "an episode has succeeded but is not over: set `over` with `success`")
+        raise RefusedCall("raised", "an episode has succeeded but is not over: set `over` with `success`")
     if outcome.progress is not None and not math.isfinite(outcome.progress):
-        raise Refused("state", f"a step returned the progress {outcome.progress}; allowed: a finite number or None")
+        raise RefusedCall("state", f"a step returned the progress {outcome.progress}; allowed: a finite number or None")
 
 
 def checked_state(spec: TaskSpec, state: Any) -> NDArray[np.float32]:
-    """Return a robot's state as float32 [state_dim]; raise Refused if it has another shape or is not finite."""
+    """Return a robot's state as float32 [state_dim]; raise RefusedCall if it has another shape or is not finite."""
     numbers = np.asarray(state, np.float32)
     if numbers.shape != (spec.state_dim,):
-        raise Refused("state", f"the state has the shape {list(numbers.shape)}; allowed: [{spec.state_dim}]")
+        raise RefusedCall("state", f"the state has the shape {list(numbers.shape)}; allowed: [{spec.state_dim}]")
     if not np.isfinite(numbers).all():
         where = np.flatnonzero(~np.isfinite(numbers)).tolist()
-        raise Refused("state", f"the state is not finite at {where} of {spec.state_dim} numbers")
+        raise RefusedCall("state", f"the state is not finite at {where} of {spec.state_dim} numbers")
     return numbers
 
 
 def check_frames(layout: Mapping[str, tuple[int, tuple[int, int, int]]], frames: Mapping[str, Any]) -> None:
-    """Raise Refused if pictures, by camera, are not uint8 of the shapes in `layout`, which is that of `places`."""
+    """Raise RefusedCall if pictures, by camera, are not uint8 of the shapes in `layout`, which is that of `places`."""
     if set(frames) != set(layout):
-        raise Refused("frames", f"pictures of {sorted(frames)}; allowed: {sorted(layout)}")
+        raise RefusedCall("frames", f"pictures of {sorted(frames)}; allowed: {sorted(layout)}")
     for camera, (_, shape) in layout.items():
         frame = np.asarray(frames[camera])
         if frame.dtype.kind == "f" and not np.isfinite(frame).all():
-            raise Refused("frames", f"the picture of camera {camera!r} is not finite")
+            raise RefusedCall("frames", f"the picture of camera {camera!r} is not finite")
         if frame.dtype != np.uint8 or frame.shape != shape:
             is_ = f"{frame.dtype} {list(frame.shape)}"
-            raise Refused("frames", f"the picture of camera {camera!r} is {is_}; allowed: uint8 {list(shape)}")
+            raise RefusedCall("frames", f"the picture of camera {camera!r} is {is_}; allowed: uint8 {list(shape)}")
 
 
 def _fits(value: Any, default: Any) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .batched import BatchedSimulator, Rows, Step, Views
+from .batched import BatchedSimulator, Rows, RowSteps, Views
 from .protocol import TaskSpec
 
 _FACTS = ("instruction", "max_steps", "action_dim", "state_dim")
@@ -96,13 +96,13 @@ class IsaacLab(BatchedSimulator):
             self._env.reset(seed=trial, env_ids=numbers)
             self._terms.reset(numbers)
 
-    def step(self, rows: Rows, actions: NDArray[np.float32]) -> Step:
+    def step(self, rows: Rows, actions: NDArray[np.float32]) -> RowSteps:
         """Execute actions [R, D] in the environment's own units."""
         everyone = np.zeros((self._rows, self.spec.action_dim), np.float32)
         everyone[rows] = actions
         self._env.step(self._torch.from_numpy(everyone))
         self._terms.compute()
-        return Step(self._of(self._terms.get_term(self._success), rows), self._of(self._terms.terminated, rows))
+        return RowSteps(self._of(self._terms.get_term(self._success), rows), self._of(self._terms.terminated, rows))
 
     def observe(self, rows: Rows) -> Views:
         """Return the pictures and joint positions of `rows`."""

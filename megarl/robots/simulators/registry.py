@@ -61,7 +61,8 @@ def simulator_class(name: str, *, batched: bool = False) -> type[Simulator] | ty
         LookupError: the module has no such class; the message lists its simulators.
         Exception: any error of importing the module.
     """
-    known, base = (BATCHED, BatchedSimulator) if batched else (SIMULATORS, Simulator)
+    known = BATCHED if batched else SIMULATORS
+    base: type[Simulator] | type[BatchedSimulator] = BatchedSimulator if batched else Simulator
     if name in known:
         module_name, _, class_name = known[name].partition(":")
         module = importlib.import_module(f".{module_name}", __package__)

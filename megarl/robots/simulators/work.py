@@ -10,7 +10,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from .batched import BatchedSimulator
-from .checked import Refused, complete_settings
+from .checked import RefusedCall, complete_settings
 from .protocol import SettingError, Simulator
 from .registry import simulator_class
 from .wire import pack, plain_spec
@@ -44,7 +44,7 @@ class Work:
         """Send the answer to a call."""
         try:
             {"open": self._open, **self.calls()}[header["call"]](header, arrays)
-        except Refused as error:
+        except RefusedCall as error:
             self._send({"error": error.kind, "text": str(error)[:TEXT], **error.parts})
         except Exception as error:
             traceback.print_exc()  # the trainer keeps the last lines of output
@@ -61,20 +61,20 @@ class Work:
         try:
             self._kind = simulator_class(header["name"], batched=self._batched)
         except LookupError as error:
-            raise Refused("settings", str(error), key="name", found=header["name"]) from error
+            raise RefusedCall("settings", str(error), key="name", found=header["name"]) from error
         self._settings = complete_settings(self._kind.settings, header["settings"], header["tasks"])
         self._limit = header["kept"]
         try:
             specs = [plain_spec(spec) for spec in self._kind.tasks(self._settings)]
         except SettingError as error:
             details = {"key": error.key, "found": error.found, "allowed": error.allowed}
-            raise Refused("settings", str(error), **details) from error
+            raise RefusedCall("settings", str(error), **details) from error
         self._specs = {spec["name"]: spec for spec in specs}
         self._send({"call": "open", "tasks": specs})
 
     def _refuse_other_spec(self, spec: dict[str, Any]) -> None:
-        """Raise Refused if a constructed simulator describes its task differently than the list of tasks."""
+        """Raise RefusedCall if a constructed simulator describes its task differently than the list of tasks."""
         if spec != self._specs[spec["name"]]:
-            raise Refused(
+            raise RefusedCall(
                 "raised", f"the simulator has the task {spec}, but its list of tasks has {self._specs[spec['name']]}"
             )

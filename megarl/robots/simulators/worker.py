@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from megarl.system.parents import end_with_parents
 
 from .batched_worker import BatchedWork
-from .checked import Refused, check_frames, check_outcome, checked_state
+from .checked import RefusedCall, check_frames, check_outcome, checked_state
 from .clip import ClipRecorder
 from .protocol import Observation, Outcome, Recording, Simulator
 from .wire import Inbox, clip_places, places, plain_spec
@@ -97,7 +97,9 @@ class SingleWork(Work):
         simulator = self._kind(task, self._settings)
         spec = plain_spec(simulator.spec)
         if spec != self._specs[task]:
-            raise Refused("raised", f"the simulator has the task {spec}, but its list of tasks has {self._specs[task]}")
+            raise RefusedCall(
+                "raised", f"the simulator has the task {spec}, but its list of tasks has {self._specs[task]}"
+            )
         self._kept[task] = simulator
         return simulator
 
@@ -150,7 +152,9 @@ class SingleWork(Work):
         action = np.asarray(action, np.float32)
         size = self._playing.spec.action_dim
         if action.shape != (size,) or not np.isfinite(action).all():
-            raise Refused("raised", f"the expert returned the action {action.tolist()}; allowed: {size} finite numbers")
+            raise RefusedCall(
+                "raised", f"the expert returned the action {action.tolist()}; allowed: {size} finite numbers"
+            )
         return self._send({"call": "expert"}, {"action": action})
 
     def _observed(self, header: dict[str, Any], observation: Observation, seconds: float) -> None:

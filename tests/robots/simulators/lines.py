@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megarl.robots.simulators.batched import BatchedSimulator, Step, Views
+from megarl.robots.simulators.batched import BatchedSimulator, RowSteps, Views
 from megarl.robots.simulators.protocol import TaskSpec
 
 CAMERAS = {"front": (4, 6), "wrist": (2, 2)}
@@ -42,7 +42,7 @@ class Lines(BatchedSimulator):
     def reset(self, rows: Any, trials: Any) -> None:
         self._trials[rows], self._places[rows], self._steps[rows] = trials, trials / 10, 0
 
-    def step(self, rows: Any, actions: Any) -> Step:
+    def step(self, rows: Any, actions: Any) -> RowSteps:
         if self._now("exit", rows):
             print("the physics engine gives up")
             os._exit(7)
@@ -57,7 +57,7 @@ class Lines(BatchedSimulator):
         done = self._places[rows] >= 1
         others = np.setdiff1d(np.arange(len(self._places)), rows)
         self._places[others] = 77  # scenes that are not in the call may be moved
-        return Step(done, done)
+        return RowSteps(done, done)
 
     def observe(self, rows: Any) -> Views:
         shown = np.array([round(place * 100) % 256 for place in self._places[rows]], np.uint8)
