@@ -317,8 +317,9 @@ def open_robots(
     tokens_of = partial(prompt_ids, family=body.family, tokenizer=tokenizer)
     prompts = {name: tokens_of(task.instruction) for name, task in tasks.items()}
     texts = {name: task.instruction for name, task in tasks.items()}
+    sources = {name: task.source for name, task in tasks.items() if task.source}
     trials: dict[Split, Trials] = {
-        split: Trials(split, pairs, prompts, texts, sets if split == "val" else {})
+        split: Trials(split, pairs, prompts, texts, sets if split == "val" else {}, sources)
         for split, pairs in split_handovers.items()
     }
     return Robots(pool, tasks, body, trials, tokens_of)

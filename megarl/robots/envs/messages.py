@@ -182,7 +182,8 @@ def _check_tasks(tasks: Any) -> None:
             raise Malformed(f"a task must have the fields {', '.join(sorted(fields))}; found: {short(task)}")
         text(task["name"], _NAME, "the name of a task")
         text(task["instruction"], _TEXT, "an instruction")
-        text(task["part"], _NAME, "the field `part` of a task")
+        for name in ("source", "part"):
+            text(task[name], _NAME, f"the field `{name}` of a task")
         for name in ("trials", "max_steps", "action_dim", "state_dim"):
             whole(task[name], _COUNT, f"the field `{name}` of a task")
         whole(task["evaluation"], range(task["trials"] + 1), "the field `evaluation` of a task")

@@ -35,6 +35,7 @@ class Trials:
     texts: Mapping[str, str]
     # (task, start state) -> name of its validation set, for pairs whose data source is not just the task's name
     sets: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)  # task -> data source that it shares with other tasks
     fingerprint: str = field(init=False)  # hash of tasks, prompts and start states
 
     def __post_init__(self) -> None:
@@ -51,6 +52,10 @@ class Trials:
         parts = "".join(f", {number} of them {name}" for name, number in named.items())
         return f"{self.split}: {count(len(self), 'start state')} of {count(len(tasks), 'task')}{parts}"
 
+    def _source(self, pair: tuple[str, int]) -> str:
+        """Return the data source of a start state: that of its task, else the task's name and the set's."""
+        return self.sources.get(pair[0]) or "_".join(filter(None, (pair[0], self.sets.get(pair))))
+
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
         """Return the prompts of the start states at `indices`; `row` has `task` and `trial`."""
         pairs = [self.pairs[index] for index in indices]
@@ -60,7 +65,7 @@ class Trials:
                 "uid": [f"{self.split}-{epoch}-{index}" for index in indices],
                 "prompt_text": [self.texts[task] for task, _ in pairs],
                 "answer": [None] * len(pairs),
-                "data_source": ["_".join(filter(None, (pair[0], self.sets.get(pair)))) for pair in pairs],
+                "data_source": [self._source(pair) for pair in pairs],
                 "row": [{"task": task, "trial": trial} for task, trial in pairs],
                 "set": [self.sets.get(pair, "") for pair in pairs],
             },

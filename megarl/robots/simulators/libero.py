@@ -239,6 +239,7 @@ def _spec(suite: str, number: int, tasks: Any, chosen: Mapping[str, Any], kind: 
         action_dim=len(NOTHING),
         state_dim=8,
         cameras=dict.fromkeys(chosen["cameras"], (chosen["size"], chosen["size"])),
+        source=f"{suite}/{kind}" if kind else "",
         part=kind,
     )
 

@@ -47,7 +47,9 @@ class TaskSpec:
     state_dim: int  # number of values of the robot's own state; 0: the robot has no state
     cameras: Mapping[str, tuple[int, int]]  # height and width of the pictures, by camera
     evaluation: int = 0  # number of start states, the last ones, that are only for evaluation
-    part: str = ""  # name of a set of tasks that validation also measures as a whole; empty: none
+    # name under which validation measures all tasks with this `source`; empty: the task's own name
+    source: str = ""
+    part: str = ""  # name of a set of sources that validation also measures as a whole; empty: none
 
 
 @dataclass(frozen=True)

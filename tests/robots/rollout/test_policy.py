@@ -109,7 +109,10 @@ def test_validation_has_sets_of_start_states_with_sources_of_their_own() -> None
     assert few == [None, "train_iid", "eval_ood"]
     assert len(part_trials([task], seed=1, held_out=0, trained=None)["val"]) == 5
     lit = replace(task, part="light")
-    assert set(val_sets([lit], parted).values()) == {"light"}, "all start states of a task in a set of tasks"
+    sets = val_sets([lit], parted)
+    assert set(sets.values()) == {"light"}, "all start states of a task in a set of tasks"
+    trials = Trials("val", parted["val"], trials.prompts, trials.texts, sets, {"pick": "table/light"})
+    assert set(trials.batch(range(9))["data_source"]) == {"table/light"}
 
 
 def test_tasks_that_are_only_measured_are_ood_and_the_others_iid() -> None:
