@@ -58,7 +58,7 @@ class BatchedPool:
         settings.check(where)
         self.settings, self._where, self._cuda_device = settings, where, cuda_device
         self.counts = PoolCounts()
-        self._episodes: list[SlotEpisode | None] = [None] * settings.workers
+        self._episodes: dict[int, SlotEpisode] = {}  # episodes in flight, by slot
         # slots of the turn that the process works on, by the kind of their calls, in the order of the answer
         self._asked: list[tuple[int, str]] = []
         self._replay = 0  # number of turns that remain to be replayed
@@ -80,12 +80,12 @@ class BatchedPool:
     @property
     def slots(self) -> range:
         """Numbers of the slots."""
-        return range(len(self._episodes))
+        return range(self.settings.workers)
 
     @property
     def busy(self) -> list[int]:
         """The numbers of the slots that have not answered yet."""
-        return [slot for slot, episode in enumerate(self._episodes) if episode is not None and episode.awaits_answer]
+        return [slot for slot, episode in sorted(self._episodes.items()) if episode.awaits_answer]
 
     def begin(self, slot: int, task: str, trial: int, record: Recording | None = None) -> None:
         """Begin an episode in a slot; an unfinished episode of the slot is dropped.
@@ -94,15 +94,14 @@ class BatchedPool:
         """
         assert slot not in self.busy, f"slot {slot} has not answered its last call"
         assert 0 <= trial < self.tasks[task].trials, f"{task} has no trial {trial}"
-        if self._episodes[slot] is not None:
+        if slot in self._episodes:
             self._failures = 0
         self._episodes[slot] = SlotEpisode(task, trial, record=record)
-        self._stride = max(self._stride, clip_places(self.tasks[task], record)[1])
 
     def act(self, slot: int, actions: NDArray[Any]) -> None:
         """Execute a chunk of actions [K, D] in the slot's unfinished episode; K is the same in all slots."""
         assert slot not in self.busy, f"slot {slot} has not answered its last call"
-        episode = self._episode(slot)
+        episode = self._episodes[slot]
         chunk, task = np.array(actions, np.float32), self.tasks[episode.task]
         shape = list(chunk.shape)
         assert shape == [len(chunk), task.action_dim], f"actions are {shape}, of {task.name} [K, {task.action_dim}]"
@@ -113,7 +112,7 @@ class BatchedPool:
     def expert(self, slot: int) -> None:
         """Request the scripted expert's action in the current state of the slot's episode."""
         assert slot not in self.busy, f"slot {slot} has not answered its last call"
-        self._episode(slot).advice = True
+        self._episodes[slot].advice = True
 
     def answers(self, wait_s: float) -> dict[int, Answer]:
         """Send the calls since the last turn, unless the process works on one. Wait up to `wait_s` seconds for answers,
@@ -135,7 +134,7 @@ class BatchedPool:
         while self._process.waiting:
             self._collect(time.monotonic() + BEAT_S)
             beat()
-        self._episodes, self._replay = [None] * len(self._episodes), 0
+        self._episodes, self._replay = {}, 0
 
     def close(self) -> None:
         """End the process."""
@@ -146,14 +145,11 @@ class BatchedPool:
     def _start(self) -> SimulatorProcess:
         return SimulatorProcess(self.settings, self._where, self._cuda_device)
 
-    def _episode(self, slot: int) -> SlotEpisode:
-        episode = self._episodes[slot]
-        assert episode is not None, f"slot {slot} plays no episode"
-        return episode
-
     def _send_turn(self) -> bool:
         """Send the next turn, of a replay or of the calls that have no answer; return whether there is one."""
-        playing = {slot: episode for slot, episode in enumerate(self._episodes) if episode is not None}
+        playing = dict(sorted(self._episodes.items()))
+        # The longest episode may have failed in the replay.
+        self._replay = min(self._replay, max((len(episode.sums) for episode in playing.values()), default=0))
         if self._replay:
             kinds = {
                 slot: "reset" if len(episode.sums) == self._replay else "step"
@@ -169,6 +165,8 @@ class BatchedPool:
         ]
         if not self._asked:
             return False
+        sizes = [clip_places(self.tasks[episode.task], episode.record)[1] for episode in playing.values()]
+        self._stride = max(self._stride, *sizes)
         begins = [self._begin_call(slot) for slot, kind in self._asked if kind == "reset"]
         by_kind = {name: [slot for slot, kind in self._asked if kind == name] for name in ("step", "expert")}
         chunks = [playing[slot].chunks[self._played(slot) - 1] for slot in by_kind["step"]]
@@ -178,7 +176,7 @@ class BatchedPool:
         return True
 
     def _begin_call(self, slot: int) -> list[Any]:
-        episode = self._episode(slot)
+        episode = self._episodes[slot]
         return [
             slot,
             episode.task,
@@ -188,7 +186,7 @@ class BatchedPool:
 
     def _played(self, slot: int) -> int:
         """Return the number of answers of the slot's episode before the current turn."""
-        return len(self._episode(slot).sums) - self._replay
+        return len(self._episodes[slot].sums) - self._replay
 
     def _collect(self, until: float) -> dict[int, Answer]:
         """Wait for messages, at the latest until `until` or the deadline; return the slots' answers."""
@@ -201,8 +199,7 @@ class BatchedPool:
         if time.monotonic() - process.since <= seconds:
             return {}
         process.print_stack()
-        what = f"no answer to {process.waiting[0]} within {self._where}.{key} = {seconds:g} s"
-        return self._failed("hang", what)
+        return self._failed("hang", f"no answer to {process.waiting[0]} within {self._where}.{key} = {seconds:g} s")
 
     def _read(self) -> dict[int, Answer]:
         process = self._process
@@ -217,10 +214,16 @@ class BatchedPool:
                     check_answer("open", header, arrays, None, 0)
                 elif during == "construct":
                     check_construct(header)
-                    self._count_constructed(header)
+                    if header["fresh"]:
+                        self.counts.seconds["construct"] += header["seconds"]
+                        self.counts.constructions.update(header["fresh"])
                 else:
-                    tasks = {slot: self.tasks[self._episode(slot).task] for slot, _ in self._asked}
-                    limits = {slot: self._chunk_length(slot) for slot, kind in self._asked if kind == "step"}
+                    tasks = {slot: self.tasks[self._episodes[slot].task] for slot, _ in self._asked}
+                    limits = {
+                        slot: len(self._episodes[slot].chunks[self._played(slot) - 1])
+                        for slot, kind in self._asked
+                        if kind == "step"
+                    }
                     answers = self._take(check_turn(header, arrays, self._asked, tasks, limits))
                 process.waiting.popleft()
         except EOFError:
@@ -228,14 +231,6 @@ class BatchedPool:
         except Malformed as error:
             return self._failed("crash", f"its process wrote an invalid message: {error} (during {during})")
         return answers
-
-    def _chunk_length(self, slot: int) -> int:
-        return len(self._episode(slot).chunks[self._played(slot) - 1])
-
-    def _count_constructed(self, header: dict[str, Any]) -> None:
-        if header["fresh"]:
-            self.counts.seconds["construct"] += header["seconds"]
-            self.counts.constructions.update(header["fresh"])
 
     def _take(self, turn: TurnAnswers) -> dict[int, Answer]:
         """Process a turn; return the answers for the pool's caller, which are none for calls of a replay."""
@@ -247,12 +242,12 @@ class BatchedPool:
             self.counts.seconds[name] += spent
         for entry in entries:
             kind, slot = entry["kind"], entry["slot"]
-            episode = self._episode(slot)
+            episode = self._episodes[slot]
             self.counts.resets += kind == "reset"
             self.counts.chunks += kind == "step"
             self.counts.steps += entry.get("executed", 0)
             if kind == "failed":
-                answers[slot] = self._drop(slot, entry["problem"], entry["text"], "")
+                answers[slot] = self._drop(slot, entry["problem"], entry["text"])
                 self.counts.failures[entry["problem"]] += 1
             elif kind == "expert":
                 episode.advice = False
@@ -260,10 +255,11 @@ class BatchedPool:
             elif not replayed:
                 episode.sums.append(entry["sum"])
                 if entry.get("over"):
-                    self._episodes[slot], self._failures = None, 0
+                    del self._episodes[slot]
+                    self._failures = 0
             elif episode.sums[len(episode.sums) - replayed] != entry["sum"]:
                 text = "a replay of the episode with the same actions had another result"
-                answers[slot] = self._drop(slot, "differs", text, "")
+                answers[slot] = self._drop(slot, "differs", text)
                 self.counts.failures["differs"] += 1
         self._replay = max(0, replayed - 1)
         return answers
@@ -271,7 +267,7 @@ class BatchedPool:
     def _answer(self, entry: dict[str, Any], state: NDArray[np.float32]) -> Observation | Outcome:
         """Return the answer of a reset or a chunk."""
         slot = entry["slot"]
-        episode, base = self._episode(slot), slot * self._stride
+        episode, base = self._episodes[slot], slot * self._stride
         task = self.tasks[episode.task]
         observation = Observation(self._process.frames(task, base), state, entry.get("instruction", ""))
         if entry["kind"] == "reset":
@@ -280,36 +276,37 @@ class BatchedPool:
         if entry["over"] and episode.record is not None:
             clip = self._process.clip(task, episode.record, entry.get("clip"), base)
         values = (entry[key] for key in ("executed", "success", "over", "progress"))
-        return Outcome(observation, *values, clip=clip)
+        return dataclasses.replace(Outcome(observation, *values), clip=clip)
 
-    def _drop(self, slot: int, kind: str, text: str, output: str) -> Failure:
+    def _drop(self, slot: int, kind: str, text: str) -> Failure:
         """End the slot's episode, and return its Failure."""
-        episode = self._episode(slot)
-        self._episodes[slot] = None
-        return Failure(kind, text, episode.task, episode.trial, max(0, len(episode.sums) - 1), output)
+        episode = self._episodes.pop(slot)
+        return Failure(kind, text, episode.task, episode.trial, max(0, len(episode.sums) - 1), "")
 
     def _failed(self, kind: str, text: str) -> dict[int, Answer]:
         """Replace the failed process; return a Failure of each episode that is not replayed."""
         constructing = bool(self._process.waiting) and self._process.waiting[0] in ("open", "construct")
-        begun = [self._episode(slot).task for slot, wanted in self._asked if wanted == "reset"]
+        begun = [self._episodes[slot].task for slot, wanted in self._asked if wanted == "reset"]
         output = self._process.kill()
         self._process, self._asked = self._start(), []
         self._failures += 1
         self.counts.failures[kind] += 1
-        answers: dict[int, Answer] = {}
-        first: Failure | None = None
-        for slot, episode in enumerate(self._episodes):
-            if episode is None:
-                continue
-            episode.failures += 1
-            first = first or Failure(kind, text, episode.task, episode.trial, max(0, len(episode.sums) - 1), output)
-            if episode.failures > self.settings.retries:
-                answers[slot] = self._drop(slot, kind, text, output)
-        assert first is not None, "a turn has at least one episode"
+        ended = {
+            slot: Failure(kind, text, episode.task, episode.trial, max(0, len(episode.sums) - 1), output)
+            for slot, episode in sorted(self._episodes.items())
+        }
+        first = next(iter(ended.values()))  # a turn has at least one episode
         if kind == "raised" and constructing and any(not self.counts.constructions[task] for task in begun):
             raise pool_error(self.settings, self._where, "the simulator could not be constructed", first)
         if self._failures >= self.settings.max_restarts:
-            what = f"the simulator's process failed {count(self.settings.max_restarts, 'time')} in a row"
-            raise pool_error(self.settings, self._where, what, first)
-        self._replay = max((len(episode.sums) for episode in self._episodes if episode is not None), default=0)
+            problem = f"the simulator's process failed {count(self.settings.max_restarts, 'time')} in a row"
+            raise pool_error(self.settings, self._where, problem, first)
+        for slot in ended:
+            self._episodes[slot].failures += 1
+        answers: dict[int, Answer] = {
+            slot: failure for slot, failure in ended.items() if self._episodes[slot].failures > self.settings.retries
+        }
+        for slot in answers:
+            del self._episodes[slot]
+        self._replay = max((len(episode.sums) for episode in self._episodes.values()), default=0)
         return answers

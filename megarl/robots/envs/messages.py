@@ -116,21 +116,20 @@ def check_turn(
         elif entry["kind"] == "step":
             _check_result(entry, chunks[slot])
     seen = [entry["slot"] for entry in entries if entry["kind"] in ("reset", "step")]
-    states = _parts(arrays.get("states"), "states", {slot: tasks[slot].state_dim for slot in seen})
+    states = _parts(arrays, "states", {slot: tasks[slot].state_dim for slot in seen})
     advised = [slot for slot, kind in asked if kind == "expert"]
     advice = {}
     if "advice" in arrays:
-        advice = _parts(arrays["advice"], "advice", {slot: tasks[slot].action_dim for slot in advised})
+        advice = _parts(arrays, "advice", {slot: tasks[slot].action_dim for slot in advised})
     _check_seconds(header.get("seconds"), "seconds")
     return TurnAnswers(entries, states, advice, header["seconds"])
 
 
-def _parts(array: NDArray[Any] | None, name: str, sizes: Mapping[int, int]) -> dict[int, NDArray[np.float32]]:
-    """Cut an array into parts of these sizes, by slot."""
-    _check_array(array, name, sum(sizes.values()))
-    assert array is not None
+def _parts(arrays: Mapping[str, NDArray[Any]], name: str, sizes: Mapping[int, int]) -> dict[int, NDArray[np.float32]]:
+    """Cut the array `name` into parts of these sizes, by slot."""
+    _check_array(arrays.get(name), name, sum(sizes.values()))
     ends = np.cumsum([0, *sizes.values()])
-    return {slot: array[start:end] for slot, start, end in zip(sizes, ends, ends[1:], strict=False)}
+    return {slot: arrays[name][start:end] for slot, start, end in zip(sizes, ends, ends[1:], strict=False)}
 
 
 def _check_call(header: Mapping[str, Any], expected: str) -> None:

@@ -52,10 +52,6 @@ class Trials:
         parts = "".join(f", {number} of them {name}" for name, number in named.items())
         return f"{self.split}: {count(len(self), 'start state')} of {count(len(tasks), 'task')}{parts}"
 
-    def _source(self, pair: tuple[str, int]) -> str:
-        """Return the data source of a start state: that of its task, else the task's name and the set's."""
-        return self.sources.get(pair[0]) or "_".join(filter(None, (pair[0], self.sets.get(pair))))
-
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
         """Return the prompts of the start states at `indices`; `row` has `task` and `trial`."""
         pairs = [self.pairs[index] for index in indices]
@@ -65,7 +61,10 @@ class Trials:
                 "uid": [f"{self.split}-{epoch}-{index}" for index in indices],
                 "prompt_text": [self.texts[task] for task, _ in pairs],
                 "answer": [None] * len(pairs),
-                "data_source": [self._source(pair) for pair in pairs],
+                "data_source": [
+                    self.sources.get(pair[0]) or "_".join(filter(None, (pair[0], self.sets.get(pair))))
+                    for pair in pairs
+                ],
                 "row": [{"task": task, "trial": trial} for task, trial in pairs],
                 "set": [self.sets.get(pair, "") for pair in pairs],
             },
@@ -147,11 +146,9 @@ def val_sets(
     first = {task.name: task.trials - task.evaluation for task in tasks}
     trained = set(parted["train"])
     named = {pair: "eval_ood" if pair[1] >= first[pair[0]] else "train_iid" for pair in parted["val"]}
-    kept = {pair: name for pair, name in named.items() if name == "eval_ood" or pair in trained}
-    if held_out_tasks:
-        split = {pair: "ood" if pair[0] in held_out_tasks else "iid" for pair in parted["val"]}
-        kept = split | kept
-    return kept | {pair: parts[pair[0]] for pair in parted["val"] if parts[pair[0]]}
+    by_task = {pair: "ood" if pair[0] in held_out_tasks else "iid" for pair in parted["val"]} if held_out_tasks else {}
+    of_states = {pair: name for pair, name in named.items() if name == "eval_ood" or pair in trained}
+    return by_task | of_states | {pair: parts[pair[0]] for pair in parted["val"] if parts[pair[0]]}
 
 
 def _too_few(task: TaskSpec, key: str, found: object, most: int) -> ConfigError:

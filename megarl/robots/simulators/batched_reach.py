@@ -187,7 +187,8 @@ class _Brush:
     def square(self, pictures: Floats, centres: Doubles, half: float, color: tuple[int, int, int]) -> None:
         """Paint a square around each of `centres` [R, 2]."""
         columns, rows, dx, dy = self._box(centres, half)
-        across, down = self._covered(half - np.abs(dx)), self._covered(half - np.abs(dy))
+        inside = np.float32(half)
+        across, down = self._covered(inside - np.abs(dx)), self._covered(inside - np.abs(dy))
         self._paint(pictures, rows, columns, down[:, :, None] * across[:, None, :], color)
 
     def disc(
@@ -200,10 +201,10 @@ class _Brush:
     ) -> None:
         """Paint a disc around each of `centres` [R, 2], with a hole where `ring` [R]."""
         columns, rows, dx, dy = self._box(centres, radius)
-        distance = np.sqrt(dx[:, None, :] ** 2 + dy[:, :, None] ** 2)
-        coverage = self._covered(radius - distance)
+        distance: Floats = np.sqrt(np.square(dx[:, None, :]) + np.square(dy[:, :, None]))
+        coverage = self._covered(np.float32(radius) - distance)
         if ring is not None:
-            coverage *= np.where(ring[:, None, None], self._covered(distance - HOLE), np.float32(1))
+            coverage *= np.where(ring[:, None, None], self._covered(distance - np.float32(HOLE)), np.float32(1))
         self._paint(pictures, rows, columns, coverage, color)
 
     def _covered(self, inside: Floats) -> Floats:

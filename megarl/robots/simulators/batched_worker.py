@@ -19,7 +19,7 @@ import time
 import zlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class _Row:
     recording: Recording | None
     recorder: ClipRecorder | None
     steps: int = 0  # executed environment steps
-    state: NDArray[np.float32] | None = None  # the last observed state
+    state: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))  # the last observed state
     progress: float | None = None
 
 
@@ -60,7 +60,7 @@ class BatchedWork(Work):
     def __init__(self, connection: socket.socket, memory: int, rows: int) -> None:
         super().__init__(connection, memory, batched=True)
         self._count, self._stride = rows, 0
-        self._memory: mmap.mmap | None = None
+        self._memory: mmap.mmap | memoryview = memoryview(b"")
         self._kept: OrderedDict[str, BatchedSimulator] = OrderedDict()
         self._episodes: dict[int, _Row] = {}  # episodes in flight, by slot
         self._seconds: defaultdict[str, float] = defaultdict(float)  # seconds of the current turn, by kind of work
@@ -79,8 +79,13 @@ class BatchedWork(Work):
         fresh = self._construct(header["begin"])
         self._send({"call": "construct", "fresh": fresh, "seconds": time.perf_counter() - began})
         self._seconds = defaultdict(float)
-        self._map(header["stride"])
-        entries, states = [], []
+        size = self._count * header["stride"]
+        if size > len(self._memory):
+            os.ftruncate(self._file, size)
+            self._memory = mmap.mmap(self._file, size)
+        self._stride = header["stride"]
+        entries: list[dict[str, Any]] = []
+        states: list[NDArray[np.float32]] = []
         began = time.perf_counter()
         if header["step"]:
             entries += self._step(np.array(header["step"], np.int64), arrays["actions"])
@@ -108,17 +113,11 @@ class BatchedWork(Work):
         for task in fresh:
             assert issubclass(self._kind, BatchedSimulator)
             simulator = self._kind(task, self._settings, self._count)
-            self._refuse_other_spec(plain_spec(simulator.spec))
+            self._refuse_other_spec(task, plain_spec(simulator.spec))
             self._kept[task] = simulator
         for task in tasks:
             self._kept.move_to_end(task)
         return fresh
-
-    def _map(self, stride: int) -> None:
-        self._stride = stride
-        if stride and (self._memory is None or len(self._memory) < stride * self._count):
-            os.ftruncate(self._file, stride * self._count)
-            self._memory = mmap.mmap(self._file, stride * self._count)
 
     def _by_task(self, slots: Rows) -> dict[str, NDArray[np.int64]]:
         """Return the positions of `slots` by the task of their episodes."""
@@ -218,7 +217,6 @@ class BatchedWork(Work):
                 raise RefusedCall(
                     "frames", f"the pictures of camera {camera!r} are {is_}; allowed: uint8 {[len(slots), *shape]}"
                 )
-            assert self._memory is not None
             strides = (self._stride, shape[1] * 3, 3, 1)
             np.ndarray((self._count, *shape), np.uint8, self._memory, offset, strides)[slots] = frames
         done = None if progress is None else np.asarray(as_numpy(progress), np.float64)
@@ -226,19 +224,18 @@ class BatchedWork(Work):
             row = self._episodes[slot]
             row.state, row.progress = states[place], None if done is None else float(done[place])
             if row.recorder is not None:
-                row.recorder.add({camera: self._picture(task, slot, camera) for camera in layout})
+                seen = {
+                    camera: np.ndarray(shape, np.uint8, self._memory, slot * self._stride + offset)
+                    for camera, (offset, shape) in layout.items()
+                }
+                row.recorder.add(seen)
         self._seconds["render"] += time.perf_counter() - began
-
-    def _picture(self, task: str, slot: int, camera: str) -> NDArray[np.uint8]:
-        offset, shape = places(self._kept[task].spec)[0][camera]
-        return np.ndarray(shape, np.uint8, self._memory, slot * self._stride + offset)
 
     def _complete(self, entry: dict[str, Any], states: list[NDArray[np.float32]]) -> None:
         """Add checksum, progress and clip to the entry of a slot, and its state to `states`. A row with numbers that
         are not finite has failed, by itself."""
         slot = entry["slot"]
         row = self._episodes[slot]
-        assert row.state is not None, "a row is observed at its last step"
         if not np.isfinite(row.state).all():
             where = np.flatnonzero(~np.isfinite(row.state)).tolist()
             problem = f"the state is not finite at {where} of {len(row.state)} numbers"
@@ -256,7 +253,6 @@ class BatchedWork(Work):
         size = places(self._kept[row.task].spec)[1]
         sum_ = zlib.crc32(row.state.tobytes(), zlib.crc32(repr(sorted(entry.items())).encode()))
         if size:
-            assert self._memory is not None
             sum_ = zlib.crc32(memoryview(self._memory)[slot * self._stride :][:size], sum_)
         entry["sum"] = sum_
         states.append(row.state)

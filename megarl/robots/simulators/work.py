@@ -1,4 +1,4 @@
-"""What the processes of all simulators have in common: the simulator's class, its settings and tasks, and errors."""
+"""The part that the processes of all simulators share: the class, its settings and tasks, and errors."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ class Work:
         self._specs = {spec["name"]: spec for spec in specs}
         self._send({"call": "open", "tasks": specs})
 
-    def _refuse_other_spec(self, spec: dict[str, Any]) -> None:
+    def _refuse_other_spec(self, task: str, spec: dict[str, Any]) -> None:
         """Raise RefusedCall if a constructed simulator describes its task differently than the list of tasks."""
-        if spec != self._specs[spec["name"]]:
+        if spec != self._specs[task]:
             raise RefusedCall(
-                "raised", f"the simulator has the task {spec}, but its list of tasks has {self._specs[spec['name']]}"
+                "raised", f"the simulator has the task {spec}, but its list of tasks has {self._specs[task]}"
             )

@@ -26,7 +26,7 @@ import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,12 +94,8 @@ class SingleWork(Work):
     def _construct(self, task: str) -> Simulator:
         while len(self._kept) >= self._limit:
             self._kept.popitem(last=False)[1].close()
-        simulator = self._kind(task, self._settings)
-        spec = plain_spec(simulator.spec)
-        if spec != self._specs[task]:
-            raise RefusedCall(
-                "raised", f"the simulator has the task {spec}, but its list of tasks has {self._specs[task]}"
-            )
+        simulator = cast("type[Simulator]", self._kind)(task, self._settings)
+        self._refuse_other_spec(task, plain_spec(simulator.spec))
         self._kept[task] = simulator
         return simulator
 

@@ -19,6 +19,7 @@ from megarl.robots.simulators.protocol import Outcome, Recording, TaskSpec
 from megarl.system.comm import WorkerGroup
 from megarl.system.errors import ConfigError
 from megarl.system.plain import Malformed
+from tests.robots.envs.test_pool import kill_all
 from tests.robots.rollout.test_play import LINE, RAW, Steps, letters, starts, told
 
 LINES = f"{Path(__file__).resolve().parents[1] / 'simulators/lines.py'}:Lines"
@@ -123,12 +124,17 @@ def test_a_process_that_ends_takes_all_its_episodes_and_in_the_end_the_run() -> 
             moved(pool, [0, 1])
 
 
-def test_an_episode_that_another_process_plays_differently_fails(tmp_path) -> None:
-    """A row that moves by chance is left out; the other one goes on where it was."""
+def test_an_episode_that_another_process_plays_differently_fails() -> None:
+    """A row that moves by chance is left out; the other one, which began later, goes on where it was."""
     with pool_of(2, wrong="chance", at=0, row=1, retries=1) as pool:
-        begun(pool, [1, 2])
+        pool.begin(1, "left", 2)
+        all_answers(pool)
+        moved(pool, [1])
+        pool.act(1, SLOW)
+        pool.begin(0, "left", 1)
+        all_answers(pool)
         moved(pool, [0, 1])
-        pool._process.process.kill()
+        kill_all(pool._process.process.pid)
         found = moved(pool, [0, 1])
         assert found[1].kind == "differs"
         assert found[0].observation.state.tolist() == pytest.approx([0.5, 4])
@@ -183,7 +189,7 @@ STEP = {"kind": "step", "slot": 0, "executed": 2, "success": False, "over": Fals
         ({"entries": [STEP | {"executed": 3}]}, "the number of actions executed"),
         ({"entries": [STEP | {"success": True}]}, "succeeded but is not over"),
         ({"entries": [{"kind": "failed", "slot": 0, "problem": "crash", "text": ""}]}, "problem of a slot"),
-        ({"seconds": {"physics": "long"}}, "seconds of 'physics'"),
+        ({"seconds": {"physics": "long"}}, 'seconds of "physics"'),
         ({"call": "step"}, "but turn was called"),
     ],
 )

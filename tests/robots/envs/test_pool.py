@@ -61,8 +61,13 @@ def pids(pool: SimulatorPool) -> list[int]:
 
 
 def kill_first(pool: SimulatorPool) -> None:
-    """Kill the first slot's process. Its simulator, a child, ends a moment later: it could answer once more."""
-    process = psutil.Process(pids(pool)[0])
+    """Kill the first slot's process."""
+    kill_all(pids(pool)[0])
+
+
+def kill_all(pid: int) -> None:
+    """Kill a process. Its simulator, a child, ends a moment later: it could answer once more."""
+    process = psutil.Process(pid)
     children = process.children(recursive=True)
     process.kill()
     assert not psutil.wait_procs(children, timeout=120)[1]
