@@ -66,7 +66,8 @@ class Trajectory:
     # [start, stop] in `token_ids` of the observations' own tokens, without the chat template's; recorded for ECHO only
     bodies: list[list[int]] = field(default_factory=list)
     segments: int = 0  # segments of all turns that sampled at least one token
-    # number of each turn among all turns of the episode, which may have other sequences, too
+    # number of each turn among all turns of the episode, which may have other sequences, too; the turn that is being
+    # sampled has one if others are sampled at the same time
     turn_numbers: list[int] = field(default_factory=list, compare=False)
     # factor of the advantages of each turn; empty: 1
     turn_shares: list[float] = field(default_factory=list)
@@ -75,7 +76,7 @@ class Trajectory:
     # by policy, in a finished episode of several policies: its reward, or one reward for all sequences with the same
     # first turn, in the order of these turns
     rewards: dict[str, float | list[float]] = field(default_factory=dict)
-    lanes: list[Trajectory] = field(default_factory=list)  # the episode's other sequences, none of them in a turn
+    lanes: list[Trajectory] = field(default_factory=list)  # the episode's other sequences
     turn_room: int | None = None  # maximum tokens of the next turn or the one being sampled; None: no limit of its own
     turn_stop: list[str] = field(default_factory=list)  # strings that end the next turn or the one being sampled
     spent_s: float = field(default=0.0, compare=False)  # seconds that an interrupted sample's group has been in flight
@@ -112,8 +113,13 @@ class Trajectory:
     def end_turn(self, finish_reason: str) -> None:
         """End the turn that is being sampled; the environment has not answered it yet."""
         self.turn_ends.append(len(self.token_ids))
-        self.turn_numbers.append(self._next_number())
+        if len(self.turn_numbers) < len(self.turn_ends):
+            self.number_turn()
         self.finish_reason = finish_reason
+
+    def number_turn(self) -> None:
+        """Give the next turn its number. A turn that is not numbered before has the next number when it ends."""
+        self.turn_numbers.append(self._next_number())
 
     def add_observation(
         self, token_ids: Sequence[int], images: ImageSet | None = None, bodies: Sequence[Sequence[int]] = ()
@@ -134,7 +140,13 @@ class Trajectory:
             self.images = images.shifted(shift) if earlier is None else ImageSet.joined([earlier, images], [0, shift])
 
     def switched(
-        self, after: int | None, token_ids: Sequence[int], most: int, policy: str = "", images: ImageSet | None = None
+        self,
+        after: int | None,
+        token_ids: Sequence[int],
+        most: int,
+        policy: str = "",
+        images: ImageSet | None = None,
+        version: int = 0,
     ) -> Trajectory:
         """Return the trajectory of the sequence in which the episode goes on; this one becomes one of its `lanes`.
 
@@ -146,8 +158,9 @@ class Trajectory:
             most: maximum tokens of a new sequence's prompt; the tokens after them become its first observation.
             policy: name of the policy that goes on.
             images: the images of `token_ids`, by their places in them; None: there are none.
+            version: weight version of the tokens, if this sequence has no token after its prompt.
         """
-        version = self.versions[-1][0]
+        version = self.versions[-1][0] if self.versions else version
         others = [replace(self, lanes=[]), *self.lanes]
         if after is None:
             lane = Trajectory(list(token_ids[:most]), policy=policy, images=images)
@@ -254,7 +267,9 @@ class Trajectory:
     def _need_token(self, end_token: int, version: int) -> None:
         if not self.token_ids:
             self._append([end_token], sampled=False, logprobs=[0.0], versions=[[version, 1]])
-            self.turn_starts, self.turn_ends, self.turn_numbers = [1], [1], [self._next_number()]  # an empty turn
+            self.turn_starts, self.turn_ends = [1], [1]  # an empty turn
+            if not self.turn_numbers:
+                self.number_turn()
 
     def _next_number(self) -> int:
         return 1 + max((number for lane in self.all_lanes for number in lane.turn_numbers), default=-1)

@@ -212,9 +212,11 @@ class HostSession:
             self._host.check_loop()
         return any(answer.done() for answer in self._answers.values())
 
-    def dropped(self, numbers: Iterable[int]) -> list[int]:
-        """Return those of the episodes whose environment needs no more of the turn in flight."""
-        return [number for number in numbers if number in self._episodes and self._episodes[number].drops_turn]
+    def dropped(self, turns: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return those of the turns in flight, given as (episode, place in `Environment.dropped_turns`), of which the
+        environment needs no more."""
+        episodes = self._episodes
+        return [(number, at) for number, at in turns if number in episodes and at in episodes[number].dropped_turns]
 
     def answers(self, wait_s: float, to: Iterable[int] = ()) -> dict[int, Reply]:
         """Return the ready replies, after waiting up to `wait_s` seconds for the episodes in `to`, or else for any.

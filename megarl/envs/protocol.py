@@ -10,7 +10,7 @@ be coroutines, so that the episodes of a batch run concurrently.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -49,6 +49,7 @@ class Action:
             follows.
         turn: number of the turn, from 0.
         logprobs: log-prob of each token, as the engine sampled it.
+        beside: the turns that `Continuation.beside` asked for together with this one, in their order.
     """
 
     text: str
@@ -57,6 +58,7 @@ class Action:
     finish_reason: str
     turn: int
     logprobs: list[float] = field(default_factory=list)
+    beside: tuple[Action, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class Continuation:
         stop: strings that end the next turn with the token that completes one of them.
         policy: name of the policy that goes on; empty: the run has one.
         images: the images of `token_ids`, by their places in them; None: there are none.
+        beside: further turns that are sampled at the same time, none of which reads another's tokens. They have the
+            next numbers, in their order. `step` is called once, when all of them have ended.
     """
 
     token_ids: list[int]
@@ -79,6 +83,7 @@ class Continuation:
     stop: tuple[str, ...] = ()
     policy: str = ""
     images: ImageSet | None = None
+    beside: tuple[Continuation, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -159,8 +164,10 @@ class Environment:
         plays_policies, needs_policies: several policies (the section `policies`) may play it, or must.
         services: the parts of the run that the environment may use; a host sets it.
         is_waiting: this object waits until other episodes end, so a batch must not wait for it.
-        may_drop_turns, drops_turn: the environment may end a turn in flight, and does so now: nobody needs the rest of
-            it, so `step` is called with the tokens that it has.
+        may_drop_turns, dropped_turns: the environment may end turns in flight, and ends these now, by their places
+            among the turns that are sampled at the same time (0 if there is only one): nobody needs their rest, so
+            `step` is called with the tokens that they have.
+        asks_together: a `Continuation` of the environment may have turns beside it.
     """
 
     Settings: ClassVar[type[EnvSettings]] = EnvSettings
@@ -168,11 +175,12 @@ class Environment:
     replayable: ClassVar[bool] = False
     times_itself: ClassVar[bool] = False
     may_drop_turns: ClassVar[bool] = False
+    asks_together: ClassVar[bool] = False
     plays_policies: ClassVar[bool] = False
     needs_policies: ClassVar[bool] = False
     is_waiting = False
     services: Services  # set before `reset`
-    drops_turn: bool = False
+    dropped_turns: Collection[int] = ()
 
     def __init__(self, settings: Any, shared: Any) -> None:
         """Create the environment of one episode.

@@ -1,7 +1,7 @@
 """The environment `agent`: an episode runs a program of the user, whose chat endpoint is the policy.
 
-reset -> start the program --> its first call --> prompt        step(turn) -> reply to the call --> its next call
-                                                                                                '-> exit: the score
+reset -> start the program --> its first calls --> prompts      step(turns) -> reply to the calls --> its next calls
+                                                                                                  '-> exit: the score
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -220,9 +222,10 @@ class Agent(Environment):
     Settings: ClassVar[type[AgentSettings]] = AgentSettings
     times_itself: ClassVar[bool] = True
     may_drop_turns: ClassVar[bool] = True
+    asks_together: ClassVar[bool] = True
     plays_policies: ClassVar[bool] = True
     _program: Program  # set by `reset`
-    _turn: PendingTurn | None = None  # the policy's last turn
+    _turns: Sequence[PendingTurn] = ()  # the policy's last turns, which were asked for together
 
     def __init__(self, settings: AgentSettings, shared: AgentReplica) -> None:
         super().__init__(settings, shared)
@@ -233,9 +236,10 @@ class Agent(Environment):
         self._deadline = self._last = math.inf  # times at which calls are refused, and at which the program is ended
 
     @property
-    def drops_turn(self) -> bool:  # type: ignore[override]
-        """Whether the client that waits for the turn in flight has gone, or the program has ended."""
-        return self._turn is not None and (self._turn.is_abandoned or self._program.ended.done())
+    def dropped_turns(self) -> Collection[int]:  # type: ignore[override]
+        """Places of the turns in flight whose client has gone; all if the program has ended."""
+        ended = bool(self._turns) and self._program.ended.done()
+        return [place for place, turn in enumerate(self._turns) if ended or turn.is_abandoned]
 
     @classmethod
     def gives_scores(cls, settings: AgentSettings) -> bool:
@@ -309,7 +313,7 @@ class Agent(Environment):
         return {"row": given, "seed": seed}
 
     async def reset(self, row: dict[str, Any], seed: int) -> Any:
-        """Start the agent's program and return the prompt of its first call."""
+        """Start the agent's program and return the prompts of its first calls."""
         shared = self.shared
         self.is_waiting = True
         await shared.free.acquire()
@@ -333,13 +337,14 @@ class Agent(Environment):
         return await self._next()
 
     async def step(self, action: Action) -> Any:
-        """Send the policy's turn to the agent, and return the prompt of the agent's next call or the episode's end."""
-        turn = self._turn
-        if turn is None:
+        """Send the policy's turns to the agent, and return the prompts of its next calls or the episode's end."""
+        if not self._turns:
             raise RuntimeError("the agent waits for no turn: `step` must follow a prompt of `reset` or `step`")
-        self._session.reply(turn, action)
-        if action.finish_reason == "abort" and not self.drops_turn:
-            self._session.close("its time is up")
+        dropped = self.dropped_turns
+        for place, (turn, sampled) in enumerate(zip(self._turns, (action, *action.beside), strict=True)):
+            self._session.reply(turn, sampled)
+            if sampled.finish_reason == "abort" and place not in dropped:
+                self._session.close("its time is up")
         following = await self._next()
         return Step(following) if isinstance(following, Continuation) else following
 
@@ -364,21 +369,19 @@ class Agent(Environment):
         raise EpisodeFailure(self._session.over)
 
     async def _next(self) -> Continuation | Step:
-        """Return the prompt of the agent's next call to the policy, or the episode's end."""
+        """Return the prompts of the agent's next calls to the policy, or the episode's end."""
         program, loop = self._program, asyncio.get_running_loop()
         while True:
             if not program.ended.done() and not self._session.over and loop.time() >= self._deadline:
                 self._late = True
                 self._session.close("its time is up")
-            turn = await self._session.take()
+            turns = await self._session.take()
             if self._session.broken:
                 raise EpisodeFailure(self._session.broken)
-            if turn is not None:
-                self._turn = turn
-                request = turn.call.request
-                return Continuation(
-                    turn.token_ids, turn.node.parent, turn.room, request.stop, request.policy, turn.images
-                )
+            if turns:
+                self._turns = turns
+                first, *others = map(_continuation, turns)
+                return replace(first, beside=tuple(others))
             if program.ended.done():
                 return await self._end(program)
             if self._session.over:
@@ -454,3 +457,8 @@ class Agent(Environment):
             await self.shared.programs.stop(program)
             self.shared.programs.remove(program)
         self.shared.free.release()
+
+
+def _continuation(turn: PendingTurn) -> Continuation:
+    request = turn.call.request
+    return Continuation(turn.token_ids, turn.node.parent, turn.room, request.stop, request.policy, turn.images)

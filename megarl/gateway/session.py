@@ -2,11 +2,12 @@
 
     handler of a request                  the episode's environment
     --------------------                  -------------------------
-    call(request) -> waits                take() -> the next call, with its prompt -> a turn of the policy
+    call(request) -> waits                take() -> the calls that wait, with their prompts -> turns of the policy
                   <- the reply            reply(turn, action)
 
-The calls of one episode are answered one after the other, in the order of their arrival; those of other episodes are
-answered meanwhile. Everything here runs in one thread, the environments' event loop.
+The calls of one episode that wait at the same time are answered together, side by side; a call that arrives meanwhile
+is one of the next. Those of other episodes are answered meanwhile. Calls have numbers in the order of their arrival.
+Everything here runs in one thread, the environments' event loop.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class _Answering:
 
 @dataclass(frozen=True)
 class PendingTurn:
-    """A call that the policy answers next.
+    """A call that the policy answers now.
 
     Attributes:
         token_ids: the prompt's tokens after those of the node's parent.
@@ -247,8 +248,10 @@ class ChatSession:
         """Wait until a client's call is ready for `take`."""
         await self._arrived.wait()
 
-    async def take(self) -> PendingTurn | None:
-        """Return the next call that can be answered; None: no call waits."""
+    async def take(self) -> list[PendingTurn]:
+        """Return the calls that wait and can be answered, in the order of their arrival; none of them continues
+        another."""
+        turns: list[PendingTurn] = []
         while self._waiting:
             call = self._waiting.popleft()
             if call.done.done():  # its client has gone
@@ -259,14 +262,13 @@ class ChatSession:
                     raise self._refusal_after_end()
                 if not call.done.done():
                     call.request = replace(call.request, messages=messages)
-                    return self._begin(call)
+                    turns.append(self._begin(call))
         self._arrived.clear()
-        return None
+        return turns
 
     def reply(self, turn: PendingTurn, action: Action) -> None:
         """Give the policy's turn to the client that waits for it."""
         call, node, request = turn.call, turn.node, turn.call.request
-        self.overflowed = False
         text, stop = _before(action.text, request.stop)
         node.token_ids, node.logprobs, node.finish = action.token_ids, action.logprobs, action.finish_reason
         node.has_image_token = self._form.has_image_token(action.token_ids)
@@ -334,6 +336,7 @@ class ChatSession:
         room = self._window.room(record, prompt)
         if room < 1:
             raise too_long(self._window.whole)
+        self.overflowed = False
         digest = tools_digest(request.tools)
         node = record.add(prompt.node, prompt.place, digest, prompt.token_ids, prompt.prefix, request.policy)
         return PendingTurn(call, node, prompt.token_ids, min(room, request.room or room), prompt.images)

@@ -7,8 +7,9 @@ broadcasts it.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megarl.data.image_prompts import ImagePrompts
@@ -68,7 +69,7 @@ class EpisodeRules:
         texts: decodes turns; returns their texts without and with special tokens.
         share: broadcasts a JSON value from the replica's first rank; collective over the replica.
         on_error: when an environment fails, `fail` ends the run and `mark` ends only the episode.
-        replayable, may_drop_turns: those of `Environment`.
+        replayable, may_drop_turns, asks_together: those of `Environment`.
         images: inserts the images of observations; None: observations are text only.
     """
 
@@ -84,6 +85,7 @@ class EpisodeRules:
     # makes the finder of given stop strings, for turns that have stop strings of their own
     stops: Callable[[Sequence[str]], StopStrings] | None = None
     may_drop_turns: bool = False
+    asks_together: bool = False
 
 
 class Answer(NamedTuple):
@@ -96,6 +98,7 @@ class Answer(NamedTuple):
         differs: the replayed turns got answers that differ from the recorded ones, or an error.
         bodies: [start, stop] in `token_ids` of the observation's own text; empty unless `EpisodeRules.bodies` is set.
         branch: where the next turn belongs, if the environment keeps a tree of turns; else None.
+        beside: further turns that are sampled at the same time, with their tokens, images and branches.
     """
 
     reply: Reply
@@ -104,6 +107,7 @@ class Answer(NamedTuple):
     differs: bool = False
     bodies: Sequence[Sequence[int]] = ()
     branch: Branch | None = None
+    beside: Sequence[Answer] = ()
 
 
 class Branch(NamedTuple):
@@ -145,21 +149,29 @@ class Answers:
             # All samples of a prompt have the same row object, which an environment may change: copy it.
             self._session.begin(number, copy.deepcopy(row), seed, actions)
 
-    def ask(self, episodes: Mapping[int, Trajectory]) -> None:
-        """Send the last turn of each of these episodes to its environment."""
-        self.awaited.update(episodes)
+    def ask(self, episodes: Mapping[int, Sequence[Trajectory]]) -> None:
+        """Send turns to their environments.
+
+        Args:
+            episodes: the sequences of each episode whose last turns are sent together; the episode continues in the
+                last one.
+        """
+        self.awaited.update({number: lanes[-1] for number, lanes in episodes.items()})
         if self._session is not None and episodes:
-            actions = self._actions([(trajectory, trajectory.turns - 1) for trajectory in episodes.values()])
-            for number, action in zip(episodes, actions, strict=True):
-                self._session.step(number, action)
+            turns = [(lane, lane.turns - 1) for lanes in episodes.values() for lane in lanes]
+            actions = iter(self._actions(turns))
+            for number, lanes in episodes.items():
+                first, *others = itertools.islice(actions, len(lanes))
+                self._session.step(number, replace(first, beside=tuple(others)))
 
     def any_answer(self) -> bool:
         """Return whether any environment of this rank has replied."""
         return self._session is not None and self._session.any_answer()
 
-    def dropped(self, numbers: Iterable[int]) -> list[int]:
-        """Return which of the episodes `numbers` have an environment, on this rank, that no longer needs their turn."""
-        return [] if self._session is None or not self.rules.may_drop_turns else self._session.dropped(numbers)
+    def dropped(self, turns: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return which of the turns in flight, given as (episode, place among those of the same time), an environment
+        on this rank no longer needs."""
+        return [] if self._session is None or not self.rules.may_drop_turns else self._session.dropped(turns)
 
     def take(self, wait_s: float | None, to: Iterable[int]) -> dict[int, Answer]:
         """Take the answers that have arrived and return them on all ranks of the replica. Collective over the replica.
@@ -215,8 +227,7 @@ class Answers:
         """Tokenise a reply into an `Answer`; an unusable observation sets the reply's error."""
         trajectory = self.awaited[number]
         if isinstance(reply.observation, Continuation):
-            ids, after, room, stop, policy, images = vars(reply.observation).values()
-            return Answer(reply, ids, images, branch=Branch(after, room, stop, policy=policy))
+            return _continued(reply, reply.observation)
         if isinstance(reply.observation, Ending):
             ending = vars(reply.observation) | {"shares": list(reply.observation.shares.items())}
             return Answer(reply, None, branch=Branch(**ending))
@@ -296,9 +307,15 @@ def _digests(images: ImageSet | None) -> tuple[int, ...]:
     return () if images is None else images.digests
 
 
+def _continued(reply: Reply, now: Continuation) -> Answer:
+    beside = [_continued(Reply(), other) for other in now.beside]
+    branch = Branch(now.after, now.room, now.stop, policy=now.policy)
+    return Answer(reply, now.token_ids, now.images, branch=branch, beside=beside)
+
+
 def _plain(answer: Answer) -> dict[str, Any]:
     """Return an answer as JSON values; of the observation they contain only token ids and images."""
-    reply, ids, images, differs, bodies, branch = answer
+    reply, ids, images, differs, bodies, branch, beside = answer
     numbers = {name: getattr(reply, name) for name in ("reward", "done", "info", "error", "repeats")}
     return {
         **numbers,
@@ -307,14 +324,16 @@ def _plain(answer: Answer) -> dict[str, Any]:
         "differs": differs,
         "bodies": bodies,
         "branch": branch,
+        "beside": [_plain(other) for other in beside],
     }
 
 
 def _from_plain(fields: dict[str, Any]) -> Answer:
-    names = ("ids", "images", "differs", "bodies", "branch")
-    ids, images, differs, bodies, branch = (fields.pop(name) for name in names)
+    names = ("ids", "images", "differs", "bodies", "branch", "beside")
+    ids, images, differs, bodies, branch, beside = (fields.pop(name) for name in names)
     images = None if images is None else ImageSet.from_json(images)
-    return Answer(Reply(**fields), ids, images, differs, bodies, None if branch is None else Branch(*branch))
+    others = [_from_plain(other) for other in beside]
+    return Answer(Reply(**fields), ids, images, differs, bodies, None if branch is None else Branch(*branch), others)
 
 
 def apply_answer(trajectory: Trajectory, answer: Answer, limits: EpisodeLimits, *, late: bool) -> None:
@@ -323,7 +342,7 @@ def apply_answer(trajectory: Trajectory, answer: Answer, limits: EpisodeLimits, 
     Args:
         late: the episode is over its time limit.
     """
-    reply, ids, images, _, bodies, _ = answer
+    reply, ids, images, bodies = answer.reply, answer.token_ids, answer.images, answer.bodies
     if trajectory.is_unanswered:
         trajectory.turn_rewards.append(reply.reward)
         for name, value in reply.info.items():
@@ -352,8 +371,9 @@ def end_without_turn(trajectory: Trajectory, answer: Answer, end_token: int, ver
         trajectory.output, trajectory.rewards = answer.branch.output, dict(answer.branch.rewards)
 
 
-def apply_branch(trajectory: Trajectory, answer: Answer, branch: Branch, prompt: int, version: int) -> Trajectory:
-    """Add an answer of an environment that keeps a tree of turns; return the trajectory in which the episode goes on.
+def apply_branch(trajectory: Trajectory, answer: Answer, branch: Branch, prompt: int, version: int) -> list[Trajectory]:
+    """Add an answer of an environment that keeps a tree of turns; return the sequences whose next turns are sampled at
+    the same time, in the order of their numbers. The episode continues in the last one.
 
     Such an environment keeps the limits itself, and ends the episode.
 
@@ -362,6 +382,8 @@ def apply_branch(trajectory: Trajectory, answer: Answer, branch: Branch, prompt:
         version: weight version of tokens before the first sampled one.
     """
     reply, ids, images = answer.reply, answer.token_ids or [], answer.images
+    for lane in trajectory.lanes:  # their turns were sampled together with the last one
+        lane.turn_rewards += [0.0] * (lane.turns - len(lane.turn_rewards))
     if trajectory.is_unanswered:
         trajectory.turn_rewards.append(reply.reward)
     for name, value in reply.info.items():
@@ -372,7 +394,7 @@ def apply_branch(trajectory: Trajectory, answer: Answer, branch: Branch, prompt:
         trajectory.rewards = dict(branch.rewards)
         trajectory.set_shares(dict(branch.shares))
         trajectory.end("done")
-        return trajectory
+        return [trajectory]
     if not trajectory.turns:
         trajectory.prompt_ids, trajectory.policy, trajectory.images = list(ids[:prompt]), branch.policy, images
         trajectory.add_unsampled(ids[prompt:], version)
@@ -381,4 +403,26 @@ def apply_branch(trajectory: Trajectory, answer: Answer, branch: Branch, prompt:
     else:
         trajectory = trajectory.switched(branch.after, ids, prompt, branch.policy, images)
     trajectory.turn_room, trajectory.turn_stop = branch.room, list(branch.stop)
-    return trajectory
+    return _beside(trajectory, answer.beside, prompt, version)
+
+
+def _beside(trajectory: Trajectory, others: Sequence[Answer], prompt: int, version: int) -> list[Trajectory]:
+    """Return the sequence of the next turn, and of the `others` that are sampled at the same time.
+
+    The sequences lie in the episode as if their turns were sampled one after the other, and have the same segments.
+    """
+    segments = trajectory.segments
+    for other in others:
+        trajectory.number_turn()
+        branch = other.branch or Branch()
+        trajectory = trajectory.switched(
+            branch.after, other.token_ids or [], prompt, branch.policy, other.images, version
+        )
+        trajectory.turn_room, trajectory.turn_stop = branch.room, list(branch.stop)
+    if not others:
+        return [trajectory]
+    trajectory.number_turn()
+    lanes = [*trajectory.lanes[: len(others)][::-1], trajectory]
+    for place, lane in enumerate(lanes):
+        lane.segments = segments + place
+    return lanes

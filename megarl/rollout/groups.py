@@ -34,6 +34,7 @@ from megarl.data.versions import first_runs
 from megarl.rollout.answers import Answer, Answers, Branch, EpisodeRules, apply_answer, apply_branch, end_without_turn
 from megarl.rollout.engine import Completion, Generation, Request, RolloutEngine, ignore_progress
 from megarl.rollout.policies import PolicyGenerations
+from megarl.rollout.rounds import TurnRound
 from megarl.rollout.stop_strings import StopStrings
 from megarl.system.errors import MegarlError, UserError
 
@@ -105,18 +106,30 @@ class _Sample:
 
     Attributes:
         place: index of the sample in its group.
+        slot: its slot; further turns that are sampled at the same time have other slots, too.
+        round: the turns that are being sampled at the same time; None: there is only one.
         read: number of input tokens of all its turns.
         cached: how many of the `read` tokens were in the prefix cache.
     """
 
     in_flight: _InFlightGroup
     place: int
+    slot: int
+    round: TurnRound | None = None
     read: int = 0
     cached: int = 0
 
     @property
     def trajectory(self) -> Trajectory:
         return self.in_flight.trajectories[self.place]
+
+    def lane(self, slot: int) -> Trajectory:
+        """Return the sequence whose turn is sampled in `slot`."""
+        return self.trajectory if self.round is None else self.round.running[slot]
+
+    def turn(self, slot: int) -> tuple[int, int]:
+        """Return the episode's slot, and the place of the turn in `slot` among those sampled at the same time."""
+        return self.slot, 0 if self.round is None else self.round.place(slot)
 
 
 class GroupGenerator:
@@ -135,7 +148,8 @@ class GroupGenerator:
         sampling: `n` is not read. `min_new_tokens` counts from the start of each segment, so callers that interrupt
             must reject it.
         eos_ids: end tokens in addition to those of `sampling`, the tokenizer's own first.
-        slots: maximum number of samples in flight.
+        slots: maximum number of samples in flight. Environments that ask for several turns of an episode at the same
+            time get as many slots more for these turns.
         longest: maximum number of tokens of a prompt and its sample together.
         rules: rules of episodes; None: samples have no environment.
         strings: the stop strings of `sampling`; None: no stop strings.
@@ -157,8 +171,11 @@ class GroupGenerator:
         self._seconds = None if rules is None else rules.limits.seconds
         self._stop_ids = frozenset() if sampling.ignore_eos else frozenset([*eos_ids, *sampling.stop_token_ids])
         self._groups: dict[int, _InFlightGroup] = {}
-        self._samples: dict[int, _Sample] = {}  # samples by slot
+        self._samples: dict[int, _Sample] = {}  # samples by slot; several slots may sample turns of one episode
         self._free = list(range(slots))  # the free slots, as a heap
+        sides = slots if rules is not None and rules.asks_together else 0
+        self._all_slots = slots + sides
+        self._free_sides = list(range(slots, self._all_slots))  # free slots for further turns of an episode, as a heap
         self._answers = None if rules is None else Answers(rules)
         self._generation: Generation | None = None
         self._submitted: set[int] = set()  # slots whose turns were submitted to the generation
@@ -218,7 +235,7 @@ class GroupGenerator:
             in_flight.since = time.monotonic()
         for place in needed:
             slot = heapq.heappop(self._free)
-            self._samples[slot] = sample = _Sample(in_flight, place)
+            self._samples[slot] = sample = _Sample(in_flight, place, slot)
             if self._answers is not None:
                 self._answers.begin(slot, group.row, group.env_seed, sample.trajectory)
             else:
@@ -237,14 +254,15 @@ class GroupGenerator:
         """
         if self._generation is not None:
             raise RuntimeError("the generator is open already; call interrupt() or close() first")
-        self._generation = self._engine.open(self._sampling, self._eos_ids, self._slots, self._longest)
+        self._generation = self._engine.open(self._sampling, self._eos_ids, self._all_slots, self._longest)
         now = time.monotonic()
         for in_flight in self._groups.values():
             in_flight.since = now
         awaited = () if self._answers is None else self._answers.awaited
         order = sorted((self._samples[slot].in_flight.group.number, slot) for slot in self._samples)
         for _, slot in order:
-            if slot not in awaited:
+            turns = self._samples[slot].round
+            if slot in turns.running if turns is not None else slot not in awaited:
                 self._submit(slot)
 
     def wait(self, enough: Callable[[], bool] | None = None) -> list[tuple[int, list[Trajectory]]]:
@@ -310,8 +328,8 @@ class GroupGenerator:
         ended: list[int] = []
         while generation.any_busy(bool(self._in_turn)):
             ended += self._collect(generation.wait())
-        self._send_turns_to_environments(ended)
         self._close_generation()
+        self._send_turns_to_environments(ended)
         now = time.monotonic()
         for in_flight in self._groups.values():
             assert in_flight.since is not None, "it is open"
@@ -335,6 +353,7 @@ class GroupGenerator:
     def close(self) -> None:
         """Drop all groups, in-flight turns and environments. Not collective."""
         self._groups, self._samples, self._free = {}, {}, list(range(self._slots))
+        self._free_sides = list(range(self._slots, self._all_slots))
         self._late = set()
         self._close_generation()
         if self._answers is not None:
@@ -399,7 +418,7 @@ class GroupGenerator:
             enough: passed to `Generation.wait`.
             whole: whether to wait until all environments have answered.
         """
-        before = len(self._samples)
+        before = len(self._free)
         ended = self._collect(generation.wait(enough))
         for slot in self._overdue():  # the next `generation.wait` returns the tokens of this turn
             generation.abort(slot)
@@ -412,14 +431,14 @@ class GroupGenerator:
         else:
             wait_s = _SOON_S if generation.is_async or not self._in_turn else _QUICK_S
         self._take_answers(wait_s, sent)
-        return before - len(self._samples)
+        return len(self._free) - before
 
     def _submit(self, slot: int) -> None:
         """Submit the next segment of the sample in `slot`, if the generator is open."""
         if self._generation is None:
             return
         sample = self._samples[slot]
-        trajectory, group = sample.trajectory, sample.in_flight.group
+        trajectory, group = sample.lane(slot), sample.in_flight.group
         tokens = [*trajectory.prompt_ids, *trajectory.token_ids]
         seed = group.seeds[sample.place](trajectory.segments)
         begun = len(trajectory.begun_turn)
@@ -441,9 +460,9 @@ class GroupGenerator:
         for slot, done in over.items():
             self._in_turn.discard(slot)
             sample = self._samples[slot]
-            trajectory = sample.trajectory
+            trajectory = sample.lane(slot)
             if self._answers is not None:
-                _count_cached(sample, done)
+                _count_cached(sample, trajectory, done)
             if trajectory.turn_stop:
                 done = self._cut_at_stop(slot, trajectory, done)
             trajectory.add_segment(done.token_ids, done.logprobs, done.versions, done.routes, done.kept_tokens)
@@ -451,6 +470,8 @@ class GroupGenerator:
                 trajectory.end_turn(done.finish_reason)
             elif slot not in self._cut:
                 self._end_if_full(trajectory)
+                if sample.round is not None and done.token_ids and trajectory.in_turn:
+                    sample.round.interrupted(trajectory)
             elif trajectory.in_turn:
                 trajectory.end_turn("abort")
             elif trajectory.turn_room is not None:  # an environment with a tree of turns ends its episodes itself
@@ -471,9 +492,8 @@ class GroupGenerator:
         if end is None:
             return done
         length = end - len(begun)
-        if length < len(done.token_ids) and self._generation is not None:
-            self._generation.forget(slot)  # the slot's cache has tokens that the sequence lacks
-            self._submitted.discard(slot)
+        if length < len(done.token_ids):
+            self._forget(slot)  # the slot's cache has tokens that the sequence lacks
         total = len(trajectory.prompt_ids) + len(trajectory.token_ids) + length
         return replace(
             done,
@@ -498,9 +518,7 @@ class GroupGenerator:
         """Free the slot of a finished sample for another one."""
         del self._samples[slot]
         heapq.heappush(self._free, slot)
-        if self._generation is not None and slot in self._submitted:
-            self._submitted.discard(slot)
-            self._generation.forget(slot)
+        self._forget(slot)
         if self._answers is not None:
             self._answers.forget(slot)
 
@@ -549,15 +567,20 @@ class GroupGenerator:
 
     def _send_turns_to_environments(self, ended: Iterable[int]) -> list[int]:
         """Send finished turns to their environments and return their slots; without environments end their samples."""
-        turns: dict[int, Trajectory] = {}
+        turns: dict[int, Sequence[Trajectory]] = {}
         for slot in ended:
-            trajectory = self._samples[slot].trajectory
+            sample = self._samples[slot]
+            if sample.round is not None:
+                if self._is_last_of_round(sample.round, sample, slot):
+                    turns[sample.slot], sample.round = sample.round.lanes, None
+                continue
+            trajectory = sample.trajectory
             if self._answers is None:
                 trajectory.end(PLAIN)
             if trajectory.ended_by:
                 self._release(slot)
             else:
-                turns[slot] = trajectory
+                turns[slot] = [trajectory]
         if self._answers is not None:
             self._answers.ask(turns)
         return list(turns)
@@ -585,18 +608,55 @@ class GroupGenerator:
             if sample.trajectory.ended_by:
                 self._release(slot)
                 over += 1
-            else:
+            elif sample.round is None:
                 self._submit(slot)
+            else:
+                self._begin_round(sample.round, sample)
         return over
 
     def _apply_branch(self, slot: int, answer: Answer, branch: Branch, prompt: int) -> None:
         """Add an answer of an environment that keeps a tree of turns; the slot may go on with another sequence."""
         sample = self._samples[slot]
-        before = sample.trajectory
-        after = apply_branch(before, answer, branch, prompt, self._engine.weight_version)
-        sample.in_flight.trajectories[sample.place] = after
-        if after is not before and slot in self._submitted and self._generation is not None:
-            self._generation.forget(slot)  # the slot's cache belongs to another sequence of the episode
+        before = sample.trajectory.turn_numbers[-1:]
+        lanes = apply_branch(sample.trajectory, answer, branch, prompt, self._engine.weight_version)
+        sample.in_flight.trajectories[sample.place] = lanes[-1]
+        sample.round = TurnRound(lanes) if len(lanes) > 1 else None
+        last = (answer.beside[-1].branch if answer.beside else None) or branch
+        if not answer.reply.done and [last.after] != before:
+            self._forget(slot)  # the slot's cache belongs to another sequence of the episode
+
+    def _begin_round(self, turns: TurnRound, sample: _Sample) -> None:
+        """Sample the next turns of an episode side by side, as far as there are slots.
+
+        The sequence in which the episode continues has the episode's own slot, which keeps its cache.
+        """
+        turns.start(sample.slot, last=True)
+        self._submit(sample.slot)
+        while turns.waiting and self._free_sides:
+            slot = heapq.heappop(self._free_sides)
+            self._samples[slot] = sample
+            turns.start(slot)
+            self._submit(slot)
+
+    def _is_last_of_round(self, turns: TurnRound, sample: _Sample, slot: int) -> bool:
+        """Give the slot of a turn that has ended to one that waits, or free it; return whether all turns have ended."""
+        lane = turns.running.pop(slot)
+        if turns.waiting or lane is not turns.lanes[-1]:
+            self._forget(slot)
+        if turns.waiting:
+            turns.start(slot)
+            self._submit(slot)
+        elif slot != sample.slot:
+            del self._samples[slot]
+            heapq.heappush(self._free_sides, slot)
+        if turns.is_over:
+            turns.end()
+        return turns.is_over
+
+    def _forget(self, slot: int) -> None:
+        """Free what the engine has cached for the slot."""
+        if slot in self._submitted and self._generation is not None:
+            self._generation.forget(slot)
             self._submitted.discard(slot)
 
     def _restart(self, answers: Answers, slot: int, error: str) -> None:
@@ -653,7 +713,10 @@ class GroupGenerator:
         now, late = time.monotonic(), list[int]()
         if (seconds := self._seconds) is not None:
             late = [number for number, in_flight in self._groups.items() if in_flight.is_late(seconds, now)]
-        return late, [] if self._answers is None else self._answers.dropped(sorted(self._in_turn - self._cut))
+        if self._answers is None:
+            return late, []
+        slots = {self._samples[slot].turn(slot): slot for slot in sorted(self._in_turn - self._cut)}
+        return late, [slots[turn] for turn in self._answers.dropped(slots)]
 
     def _overdue(self) -> list[int]:
         """Return the slots whose turn in flight must be cut: by its group's time limit, or by its environment."""
@@ -663,11 +726,10 @@ class GroupGenerator:
         return [s for s in slots if s in self._dropped or self._samples[s].in_flight.group.number in self._late]
 
 
-def _count_cached(sample: _Sample, done: Completion) -> None:
+def _count_cached(sample: _Sample, lane: Trajectory, done: Completion) -> None:
     """Record the share of input tokens that were in the engine's prefix cache, if the engine reports it."""
     if done.cached is None:
         return
-    trajectory = sample.trajectory
-    sample.read += len(trajectory.prompt_ids) + len(trajectory.token_ids)
+    sample.read += len(lane.prompt_ids) + len(lane.token_ids)
     sample.cached += done.cached
-    trajectory.info["cached"] = sample.cached / sample.read
+    sample.trajectory.info["cached"] = sample.cached / sample.read

@@ -49,6 +49,13 @@ def asks_thrice(task: dict[str, Any]) -> float:
     return sum(c.isdigit() for message in messages[1::2] for c in message["content"]) / 12
 
 
+def attempts(task: dict[str, Any]) -> float:
+    """One turn, then three attempts at the next one."""
+    messages = [{"role": "user", "content": task["row"]["prompt"]}]
+    messages += [say(messages)["message"], {"role": "user", "content": "+"}]
+    return float(len(post("/chat/completions", messages=messages, n=3)["choices"]))
+
+
 def debate(task: dict[str, Any]) -> dict[str, Any]:
     """A proposer, two solvers of its words, a second turn of the first one, and a judge."""
     ask = lambda model, *texts: say([{"role": "user", "content": text} for text in texts], model=model)["message"]  # noqa: E731

@@ -79,6 +79,17 @@ def test_branches_sub_agents_and_a_line_that_goes_on_are_sequences_of_one_episod
     }
 
 
+def test_the_attempts_of_a_request_are_generated_together_with_the_seeds_of_later_calls():
+    engine = scripted("1", "2")
+    [episode] = trajectories(engine, "attempts", [{"prompt": "0"}])
+    # the last one in the episode's slot, the first one in the only other slot, in which the second one follows
+    assert [sorted(request.seeds) for request in engine.asked] == [[0], [1, 3], [2]]
+    lanes = [TOKENIZER.decode([*lane.prompt_ids, *lane.token_ids]) for lane in episode.all_lanes]
+    assert lanes == ["0=1<eos>+=2<eos>"] * 3
+    assert [lane.turn_numbers for lane in episode.all_lanes] == [[0, 3], [0, 2], [0, 1]]
+    assert (episode.info["calls"], episode.info["branches/sibling"], episode.segments) == (4, 2, 4)
+
+
 def test_reward_functions_see_the_sequence_of_the_last_main_call_and_not_that_of_a_title():
     [episode] = trajectories(scripted("1", "2", "3"), "titles", [{"prompt": "0"}])
     assert (episode.turn_numbers, episode.answer) == ([2], 1)

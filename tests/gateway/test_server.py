@@ -40,14 +40,12 @@ class Episode:
     async def _play(self) -> None:
         while True:
             await self.session.arrival()
-            turn = await self.session.take()
-            if turn is None:
-                continue
-            self.turn = turn
-            await self.answers.wait()
-            text = self.lines[min(turn.node.number, len(self.lines) - 1)]
-            tokens = [*self.talk.ids(text), self.talk.end]
-            self.session.reply(turn, Action(text, text, tokens, "stop", 0, [-0.5] * len(tokens)))
+            for turn in await self.session.take():
+                self.turn = turn
+                await self.answers.wait()
+                text = self.lines[min(turn.node.number, len(self.lines) - 1)]
+                tokens = [*self.talk.ids(text), self.talk.end]
+                self.session.reply(turn, Action(text, text, tokens, "stop", 0, [-0.5] * len(tokens)))
 
     @property
     def nodes(self) -> list[Any]:

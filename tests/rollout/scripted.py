@@ -39,7 +39,7 @@ class ScriptedGeneration:
         self.engine, self.stop_ids, self.sequences, self.longest = engine, stop_ids, sequences, longest
         self.version = engine.weight_version
         self.turns: dict[int, Turn] = {}
-        self.over: set[int] = set()  # not forgotten, and no next turn has begun
+        self.over: dict[int, list[int]] = {}  # tokens of those not forgotten of which no next turn has begun
         self.closed = False
 
     def submit(
@@ -48,7 +48,8 @@ class ScriptedGeneration:
         assert not self.closed
         assert 0 <= sequence < self.sequences
         assert sequence not in self.turns
-        self.over.discard(sequence)
+        before = self.over.pop(sequence, [])
+        assert tokens[: len(before)] == before, "the sequence's cache is of other tokens"
         assert room >= 1
         assert len(tokens) + room <= self.longest
         self.turns[sequence] = Turn(list(tokens), seed, room, begun)
@@ -67,8 +68,7 @@ class ScriptedGeneration:
             if enough is not None and enough():
                 break
         for sequence in over:
-            del self.turns[sequence]
-            self.over.add(sequence)
+            self.over[sequence] = [*self.turns.pop(sequence).before, *over[sequence].token_ids]
         return over
 
     def _reason(self, turn: Turn) -> FinishReason | None:
@@ -89,7 +89,7 @@ class ScriptedGeneration:
             turn.sampled.append(rule(turn.before, turn.seed, len(turn.sampled), self.version))
 
     def forget(self, sequence: int) -> None:
-        self.over.remove(sequence)
+        del self.over[sequence]
 
     def any_busy(self, busy: bool) -> bool:
         return busy
