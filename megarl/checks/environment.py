@@ -11,6 +11,7 @@ from megarl.config.other_values import value_fix
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement
 from megarl.rewards import REWARDS
+from megarl.rewards.parts import functions_of
 from megarl.system.credentials import MASK, PASSWORD, USER, hide, mask, put_back, take_out
 from megarl.system.imports import is_file_reference, is_module_reference, source_file
 from megarl.tracking.loggers import LOGGERS
@@ -31,11 +32,13 @@ def check_packages(
         _require("mlflow", "tracking.mlflow", True, "set tracking.mlflow=false", checks)
     for logger in config.tracking.loggers if job != "generate" else ():
         _check_logger(logger, checks, starts=starts and launcher != "ray")
-    for reward in dict.fromkeys(section.name for section in config.reward.functions.values()):
+    places: dict[str, str] = {}
+    for place, section in functions_of(config).items():
+        places.setdefault(section.name, place)
+    for reward, place in places.items():
         package = REWARDS.spec(reward).package if reward in REWARDS.names() else None
         if job != "generate" and package is not None:
-            key = "reward.parts" if config.reward.parts else "reward.name"
-            _require(package, key, reward, "choose another reward, for example numeric", checks)
+            _require(package, f"{place}.name", reward, "choose another reward, for example numeric", checks)
     if tables is not None:
         _require("pyarrow", tables, sources[tables], "convert the data to .jsonl", checks)
 

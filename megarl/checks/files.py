@@ -41,7 +41,7 @@ from megarl.data.templates import check_template_kwargs, read_template
 from megarl.data.tokenizer import CHARS, SPECIAL_TOKENS, WORDS, written_tokens
 from megarl.planning.shards import BYTES, key_value_bytes, sequence_state_bytes
 from megarl.rewards import REWARDS
-from megarl.rewards.parts import located, raise_part_problems
+from megarl.rewards.parts import functions_of, located, raise_part_problems
 from megarl.rewards.references import gives_images, uses_reward
 from megarl.rewards.registry import refuse_images, reward_settings
 from megarl.system.errors import ConfigError, count, relative_path_fix
@@ -296,8 +296,8 @@ def check_reward(config: RunConfig, checks: Checklist) -> None:
     checks = checks.of("reward")
     with checks.recorded():
         raise_part_problems(config.reward)
-        for label, reward in config.reward.functions.items():
-            _check_function(config, label, reward, checks)
+        for place, reward in functions_of(config).items():
+            _check_function(config, place, reward, checks)
         if config.reward.parts and "reward_parts" in estimator_fields(config.algorithm):
             _check_weighted_parts(config, checks.of("reward parts"))
 
@@ -305,6 +305,7 @@ def check_reward(config: RunConfig, checks: Checklist) -> None:
 def check_reward_is_named(config: RunConfig, job: str, roles: Roles, checks: Checklist) -> None:
     """Warn if the default reward scores samples because no recipe file or override names a reward."""
     named = any(key.startswith(("reward.name", "reward.parts")) for key in config.given)
+    named = named or (bool(config.policies) and config.policy_rewards.keys() == config.policies.keys())
     scores = bool(config.data.held_out) or (job == "train" and (roles is None or Role.REWARD in roles))
     if not config.given or named or not scores or not uses_reward(config):
         return
@@ -315,14 +316,14 @@ def check_reward_is_named(config: RunConfig, job: str, roles: Roles, checks: Che
     )
 
 
-def _check_function(config: RunConfig, label: str, reward: RewardConfig, checks: Checklist) -> None:
-    """Check the function of one part of the reward, or of the whole reward if `label` is empty."""
+def _check_function(config: RunConfig, place: str, reward: RewardConfig, checks: Checklist) -> None:
+    """Check the function that the section `place` names."""
     name, included = reward.name, reward.name in REWARDS.names()
-    key = f"reward.parts.{label}.name" if label else "reward.name"
+    key, whole = f"{place}.name", place == "reward"
     if included or is_file_reference(name) or is_module_reference(name):
         tree = None
         with checks.recorded():
-            with located(label):
+            with located(place):
                 if included:
                     _check_text(name, reward)
                     _check_deadline(reward_settings(name, reward.kwargs, REWARDS.spec(name)), reward)
@@ -334,8 +335,8 @@ def _check_function(config: RunConfig, label: str, reward: RewardConfig, checks:
                         if signature is not None and not gives_images(config):
                             refuse_images(name, signature, reward.kwargs)
             use = "" if uses_reward(config) else ", which scores only if the environment sets scores = False"
-            checks.ok((f"{key}: {name}" if label or not included else name) + use)
-            if not label and "reward_parts" in estimator_fields(config.algorithm):
+            checks.ok((name if whole and included else f"{key}: {name}") + use)
+            if whole and "reward_parts" in estimator_fields(config.algorithm):
                 _check_parts(config, strings(tree) if tree is not None else None, checks.of("reward parts"))
     else:
         missing_function = name.endswith(".py")

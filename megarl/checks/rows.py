@@ -39,9 +39,9 @@ from megarl.data.teachers import check_teachers
 from megarl.data.templates import no_chat_template, prompt_formatter
 from megarl.data.videos import check_video_marks, open_video, row_videos
 from megarl.rewards import REWARDS
-from megarl.rewards.parts import located
+from megarl.rewards.parts import functions_of, located
 from megarl.rewards.references import check_answers, explain_missing_columns, reads_answers, uses_reward
-from megarl.rewards.registry import KWARGS, reward_settings
+from megarl.rewards.registry import reward_settings
 from megarl.rewards.signatures import OWN, columns_of, form_of
 from megarl.system.errors import ConfigError, DataError, UserError, close_matches
 
@@ -357,14 +357,14 @@ class _Rows:
     def _signatures(self) -> list[tuple[RewardConfig, str, inspect.Signature]]:
         """Return the users' reward functions with known parameters, as (section, its key, signature)."""
         signatures = []
-        for label, reward in self.config.reward.functions.items() if uses_reward(self.config) else ():
+        for place, reward in functions_of(self.config).items() if uses_reward(self.config) else ():
             if reward.name in REWARDS.names():
                 continue
-            with located(label):
+            with located(place):
                 tree = check_reference(reward.name, REWARDS.key)
             signature = None if tree is None else signature_of(tree, reward.name)
             if signature is not None:
-                signatures.append((reward, f"reward.parts.{label}.kwargs" if label else KWARGS, signature))
+                signatures.append((reward, f"{place}.kwargs", signature))
         return signatures
 
     def _check_parameters(self, rows: Sequence[Row]) -> None:
@@ -378,11 +378,11 @@ class _Rows:
 
     def _check_names(self, rows: Sequence[Row]) -> None:
         """Check that samples will have the names that a built-in reward is set to read."""
-        for label, reward in self.config.reward.functions.items() if uses_reward(self.config) else ():
+        for place, reward in functions_of(self.config).items() if uses_reward(self.config) else ():
             spec = REWARDS.spec(reward.name) if reward.name in REWARDS.names() else None
             if spec is None or spec.names is None:
                 continue
-            with located(label):
+            with located(place):
                 names = spec.names(reward_settings(reward.name, reward.kwargs, spec))
             sample_keys = SAMPLE_KEYS | {TRUTH, "data_source"}
             for row, name in (
@@ -392,7 +392,7 @@ class _Rows:
                 raise DataError(
                     f"samples have no field {name!r}, which the reward {reward.name} is set to read",
                     where=row.where,
-                    found=f"{f'reward.parts.{label}.kwargs' if label else KWARGS}: {name}",
+                    found=f"{place}.kwargs: {name}",
                     allowed=f"columns here: {', '.join(row)}; of every sample: {', '.join(sorted(sample_keys))}",
                     fix=f"did you mean {near[0]!r}?" if near else None,
                 )

@@ -198,6 +198,7 @@ def _check_inputs(config: RunConfig, job: str, checks: Checklist | None = None) 
     from megarl.checks.references import check_arguments
     from megarl.checks.rows import check_rows
     from megarl.envs.registry import check_environment
+    from megarl.rewards.parts import functions_of, located
     from megarl.rewards.preflight import check_import
     from megarl.rewards.references import gives_images
     from megarl.tracking.mlflow_store import check_default_store, check_store
@@ -209,7 +210,9 @@ def _check_inputs(config: RunConfig, job: str, checks: Checklist | None = None) 
     read = check_rows(config, job, checks=checks)
     check_arguments(config)
     if job != "generate":
-        check_import(config.reward, images=gives_images(config))
+        for place, function in functions_of(config).items():
+            with located(place):
+                check_import(function, images=gives_images(config))
     if ignored is not None and job in ("train", "eval"):
         warnings.warn(str(ignored), ConfigWarning, stacklevel=2)
     return read

@@ -293,12 +293,13 @@ class RewardConfig(Section):
         """
         if not self.parts:
             return {"": self}
-        return {
-            label: self.model_copy(
-                update={"name": part.name, "kwargs": part.kwargs, "mode": part.mode or self.mode, "parts": {}}
-            )
-            for label, part in self.parts.items()
-        }
+        return {label: self.with_function(part.name, part.kwargs, part.mode) for label, part in self.parts.items()}
+
+    def with_function(
+        self, name: str, kwargs: dict[str, Any], mode: Literal["batch", "sequential"] | None
+    ) -> RewardConfig:
+        """Return this section with another function in place of its own, in the same mode if `mode` is None."""
+        return self.model_copy(update={"name": name, "kwargs": kwargs, "mode": mode or self.mode, "parts": {}})
 
     @property
     def of_model(self) -> str | None:

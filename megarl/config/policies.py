@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -35,6 +35,16 @@ class TurnSamplingConfig(Section):
         return common.model_copy(update=self.model_dump(include={*DISTRIBUTION}, exclude_none=True))
 
 
+class PolicyRewardConfig(Section):
+    """The reward function of one of several policies."""
+
+    name: str = Field(description="function of this reward, in the forms of reward.name")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
+    mode: Literal["batch", "sequential"] | None = Field(
+        None, description="as reward.mode; null: the value of reward.mode"
+    )
+
+
 class AgentPolicyConfig(Section):
     """One of several policies, which an agent calls by its name (`model`)."""
 
@@ -45,6 +55,11 @@ class AgentPolicyConfig(Section):
     train: bool = Field(True, description="train on its turns; false: they are only context of other policies' turns")
     sampling: TurnSamplingConfig = Field(
         default_factory=TurnSamplingConfig, description="how its turns are sampled, in addition to rollout.sampling"
+    )
+    reward: PolicyRewardConfig | None = Field(
+        None,
+        description="reward function that scores its conversations, where the environment leaves scores to reward "
+        "functions; null: `reward`. Deadlines, processes and failures are those of `reward`",
     )
     advantage: AdvantageConfig | None = Field(
         None, description="its advantage estimator, which sees no other policy's samples; null: algorithm.advantage"

@@ -336,6 +336,12 @@ class RunConfig(Section):
         return self.env.get("name", SINGLE_TURN) != SINGLE_TURN
 
     @property
+    def policy_rewards(self) -> dict[str, RewardConfig]:
+        """A `reward` section for each policy that has a reward function of its own, by the policy's name."""
+        sections = {name: policy.reward for name, policy in self.policies.items() if policy.reward is not None}
+        return {name: self.reward.with_function(part.name, part.kwargs, part.mode) for name, part in sections.items()}
+
+    @property
     def has_lanes(self) -> bool:
         """Whether an episode may have several sequences, each a row of a batch."""
         return self.env.get("name") in BRANCHING or bool(self.policies)

@@ -28,7 +28,9 @@ from megarl.system.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from megarl.config.data import RewardConfig
+    from megarl.config.run import RunConfig
 
+_SECTION = "reward"
 _LABEL = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 #: Keys of a result with a fixed meaning, which cannot be names of parts.
 _MEANINGS = frozenset({"overall", "acc", EXTRACTED_KEY})
@@ -70,7 +72,7 @@ class Rewards:
             for label, function in cfg.functions.items():
                 if label == cfg.of_model:
                     continue
-                with located(label):
+                with located(place_of_part(label)):
                     self._runners[label] = RewardRunner(function)
         except BaseException:
             self.close()
@@ -99,7 +101,7 @@ class Rewards:
         """
         by_part = {}
         for label, runner in self._runners.items():
-            with located(label):
+            with located(place_of_part(label)):
                 by_part[label] = runner.result(handle.handles[label])
         if not by_part:
             return [{} for _ in range(handle.samples)]
@@ -181,22 +183,34 @@ def raise_part_problems(cfg: RewardConfig) -> None:
         )
 
 
+def place_of_part(label: str) -> str:
+    """Return the section of the recipe that names the function of the part `label`; empty: there are no parts."""
+    return f"{_SECTION}.parts.{label}" if label else _SECTION
+
+
+def functions_of(config: RunConfig) -> dict[str, RewardConfig]:
+    """Return a `reward` section for each reward function of the recipe, by the section that names it: `reward`,
+    `reward.parts.NAME`, `policies.NAME.reward`."""
+    functions = {place_of_part(label): section for label, section in config.reward.functions.items()}
+    return functions | {f"policies.{name}.reward": section for name, section in config.policy_rewards.items()}
+
+
 @contextmanager
-def located(label: str) -> Iterator[None]:
-    """Make errors raised inside the block name the keys of the part `label`; an empty label changes nothing."""
+def located(place: str) -> Iterator[None]:
+    """Make errors raised inside the block, which name keys of `reward`, name those of the section `place`."""
     try:
         yield
     except ConfigError as error:
-        if not label:
+        if place == _SECTION:
             raise
-        raise _relocated(error, label) from error
+        raise _relocated(error, place) from error
 
 
-def _relocated(error: UserError, label: str) -> ConfigError:
+def _relocated(error: UserError, place: str) -> ConfigError:
     if isinstance(error, ConfigErrors):
-        return ConfigErrors([_relocated(problem, label) for problem in error.problems])
+        return ConfigErrors([_relocated(problem, place) for problem in error.problems])
     parts = (error.what, error.where, error.allowed, error.fix)
     problem, where, allowed, fix = (
-        text and re.sub(r"\breward\.(name|kwargs|mode)\b", rf"reward.parts.{label}.\1", text) for text in parts
+        text and re.sub(r"(?<!\.)\breward\.(name|kwargs|mode)\b", rf"{place}.\1", text) for text in parts
     )
     return ConfigError(problem or "", where=where, found=error.found, allowed=allowed, fix=fix)

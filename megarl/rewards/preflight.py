@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from megarl.rewards.parts import located
+from megarl.rewards.parts import located, place_of_part
 from megarl.rewards.registry import REWARDS, Mode, load_scorer, own_keys
 from megarl.system.errors import ConfigError, UserError
 from megarl.system.parents import as_parent, end_with_parents
@@ -41,7 +41,7 @@ def check_import(reward: RewardConfig, limit_s: float = _LIMIT_S, *, images: boo
     for label, function in reward.functions.items():
         if ":" in function.name:
             keys = {"name": function.name, "mode": function.mode, "kwargs": function.kwargs, "images": images}
-            with located(label):
+            with located(place_of_part(label)):
                 ask(_load, keys, limit_s, where=REWARDS.key)
 
 

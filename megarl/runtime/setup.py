@@ -41,6 +41,7 @@ from megarl.models.hf import (
 )
 from megarl.models.weights import init_random, load_weights
 from megarl.rewards.parts import Rewards
+from megarl.rewards.policies import PolicyRewards
 from megarl.rewards.references import check_answers, reads_answers, uses_reward
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.embedded.stale import StaleWeights
@@ -240,7 +241,9 @@ class _Source:
                 print(experts.describe(), flush=True)
         if config.data.held_out and held_out:
             val_data = prompts("val", scored="val" in scored)
-        reward = Rewards(config.reward) if scored and layout.is_lead else None
+        reward = None
+        if scored and layout.is_lead:
+            reward = PolicyRewards(config) if config.policy_rewards else Rewards(config.reward)
         return cls(eos_ids, episodes, None, loader, val_data, reward, experts)
 
     def roles(
