@@ -28,6 +28,7 @@ from megarl.planning.memory import (
 from megarl.planning.shards import BYTES, GRADIENT, Sizes, layout_key, parameter_bytes, state_bytes
 from megarl.planning.terms import Moment, Term, term
 from megarl.rewards.runner import reward_processes
+from megarl.runtime.policies import policy_models
 
 # Bytes of a worker with torch, Megatron, transformers and MLflow; with 2 million parameters it takes 0.6 to 0.7 GB.
 _WORKER = 0.65e9
@@ -115,17 +116,21 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
     if rows:
         key = "data.val_files" if generates else "data.train_files"
         terms.append(term(f"rows of data, {ranks} ranks" if ranks > 1 else "rows of data", rows, key, rough=True))
-    if processes := reward_processes(config.reward):
+    sections = (config.reward, *config.policy_rewards.values())
+    if processes := sum(map(reward_processes, sections)):
         count = processes * max(1, ranks // team.parallel.model_parallel_size)
         terms.append(term(f"{count} reward processes", count * _REWARD_WORKER, "reward.workers", rough=True))
     if config.rollout.stale_steps and job == "train":
         weights = parameter_bytes(facts, team.parallel, config.model.dtype)
         copies = ranks * (config.rollout.stale_steps + 1) * weights
         terms.append(term("weights of past steps", copies, "rollout.stale_steps"))
-    actor = placement.of_role(Role.ACTOR)
-    if actor is not None and job == "train" and (copies := policy_of(config).copies):
+    trained = [placement.of_role(Role(model)) for model in policy_models(config)]
+    if trained[0] is not None and job == "train" and (copies := policy_of(config).copies):
         # If training is the bottleneck, no weight versions are queued. A version that is being sent is one more copy.
-        weights = _ranks_here(config, actor) * (copies + 1) * parameter_bytes(facts, actor.parallel, config.model.dtype)
+        weights = (copies + 1) * sum(
+            _ranks_here(config, team) * parameter_bytes(facts, team.parallel, config.model.dtype)
+            for team in filter(None, trained)
+        )
         terms.append(Term("weights that wait until they are generated with", weights, "async.max_staleness", 0.0))
     if job != "sft":
         terms += config.task.host_terms(config, facts, team, ranks, job)

@@ -8,9 +8,11 @@ from megarl.algorithms.needs import advantage_fields, whole_vocabulary
 from megarl.artifacts.facts import ModelFacts
 from megarl.checks.checklist import Checklist
 from megarl.checks.conflicts import Conflict, refuse_conflicts
+from megarl.config.data import BY_MODEL
 from megarl.config.policies import DISTRIBUTION
 from megarl.config.rollout import BRANCHING
 from megarl.config.run import RunConfig
+from megarl.rewards.references import uses_reward
 from megarl.runtime.stages.needs import estimators
 from megarl.system.errors import ConfigError
 
@@ -29,6 +31,7 @@ def check_policies(config: RunConfig, job: str, facts: ModelFacts | None, checks
     if not config.policies:
         return
     refuse_conflicts(_conflicts_of_env(config), KEY, _NO_POLICIES, checks)
+    _check_rewards(config, checks)
     if job != "train":
         if _has_models(config):
             checks.fail(
@@ -55,6 +58,25 @@ def check_policies(config: RunConfig, job: str, facts: ModelFacts | None, checks
         if policy.train:
             _check_estimator(name, config, checks)
         _check_sampling(name, config, checks)
+
+
+def _check_rewards(config: RunConfig, checks: Checklist) -> None:
+    """Check the reward functions of policies; `check_reward` finds and loads them."""
+    model = "a reward model scores the samples of all policies"
+    for name, section in config.policy_rewards.items():
+        key = f"policies.{name}.reward"
+        if not uses_reward(config):
+            checks.fail(
+                key,
+                "the environment gives the rewards of this policy, so no function scores it",
+                found=section.name,
+                allowed="null; or a function, for an agent with env.score: reward or a class with scores = False",
+                fix=f"set {key}=null, or env.score=reward",
+            )
+        elif section.name == BY_MODEL:
+            checks.fail(f"{key}.name", model, found=BY_MODEL, allowed="a function", fix=f"set reward.name={BY_MODEL}")
+        elif config.reward.of_model is not None:
+            checks.fail(key, model, found=section.name, allowed="null", fix=f"set {key}=null")
 
 
 def _check_sampling(name: str, config: RunConfig, checks: Checklist) -> None:
@@ -137,16 +159,11 @@ def _conflicts_of_env(config: RunConfig) -> list[Conflict]:
 
 def _conflicts(config: RunConfig) -> list[Conflict]:
     """Return the settings of training that do not go with several policies."""
-    algorithm, data, lag = config.algorithm, config.data, config.async_.max_staleness
-    ahead, ready = lag > 0 and _has_models(config), not config.async_.in_order
+    algorithm, data, ready = config.algorithm, config.data, not config.async_.in_order
     sampling, resampling, keep, kl = algorithm.dynamic_sampling, algorithm.resampling, algorithm.filter, algorithm.kl
     counts = "this counts the samples of a prompt, of which several policies have different numbers"
     nothing = "'!replace {}'"
     return [
-        Conflict(
-            *("async.max_staleness", lag, ahead, "0"),
-            "policies with own weights generate with the newest ones",
-        ),
         Conflict("async.order", config.async_.order, ready, "in_order", counts),
         Conflict("data.experts", "a section", data.experts is not None, "null", "experts answer for no policy"),
         Conflict("data.replay", "a section", data.replay is not None, "null", counts),

@@ -32,7 +32,7 @@ from megarl.disaggregated.buffer.channel import GroupChannel, TeamChannel
 from megarl.disaggregated.buffer.client import BufferClient
 from megarl.disaggregated.in_order_loop import InOrderLoop, find_buffered_steps
 from megarl.disaggregated.rollout_team import evaluate_step, post_last, resume_loader, share_loader
-from megarl.disaggregated.weight_updates import AsReadyUpdates, InOrderUpdates, PolicyUpdates, WeightUpdates
+from megarl.disaggregated.weight_updates import AsReadyUpdates, InOrderUpdates, WeightUpdates, generates_with
 from megarl.runtime.checkpoint_part import FOLDER, CheckpointPart, finishing_save
 from megarl.runtime.checkpoints import Checkpoints
 from megarl.runtime.export import export, show_export
@@ -174,13 +174,11 @@ def _steps(c: RankState, graph: TaskGraph, recorder: Recorder, checkpoints: Chec
     config, weights = c.config, WeightUpdates()
     recorder.channel = channel = _open_channel(c, graph)
     executor = Executor(graph, c.roles, c.team.plan.nodes, channel, token_exchange(c, graph))
-    if c.team.leads and config.async_.in_order:
-        weights = InOrderUpdates(c)
-    elif c.team.leads:
+    if c.team.leads and not config.async_.in_order:
         weights = as_ready = AsReadyUpdates(c)
         recorder.segments = as_ready.metrics
-    else:
-        weights = PolicyUpdates(c)
+    elif c.team.leads or generates_with(c):
+        weights = InOrderUpdates(c)
     if checkpoints.stopped_early:
         return
     for step in range(c.context.step + 1, config.trainer.steps + 1):

@@ -282,6 +282,17 @@ OWN = ("policies.white.model=white", "models={white: {train: true}}")
             "algorithm.kl.use",
             "does not begin as the run's policy",
         ),
+        ([POLICIES, AGENT, "policies.white.reward.name=numeric"], "policies.white.reward", "gives the rewards"),
+        (
+            [POLICIES, AGENT, "env.score=reward", "policies.white.reward.name=reward_model"],
+            "policies.white.reward.name",
+            "samples of all policies",
+        ),
+        (
+            [POLICIES, AGENT, "env.score=reward", "policies.white.reward={name: numeric, kwargs: {tolerence: 1}}"],
+            "policies.white.reward.kwargs.tolerence",
+            "unknown key",
+        ),
         ([POLICIES, AGENT, *OWN, "models.white.engine.offload=true"], "models.white.engine.offload", "generate at"),
     ],
 )

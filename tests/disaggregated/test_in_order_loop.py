@@ -181,7 +181,7 @@ def test_weights_go_as_soon_as_the_step_before_them_is_drawn_and_those_of_the_en
         buffer=buffer,
         mail=SimpleNamespace(read=lambda name: said.append(name) or StepGenerated(int(name[-1])).encode()),
         layout=SimpleNamespace(rank=0, world=world),
-        actor=SimpleNamespace(chunks=[]),
+        models={"actor": SimpleNamespace(chunks=[])},
     )
     monkeypatch.setattr(weight_updates, "publish", lambda c, version: said.append(version))
     pushes = weight_updates.InOrderUpdates(c)
