@@ -17,8 +17,6 @@ def tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict:
     names = runpy.run_path(str(TOOLS / "current_megatron.py"))["main"].__globals__
     names["CACHE"] = tmp_path
     monkeypatch.setattr(names["megatron_env"], "find_python", lambda: sys.executable)
-    (tmp_path / f"megatron-{names['VERSION']}").mkdir()
-    (tmp_path / f"megatron-{names['VERSION']}" / names["megatron_env"].COMPLETE).touch()
     return names
 
 
@@ -28,10 +26,10 @@ def test_without_the_python_it_needs_nothing_is_tried(tool, monkeypatch, capsys)
     assert "not tried, there is no Python 3.12 here" in capsys.readouterr().out
 
 
-def test_without_its_environment_nothing_is_tried(tool, tmp_path, capsys):
-    tool["CACHE"] = tmp_path / "empty"
+def test_without_room_nothing_is_tried(tool, capsys):
+    tool["_ROOM"] = 1 << 60
     assert tool["main"]() == 0
-    assert "not tried, its environment is not here: make campaign-megatron" in capsys.readouterr().out
+    assert "GB of room, an environment takes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
