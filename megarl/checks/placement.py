@@ -5,6 +5,7 @@ from __future__ import annotations
 from megarl.checks.checklist import Checklist
 from megarl.checks.lent import check_lent, check_request_workers
 from megarl.config.run import RunConfig
+from megarl.config.training import EngineConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.placement import Placement, devices_key, place, together
 from megarl.dag.stage import Role
@@ -124,14 +125,36 @@ def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -
 
 
 def _check_offload(config: RunConfig, placement: Placement, checks: Checklist) -> None:
-    """Check that offloading makes room for other roles in the same team."""
+    """Check that offloading makes room for other roles in the same team, and that streamed state is offloaded."""
+    for name, further in config.models.items():
+        _check_streamed(f"models.{name}.engine", further.engine, checks)
     for role, engine in ((Role.ACTOR, config.actor.engine), (Role.CRITIC, config.critic.engine)):
+        _check_streamed(f"{role.value}.engine", engine, checks)
         team = placement.of_role(role)
-        if team is not None and team.roles == (role,) and engine.offload:
+        if team is not None and team.roles == (role,) and engine.offload and not engine.stream_optimizer:
             checks.warn(
                 f"{role.value}.engine.offload",
                 f"nothing takes turns with the {role.value} in the team {team.name}: moving its state to host memory "
                 "and back takes time without making room for another model",
                 found=engine.offload,
                 fix=f"set {role.value}.engine.offload=false",
+            )
+
+
+def _check_streamed(section: str, engine: EngineConfig, checks: Checklist) -> None:
+    """Check the settings that an optimizer whose state passes through the GPU in pieces needs."""
+    if not engine.stream_optimizer:
+        return
+    for name, value, allowed in (
+        ("offload", str(engine.offload).lower(), "true"),
+        ("distributed_optimizer", str(engine.distributed_optimizer).lower(), "true"),
+        ("exp_avg_dtype", engine.exp_avg_dtype, "fp32"),
+    ):
+        if value != allowed:
+            checks.fail(
+                f"{section}.{name}",
+                f"{section}.stream_optimizer moves a distributed optimizer's float32 state between host and GPU",
+                found=value,
+                allowed=allowed,
+                fix=f"set {section}.{name}={allowed}, or {section}.stream_optimizer=false",
             )

@@ -106,6 +106,13 @@ class EngineConfig(Section):
         "models; those of a critic move only together with the other two parts",
     )
 
+    stream_optimizer: bool = Field(
+        False,
+        description="keep the optimizer's state in host memory also during an update, and move it through the GPU in "
+        "pieces of 1 GiB in each optimizer step; results are the same. Needs offload true, distributed_optimizer, and "
+        "exp_avg_dtype fp32",
+    )
+
     @property
     def offloaded(self) -> frozenset[str]:
         """The parts (`megarl.system.offload_schedule.PARTS`) that may leave the device."""

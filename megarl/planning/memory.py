@@ -24,6 +24,7 @@ from megarl.planning.nccl import nccl_terms
 from megarl.planning.shards import (
     BYTES,
     MASTER_BYTES,
+    STREAMED_BYTES,
     Sizes,
     key_value_bytes,
     known_sizes,
@@ -481,6 +482,7 @@ class _Models:
             self.state[SERVERS] = {WEIGHTS: servers[0]}
         others = {CRITIC: config.critic.engine.offloaded, SERVERS: frozenset((WEIGHTS, CACHE))}
         others |= {name: further.engine.offloaded for name, further in config.models.items()}
+        self._streams = {role for role, engine in engines.items() if engine.stream_optimizer} if gpu else set()
         self._further = tuple(config.models)
         self._several = {TEACHER: max(1, len(config.teacher.models))}
         self._offloads = dict.fromkeys(self.state, config.actor.engine.offloaded) | others
@@ -489,11 +491,17 @@ class _Models:
         """Return the terms on the device in a phase (see `offload_schedule`). On a CPU only gradients can be freed."""
         wanted = needed(phase, role, self._further)
         return self._always + [
-            part
+            self._piece(part) if phase == "update" and kind == OPTIMIZER and name in self._streams else part
             for name, parts in self.state.items()
             for kind, part in parts.items()
             if kind in wanted.get(name, ()) or kind not in self._offloads[name] or not (self._gpu or kind == GRADIENTS)
         ]
+
+    @staticmethod
+    def _piece(optimizer: Term) -> Term:
+        """Return the term for the part of an optimizer's state that is on the device at a time during an update."""
+        size = min(optimizer.bytes, STREAMED_BYTES)
+        return Term(f"{optimizer.what}, a piece", size, optimizer.keys, least=0.0)
 
     def offloaded(self) -> float:
         """Return the bytes of host copies: what leaves the device in some phase and must be kept."""

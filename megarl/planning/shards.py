@@ -23,6 +23,8 @@ MOMENT_BYTES = 8
 """Bytes per parameter of Adam's two float32 moments, which exist from the first step on."""
 MASTER_BYTES = {"fp32": 0, "bf16": 4}
 """Bytes per parameter of a float32 master copy, which shorter dtypes have."""
+STREAMED_BYTES = 1 << 30
+"""Bytes of optimizer state on the device at a time with `engine.stream_optimizer`, if no parameter has more."""
 
 #: Role -> sizes of its model; None: the sizes are not known.
 Sizes = Mapping[Role, ModelFacts | None]

@@ -312,13 +312,14 @@ class StepFormulas:
 
     def moves(self) -> list[Cost]:
         """Return the cost, for each offloaded role, of a step's copies between device and host memory (formula T11)."""
-        rate = self.hardware.host_gb_s * 1e9 * self.given.host_share
-        return [
-            Cost("T11", f"{role.value} to host memory and back", size / rate, size)
-            for role, size in self._moved.items()
-            if self.hardware.gpu
-            and (OPTIMIZER if self._trains(role) else PARAMETERS) in self._section(role).engine.offloaded
-        ]
+        rate, costs = self.hardware.host_gb_s * 1e9 * self.given.host_share, list[Cost]()
+        for role, size in self._moved.items():
+            section, groups = self._section(role), self.work.groups
+            updates = section.ppo_epochs * max(1, groups // (section.mini_batch_size or groups))
+            nbytes = size * updates if section.engine.stream_optimizer and self._trains(role) else size
+            if self.hardware.gpu and (OPTIMIZER if self._trains(role) else PARAMETERS) in section.engine.offloaded:
+                costs.append(Cost("T11", f"{role.value} to host memory and back", nbytes / rate, nbytes))
+        return costs
 
     @cached_property
     def _moved(self) -> dict[Role, float]:

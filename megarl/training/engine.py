@@ -36,7 +36,7 @@ from megarl.system.comm import WorkerGroup
 from megarl.system.device import device
 from megarl.system.errors import ConfigError
 from megarl.system.metrics import Metrics
-from megarl.system.offload_schedule import PARAMETERS, PARTS
+from megarl.system.offload_schedule import GRADIENTS, OPTIMIZER, PARAMETERS, PARTS
 from megarl.system.tracing import beat, phase
 from megarl.training import microbatch, offload, optimizer
 from megarl.training.draft_loss import DraftLogProbs, DraftLoss
@@ -44,6 +44,7 @@ from megarl.training.guard import check_finite
 from megarl.training.heads import Head, LogProbs, SampledTokens, Values
 from megarl.training.host_memory import HostArena
 from megarl.training.microbatch import MicroBatch
+from megarl.training.optimizer_stream import StreamedOptimizer
 from megarl.training.parallel import Layout
 from megarl.training.row_exchange import RowExchange
 from megarl.training.sequence_layout import TEXT, SequenceLayout, TextLayout
@@ -145,9 +146,10 @@ class MegatronEngine:
             freeze_base(self.chunks)
         for chunk in self.chunks:
             chunk.freeze(freeze)
-        self._away: dict[str, offload.OffloadedPart] = {}
+        self._away: dict[str, offload.OffloadedPart | StreamedOptimizer] = {}
         self._arenas = {part: HostArena() for part in PARTS}
         self.snapshots = HostArena()
+        self._stream: StreamedOptimizer | None = None
         if optim is None:
             self.wrapped: list[Any] = list(self.chunks)
             for chunk in self.chunks:
@@ -163,7 +165,7 @@ class MegatronEngine:
             from megarl.models.te_layers import add_into_main_grad
 
             add_into_main_grad(self.chunks)
-        self.optimizer = optimizer.build_optimizer(self.wrapped, optim, engine, self.dtype, self._where)
+        self._build_optimizer(optim)
         self.model_config.finalize_model_grads_func = _sum_gradients
         self._count_tokens(optim)
         if engine.overlap_grad_reduce:
@@ -173,10 +175,16 @@ class MegatronEngine:
     def reset_optimizer(self, optim: OptimConfig, total_steps: int) -> None:
         """Start a new phase of training from the current parameters, with new moments, schedule and step count."""
         self._optim_settings()
-        self.require(*PARTS)
+        self.require(*self._needed_to_step)
         self.optim, self.total_steps, self.step = optim, total_steps, 0
         self._count_tokens(optim)
+        self._build_optimizer(optim)
+        if self._away.pop(OPTIMIZER, None) is not None:  # the state of the optimizer that this one replaces
+            self._away[OPTIMIZER] = self._leave(OPTIMIZER)
+
+    def _build_optimizer(self, optim: OptimConfig) -> None:
         self.optimizer = optimizer.build_optimizer(self.wrapped, optim, self.config, self.dtype, self._where)
+        self._stream = StreamedOptimizer(self.wrapped, self.optimizer) if self.config.stream_optimizer else None
 
     def _count_tokens(self, optim: OptimConfig) -> None:
         """Let routers count tokens if their correction biases follow the load of experts.
@@ -383,7 +391,7 @@ class MegatronEngine:
         unit: int = 1,
     ) -> Metrics:
         self._optim_settings()
-        self.require(*PARTS)
+        self.require(*self._needed_to_step)
         batch = self.sequences.rows(batch)
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
@@ -481,7 +489,11 @@ class MegatronEngine:
         rate = optimizer.learning_rate(optim, self.step, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step_with_ready_grads()
+        if self._stream is None:
+            self.optimizer.step_with_ready_grads()
+        else:
+            self._stream.step()
+            self._away[OPTIMIZER] = self._stream
         layout = self.layout
         update_corrections(self._routers, optim.expert_bias_rate, (layout.dp_group, layout.cp_group, layout.tp_group))
         self.step += 1
@@ -606,13 +618,27 @@ class MegatronEngine:
                 f"the {self.name} engine can hold its {' and '.join(sorted(wanted))} on the device only together with "
                 "its parameters"
             )
+        if self._stream is not None and GRADIENTS in wanted:
+            wanted -= {OPTIMIZER}  # an update takes it piece by piece
         for part in reversed(PARTS):
             if part in self.parts - wanted and part not in self._away:
-                self._away[part] = offload.offload_part(self.wrapped, self.optimizer, part, self._arenas[part])
+                self._away[part] = self._leave(part)
         for part in PARTS:
             if part in wanted and part in self._away:
                 self._away[part].restore()
                 del self._away[part]
+
+    @property
+    def _needed_to_step(self) -> tuple[str, ...]:
+        """The parts that have to be on the device before an optimizer step; a streamed optimizer moves its state."""
+        return PARTS if self._stream is None else (PARAMETERS, GRADIENTS)
+
+    def _leave(self, part: str) -> offload.OffloadedPart | StreamedOptimizer:
+        """Move a part off the device; `restore` of what is returned moves it back."""
+        if part == OPTIMIZER and self._stream is not None:
+            self._stream.leave()
+            return self._stream
+        return offload.offload_part(self.wrapped, self.optimizer, part, self._arenas[part])
 
     def require(self, *parts: str) -> None:
         """Raise RuntimeError if one of the engine's `parts` is offloaded."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megarl.checks.checklist import Checklist
+from megarl.config.load import load_config
 from megarl.config.model import ParallelConfig
 from megarl.dag.placement import MODEL_ROLES, together
 from megarl.planning.memory import GpuRoom, device_memory, planned_fraction
@@ -49,3 +51,25 @@ def test_every_moment_but_that_of_a_server_alone_has_the_connections():
     assert 0 < planned_fraction(memory, 72e9) < planned_fraction(memory, 79e9)
     on_cpu = device_memory(made, sizes_of(made), team, gpu=False)
     assert not any("NCCL" in term.what for moment in on_cpu.moments for term in moment.terms)
+
+
+def test_an_update_has_a_piece_of_a_streamed_optimizer():
+    settings = "cluster.nproc=1", "model.hf_config.hidden_size=4096", "model.hf_config.num_hidden_layers=24"
+    updates = {}
+    for stream in ("false", "true"):
+        made = recipe(*settings, f"actor.engine.stream_optimizer={stream}")
+        memory = device_memory(made, sizes_of(made), together(made).teams[0], gpu=True)
+        moment = next(moment for moment in memory.moments if moment.name == "the actor's update")
+        updates[stream] = {term.what: term.bytes for term in moment.terms if "optimizer" in term.what}
+    assert updates["false"]["actor optimizer"] > 10 * 2**30
+    assert updates["true"] == {"actor optimizer, a piece": 2**30}
+
+
+def test_a_streamed_optimizer_needs_offloading():
+    from megarl.checks.placement import _check_streamed
+
+    made = load_config("grpo_quickstart", ["actor.engine.stream_optimizer=true"])
+    checks = Checklist().of("placement")
+    _check_streamed("actor.engine", made.actor.engine, checks)
+    (check,) = checks.items
+    assert (check.status, check.key, check.allowed) == ("fail", "actor.engine.offload", "true")
