@@ -34,6 +34,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     campaigns.add_option(parser)
 
 
+@pytest.hookimpl(trylast=True)  # after the marks `parametrize`
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    campaigns.leave_out(metafunc)
+
+
 def shared_file(run: str) -> Path:
     """The path that files of all processes of a run of pytest-xdist are called after."""
     return Path(tempfile.gettempdir()) / f"megarl-tests-{run}"
