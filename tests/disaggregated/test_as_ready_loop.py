@@ -133,25 +133,24 @@ def test_groups_that_the_filter_leaves_nothing_of_are_replaced_and_none_is_lost_
     assert all(numbers[step]["filter/kept"] <= numbers[step]["filter/groups_kept"] for step in numbers if step)
 
 
-def test_with_dynamic_sampling_only_groups_with_a_signal_are_trained_on(recipe, tmp_path):
-    numbers = train(recipe, tmp_path, *harness.DAPO, "validation.every=0")
+@pytest.mark.parametrize(
+    ("more", "n"),
+    [
+        pytest.param((), 2, marks=pytest.mark.campaign("teams"), id="samples"),
+        pytest.param((*harness.GUESSING, PARTIAL, "rollout.sampling.n=2"), 2, id="episodes"),
+    ],
+)
+def test_with_dynamic_sampling_only_groups_with_a_signal_are_trained_on(recipe, tmp_path, more, n):
+    """The environment of episodes rewards no guess at all alike, and others by how near they come."""
+    numbers = train(recipe, tmp_path, *harness.DAPO, *more, "validation.every=0")
     found = trained(tmp_path)
-    assert {step: len(samples) for step, samples in found.items()} == dict.fromkeys(range(1, STEPS + 1), 8)
+    assert {step: len(samples) for step, samples in found.items()} == dict.fromkeys(range(1, STEPS + 1), 4 * n)
     for samples in found.values():
         scores: dict[str, set[float]] = {}
         for sample in samples:
             scores.setdefault(prompt_of(sample), set()).add(sample["score"])
         assert all(len(some) > 1 for some in scores.values())
     assert min(numbers[step]["sampling/kept"] for step in numbers if step) < 1
-
-
-def test_dynamic_sampling_chooses_episodes_too(recipe, tmp_path):
-    """The environment rewards no guess at all alike, and others by how near they come."""
-    numbers = train(recipe, tmp_path, *harness.DAPO, *harness.GUESSING, "validation.every=0", PARTIAL)
-    assert {step: len(samples) for step, samples in trained(tmp_path).items()} == dict.fromkeys(
-        range(1, STEPS + 1), 4 * 4
-    )
-    assert min(numbers[step]["sampling/kept"] for step in numbers if step) > 0
 
 
 def test_other_replicas_and_another_staleness_go_on_from_its_checkpoint(recipe, tmp_path):

@@ -20,6 +20,7 @@ from megarl.data.trajectory import Trajectory
 from megarl.envs import Action, Environment, Step
 from megarl.envs.host import Host
 from megarl.rollout.groups import Group, GroupGenerator
+from tests.campaigns import split
 from tests.envs.playing import EOS, rules_of
 from tests.rollout.scripted import ScriptedEngine, rule
 from tests.rollout.test_groups import after
@@ -109,7 +110,7 @@ def through_json(kept: dict[int, list[Trajectory]]) -> dict[int, list[Trajectory
 
 
 @pytest.mark.parametrize("replayable", [True, False])
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", split("agents", range(25), range(8)))
 def test_any_order_of_calls_gives_every_episode_once_and_as_its_segments_and_environment_make_it(
     host, seed, replayable
 ):

@@ -1,4 +1,7 @@
-"""Agents with the packages of OpenAI and Anthropic. What they received is the file that their row names."""
+"""Agents with the packages of OpenAI and Anthropic. What they received is the file that their row names.
+
+Each imports the package that it uses: both together take three CPU-seconds.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import json
 import os
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -16,6 +17,8 @@ TOOL = {"name": "add", "description": "Add.", "parameters": SCHEMA}
 
 def by_openai(task: dict[str, Any]) -> None:
     """A call of a tool, its result, a stream, two samples, refusals, a plain text."""
+    import openai
+
     client, received = openai.OpenAI(), []
 
     def keep(choice: Any) -> Any:
@@ -65,6 +68,8 @@ def by_openai(task: dict[str, Any]) -> None:
 
 def by_responses(task: dict[str, Any]) -> None:
     """A call of a tool, and its result in a stream."""
+    import openai
+
     client, received = openai.OpenAI(), []
     tools: list[Any] = [{"type": "function", **TOOL}]
     more: dict[str, Any] = {"model": "policy", "tools": tools, "instructions": "you are kind"}
@@ -90,6 +95,8 @@ def by_responses(task: dict[str, Any]) -> None:
 
 def by_anthropic(task: dict[str, Any]) -> None:
     """Thoughts and a call of a tool, its result in a stream; the key as a token, as a key, and in the path."""
+    import anthropic
+
     client, received = anthropic.Anthropic(), []
     tools: list[Any] = [{"name": "add", "description": "Add.", "input_schema": SCHEMA}]
     more: dict[str, Any] = {"model": "policy", "system": "you are kind", "tools": tools, "max_tokens": 200}
@@ -126,6 +133,8 @@ def by_anthropic(task: dict[str, Any]) -> None:
 
 def adds_by_openai(task: dict[str, Any]) -> None:
     """A call of a tool, its result in a stream, and a question that the model was not taught, asked twice."""
+    import openai
+
     client, received = openai.OpenAI(), []
     tools: list[Any] = [{"type": "function", "function": TOOL}]
     more: dict[str, Any] = {"model": "policy", "tools": tools, "logprobs": True}
@@ -152,6 +161,8 @@ def adds_by_openai(task: dict[str, Any]) -> None:
 
 def adds_by_anthropic(task: dict[str, Any]) -> None:
     """The same; the number of tokens and the text of each reply is received."""
+    import anthropic
+
     client, received = anthropic.Anthropic(), []
     tools: list[Any] = [{"name": "add", "description": "Add.", "input_schema": SCHEMA}]
     more: dict[str, Any] = {"model": "policy", "system": "you are kind", "tools": tools, "max_tokens": 200}
@@ -173,6 +184,8 @@ def adds_by_anthropic(task: dict[str, Any]) -> None:
 
 def talks(task: dict[str, Any]) -> None:
     """Rounds of talk with a model that says anything; the last reply is asked for twice."""
+    import openai
+
     client, received = openai.OpenAI(), []
     more: dict[str, Any] = {"model": "policy", "logprobs": True, "extra_body": {"return_token_ids": True}}
     messages: list[Any] = [{"role": "user", "content": task["row"]["prompt"]}]
@@ -186,6 +199,9 @@ def talks(task: dict[str, Any]) -> None:
 
 def looks(task: dict[str, Any]) -> None:
     """Two images by each API, of which the second one follows the first reply; and images that are refused."""
+    import anthropic
+    import openai
+
     first, second = task["row"]["images"]
     client, received = openai.OpenAI(), []
     more: dict[str, Any] = {"model": "policy", "logprobs": True, "extra_body": {"return_token_ids": True}}

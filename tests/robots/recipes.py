@@ -38,8 +38,8 @@ tracking: {{mlflow: false, report: false}}
 """
 
 
-def write_robots_recipe(folder: Path) -> Path:
-    """The tiny recipe."""
+def write_robots_recipe(folder: Path, workers: int = 2) -> Path:
+    """The tiny recipe; `workers`: processes of simulators of each rank."""
     path = folder / "line.yaml"
-    path.write_text(RECIPE)
+    path.write_text(RECIPE.replace("workers: 2,", f"workers: {workers},"))
     return path

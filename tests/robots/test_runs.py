@@ -24,7 +24,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_robots_recipe(tmp_path_factory.mktemp("recipe"))
+    return write_robots_recipe(tmp_path_factory.mktemp("recipe"), workers=1)
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +64,10 @@ def test_a_killed_rank_leaves_the_same_run_after_it_is_resumed(recipe, run_dir, 
 @pytest.mark.campaign("kills")  # the episodes themselves: tests/robots/envs/test_batched_pool.py
 def test_environments_of_one_process_give_the_run_of_a_pool_and_its_last_step_again(recipe, run_dir, tmp_path) -> None:
     lines = Path(__file__).parent / "simulators" / "lines.py"
-    settings = (f"robot.simulator.name={lines}:Lines", "robot.simulator.batched=true", "robot.halves=false")
+    both = ("robot.halves=false", "robot.simulator.workers=2")
+    settings = (f"robot.simulator.name={lines}:Lines", "robot.simulator.batched=true", *both)
     expected = harness.train(recipe, tmp_path, *settings)
-    single = harness.train(recipe, tmp_path / "single", "robot.halves=false")
+    single = harness.train(recipe, tmp_path / "single", *both)
     assert expected == single
     assert without_its_last_step(recipe, tmp_path, *settings) == expected
 
@@ -100,7 +101,7 @@ def test_refills_and_kept_successes_go_on_from_a_checkpoint(recipe, tmp_path) ->
 PPO = (
     *("algorithm.advantage={name: gae, gamma: 0.9, lam: 0.8}", "robot.reward.per_call=0.5", "rollout.sampling.n=2"),
     *("critic.optim={lr: 1.0e-2}", "critic.engine.micro_batch_tokens=200", "critic.mini_batch_size=2"),
-    *("validation.before_train=false", "validation.every=0", "trainer.epochs=2", "sft.steps=0"),
+    *("validation.before_train=false", "validation.every=0", "trainer.epochs=2", "sft.steps=0", "cluster.nproc=1"),
 )
 
 
@@ -112,7 +113,7 @@ def test_a_critic_learns_the_values_of_policy_calls_and_goes_on_from_a_checkpoin
     assert expected[1]["critic/vpred_mean"] == pytest.approx(0, abs=0.3)  # the second of two optimizer steps
     assert 0 < expected[1]["critic/returns/mean"] < 1.5
     assert without_its_last_step(recipe, tmp_path, *PPO) == expected
-    start = (f"critic.path={tmp_path / 'hf_critic'}", "trainer.steps=1", "cluster.nproc=1")
+    start = (f"critic.path={tmp_path / 'hf_critic'}", "trainer.steps=1")
     again = harness.train(recipe, tmp_path / "again", *PPO, *start)
     assert again[1]["critic/vpred_mean"] > 0.1, "the values of the first critic, not those of a new one"
 
@@ -121,7 +122,8 @@ def test_a_critic_learns_the_values_of_policy_calls_and_goes_on_from_a_checkpoin
 @pytest.mark.parametrize("layout", ["pp: 2", "tp: 2", "tp: 2, sp: true"])
 def test_the_layout_changes_no_value_of_a_policy_call(layout, recipe, tmp_path) -> None:
     settings = (*PPO, "trainer.steps=2")
-    expected = harness.train(recipe, tmp_path / "one", *settings, "cluster.nproc=1")
+    expected = harness.train(recipe, tmp_path / "one", *settings)
+    settings = (*settings, "cluster.nproc=2")
     replicas = harness.train(recipe, tmp_path / "replicas", *settings)
     found = harness.train(recipe, tmp_path / "layout", *settings, f"actor.parallel={{{layout}}}")
     for numbers in (found, replicas):
@@ -215,6 +217,7 @@ def test_simulators_that_all_fail_end_the_run_with_what_they_said(recipe, tmp_pa
     assert "Line" in output
 
 
+@pytest.mark.campaign("kills")  # episodes that end the run: tests/robots/rollout/test_play.py; its message: above
 def test_with_on_error_fail_an_episode_that_could_not_be_played_ends_the_run(recipe, tmp_path) -> None:
     once = f"robot.simulator.once={tmp_path / 'once'}"
     wrong = ("robot.simulator.wrong=exit", once, "robot.on_error=fail")
@@ -233,12 +236,13 @@ def test_cloning_with_statistics_of_its_demonstrations_goes_on_after_a_kill(reci
         "robot.statistics=demonstrations",
         "robot.bounds=minmax",
         "sft.steps=5",
+        "cluster.nproc=1",
     )
     for name in ("undisturbed", "killed"):
         command = Command(["sft", recipe, *settings, "--run-dir", tmp_path / name], recipe.parent)
         if name == "killed":
             harness.wait_for(lambda: (tmp_path / "killed" / "checkpoints" / "step_2").is_dir(), command)
-            harness.kill(harness.workers(tmp_path / "killed")[1])
+            harness.kill(harness.workers(tmp_path / "killed")[0])
             harness.finish(command)
             command = Command(["sft", recipe, *settings, "--run-dir", tmp_path / name], recipe.parent)
         output = harness.finish(command)

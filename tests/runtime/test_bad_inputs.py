@@ -193,7 +193,7 @@ def test_refused_before_any_process_starts(folder: Path, overrides: list[str], w
 @pytest.mark.parametrize(
     ("package", "arguments"),
     [
-        ("ray", ["--launcher", "ray"]),
+        pytest.param("ray", ["--launcher", "ray"], marks=pytest.mark.campaign("install")),
         ("mlflow", ["tracking.mlflow=true"]),
         pytest.param("mpmath", ["reward.name=math"], marks=pytest.mark.campaign("install")),
         pytest.param("pyarrow", ["data.train_files=table.parquet"], marks=pytest.mark.campaign("install")),

@@ -52,7 +52,7 @@ def lines(run_dir: Path) -> list[dict[str, float]]:
 
 def test_a_cold_start_that_is_interrupted_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     recipe = harness.write_recipe(tmp_path)
-    short = ("trainer.steps=1", "sft.eval_every=2", "trainer.export_hf=false")
+    short = ("trainer.steps=1", "sft.eval_every=2", "trainer.export_hf=false", "cluster.nproc=1")
     harness.train(recipe, tmp_path / "whole", *short)
     with pytest.raises(Exception, match="Interrupted"):
         harness.train(recipe, tmp_path / "cut", *short, work=interrupted_work)

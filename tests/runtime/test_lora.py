@@ -79,12 +79,13 @@ def test_a_killed_run_resumes_to_the_same_numbers_and_its_files_are_the_adapters
 
 
 def test_the_reference_is_the_model_without_adapters(recipe, settings, tmp_path):
+    settings = (*settings, "trainer.steps=2")
     off = harness.train(recipe, tmp_path / "off", *settings)
     named = harness.train(recipe, tmp_path / "named", *settings, f"reference.path={tmp_path / 'base'}")
     assert off == named
-    assert any(value > 0 for name, value in off[3].items() if name.rpartition("/")[2].startswith("kl"))
+    assert any(value > 0 for name, value in off[2].items() if name.rpartition("/")[2].startswith("kl"))
     assert not (tmp_path / "off/reference").exists()
-    state = json.loads((tmp_path / "off/checkpoints/step_3/state.json").read_text())
+    state = json.loads((tmp_path / "off/checkpoints/step_2/state.json").read_text())
     assert state["frozen"]["reference"]["key"] == "model.lora"
 
 

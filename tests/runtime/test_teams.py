@@ -22,7 +22,7 @@ pytestmark = [
 
 STEPS = 3
 GRPO = ("sft.steps=0", f"trainer.steps={STEPS}", "trainer.export_hf=false")
-PPO = (*harness.PPO, "trainer.steps=3")
+PPO = (*harness.PPO, "trainer.steps=2")
 COLD = "sft.steps=1"  # a critic, too, begins where the cold start ends
 #: Another layout sums in another order; metrics of the first steps differ by so little, or by so much of their value.
 ROUNDING = {"abs": 1e-5, "rel": 1e-4}
@@ -112,14 +112,14 @@ def test_ppo_with_a_team_per_model_is_the_same_run_and_goes_on_from_a_checkpoint
 
     first = run()
     assert of_training(first) == ppo
-    assert {"critic/vf_loss", "critic/vf_explained_var", "actor/reward_kl"} <= first[3].keys()
+    assert {"critic/vf_loss", "critic/vf_explained_var", "actor/reward_kl"} <= first[2].keys()
     run_dir = recipe.parent / "ppo-apart"
     assert (run_dir / "hf_critic" / "config.json").is_file()
     assert "team frozen" in (run_dir / "graph.svg").read_text()
     assert not list(run_dir.glob("*.next")), "what passes from team to team at the start is gone"
-    again = run(f"trainer.resume={run_dir / 'checkpoints' / 'step_2'}")
+    again = run(f"trainer.resume={run_dir / 'checkpoints' / 'step_1'}")
     assert of_training(again) == ppo
-    assert (run_dir / "checkpoints.old-1" / "step_3").is_dir(), "it is trained again"
+    assert (run_dir / "checkpoints.old-1" / "step_2").is_dir(), "it is trained again"
 
 
 def test_ppo_whose_critic_and_reference_have_other_layouts_is_the_same_up_to_rounding(recipe, ppo):
@@ -134,9 +134,8 @@ def test_a_run_that_ends_before_the_limit_of_its_job_ends_all_its_teams_and_goes
     teams = {"train": (["actor"], 1), "value": (["critic"], 1), "frozen": (["reference"], 1), "draw": (["rollout"], 1)}
     settings = (*PPO, COLD, *placed(teams), "cluster.timeout_s=240")
     run_dir = recipe.parent / "ppo-saved-by"
-    for step in (1, 2):
-        assert max(harness.run(recipe, run_dir, *settings, "trainer.save_by_s=0.001")) == step
-        assert json.loads((run_dir / "run.json").read_text())["status"] == "stopped"
+    assert max(harness.run(recipe, run_dir, *settings, "trainer.save_by_s=0.001")) == 1
+    assert json.loads((run_dir / "run.json").read_text())["status"] == "stopped"
     assert of_training(harness.run(recipe, run_dir, *settings)) == ppo
 
 
@@ -146,7 +145,8 @@ def test_a_run_that_ends_early_ends_all_its_teams_and_is_finished(recipe):
     stop = "trainer.early_stop={metric: critic/score/mean, patience: 1, min_delta: 5.0}"
     run_dir = recipe.parent / "ppo-early"
     for _ in range(2):
-        assert max(harness.run(recipe, run_dir, *PPO, *placed(teams), "cluster.timeout_s=240", stop)) == 2
+        steps = harness.run(recipe, run_dir, *PPO, "trainer.steps=3", *placed(teams), "cluster.timeout_s=240", stop)
+        assert max(steps) == 2
         assert json.loads((run_dir / "run.json").read_text())["status"] == "finished"
         assert (run_dir / "hf").is_dir()
 

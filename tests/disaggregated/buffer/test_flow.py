@@ -156,7 +156,7 @@ def test_what_a_checkpoint_has_is_used_first_and_what_is_too_old_now_is_drawn_ag
     assert flow.admit(5, 9) == [20, 21]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     *(st.integers(1, 5), st.integers(1, 4), st.integers(1, 12), st.integers(1, 9), st.integers(0, 2**32)),
     *(st.booleans(), st.integers(0, 9), st.sampled_from(["as_ready", HALF_STEP])),

@@ -174,7 +174,7 @@ class Run:
             yield
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(seed=st.integers(0, 2**32), ahead=st.integers(0, 2), deaths=st.integers(0, 6))
 def test_whenever_it_dies_every_group_is_scored_and_every_step_ends(seed: int, ahead: int, deaths: int) -> None:
     order, run = random.Random(seed), Run(ahead)
