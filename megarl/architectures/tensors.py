@@ -12,8 +12,9 @@ from typing import Literal
 
 from megarl.models.layers.rules import COPY, VOCAB, WeightRule, WeightSource
 
-ModelPart = Literal["tower", "merger", "language_model"]
-"""The vision tower; what turns its features, and a robot's state, into embeddings; and everything else."""
+ModelPart = Literal["tower", "merger", "action_expert", "language_model"]
+"""The vision tower; what turns its features, and a robot's state, into embeddings; the expert that denoises actions;
+everything else."""
 _MERGERS = ("visual.merger.", "visual.deepstack_merger_list.", "vision.projector.", "vision.proprio_projector.")
 
 
@@ -25,6 +26,8 @@ def part_of(parameter: str) -> ModelPart:
     """
     if parameter.startswith(_MERGERS):
         return "merger"
+    if parameter.startswith("vision.expert."):
+        return "action_expert"
     return "tower" if parameter.startswith(("visual.", "vision.")) else "language_model"
 
 

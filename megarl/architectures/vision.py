@@ -3,6 +3,8 @@
     pictures -> tower(s): features of each patch -> joined -> projector -> embeddings of the language model
     state    -> state projector -------------------------------------------> one more of these
 
+A flow-matching policy also has an action expert (`megarl.architectures.action_expert`).
+
 Names of tensors are those of published checkpoints of OpenVLA and OpenVLA-OFT, whose towers are timm's. Nothing here
 imports torch.
 """
@@ -13,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.architectures.action_expert import ExpertShape
 from megarl.system.errors import ConfigError
 
 #: Prefix of the tensors of a policy's language model in checkpoints.
@@ -77,12 +80,13 @@ _AFTER_BLOCKS = ("norm.", "fc_norm.", "attn_pool.", "head.")
 
 @dataclass(frozen=True)
 class VisionShape:
-    """The vision part of a policy."""
+    """The parts of a policy beside its language model: vision, and the action expert if it has one."""
 
     # one or two towers with the same number of patches; each gets all pictures in its own normalisation
     towers: tuple[TowerShape, ...]
     hidden: int  # width of the language model
     state: int = 0  # length of the robot's state vector, which becomes one more embedding; 0: the policy reads no state
+    expert: ExpertShape | None = None  # the part that predicts velocities of actions; None: actions are tokens
 
     @property
     def patches(self) -> int:
@@ -108,7 +112,8 @@ class VisionShape:
             for layer, shape in layers.items():
                 shapes[f"{part}.{layer}.weight"] = (f"{part}.{layer}.weight", shape)
                 shapes[f"{part}.{layer}.bias"] = (f"{part}.{layer}.bias", shape[:1])
-        return shapes
+        expert = {} if self.expert is None else self.expert.tensors
+        return shapes | {f"expert.{name}": tensor for name, tensor in expert.items()}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], hidden: int, where: str) -> VisionShape:
@@ -134,7 +139,7 @@ class VisionShape:
             sizes = [(tower.image, tower.patches) for tower in towers]
             allowed = "one or two towers that take pictures of one size and make equally many patches of them"
             raise ConfigError("the vision towers do not fit together", where=where, found=sizes, allowed=allowed)
-        return cls(towers, hidden, state_size(config, where))
+        return cls(towers, hidden, state_size(config, where), ExpertShape.from_config(config, where))
 
     def is_unused_in_tower(self, name: str) -> bool:
         """Return whether tensor `name` of a published checkpoint belongs to a part of its towers that is not executed.

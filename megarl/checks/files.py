@@ -73,7 +73,7 @@ def check_model(model: ModelConfig, facts: ModelFacts | None, checks: Checklist)
         checks.skip(f"{model.path} is not a folder here and is not in the local hub cache: taken as a hub name")
     else:
         checks.ok(f"{facts.source}: {facts.model_type}, {_sizes(facts, model)}")
-        checks.from_error(model.freeze_problem(sees=bool(facts.visual_parts)))
+        checks.from_error(model.freeze_problem(facts.visual_parts))
         check_local_weights("model", model.path, facts, checks)
     if model.hf_config is not None and model.path is None:
         _check_spelling(model.hf_config, checks)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -75,7 +76,8 @@ class ModelConfig(Section):
     )
     freeze: list[ModelPart] = Field(
         [],
-        description="parts that stay frozen, also in the critic: tower, merger (projectors), language_model",
+        description="parts that stay frozen, also in the critic: tower, merger (projectors), action_expert, "
+        "language_model",
     )
 
     @property
@@ -86,9 +88,9 @@ class ModelConfig(Section):
         name = next((part for part in path.parts if part.startswith("models--")), path.name)
         return "base" in re.split(r"[-_.]", name.lower())
 
-    def freeze_problem(self, *, sees: bool) -> ConfigError | None:
-        """Return the error for an invalid `freeze`, or None. `sees` means that the model has a vision part."""
-        parts = ["tower", "merger", "language_model"] if sees else ["language_model"]
+    def freeze_problem(self, others: Collection[ModelPart]) -> ConfigError | None:
+        """Return the error for an invalid `freeze`, or None; `others`: the model's parts beside the language model."""
+        parts = [part for part in get_args(ModelPart) if part in {*others, "language_model"}]
         missing = [part for part in self.freeze if part not in parts]
         frozen, where = list(self.freeze), "model.freeze"
         if missing:
@@ -96,7 +98,7 @@ class ModelConfig(Section):
                 f"this model has no {' and no '.join(missing)}",
                 where=where,
                 found=frozen,
-                allowed=parts if sees else "[], as this model has no part other than its language_model",
+                allowed=parts if others else "[], as this model has no part other than its language_model",
                 fix="remove the parts that the model does not have",
             )
         if self.freeze and set(parts) == set(self.freeze):

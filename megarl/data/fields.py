@@ -222,6 +222,9 @@ FIELDS: dict[str, Field] = {
         "float32", "[B, calls]", "rollout", "share that is done after each policy call", "[0.3, 0.8]"
     ),
     "states": Field("float32", "[B, calls, D]", "rollout", "the state before each policy call", "[[0.1]]"),
+    "chain": Field(
+        "float32", "[B, calls, S + 1, K, D]", "rollout", "points of each call's denoising chain, noise first", "..."
+    ),
     "end_state": Field("float32", "[B, D]", "rollout", "the state after the last policy call", "[0.3]"),
     "frames/": Field("uint8", "[B, calls, H, W, 3]", "rollout", "a camera's pictures before each call", "..."),
     "end_frames/": Field("uint8", "[B, H, W, 3]", "rollout", "a camera's picture after the last call", "..."),

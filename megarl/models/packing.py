@@ -56,6 +56,9 @@ class PackedSequences(PackedSeqParams):
     # experts to replay, uint8 or int16 [t, layers * chosen]: those of this rank's tokens (`megarl.data.routes`); None:
     # routers choose
     routes: Tensor | None = None
+    # by number of the layer, its keys (after RoPE) and values [t, groups, head], which attention puts here for a head
+    # that reads them; None: nothing reads them
+    layer_keys: dict[int, tuple[Tensor, Tensor]] | None = None
     cp_size: int = 1
     cp_rank: int = 0
     padding: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))  # bool [t], true for padding

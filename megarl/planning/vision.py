@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from megarl.architectures.action_expert import ExpertShape
 from megarl.architectures.tensors import part_of
 from megarl.architectures.vision import VisionShape
 from megarl.architectures.vision_language import VisionEncoder
@@ -45,6 +46,14 @@ def picture_flops(vision: VisionShape) -> float:
                 total += 2.0 * math.prod(shape) * (tower.patches if name.startswith("patch_embed") else tokens)
     maps = (shape for name, (_, shape) in vision.tensors.items() if name.startswith("projector.") and len(shape) > 1)
     return total + sum(2.0 * math.prod(shape) * vision.patches for shape in maps)
+
+
+def expert_flops(expert: ExpertShape, numbers: int) -> float:
+    """Return the FLOPs of one forward pass of an action expert over chains of `numbers` numbers, without its attention
+    and its tokens of states, which are small in comparison.
+    """
+    each = sum(2.0 * math.prod(shape) for _, shape in expert.tensors.values() if len(shape) > 1)
+    return each * numbers / expert.action
 
 
 def image_patches(config: RunConfig, encoder: VisionEncoder) -> float:

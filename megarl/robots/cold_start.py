@@ -11,6 +11,8 @@ from megarl.data.loader import PromptLoader
 from megarl.robots.config import robot_of
 from megarl.robots.data.demonstration_sources import EXPERTS, find_demonstrations
 from megarl.robots.data.demonstrations import write_demonstrations
+from megarl.robots.models.flow.cloning import FlowExamples
+from megarl.robots.models.vla.actions import NumberCodec
 from megarl.robots.models.vla.cloning import CloningExamples
 from megarl.robots.rollout.experts import ExpertCounts, demonstrate
 from megarl.runtime.setup import open_loader
@@ -38,7 +40,8 @@ def load_calls(c: RankState, robots: Robots) -> PromptLoader:
             layout.world.broadcast_json(_show(c, robots, folder) if layout.rank == 0 else None)
     places = [str(folder) if source == EXPERTS else source for source in sources]
     states = body.view.states
-    data = CloningExamples(
+    kind = FlowExamples if isinstance(body.codec, NumberCodec) else CloningExamples
+    data = kind(
         find_demonstrations(places, robots.tasks, robot.recorded_cameras),
         robots.trials["train"].prompts,
         body.codec,

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 FRAMES, END_FRAMES = "frames/", "end_frames/"
 #: Prefix of clips: frames of the whole episode as the simulator rendered them, for scores by a video encoder.
 CLIP = "clip/"
+#: Denoising chains of a flow-matching policy's calls, and the flow time of examples that such a policy clones.
+CHAIN, FLOW_TIME = "chain", "flow_time"
 
 #: Entry of `data.train_files` and `data.val_files` for start states of the simulator.
 SIMULATOR = "simulator"
@@ -57,6 +59,17 @@ class EpisodeRewardConfig(Section):
     )
 
 
+class FlowConfig(Section):
+    """How a policy of the family pi0 turns noise into actions (docs/vla.md)."""
+
+    steps: PositiveInt = Field(4, description="denoising steps of a policy call")
+    noise: PositiveFloat = Field(
+        0.5,
+        description="level of the noise that each denoising step adds in training, for exploration and log-probs "
+        "(Flow-SDE); greedy episodes add none",
+    )
+
+
 class RobotConfig(Section):
     """A policy that acts in a simulator. `data.train_files` and `data.val_files` are then [simulator]."""
 
@@ -69,11 +82,13 @@ class RobotConfig(Section):
     cameras: list[str] = Field(
         default_factory=list, description="cameras whose images the policy gets, in the policy's order"
     )
-    family: Literal["openvla-oft", "openvla", "small"] = Field(
+    family: Literal["openvla-oft", "openvla", "small", "pi0"] = Field(
         "openvla-oft",
-        description="how a policy call produces its action tokens. openvla-oft: all in one pass; openvla: one after "
-        "another; small: as openvla-oft, with the bare instruction as prompt",
+        description="how a policy call produces its actions. openvla-oft: as tokens in one pass; openvla: as tokens "
+        "one after another; small: as openvla-oft, with the bare instruction as prompt; pi0: an action expert denoises "
+        "them, with the bare instruction as prompt",
     )
+    flow: FlowConfig = Field(default_factory=lambda: FlowConfig(), description="family pi0: the denoising of actions")
     block_only: bool = Field(
         False,
         description="only action tokens attend in both directions; false: all tokens do, as in published policies",

@@ -11,6 +11,7 @@ from megarl.artifacts.facts import local_folder
 from megarl.config.components import settings_at
 from megarl.config.run import RunConfig
 from megarl.robots.config import EmbeddingSettings, RobotConfig, robot_of
+from megarl.robots.models.vla.calls import FLOW
 from megarl.robots.simulators.registry import BATCHED, SIMULATORS, simulator_class
 from megarl.system.errors import ConfigError
 
@@ -37,8 +38,38 @@ class _Encoder:
 
 def call_columns(robot: RobotConfig, vision: VisionShape) -> int:
     """Return the sequence length of a policy call in the language model, for an instruction of `PROMPT` tokens."""
-    actions = robot.chunk * robot.dim + (robot.family != "openvla")
-    return PROMPT + vision.patches * len(robot.cameras) + bool(vision.state) + actions
+    return PROMPT + vision.patches * len(robot.cameras) + bool(vision.state) + action_columns(robot)
+
+
+def action_columns(robot: RobotConfig) -> int:
+    """Return the columns of a policy call's actions: K * D slots, and a stop token if one pass predicts all of them.
+
+    An action expert has its tokens beside the sequence; those of each denoising step (the state, K actions) count as
+    columns, because micro-batches are filled by them.
+    """
+    if robot.family == FLOW:
+        return robot.flow.steps * (1 + robot.chunk)
+    return robot.chunk * robot.dim + (robot.family != "openvla")
+
+
+def response_numbers(robot: RobotConfig) -> int:
+    """Return the number of response tokens of a policy call: action tokens, or the numbers of a denoising chain."""
+    return robot.chunk * robot.dim * (robot.flow.steps if robot.family == FLOW else 1)
+
+
+def expert_bytes(robot: RobotConfig, vision: VisionShape, element: int) -> float:
+    """Return the bytes of an action expert's activations for one policy call, which are kept for the backward pass.
+
+    Per layer and token: inputs of both norms (in float32, with the normalised values) and of the linear layers, the
+    MLP's three hidden vectors, queries, keys and values; and per call the prefix's keys and values joined with its own.
+    """
+    expert = vision.expert
+    if expert is None:
+        return 0.0
+    tokens, heads = action_columns(robot), expert.heads * expert.head
+    each = 12 * expert.width + 3 * expert.mlp + 6 * heads
+    prefix = call_columns(robot, vision)
+    return expert.layers * (tokens * each + 4 * prefix * heads) * element
 
 
 def tower_bytes(vision: VisionShape, element: int) -> float:

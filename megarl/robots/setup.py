@@ -31,18 +31,28 @@ from megarl.robots.data.demonstration_sources import find_demonstrations
 from megarl.robots.data.pictures import PIPELINES, policy_normalisation
 from megarl.robots.envs import Pool, SimulatorSettings, open_pool
 from megarl.robots.films import film_rows
-from megarl.robots.models.vla.actions import GRIPPER_RULES, ActionCodec, ActionTokens
+from megarl.robots.models.flow.process import Denoising
+from megarl.robots.models.flow.sequences import FlowLayout
+from megarl.robots.models.vla.actions import GRIPPER_RULES, ActionCodec, ActionTokens, NumberCodec
 from megarl.robots.models.vla.calls import FAMILIES, PolicyFamily, prompt_ids
 from megarl.robots.models.vla.cloning import cloning_statistics
 from megarl.robots.models.vla.sequences import VLALayout
 from megarl.robots.rollout.cached import CachedSampling
+from megarl.robots.rollout.denoising import DenoisingPolicy
 from megarl.robots.rollout.episode import episode_values
 from megarl.robots.rollout.play import EpisodeStart, PlayCounts, Player, View
 from megarl.robots.rollout.policy import SamplingPolicy
 from megarl.robots.rollout.trials import Trials, limited, part_trials, val_sets
 from megarl.robots.scores import EpisodeScores
 from megarl.robots.simulators.wire import plain_spec, spec_of
-from megarl.robots.statistics import no_statistics, policy_statistics, refuse_other_dim, refuse_other_state
+from megarl.robots.statistics import (
+    no_statistics,
+    policy_statistics,
+    refuse_other_dim,
+    refuse_other_family,
+    refuse_other_state,
+    state_numbers,
+)
 from megarl.system.device import device, has_cuda
 from megarl.system.errors import ConfigError
 from megarl.system.tracing import keep_beating, phase
@@ -74,13 +84,13 @@ BOUNDS = "action_bounds.json"
 class Body:
     """How the recipe's policy observes and acts, whatever the simulator."""
 
-    codec: ActionCodec
+    codec: ActionCodec | NumberCodec
     family: PolicyFamily
     view: View
-    sequences: VLALayout
+    sequences: VLALayout | FlowLayout
 
 
-def vla_layout(config: RunConfig, hf: PretrainedConfig) -> VLALayout:
+def vla_layout(config: RunConfig, hf: PretrainedConfig) -> VLALayout | FlowLayout:
     """Return the layout of policy calls as sequences of the model."""
     robot, shape = robot_of(config), vision_of(hf)
     if shape is None:
@@ -90,11 +100,16 @@ def vla_layout(config: RunConfig, hf: PretrainedConfig) -> VLALayout:
             allowed="a model of model_type openvla",
             fix="set model.path to a robot policy, or remove the section `robot`",
         )
+    refuse_other_family(robot, shape)
+    normalise = policy_normalisation(getattr(hf, "preprocessor", None), len(shape.towers), shape.towers[0].image)
+    if shape.expert is not None:
+        process = Denoising(robot.flow.steps, robot.flow.noise)
+        return FlowLayout(shape, shape.expert, normalise, tuple(robot.cameras), robot.chunk, process)
     columns = _tokens(hf).columns(hf.vocab_size)
     return VLALayout(
         shape,
         FAMILIES[robot.family],
-        policy_normalisation(getattr(hf, "preprocessor", None), len(shape.towers), shape.towers[0].image),
+        normalise,
         tuple(robot.cameras),
         robot.dim,
         robot.chunk,
@@ -103,15 +118,18 @@ def vla_layout(config: RunConfig, hf: PretrainedConfig) -> VLALayout:
     )
 
 
-def body_of(config: RunConfig, sequences: VLALayout, hf: PretrainedConfig, data: DatasetStatistics) -> Body:
+def body_of(
+    config: RunConfig, sequences: VLALayout | FlowLayout, hf: PretrainedConfig, data: DatasetStatistics
+) -> Body:
     """Return the policy's `Body`, with the layout `sequences` of its calls and the statistics `data` of its actions."""
     robot = robot_of(config)
     refuse_other_dim(data, robot.dim)
-    refuse_other_state(data, sequences.shape.state)
-    codec = ActionCodec(_tokens(hf), data.action, GRIPPER_RULES[robot.gripper])
+    refuse_other_state(data, state_numbers(sequences.shape))
+    gripper, flow = GRIPPER_RULES[robot.gripper], isinstance(sequences, FlowLayout)
+    codec = NumberCodec(data.action, gripper) if flow else ActionCodec(_tokens(hf), data.action, gripper)
     pipeline = replace(PIPELINES[robot.pictures], size=sequences.shape.towers[0].image)
     view = View(tuple(robot.cameras), pipeline, data.state)
-    return Body(codec, sequences.family, view, sequences)
+    return Body(codec, FAMILIES[robot.family], view, sequences)
 
 
 def _tokens(hf: PretrainedConfig) -> ActionTokens:
@@ -192,14 +210,19 @@ class Robots:
     trials: Mapping[Split, Trials]  # start states, by split
     prompt_ids: Callable[[str], list[int]]
     player: Player | None = None  # plays episodes; None until there is a policy
-    policy: SamplingPolicy | None = None  # samples actions; None until there is a policy
+    policy: SamplingPolicy | DenoisingPolicy | None = None  # samples actions; None until there is a policy
     counts: PlayCounts = field(default_factory=PlayCounts)  # counts of the last call of `play`
 
     def take_policy(self, engine: MegatronEngine, config: RunConfig, layout: Layout) -> None:
         """Use the weights of `engine` for all further episodes. Collective over a replica."""
         body, robot = self.body, robot_of(config)
-        sample = engine.sample if body.family.parallel else CachedSampling(engine, body.sequences)
-        self.policy = SamplingPolicy(sample, body.codec, robot.cameras, robot.chunk)
+        if isinstance(body.codec, NumberCodec):
+            process = Denoising(robot.flow.steps, robot.flow.noise)
+            self.policy = DenoisingPolicy(engine.evaluate, body.codec, process, robot.cameras, robot.chunk)
+        else:
+            assert isinstance(body.sequences, VLALayout), "the layout of action tokens"
+            sample = engine.sample if body.family.parallel else CachedSampling(engine, body.sequences)
+            self.policy = SamplingPolicy(sample, body.codec, robot.cameras, robot.chunk)
         self.player = Player(
             self.pool,
             self.policy,
@@ -359,11 +382,12 @@ def _refuse_other_task(robot: RobotConfig, shape: VisionShape, task: TaskSpec) -
             allowed=str(task.action_dim),
             fix=f"set robot.dim={task.action_dim}",
         )
-    if shape.state and task.state_dim != shape.state:
+    state = state_numbers(shape)
+    if state and task.state_dim != state:
         raise ConfigError(
             f"the model needs a robot state of a different size than {task.name} has",
             where="model: proprio_dim or state_dim",
-            found=shape.state,
+            found=state,
             allowed=str(task.state_dim),
             fix="use a policy of this robot, or set state_dim of a new policy (0: pictures only)",
         )

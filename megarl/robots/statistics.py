@@ -1,11 +1,15 @@
-"""Reads the statistics of actions and states in a policy's folder, and checks that they fit the policy."""
+"""Reads the statistics of actions and states in a policy's folder, and checks that policy and recipe fit them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from megarl.architectures.action_expert import SECTION
+from megarl.architectures.vision import VisionShape
 from megarl.artifacts.action_statistics import FILE, Bounds, DatasetStatistics, parse_statistics, read_statistics
 from megarl.artifacts.vla_folder import read_mapping
+from megarl.robots.config import RobotConfig
+from megarl.robots.models.vla.calls import FLOW
 from megarl.system.errors import ConfigError
 
 #: Key of config.json with the same content as dataset_statistics.json; if both exist, the file is used.
@@ -61,6 +65,46 @@ def refuse_other_state(data: DatasetStatistics, state: int) -> None:
             found=state,
             allowed=str(data.state.dim),
         )
+
+
+def refuse_other_family(robot: RobotConfig, shape: VisionShape) -> None:
+    """Raise ConfigError if `robot.family` does not suit the model: only policies with an action expert denoise actions.
+
+    The expert's sizes must be those of the recipe's actions, and of the state that the language model may also read.
+    """
+    expert = shape.expert
+    if (expert is None) == (robot.family == FLOW):
+        raise ConfigError(
+            "the model has no action expert"
+            if expert is None
+            else "the model's actions come from an action expert, not from tokens",
+            where="robot.family",
+            found=robot.family,
+            allowed=f"a family of tokens, or a model with {SECTION}" if expert is None else FLOW,
+            fix=f"set robot.family=small, or add {SECTION} to the model" if expert is None else f"set it to {FLOW}",
+        )
+    if expert is None:
+        return
+    if expert.action != robot.dim:
+        raise ConfigError(
+            "the action expert has a different number of action values",
+            where="robot.dim",
+            found=robot.dim,
+            allowed=str(expert.action),
+            fix=f"set robot.dim={expert.action}, or {SECTION}.action_dim of a new policy",
+        )
+    if shape.state not in (0, expert.state):
+        raise ConfigError(
+            "the language model and the action expert need robot states of different sizes",
+            where="model: state_dim",
+            found=shape.state,
+            allowed=f"0, or {expert.state} as {SECTION}.state_dim",
+        )
+
+
+def state_numbers(shape: VisionShape) -> int:
+    """Return how many numbers of the robot's state the policy reads; 0: none."""
+    return shape.state if shape.expert is None else shape.expert.state
 
 
 def no_statistics(path: object) -> ConfigError:

@@ -12,9 +12,18 @@ from megarl.planning.activations import Passes
 from megarl.planning.shards import BYTES, key_value_bytes
 from megarl.planning.terms import Term, term
 from megarl.robots.checks.recipe import check_robot
-from megarl.robots.config import END_FRAMES, FRAMES, RobotConfig, clip_fields, robot_of
+from megarl.robots.config import CHAIN, END_FRAMES, FRAMES, RobotConfig, clip_fields, robot_of
 from megarl.robots.envs.settings import SimulatorSettings
-from megarl.robots.planning import call_columns, encoder_bytes, episode_bytes, recorder_bytes, tower_bytes
+from megarl.robots.models.vla.calls import FLOW
+from megarl.robots.planning import (
+    call_columns,
+    encoder_bytes,
+    episode_bytes,
+    expert_bytes,
+    recorder_bytes,
+    response_numbers,
+    tower_bytes,
+)
 from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +41,10 @@ EPISODE_FIELDS = (
     *("progress", "call_progress", "states", "end_state"),
     *("prompt_ids", "prompt_text"),
 )
+
+
+def _chain_fields(config: RunConfig) -> list[str]:
+    return [CHAIN] if robot_of(config).family == FLOW else []
 
 
 class RobotTask(Task):
@@ -57,16 +70,19 @@ class RobotTask(Task):
     def call_tokens(self, config: RunConfig, facts: ModelFacts) -> tuple[int, int] | None:
         """Return the sequence length and the action tokens of one policy call; None without a vision model."""
         robot = robot_of(config)
-        return None if facts.vision is None else (call_columns(robot, facts.vision), robot.chunk * robot.dim)
+        return None if facts.vision is None else (call_columns(robot, facts.vision), response_numbers(robot))
 
     def update_terms(self, config: RunConfig, facts: ModelFacts, role: str, passes: Passes) -> list[Term]:
-        """Return the device memory of the vision towers' activations for a micro-batch's pictures."""
+        """Return the device memory of the activations of vision towers, and of an action expert, in a micro-batch."""
         if facts.vision is None:
             return []
-        pictures = passes.tokens // passes.longest * self.pictures_per_call(config)
-        seen = pictures * tower_bytes(facts.vision, BYTES[config.model.dtype])
-        keys = f"{role}.engine.micro_batch_tokens, robot.cameras"
-        return [term("vision towers at work", seen, keys, rough=True)]
+        robot, element, calls = robot_of(config), BYTES[config.model.dtype], passes.tokens // passes.longest
+        seen = calls * self.pictures_per_call(config) * tower_bytes(facts.vision, element)
+        acting, size = calls * expert_bytes(robot, facts.vision, element), f"{role}.engine.micro_batch_tokens"
+        terms = [term("vision towers at work", seen, f"{size}, robot.cameras", rough=True)]
+        return terms + (
+            [term("action expert at work", acting, f"{size}, robot.flow.steps", rough=True)] if acting else []
+        )
 
     def generation_terms(self, config: RunConfig, facts: ModelFacts, team: TeamPlan) -> list[Term]:
         """Return the key/value cache of policy calls whose tokens are predicted one after another; empty for policies
@@ -127,12 +143,12 @@ class RobotTask(Task):
         """Return the sample fields of episodes, including pictures and clips."""
         cameras = robot_of(config).cameras
         pictures = [prefix + camera for prefix in (FRAMES, END_FRAMES) for camera in cameras]
-        return [*EPISODE_FIELDS, *pictures, *clip_fields(config)]
+        return [*EPISODE_FIELDS, *_chain_fields(config), *pictures, *clip_fields(config)]
 
     def model_fields(self, config: RunConfig) -> list[str]:
-        """Return the fields with pictures, states, and where each policy call starts and ends."""
-        cameras = robot_of(config).cameras
-        return ["turn_starts", "turn_ends", "states", *(FRAMES + camera for camera in cameras)]
+        """Return the fields with pictures, states, denoising chains, and where each policy call starts and ends."""
+        pictures = [FRAMES + camera for camera in robot_of(config).cameras]
+        return ["turn_starts", "turn_ends", "states", *_chain_fields(config), *pictures]
 
     def place(self, config: RunConfig) -> str:
         """Return the simulator's name."""

@@ -14,7 +14,7 @@ from megarl.config.run import RunConfig
 from megarl.data.image_set import image_features
 from megarl.models.hf import facts_of
 from megarl.planning.flops import FlopCounter
-from megarl.planning.vision import image_flops, picture_flops
+from megarl.planning.vision import expert_flops, image_flops, picture_flops
 from megarl.rollout.seeds import Seeds
 from megarl.system.metrics import Metrics
 from megarl.system.offload_schedule import OffloadSchedule
@@ -85,11 +85,13 @@ class StepContext:
         return facts_with_draft(self.config, facts_of(self.hf_config))
 
     def vision_flops(self, samples: Batch) -> float:
-        """Return the FLOPs of one forward pass over the samples' images, each image counted once."""
+        """Return the FLOPs of one forward pass over the samples' images, each counted once, and of an action expert."""
         vision, encoder = self._facts.vision, self._facts.encoder
         if vision is not None:
             calls = sum(map(len, self.sequences.sample_columns(samples)))
-            return calls * self.config.task.pictures_per_call(self.config) * picture_flops(vision)
+            pictures = calls * self.config.task.pictures_per_call(self.config) * picture_flops(vision)
+            numbers = int(samples["response_ids"].lengths.sum())
+            return pictures + (0.0 if vision.expert is None else expert_flops(vision.expert, numbers))
         if encoder is None:
             return 0.0
         return image_flops(encoder, [encoder.merge**2 * count for count in image_features(samples).values()])
@@ -102,7 +104,8 @@ class StepContext:
         lengths = [length for lengths in self.sequences.sample_columns(samples) for length in lengths]
         times = 3 if train and "tower" not in self.config.model.freeze else 1
         seen = times * self.vision_flops(samples)
-        tokens = int(responses.sum()) if head else 0
+        acts = self._facts.vision is not None and self._facts.vision.expert is not None
+        tokens = int(responses.sum()) if head and not acts else 0  # an action expert predicts no tokens
         flops = count(lengths, head_tokens=tokens) + seen
         if train and head:  # an update of the policy, which may have a draft head
             flops += self.flops.train_draft(lengths, tokens)

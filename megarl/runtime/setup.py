@@ -37,7 +37,6 @@ from megarl.models.hf import (
     image_settings,
     moe_layers,
     route_form,
-    visual_tensors,
 )
 from megarl.models.weights import init_random, load_weights
 from megarl.rewards.parts import Rewards
@@ -291,7 +290,7 @@ def _check_model_config(config: RunConfig, team: TeamContext, hf_config: Pretrai
     """Run the checks that need the model's configuration, which for a model on the hub is available only now."""
     if team.others and any(moe_layers(hf_config)):
         raise_problems(family_of(config).experts_problems(config))
-    problem = config.model.freeze_problem(sees=bool(visual_tensors(hf_config)))
+    problem = config.model.freeze_problem(facts_of(hf_config).visual_parts)
     raise_problems([] if problem is None else [problem])
     facts = facts_of(hf_config)
     problems = [

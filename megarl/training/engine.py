@@ -223,7 +223,7 @@ class MegatronEngine:
             Two Jagged float32 over response tokens, on the device of the batch, on every rank of the replica. The
             entropy is zero if `entropy` is False.
         """
-        outputs = self._of_samples(batch, self._log_probs(temperature, entropy))
+        outputs = self._of_samples(batch, self._policy_head(temperature, entropy))
         logp, *more = (column.contiguous() for column in outputs.values.unbind(1))
         return outputs.like(logp), outputs.like(more[0] if more else torch.zeros_like(logp))
 
@@ -262,9 +262,15 @@ class MegatronEngine:
         assert self.sequences.columns is not None, "a layout with parallel tokens has `columns`"
         slots = int(batch["response_ids"].lengths[0]) if len(batch) else 1
         head = SampledTokens(temperature, self.layout.tp_group, self.sequences.columns, seeds, slots)
-        outputs = self._evaluate(batch, head, together=False)
-        tokens, logp = outputs.values.unbind(1)
+        tokens, logp = (outputs := self.evaluate(batch, head)).values.unbind(1)
         return outputs.like(tokens.long()), outputs.like(logp.contiguous())
+
+    def evaluate(self, batch: Batch, head: Head) -> Jagged:
+        """Return the outputs [N, outputs] of `head` for the response tokens of rows, on every rank of the replica.
+
+        Collective over the ranks of a replica; replicas may call it at different times.
+        """
+        return self._evaluate(batch, head, together=False)
 
     def values(self, batch: Batch) -> Jagged:
         """Return the critic's value at every response token, float32, computed from the tokens before it."""
@@ -326,6 +332,10 @@ class MegatronEngine:
         lengths = responses.lengths.cpu()[ordered].to(responses.device)
         return Jagged.from_lengths(rows.to(responses.device), lengths).select(back)
 
+    def _policy_head(self, temperature: float, entropy: bool = True) -> Head:
+        """Return the head that computes log-probs of this layout's response tokens."""
+        return self.sequences.head(entropy=entropy) or self._log_probs(temperature, entropy)
+
     def _log_probs(self, temperature: float, entropy: bool = True) -> LogProbs:
         chunk, columns = self.config.logits_chunk_tokens, self.sequences.columns
         return LogProbs(temperature, chunk, self.layout.tp_group, entropy, columns)
@@ -363,7 +373,7 @@ class MegatronEngine:
         Raises:
             NonFiniteError: the loss or a gradient norm is not finite; no parameter has changed.
         """
-        return self._step(batch, loss_fn, self._log_probs(temperature), divisor, targets, unit)
+        return self._step(batch, loss_fn, self._policy_head(temperature), divisor, targets, unit)
 
     def value_step(self, batch: Batch, loss_fn: LossFn, unit: int = 1) -> Metrics:
         """Take an optimizer step like `train_step` for an engine with a value head: `loss_fn(values [N], micro)`."""

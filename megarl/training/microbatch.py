@@ -143,6 +143,7 @@ def build(
     moved.params.padding = ~stream.take(torch.arange(len(tokens)) < counted, fill=False)
     seen = packed.seen if packed.seen is None or layout.cp_size == 1 else packed.seen.share(stream.index)
     moved.params.seen = None if seen is None else seen.to(device)
+    moved.params.layer_keys = {} if packed.keeps_keys else None
     if packed.routes is not None:
         form, routes = packed.routes
         whole = torch.cat([routes, form.empty(len(tokens) - len(routes))])

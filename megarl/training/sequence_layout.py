@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from megarl.data.batch import Batch, Jagged
 from megarl.data.fields import ROUTES
 from megarl.data.prefix_tree import SHORTEST, PrefixTree, prefix_tree
 from megarl.data.routes import RouteError, RouteForm
+
+if TYPE_CHECKING:
+    from megarl.training.heads import Head
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class PackedRows:
     # routes to replay: their form (`megarl.data.routes`), and uint8 or int16 [T, layers * chosen]; None: no replay
     routes: tuple[RouteForm, Tensor] | None = None
     following: Tensor | None = None  # int64 [T], the token after each of a row, 0 after its last; None: not needed
+    keeps_keys: bool = False  # whether a head reads the keys and values of the layers
 
 
 class SequenceLayout(Protocol):
@@ -75,6 +79,11 @@ class SequenceLayout(Protocol):
 
     def filler(self) -> PackedRows:
         """Return a row without effect that uses every parameter, for a rank without samples that must take part."""
+
+    def head(self, *, entropy: bool) -> Head | None:
+        """Return the head that computes log-probs (and the entropy) of response tokens that are not of the vocabulary;
+        None: they are.
+        """
 
 
 @dataclass(frozen=True)
@@ -160,6 +169,9 @@ class TextLayout:
         token = Jagged.from_list([[0]], dtype=torch.int64)
         routes = None if self.routes is None else (self.routes, self.routes.empty(1))
         return self._with_following(replace(self._pack(token, token), routes=routes))
+
+    def head(self, *, entropy: bool) -> None:
+        """Return None, because response tokens are of the vocabulary."""
 
     def _with_following(self, packed: PackedRows) -> PackedRows:
         if not self.drafts:

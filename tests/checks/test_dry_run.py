@@ -253,6 +253,7 @@ def test_optimizer_state_is_shared_by_the_replicas():
         "srpo_reach_quickstart",
         "ppo_reach_quickstart",
         "ppo_metaworld",
+        "srpo_flow_reach_quickstart",
         "srpo_metaworld",
         "srpo_metaworld_ml10",
         "srpo_libero_openvla_oft_8gpu",

@@ -43,3 +43,13 @@ def write_robots_recipe(folder: Path, workers: int = 2) -> Path:
     path = folder / "line.yaml"
     path.write_text(RECIPE.replace("workers: 2,", f"workers: {workers},"))
     return path
+
+
+def write_flow_recipe(folder: Path) -> Path:
+    """The tiny recipe with a policy that denoises its actions."""
+    text = RECIPE.replace("name: line", "name: flow", 1).replace("family: small", "family: pi0")
+    text = text.replace("tie_word_embeddings: false", "tie_word_embeddings: true")
+    expert = "action_expert: {hidden_size: 32, intermediate_size: 48, action_dim: 2, state_dim: 2}"
+    path = folder / "flow.yaml"
+    path.write_text(text.replace("state_dim: 2", expert))
+    return path

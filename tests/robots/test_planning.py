@@ -7,12 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.architectures.action_expert import ExpertShape
 from megarl.architectures.vision import TowerShape, VisionShape
 from megarl.checks.host import host_memory
 from megarl.checks.recipe import check_config
 from megarl.config.load import load_config
 from megarl.dag.stage import Role
-from megarl.robots.planning import call_columns, encoder_bytes, episode_bytes, recorder_bytes, tower_bytes
+from megarl.robots.config import RobotConfig
+from megarl.robots.planning import (
+    call_columns,
+    encoder_bytes,
+    episode_bytes,
+    expert_bytes,
+    recorder_bytes,
+    tower_bytes,
+)
 
 TOWERS = {
     "siglip": TowerShape(64, 3, 4, 256, 8, 64),
@@ -37,6 +46,32 @@ def test_towers_keep_for_their_gradients_what_the_formula_says(tower: TowerShape
     held = sum(size for place, size in kept.items() if place not in owned)
     formula = 4 * tower_bytes(VisionShape((tower,), 64), 4)
     assert 1 / 1.3 < held / formula < 1.3
+    loss.backward()
+
+
+def test_an_action_expert_keeps_for_its_gradients_what_the_formula_says() -> None:
+    from megarl.robots.models.flow.expert import ActionExpert, PrefixKeys
+
+    expert = ExpertShape(64, 256, 3, 3, layers=3, heads=4, groups=4, head=16, theta=100.0)
+    robot = RobotConfig(family="pi0", dim=3, chunk=8, cameras=["top"])
+    vision = VisionShape((TOWERS["siglip"],), 64, expert=expert)
+    kept: dict[int, int] = {}
+
+    def hold(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    model, columns, calls, steps = ActionExpert(expert, torch.float32), call_columns(robot, vision), 4, robot.flow.steps
+    prefix = columns - steps * 9
+    keys = [tuple(torch.randn(calls, 4, prefix, 16, requires_grad=True) for _ in range(2)) for _ in range(3)]
+    layers = [(k, v) for k, v in keys]
+    owned = {one.untyped_storage().data_ptr() for one in [*model.parameters(), *(k for layer in keys for k in layer)]}
+    given = torch.randn(calls, 3), torch.randn(calls, steps, 8, 3), torch.rand(calls, steps)
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+        loss = model(PrefixKeys(layers, torch.full((calls,), prefix)), *given).sum()
+    held = sum(size for place, size in kept.items() if place not in owned)
+    formula = calls * expert_bytes(robot, vision, 4)
+    assert 1 / 1.5 < held / formula < 1.5
     loss.backward()
 
 

@@ -14,7 +14,7 @@ from megarl.artifacts.action_statistics import read_statistics
 from megarl.config.load import load_config
 from megarl.runtime.export import trial_command
 from tests.robots.models.episodes.test_vjepa2 import SMALL
-from tests.robots.recipes import write_robots_recipe
+from tests.robots.recipes import write_flow_recipe, write_robots_recipe
 from tests.runtime import harness
 from tests.runtime.test_durability import at_step
 
@@ -141,6 +141,29 @@ def test_parts_that_leave_the_device_change_no_number(parts, recipe, tmp_path) -
     settings = ("algorithm.kl={use: loss, coef: 0.1}", "trainer.steps=2", "cluster.nproc=1")
     expected = harness.train(recipe, tmp_path / "staying", *settings)
     assert harness.train(recipe, tmp_path / "leaving", *settings, f"actor.engine.offload={parts}") == expected
+
+
+def test_a_policy_that_denoises_learns_and_goes_on_from_a_checkpoint(tmp_path) -> None:
+    """Cloning by flow matching, episodes, updates by the chains' log-probs, an export; the last step is done again."""
+    recipe, run_dir = write_flow_recipe(tmp_path), tmp_path / "run"
+    settings = ("validation.every=0", "validation.before_train=false", "actor.mini_batch_size=2")
+    expected = harness.train(recipe, run_dir, *settings)
+    losses = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["stage"] for row in losses][:3] == ["sft"] * 3
+    for step in range(1, STEPS + 1):
+        numbers = expected[step]
+        assert numbers["env/errors"] == 0
+        assert numbers["rollout_corr/logp_diff_max"] < 1e-3, "the trainer's log-probs are the rollout's"
+        assert numbers["actor/grad_norm"] >= 0
+    config = json.loads((run_dir / "hf" / "config.json").read_text())
+    assert config["action_expert"]["action_dim"] == 2
+    assert without_its_last_step(recipe, run_dir, *settings) == expected
+
+
+@pytest.mark.campaign("teams")  # a critic of tokens: above
+def test_a_critic_learns_the_values_of_a_policy_that_denoises(tmp_path) -> None:
+    expected = harness.train(write_flow_recipe(tmp_path), tmp_path / "run", *PPO)
+    assert all(found["critic/vf_loss"] > 0 and found["critic/grad_norm"] > 0 for found in expected.values() if found)
 
 
 def without_its_last_step(recipe: Path, run_dir: Path, *settings: str) -> dict[int, dict[str, float]]:

@@ -89,5 +89,5 @@ def test_a_checkpoint_brings_frozen_parts_back(tmp_path):
     ],
 )
 def test_what_cannot_be_frozen_is_refused_by_name(freeze, sees, words):
-    problem = ModelConfig(freeze=freeze).freeze_problem(sees=sees)
+    problem = ModelConfig(freeze=freeze).freeze_problem(PARTS if sees else ())
     assert problem is None if words is None else words in str(problem)

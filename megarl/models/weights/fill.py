@@ -170,7 +170,7 @@ def draw_tensor(hf: PretrainedConfig, name: str, shape: tuple[int, ...], seed: i
     if name.endswith(".dt_bias"):
         return torch.ones(shape)
     centered = not any(part in name for part in ("linear_attn.", "visual.")) and wiring_of(hf).zero_centered
-    if "norm" in name and centered:
+    if "norm" in name and (centered or name.startswith("model.dit.")):  # an action expert's layers are Gemma's
         return torch.zeros(shape)
     if "norm" in name or ".ln_q." in name or name.endswith(".scale_factor"):
         return torch.ones(shape)

@@ -11,7 +11,15 @@ from megarl.artifacts.vla_folder import PREPROCESSOR, read_preprocessor
 from megarl.config.run import RunConfig
 from megarl.robots.config import RobotConfig, robot_of
 from megarl.robots.data.demonstration_sources import EXPERTS
-from megarl.robots.statistics import no_statistics, policy_statistics, refuse_other_dim, refuse_other_state
+from megarl.robots.planning import action_columns
+from megarl.robots.statistics import (
+    no_statistics,
+    policy_statistics,
+    refuse_other_dim,
+    refuse_other_family,
+    refuse_other_state,
+    state_numbers,
+)
 from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,10 +43,11 @@ def check_policy(config: RunConfig, checks: Checklist) -> None:
         return
     with checks.recorded():
         shape = VisionShape.from_config(content[0], facts.hidden, content[1])
+        refuse_other_family(robot, shape)
         _check_columns(robot, shape, facts.max_positions)
         _check_pictures(config, shape)
         if data is not None:
-            refuse_other_state(data, shape.state)
+            refuse_other_state(data, state_numbers(shape))
 
 
 def _check_pictures(config: RunConfig, shape: VisionShape) -> None:
@@ -94,8 +103,8 @@ def _check_shown(files: list[str], robot: RobotConfig) -> None:
 
 def _check_columns(robot: RobotConfig, shape: VisionShape, limit: int) -> None:
     """Check that a policy call with the shortest prompt fits `limit` positions; instructions are not known yet."""
-    pictures, actions = shape.patches * len(robot.cameras), robot.chunk * robot.dim
-    columns = _LEAST_PROMPT + pictures + bool(shape.state) + actions + (robot.family != "openvla")
+    pictures, actions = shape.patches * len(robot.cameras), action_columns(robot)
+    columns = _LEAST_PROMPT + pictures + bool(shape.state) + actions
     if columns > limit:
         raise ConfigError(
             f"a policy call is longer than the model's max_position_embeddings = {limit}: {pictures} columns of "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.needs import estimator_fields
@@ -18,6 +19,7 @@ from megarl.data.sources import TEXT
 from megarl.robots.checks.policy import check_policy
 from megarl.robots.config import SIMULATOR, EmbeddingSettings, refuse_other_tasks, robot_of
 from megarl.robots.envs.settings import SimulatorSettings
+from megarl.robots.models.vla.calls import FLOW
 
 if TYPE_CHECKING:
     from megarl.checks.checklist import Checklist
@@ -176,6 +178,7 @@ def _check_surroundings(config: RunConfig, placement: Placement | None, checks: 
     refuse(loss not in TOKEN_LOSSES, "algorithm.loss.name", loss, ", ".join(TOKEN_LOSSES), why)
     estimator, why = config.algorithm.advantage.name, "no greedy episodes are played in training"
     refuse(estimator == "remax", "algorithm.advantage.name", estimator, "an estimator of groups", why)
+    _check_flow(config, checks, refuse)
     home = None if placement is None else placement.of_role(Role.CRITIC)
     apart = home is not None and placement is not None and home != placement.of_role(Role.ACTOR)
     refuse(apart, "placement", "a critic in a team of its own", "null", "the critic sees the actor's pictures")
@@ -185,3 +188,30 @@ def _check_surroundings(config: RunConfig, placement: Placement | None, checks: 
             default, value = getattr(plain, name), getattr(sampling, name)
             value = default if value is None else value
             refuse(value != default, f"{section}.sampling.{name}", value, default, why)
+
+
+def _check_flow(config: RunConfig, checks: Checklist, refuse: Callable[[bool, str, object, object, str], None]) -> None:
+    """Report every setting that conflicts with a policy that denoises its actions, or that only such a policy reads."""
+    robot, actor = robot_of(config), config.actor
+    if robot.family != FLOW:
+        if given := sorted(robot.flow.model_fields_set):
+            checks.fail(
+                "robot.flow",
+                f"only policies of the family {FLOW} denoise their actions",
+                found=f"{', '.join(given)} with robot.family={robot.family}",
+                allowed=f"no keys, or robot.family={FLOW}",
+                fix="remove the section",
+            )
+        return
+    parallel, engine, why = actor.parallel, actor.engine, "an action expert is on one device with its language model"
+    for name in ("tp", "pp"):
+        size = getattr(parallel, name)
+        refuse(size > 1, f"actor.parallel.{name}", size, 1, why)
+    why = "an action expert reads the layers' keys, which recomputation would cut off from their gradients"
+    refuse(engine.recompute not in ("none", []), "actor.engine.recompute", engine.recompute, "none", why)
+    why = "an action expert cannot read the keys of Transformer Engine's layers"
+    refuse(engine.layers == "te", "actor.engine.layers", engine.layers, "local", why)
+    why = "an action expert sees the whole prefix, which has no block of actions"
+    refuse(robot.block_only, "robot.block_only", True, False, why)
+    warmth, why = config.rollout.sampling.temperature, "robot.flow.noise sets how much an action expert explores"
+    refuse(warmth != 1, "rollout.sampling.temperature", warmth, 1, why)

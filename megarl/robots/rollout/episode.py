@@ -11,6 +11,10 @@ An episode is a sample of several turns, one per policy call; D numbers to an ac
     clip/CAMERA      uint8 [n, H, W, 3]       frames from the simulator, evenly spaced, if clips are recorded
     task, trial, success, finish_step, max_steps, progress
     call_progress    float32 [calls], progress after each call
+
+A policy of the family pi0 has S * K * D tokens per call, for each of S denoising steps those of K actions, and
+
+    chain            float32 [calls, S + 1, K, D], the points of each call's denoising chain
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from numpy.typing import NDArray
 
 from megarl.data.batch import Jagged
 from megarl.data.versions import version_values
-from megarl.robots.config import CLIP, END_FRAMES, FRAMES
+from megarl.robots.config import CHAIN, CLIP, END_FRAMES, FRAMES
 from megarl.robots.rollout.policy import Chunk
 from megarl.robots.simulators.protocol import Observation, TaskSpec
 from megarl.system.machine import find_malloc_trim
@@ -92,11 +96,11 @@ class Episode:
             self.progresses.append(math.nan)
 
     def executed_tokens(self) -> NDArray[np.bool_]:
-        """Return which of the episode's tokens (K actions of D tokens per call) belong to executed actions, bool
-        [calls * K * D]; none if the simulator failed.
+        """Return which of the episode's tokens (K * D per call, or per denoising step of a call) belong to executed
+        actions, bool [tokens]; none if the simulator failed.
         """
         made = [
-            np.arange(len(chunk.token_ids)) < steps * self.spec.action_dim
+            np.arange(len(chunk.token_ids)) % chunk.actions.size < steps * self.spec.action_dim
             for chunk, steps in zip(self.chunks, self.executed, strict=True)
         ]
         mask = np.concatenate(made)
@@ -138,7 +142,10 @@ def _token_values(episodes: Sequence[Episode], version: int) -> dict[str, Jagged
     mask = torch.from_numpy(np.concatenate([np.zeros(0, np.bool_), *(e.executed_tokens() for e in episodes)]))
     logps = [value for e in episodes for chunk in e.chunks for value in chunk.logprobs]
     ends = [np.cumsum([len(chunk.token_ids) for chunk in e.chunks]).tolist() for e in episodes]
+    chains = [chunk.chain for e in episodes for chunk in e.chunks if chunk.chain is not None]
+    calls = [len(e.chunks) for e in episodes]
     return {
+        **({CHAIN: Jagged.from_lengths(torch.from_numpy(np.stack(chains)), calls)} if chains else {}),
         "response_ids": responses,
         "response_mask": responses.like(mask),
         "rollout_logp": responses.like(torch.tensor(logps, dtype=torch.float32)),

@@ -27,11 +27,14 @@ class PolicyCall:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The output of a policy call: K actions of D numbers, sampled as K * D tokens."""
+    """The output of a policy call: K actions of D numbers, sampled as K * D tokens or by S denoising steps."""
 
     token_ids: list[int]  # tokens of all actions, one action after another
     logprobs: list[float]  # log-probs of these tokens at the sampling temperature
     actions: Numbers  # float32 [K, D], as the simulator takes them
+    # float32 [S + 1, K, D], the points of the denoising chain, whose log-probs are those of the S * K * D tokens; None:
+    # actions are tokens
+    chain: Numbers | None = None
 
 
 class ActingPolicy(Protocol):
@@ -42,6 +45,18 @@ class ActingPolicy(Protocol):
     def act(self, calls: Sequence[PolicyCall]) -> list[Chunk]:
         """Return one chunk for each of `calls`, in their order."""
         ...
+
+
+def rows_of(calls: Sequence[PolicyCall], cameras: Sequence[str], responses: Tensor) -> Batch:
+    """Return one row per policy call, with equal shares of the response tokens `responses`, for the engine."""
+    fields: dict[str, Tensor | Jagged] = {
+        "prompt_ids": Jagged.from_list([call.prompt_ids for call in calls], dtype=torch.int64),
+        "response_ids": Jagged.from_lengths(responses, [len(responses) // len(calls)] * len(calls)),
+        "states": torch.from_numpy(np.stack([call.observation.state for call in calls])),
+    }
+    for camera in cameras:
+        fields[FRAMES + camera] = torch.from_numpy(np.stack([call.observation.frames[camera] for call in calls]))
+    return Batch(fields)
 
 
 class SampleTokens(Protocol):
@@ -75,14 +90,7 @@ class SamplingPolicy:
         """Sample the tokens of all `calls`, and return one chunk of actions for each call, in order."""
         start, count = self._codec.tokens.start, len(calls)
         tokens_before = torch.full((count * self._slots,), start, dtype=torch.int64)
-        fields: dict[str, Tensor | Jagged] = {
-            "prompt_ids": Jagged.from_list([call.prompt_ids for call in calls], dtype=torch.int64),
-            "response_ids": Jagged.from_lengths(tokens_before, [self._slots] * count),
-            "states": torch.from_numpy(np.stack([call.observation.state for call in calls])),
-        }
-        for camera in self._cameras:
-            fields[FRAMES + camera] = torch.from_numpy(np.stack([call.observation.frames[camera] for call in calls]))
-        rows = Batch(fields)
+        rows = rows_of(calls, self._cameras, tokens_before)
         seeds = torch.tensor([call.seed for call in calls], dtype=torch.int64)
         tokens, logp = self._sample(rows, seeds, self.temperature)
         sampled = tokens.values.view(count, self._slots).numpy()

@@ -11,12 +11,42 @@ import pytest
 from megarl.artifacts.action_statistics import FILE, ActionStatistics, DatasetStatistics, write_statistics
 from megarl.checks.recipe import check_config
 from megarl.config.load import load_config
-from tests.robots.recipes import write_robots_recipe
+from tests.robots.recipes import write_flow_recipe, write_robots_recipe
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     return write_robots_recipe(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "text"),
+    [
+        ("robot.family=small", "robot.family", "come from an action expert"),
+        ("robot.dim=3", "robot.dim", "different number of action values"),
+        ("robot.block_only=true", "robot.block_only", "whole prefix"),
+        ("rollout.sampling.temperature=0.7", "rollout.sampling.temperature", "robot.flow.noise"),
+        ("actor.parallel.tp=2", "actor.parallel.tp", "on one device"),
+        ("actor.engine.recompute=full", "actor.engine.recompute", "keys"),
+        ("model.hf_config.state_dim=3", "state_dim", "different sizes"),
+        ("model.hf_config.action_expert.action_dim=0", "action_expert.action_dim", "positive integer"),
+    ],
+)
+def test_what_a_policy_that_denoises_cannot_have_is_refused(override: str, key: str, text: str, tmp_path: Path) -> None:
+    flow = write_flow_recipe(tmp_path)
+    assert [check.key for check in check_config(load_config(flow)).items if check.status == "fail"] == []
+    failed = [check for check in check_config(load_config(flow, [override])).items if check.status == "fail"]
+    assert any(key in check.key and text in check.message for check in failed), failed
+
+
+def test_keys_of_denoising_are_refused_for_a_policy_of_tokens(recipe: Path) -> None:
+    failed = [
+        check for check in check_config(load_config(recipe, ["robot.flow.steps=2"])).items if check.status == "fail"
+    ]
+    assert [check.key for check in failed] == ["robot.flow"]
+    expert = "robot.family=pi0"
+    failed = [check for check in check_config(load_config(recipe, [expert])).items if check.status == "fail"]
+    assert "robot.family" in [check.key for check in failed]
 
 
 def test_the_tiny_recipe_passes(recipe: Path) -> None:

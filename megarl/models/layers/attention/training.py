@@ -72,7 +72,7 @@ class PackedAttention(MegatronModule):
         mixer = config.mixers[layer_number - 1] if config.mixers else Attention(width=config.kv_channels)
         assert isinstance(mixer, Attention), "other kinds have their own modules"
         self.scale, self.cap = softmax_scale or mixer.factor, mixer.cap
-        self.window, self.rope = mixer.window, mixer.rope
+        self.window, self.rope, self.number = mixer.window, mixer.rope, layer_number
         self.cp_group, self._tp_group = pg_collection.cp, pg_collection.tp
         self.softmax_offset = None
         if mixer.sinks:
@@ -90,6 +90,8 @@ class PackedAttention(MegatronModule):
         if self.rope is not None:
             cos, sin = packed_seq_params.cache[self.rope]
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        if packed_seq_params.layer_keys is not None:
+            packed_seq_params.layer_keys[self.number] = k, value.squeeze(1)
         window = self.window if self.window and self.window < packed_seq_params.max_seqlen_q else None
         k, v = of_all_ranks(k, value.squeeze(1), packed_seq_params, self.cp_group)
         out = attend(q, k, v, packed_seq_params, Scores(self.scale, self.softmax_offset, self.cap), window)

@@ -190,6 +190,30 @@ class ActionCodec:
         return self.tokens.encode(numbers.reshape(*numbers.shape[:-2], -1))
 
 
+@dataclass(frozen=True)
+class NumberCodec:
+    """Converts between the numbers that a policy learned (about -1 to 1) and the actions that a simulator executes."""
+
+    statistics: ActionStatistics
+    gripper: GripperRule = GripperRule()
+
+    @property
+    def dim(self) -> int:
+        """Number of components of an action, D."""
+        return self.statistics.dim
+
+    def to_actions(self, numbers: ArrayLike) -> Floats:
+        """Convert a policy's numbers [..., K, D] to actions float32 for the simulator."""
+        return self.gripper.to_simulator(self.statistics.denormalise(np.asarray(numbers, np.float32)))
+
+    def to_numbers(self, actions: ArrayLike) -> Floats:
+        """Convert recorded actions [..., K, D] to numbers float32, to train a policy on."""
+        numbers = self.statistics.normalise(self.gripper.to_policy(actions))
+        allowed = "finite numbers"
+        _refuse(numbers, ~np.isfinite(numbers), "a value of an action is not a finite number", "actions", allowed)
+        return numbers.astype(np.float32)
+
+
 def _refuse(values: NDArray[Any], wrong: NDArray[np.bool_], what: str, name: str, allowed: str) -> None:
     """Raise DataError for the first of `values` that the mask `wrong` marks; the error names the value's place."""
     if not wrong.any():

@@ -33,12 +33,16 @@ class PolicyFamily:
     parallel: bool = True  # whether the slots of a call are predicted in one pass
 
 
+#: The family of policies that denoise actions.
+FLOW = "pi0"
+
 #: How families of policies write prompts and predict actions. `small`: new policies with a tokenizer of their own,
-#: whose prompt is only the instruction.
+#: whose prompt is only the instruction. `pi0` predicts no tokens (megarl/robots/models/flow).
 FAMILIES = {
     "openvla-oft": PolicyFamily(),
     "openvla": PolicyFamily(parallel=False),
     "small": PolicyFamily(template="{task}", last_token=None),
+    FLOW: PolicyFamily(template="{task}", last_token=None),
 }
 
 

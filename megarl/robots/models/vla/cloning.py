@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from megarl.data.batch import Batch, Jagged
 from megarl.robots.config import FRAMES
 from megarl.robots.data.demonstrations import OpenDemonstration
 from megarl.robots.data.pictures import PicturePipeline
-from megarl.robots.models.vla.actions import ActionCodec, GripperRule
+from megarl.robots.models.vla.actions import ActionCodec, GripperRule, NumberCodec
 from megarl.system.errors import DataError, choose, count
 
 
@@ -55,13 +56,13 @@ def cloning_statistics(
 class CloningExamples:
     """The policy calls to learn, with D numbers per action; a data set for a `PromptLoader`.
 
-    States and action tokens are in memory. Pictures are processed when an example is first used, and kept until they
+    States and actions are in memory. Pictures are processed when an example is first used, and kept until they
     take `keep` bytes; pictures of further examples are processed each time.
 
     Args:
         demonstrations: demonstrations with at least one environment step in total.
         prompts: tokens of the instruction, by task.
-        codec: converts recorded actions to tokens.
+        codec: converts recorded actions to what the policy learns: to tokens, or in a subclass to numbers.
         pictures: turns frames into the policy's pictures, [size, size, 3] each.
         cameras: names, in the policy's order.
         chunk: actions of a call, K.
@@ -76,7 +77,7 @@ class CloningExamples:
         self,
         demonstrations: Sequence[OpenDemonstration],
         prompts: Mapping[str, Sequence[int]],
-        codec: ActionCodec,
+        codec: ActionCodec | NumberCodec,
         pictures: PicturePipeline,
         *,
         cameras: Sequence[str],
@@ -87,18 +88,28 @@ class CloningExamples:
         assert chunk >= 1, f"{chunk} actions of a policy call"
         self._shown = [shown for shown in demonstrations if len(shown)]
         self._pictures, self._cameras, self._chunk, self._dim = pictures, list(cameras), chunk, codec.dim
+        self.codec = codec
         self._check(prompts)
         self._prompts = {task: list(prompts[task]) for task in {shown.task for shown in self._shown}}
         self._starts = np.cumsum([0, *map(len, self._shown)])
         actions = np.concatenate([shown.actions for shown in self._shown])
-        self._tokens = codec.to_tokens(actions[:, None])  # [N, D], tokens of the action of each environment step
+        self._actions = self.encode(actions)
         self._states = np.ascontiguousarray(states(np.concatenate([shown.states for shown in self._shown])), np.float32)
         self._kept: dict[int, Tensor] = {}
         self._room = keep // (len(self._cameras) * pictures.size**2 * 3)
-        self.fingerprint = self._digest(codec)
+        self.fingerprint = self._digest()
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self._actions)
+
+    def encode(self, actions: NDArray[np.float32]) -> NDArray[Any]:
+        """Return what the policy learns of the action of each environment step, [N, D]: its tokens."""
+        assert isinstance(self.codec, ActionCodec), "other policies have a subclass"
+        return self.codec.to_tokens(actions[:, None])
+
+    def targets(self, actions: NDArray[Any], indices: Sequence[int], epoch: int) -> dict[str, Tensor]:
+        """Return the fields, one entry per example, from which `actions` [B, K, D] (of `encode`) are learned."""
+        return {"response_ids": torch.from_numpy(actions).flatten(1)}
 
     def describe(self) -> str:
         """Return one line for the log: the number of examples and the memory of their pictures."""
@@ -116,13 +127,13 @@ class CloningExamples:
         """Return the examples at `indices`, as episodes of one policy call (megarl/robots/rollout/episode.py).
 
         prompt_ids; response_ids and response_mask [K * D]; turn_starts and turn_ends; `frames/CAMERA` uint8
-        [1, size, size, 3]; `states` [1, S]; and the columns uid, sample_id and task.
+        [1, size, size, 3]; `states` [1, S]; further fields of `targets`; and the columns uid, sample_id and task.
         """
         places = np.asarray(indices, np.int64)
         owner = np.searchsorted(self._starts, places, side="right") - 1
         steps = places[:, None] + np.arange(self._chunk)  # [B, K]
         last = self._starts[owner + 1][:, None] - 1
-        tokens = self._tokens[np.minimum(steps, last)].reshape(-1)
+        targets = self.targets(self._actions[np.minimum(steps, last)], indices, epoch)
         executed = np.repeat(steps <= last, self._dim)
         size = self._chunk * self._dim
         tasks = [self._shown[number].task for number in owner]
@@ -133,7 +144,8 @@ class CloningExamples:
 
         fields = {
             "prompt_ids": Jagged.from_list([self._prompts[task] for task in tasks], dtype=torch.int64),
-            "response_ids": each(tokens, size),
+            "response_ids": each(targets.pop("response_ids").flatten(), size),
+            **{name: each(values, 1) for name, values in targets.items()},
             "response_mask": each(executed, size),
             "turn_starts": each(np.zeros(len(places), np.int64), 1),
             "turn_ends": each(np.full(len(places), size, np.int64), 1),
@@ -180,9 +192,14 @@ class CloningExamples:
                     problem = "this demonstration has no pictures of a camera of the policy"
                     raise DataError(problem, where=shown.where, found=camera, allowed=shown.cameras)
 
-    def _digest(self, codec: ActionCodec) -> str:
-        settings = [self._prompts, self._cameras, self._chunk, repr(self._pictures), repr(codec.tokens)]
+    def settings(self) -> list[str]:
+        """Return further settings on which examples depend."""
+        assert isinstance(self.codec, ActionCodec), "other policies have a subclass"
+        return [repr(self.codec.tokens)]
+
+    def _digest(self) -> str:
+        settings = [self._prompts, self._cameras, self._chunk, repr(self._pictures), *self.settings()]
         lengths = [[shown.task, len(shown)] for shown in self._shown]
         digest = hashlib.blake2b(json.dumps([settings, lengths], sort_keys=True).encode(), digest_size=16)
-        digest.update(self._tokens.tobytes() + self._states.tobytes())
+        digest.update(self._actions.tobytes() + self._states.tobytes())
         return digest.hexdigest()

@@ -20,7 +20,7 @@ from torch import Tensor
 from megarl.architectures.vision import VisionShape
 from megarl.data.batch import Batch, Jagged
 from megarl.data.versions import VERSION_FIELDS
-from megarl.robots.config import CLIP, FRAMES
+from megarl.robots.config import CHAIN, CLIP, FLOW_TIME, FRAMES
 from megarl.robots.data.pictures import Normalisation
 from megarl.robots.models.vla.calls import CallLayout, PolicyFamily
 from megarl.robots.models.vla.vision import Seen
@@ -28,13 +28,15 @@ from megarl.training.sequence_layout import PackedRows
 
 #: Fields whose length may equal the response's by chance; they are repeated for each call, not cut.
 _REPEATED = ("prompt_ids", *VERSION_FIELDS)
+_PER_CALL = ("states", CHAIN, FLOW_TIME)
 
 
 def calls_of(samples: Batch) -> Batch:
     """Return one row per policy call of `samples`.
 
-    Fields with one number per response token are split at the calls' borders. `frames/CAMERA` and `states` already have
-    one entry per call. The end of the episode (`end_...`) and its clip are left out, and all other fields are repeated.
+    Fields with one number per response token are split at the calls' borders. `frames/CAMERA`, `states` and denoising
+    chains already have one entry per call. The end of the episode (`end_...`) and its clip are left out, and all other
+    fields are repeated.
     """
     ends, starts = samples["turn_ends"], samples["turn_starts"]
     calls, tokens = ends.lengths, samples["response_ids"].lengths
@@ -45,7 +47,7 @@ def calls_of(samples: Batch) -> Batch:
         if name.startswith(("end_", CLIP)):
             continue
         if isinstance(value, Jagged):
-            if name.startswith(FRAMES) or name == "states":
+            if name.startswith(FRAMES) or name in _PER_CALL:
                 fields[name] = value.values
             elif name in ("turn_ends", "turn_starts", "call_progress"):
                 continue  # a row of the returned batch is one policy call, so it has no turns
@@ -127,6 +129,9 @@ class VLALayout:
         pictures = torch.zeros(count, side, side, 3, dtype=torch.uint8)
         targets = torch.full((self.dim * self.chunk,), self.columns[0])
         return self._pack([torch.zeros(2, dtype=torch.int64)], targets, pictures, torch.zeros(1, self.shape.state))
+
+    def head(self, *, entropy: bool) -> None:
+        """Return None, because action tokens are of the vocabulary."""
 
     def _layout(self, prompt: int) -> CallLayout:
         parallel, state = self.family.parallel, self.shape.state > 0

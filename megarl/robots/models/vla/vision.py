@@ -18,6 +18,7 @@ from megarl.architectures.vision import TowerShape, VisionShape
 from megarl.models.config import PolicyConfig
 from megarl.models.packing import PackedSequences
 from megarl.models.policy import PolicyModel
+from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -39,7 +40,7 @@ class Seen:
 
     def to(self, device: torch.device) -> Seen:
         """Move all tensors to `device`."""
-        return Seen(*(getattr(self, field.name).to(device) for field in fields(self)))
+        return type(self)(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
 class Tower(nn.Module):
@@ -106,7 +107,7 @@ class _Block(nn.Module):
 
 
 class Vision(nn.Module):
-    """The vision towers of a robot policy, and the projectors of their features.
+    """The vision towers of a robot policy, the projectors of their features, and its action expert, if it has one.
 
     Args:
         dtype: dtype of parameters and features.
@@ -125,6 +126,10 @@ class Vision(nn.Module):
             maps = {name: nn.Linear(size[1], size[0], dtype=dtype) for name, size in shapes.items()}
             if maps:
                 self.add_module(part, nn.ModuleDict(maps))
+        if shape.expert is not None:
+            from megarl.robots.models.flow.expert import ActionExpert
+
+            self.expert = ActionExpert(shape.expert, dtype)
         for param in self.parameters():
             param.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
@@ -169,6 +174,14 @@ class VlaModel(PolicyModel):
         **settings: Any,
     ) -> None:
         super().__init__(hf, config, spec, **settings)
+        if shape.expert is not None and config.layers != "local":
+            raise ConfigError(
+                "an action expert cannot read the keys of Transformer Engine's layers",
+                where="actor.engine.layers",
+                found=config.layers,
+                allowed="local",
+                fix="set actor.engine.layers=local",
+            )
         if self.pre_process:
             self.vision = Vision(shape, config.params_dtype, sequence_parallel=config.sequence_parallel)
 
