@@ -69,11 +69,15 @@ def test_meta_world_is_cloned_and_trained_on(tmp_path) -> None:
 def test_ml10_is_measured_by_task_and_by_split(tmp_path) -> None:
     python = meta_world()
     recipe = ROOT / "recipes" / "srpo_metaworld_ml10.yaml"
-    short = ("robot.simulator.max_steps=16", "robot.simulator.workers=2", "robot.held_out=2", "cluster.nproc=1")
-    command = Command(["eval", recipe, *short, f"robot.simulator.python={python}", "--run-dir", tmp_path], tmp_path)
+    short = ("robot.simulator.max_steps=16", f"robot.simulator.python={python}", "robot.trials=4", "cluster.nproc=1")
+    numbers = harness.train(recipe, tmp_path / "run", *FEW, *short, "sft.steps=0", "trainer.steps=1")
+    assert (numbers[1]["val/iid/prompts"], numbers[1]["val/ood/prompts"]) == (20, 10)
+    trained = (f"model.path={tmp_path / 'run' / 'hf'}", "model.hf_config=null", "model.tokenizer=null")
+    command = Command(["eval", recipe, *FEW, *short, *trained, "sft.steps=0", "--run-dir", tmp_path / "eval"], tmp_path)
     output = harness.finish(command)
     assert command.returncode == 0, output[-3000:]
-    table = {row.split()[1]: int(row.split()[5]) for row in output.splitlines() if row.startswith("│")}
+    rows = [row.split("│") for row in output.splitlines() if row.startswith("│")]
+    table = {cells[1].strip(): int(cells[3]) for cells in rows if len(cells) == 5}  # source, accuracy, prompts
     assert (table["iid"], table["ood"], table["all"]) == (20, 10, 30)
     assert table["reach-v3_iid"] == table["lever-pull-v3_ood"] == 2
     assert len(table) == 15 + 3
