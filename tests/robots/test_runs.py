@@ -146,15 +146,17 @@ def test_parts_that_leave_the_device_change_no_number(parts, recipe, tmp_path) -
 def test_a_policy_that_denoises_learns_and_goes_on_from_a_checkpoint(tmp_path) -> None:
     """Cloning by flow matching, episodes, updates by the chains' log-probs, an export; the last step is done again."""
     recipe, run_dir = write_flow_recipe(tmp_path), tmp_path / "run"
-    settings = ("validation.every=0", "validation.before_train=false", "actor.mini_batch_size=2")
+    settings = ("validation.every=0", "validation.before_train=false", "actor.mini_batch_size=2", "cluster.nproc=1")
     expected = harness.train(recipe, run_dir, *settings)
     losses = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["stage"] for row in losses][:3] == ["sft"] * 3
+    cloning = [row["sft/loss"] for row in losses if row["stage"] == "sft"]
+    assert len(cloning) == 3
+    assert cloning[-1] < cloning[0]
     for step in range(1, STEPS + 1):
         numbers = expected[step]
         assert numbers["env/errors"] == 0
         assert numbers["rollout_corr/logp_diff_max"] < 1e-3, "the trainer's log-probs are the rollout's"
-        assert numbers["actor/grad_norm"] >= 0
+    assert any(numbers["actor/grad_norm"] > 0 for numbers in expected.values())
     config = json.loads((run_dir / "hf" / "config.json").read_text())
     assert config["action_expert"]["action_dim"] == 2
     assert without_its_last_step(recipe, run_dir, *settings) == expected

@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.procs, pytest.mark.timeout(900)]
 
 #: A run that is killed after its second step has one to go.
 STEPS = "trainer.steps=3"
-ONE_RANK = (STEPS, "cluster.nproc=1")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    harness.train(recipe, folder, *ONE_RANK)
+    harness.train(recipe, folder, STEPS)
     return folder
 
 
@@ -74,21 +73,21 @@ def test_a_run_that_loses_a_rank_names_it_and_goes_on_with_critic_draft_head_and
 
 
 def test_a_run_that_ends_before_the_limit_of_its_job_goes_on_to_the_same_numbers(recipe, undisturbed, tmp_path):
-    settings = (*ONE_RANK, "trainer.save_every=3", "trainer.resume_every=2", "trainer.save_by_s=0.001")
+    settings = (STEPS, "trainer.save_every=3", "trainer.resume_every=2", "trainer.save_by_s=0.001")
     output = harness.finish(process := harness.start(recipe, tmp_path, *settings))
     assert process.returncode == 0, output[-4000:]
     assert "saved at step 1: trainer.save_by_s = 0.001" in output
     assert "(from the checkpoint of step 1)" in output
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "stopped"
     assert not (tmp_path / "hf").exists()
-    assert harness.train(recipe, tmp_path, *settings[:4]) == undisturbed
+    assert harness.train(recipe, tmp_path, *settings[:3]) == undisturbed
     assert (tmp_path / "hf").is_dir()
 
 
 def test_without_its_launcher_no_rank_lives_on_and_the_resumed_run_is_the_same(recipe, undisturbed, tmp_path):
     start = tmp_path / "checkpoints" / "step_0" / "meta.json"  # before reference, step-0 validation and step 1
     with harness.held_at(recipe, start):
-        process = harness.start(recipe, tmp_path, *ONE_RANK)
+        process = harness.start(recipe, tmp_path, STEPS)
         harness.wait_for(start.is_file, process)
         harness.kill(process.pid)
     process.wait(timeout=60)
@@ -96,7 +95,7 @@ def test_without_its_launcher_no_rank_lives_on_and_the_resumed_run_is_the_same(r
     while harness.workers(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not harness.workers(tmp_path)
-    assert harness.train(recipe, tmp_path, *ONE_RANK) == undisturbed
+    assert harness.train(recipe, tmp_path, STEPS) == undisturbed
 
 
 def test_damaged_files_beside_the_checkpoints_change_no_number(recipe, whole, undisturbed, tmp_path):
@@ -113,7 +112,7 @@ def test_damaged_files_beside_the_checkpoints_change_no_number(recipe, whole, un
     (tmp_path / "log.txt").mkdir()
     (tmp_path / "errors").write_text("")
     (tmp_path / "checkpoints" / "best.json").write_text("[1]")
-    process = harness.start(recipe, tmp_path, *ONE_RANK)
+    process = harness.start(recipe, tmp_path, STEPS)
     output = harness.finish(process)
     assert process.returncode == 0, output[-4000:]
     assert harness.metrics(tmp_path) == undisturbed

@@ -129,7 +129,6 @@ RUNS = {
         "critic.mini_batch_size=6",
     ),
 }
-DAPO = (*harness.DAPO, "trainer.seed=4", "data.batch_size=8", "actor.mini_batch_size=4", "trainer.steps=3")
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +152,7 @@ def without_balance(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, f
 
 @pytest.mark.procs
 @pytest.mark.timeout(600)
-@pytest.mark.campaign("teams")  # as of teams, below
+@pytest.mark.campaign("teams")  # as with dynamic sampling and of teams, below
 @pytest.mark.parametrize("name", RUNS)
 def test_training_is_the_same_up_to_rounding(recipe, name):
     settings = (*RUNS[name], "actor.mini_batch_size=" + ("4" if "grpo" in name else "12"), *ONE_STEP)
@@ -172,20 +171,14 @@ def test_training_is_the_same_up_to_rounding(recipe, name):
 @pytest.mark.procs
 @pytest.mark.timeout(600)
 def test_dynamic_sampling_shares_by_tokens_and_goes_on_from_a_checkpoint(recipe):
+    settings = (*harness.DAPO, "trainer.seed=4", "data.batch_size=8", "actor.mini_batch_size=4", "trainer.steps=3")
+    dealt = harness.train(recipe, recipe.parent / "dapo-dealt", *settings)
     run_dir = recipe.parent / "dapo-tokens"
-    tokens = harness.train(recipe, run_dir, *DAPO, TOKENS)
+    tokens = harness.train(recipe, run_dir, *settings, TOKENS)
+    assert_near(dealt, without_balance(tokens))
     assert any(numbers.get("sampling/surplus", 0) for numbers in tokens.values())
     shutil.rmtree(run_dir / "checkpoints" / "step_3")
-    assert harness.train(recipe, run_dir, *DAPO, TOKENS) == tokens
-
-
-@pytest.mark.procs
-@pytest.mark.timeout(600)
-@pytest.mark.campaign("teams")  # as of teams, below
-def test_dynamic_sampling_that_shares_by_tokens_is_the_same_up_to_rounding(recipe):
-    dealt = harness.train(recipe, recipe.parent / "dapo-dealt", *DAPO)
-    tokens = harness.train(recipe, recipe.parent / "dapo-shared", *DAPO, TOKENS)
-    assert_near(dealt, without_balance(tokens))
+    assert harness.train(recipe, run_dir, *settings, TOKENS) == tokens
 
 
 @pytest.mark.procs

@@ -41,6 +41,7 @@ TWO = [
 FOUR = [
     ("drafting latent", {"tp": 2, "cp": 2, "sp": True}, {"recompute": "full"}),
     ("moe", {"pp": 2, "ep": 2}, {"overlap_grad_reduce": True}),
+    ("moe", {"ep": 2}, {}),
     ("moe", {"ep": 2, "etp": 2}, {"recompute": "full"}),
 ]
 # Each of these changes one thing of a layout above, or leaves one out.
@@ -77,7 +78,6 @@ MORE_OF_TWO = [
     ("critic", {}, {"overlap_grad_reduce": True}),
 ]
 MORE_OF_FOUR = [
-    ("moe", {"ep": 2}, {}),
     ("moe", {"tp": 2, "pp": 2, "sp": True}, {}),
     ("critic", {"tp": 2, "cp": 2, "sp": True}, {}),
     ("tied", {"pp": 2, "vpp": 2}, {}),

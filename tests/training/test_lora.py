@@ -119,7 +119,7 @@ def oracle(engine, batch, temperature: float) -> tuple[torch.Tensor, dict[str, t
 
 @pytest.mark.parametrize(
     ("model", "recompute"),
-    [("sinks", "full"), ("tied", "full"), ("moe", "none"), ("latent", "none")],
+    [("sinks", "full"), ("tied", "full"), ("moe", "full"), ("latent", "none")],
 )
 def test_log_probs_and_gradients_are_those_of_the_formula(alone, model, recompute):
     """float32 against float64: sums of at most 96 products of values of size 1, some 1e-6 relative."""
