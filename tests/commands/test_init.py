@@ -101,7 +101,7 @@ def test_the_layout_is_the_first_that_fits(init):
     assert (config.cluster.nnodes, config.launch.launcher, config.rollout.engine) == (2, "torchrun", "sglang")
     Path("mine.yaml").unlink()
     large = init("--model", "deepseek-ai/DeepSeek-V3", "--gpus", "256")
-    assert (large.actor.parallel.tp, large.actor.parallel.pp, large.actor.parallel.ep) == (1, 8, 32)
+    assert (large.actor.parallel.tp, large.actor.parallel.pp, large.actor.parallel.ep) == (1, 16, 16)
     assert large.rollout.replay_routes
 
 

@@ -32,10 +32,12 @@ class Scripted:
         self.tokenizer, self.end, self.lines, self.asked = tokenizer, end, list(lines), list[Request]()
 
     def generate(self, requests, sampling, eos_ids, advance=None):
-        line = self.lines[min(len(self.lines) - 1, len(self.asked))]
-        tokens = [*self.tokenizer(line, add_special_tokens=False)["input_ids"], self.end]
-        self.asked += requests
-        cut = [(tokens[: request.room], request) for request in requests]
+        cut = []
+        for request in requests:
+            line = self.lines[min(len(self.lines) - 1, len(self.asked))]
+            tokens = [*self.tokenizer(line, add_special_tokens=False)["input_ids"], self.end]
+            self.asked.append(request)
+            cut.append((tokens[: request.room], request))
         return [
             [
                 Completion(t, [-0.5 - k for k in range(len(t))], _reason(t, self.end), [[7, len(t)]])

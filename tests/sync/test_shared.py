@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,6 +71,8 @@ def test_each_buffer_is_shared_once_however_often_it_is_handed_over(shares, monk
     monkeypatch.setattr(
         transport, "buffer", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8).as_subclass(OnDevice)
     )
+    ended = SimpleNamespace(synchronize=lambda: None)  # a CPU build of torch has no streams
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: ended))
     sender = BucketSender(Source(held, plan, WorkerGroup.alone(), torch.bfloat16), transport)
     taking = [Taking(0), Taking(1)]
     for version in range(3):
