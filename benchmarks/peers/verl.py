@@ -16,6 +16,7 @@ import sys
 
 from megarl.benchmarks.peers.work import NoSuch, Peer, Work, main, prompts
 from megarl.config.run import RunConfig
+from megarl.system.offload_schedule import GRADIENTS, OPTIMIZER, PARAMETERS
 
 # megarl's reward -> a data source for which verl chooses the same reward
 REWARDS = {"math": "lighteval/MATH", "gsm8k": "openai/gsm8k"}
@@ -93,12 +94,13 @@ def _layout(work: Work) -> dict[str, object]:
         "sequence_parallel": parallel.sp and parallel.tp > 1,
     }
     made: dict[str, object] = {f"{_ACTOR}.megatron.{key}": value for key, value in sizes.items()}
-    made |= {f"{_ACTOR}.megatron.{part}_offload": engine.offload for part in ("param", "grad", "optimizer")}
+    parts = {"param": PARAMETERS, "grad": GRADIENTS, "optimizer": OPTIMIZER}
+    made |= {f"{_ACTOR}.megatron.{name}_offload": part in engine.offloaded for name, part in parts.items()}
     if engine.recompute == "full":
         transformer = f"{_ACTOR}.megatron.override_transformer_config"
         made |= {f"{transformer}.recompute_granularity": "full", f"{transformer}.recompute_method": "uniform"}
         made[f"{transformer}.recompute_num_layers"] = 1
-    return made | {f"{_REF}.megatron.param_offload": engine.offload}
+    return made | {f"{_REF}.megatron.param_offload": PARAMETERS in engine.offloaded}
 
 
 def _generation(work: Work) -> dict[str, object]:

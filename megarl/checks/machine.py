@@ -186,10 +186,11 @@ def _check_devices(
     room = gpu_room(config, machine)
     for team in placement.teams:
         device = device_memory(config, sizes, team, gpu=True, job=job, room=room)
+        named = device
         if placement.separate:
             moments = (replace(moment, name=f"team {team.name}: {moment.name}") for moment in device.moments)
-            device = replace(device, moments=tuple(moments))
-        _check_device(config, device, machine, checks, starts)
+            named = replace(device, moments=tuple(moments))
+        _check_device(config, named, machine, checks, starts)
         if room is not None and config.rollout.colocated and Role.ROLLOUT in team.roles:
             _check_fraction(config, device, room, checks.of("memory"))
         if room is not None and not config.rollout.sglang.extra_args and device.needed.least <= room.bytes:

@@ -145,8 +145,9 @@ def _check_streamed(section: str, engine: EngineConfig, checks: Checklist) -> No
     """Check the settings that an optimizer whose state passes through the GPU in pieces needs."""
     if not engine.stream_optimizer:
         return
+    offload = "true" if engine.offloaded == frozenset(PARTS) else str(engine.offload).lower()
     for name, value, allowed in (
-        ("offload", str(engine.offload).lower(), "true"),
+        ("offload", offload, "true"),
         ("distributed_optimizer", str(engine.distributed_optimizer).lower(), "true"),
         ("exp_avg_dtype", engine.exp_avg_dtype, "fp32"),
     ):

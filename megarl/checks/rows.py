@@ -342,9 +342,10 @@ class _Rows:
                 ) from error
         if not uses_reward(self.config):
             return
-        check_answers(self.config.reward, key, answers)
+        rewards = functions_of(self.config)
+        check_answers(rewards, key, answers)
         objects = [value for _, value in answers if isinstance(value, dict) and TRUTH in value]
-        functions = [section.name for section in reward.functions.values() if section.name not in REWARDS.names()]
+        functions = [section.name for section in rewards.values() if section.name not in REWARDS.names()]
         if objects and functions:
             problem = f"the reference answers are objects, which {functions[0]} gets whole"
             _warn(

@@ -339,6 +339,9 @@ class Space:
         copied = policy_of(self.config).copies > 0
         written = given.offload if isinstance(given.offload, bool) else tuple(given.offload)
         offloads: list[Offload] = [False] if by_itself or copied else [False, True]
+        # A streamed optimizer needs offloading, so no other value would pass the checks.
+        if any(getattr(self.config, role).engine.stream_optimizer for role in self.trains):
+            offloads = [True]
         offloads = offloads if self.hardware.gpu else [written]
         return [(number, offload) for number in tokens for offload in offloads]
 

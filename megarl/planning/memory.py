@@ -14,7 +14,7 @@ from megarl.algorithms.needs import distillation_fields, whole_vocabulary
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.shared_prefixes import shares_prefixes
 from megarl.config.model import ParallelConfig
-from megarl.config.rollout import SamplingConfig
+from megarl.config.rollout import BRANCHING, SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
@@ -224,12 +224,14 @@ def cache_bytes(
     config: RunConfig, facts: ModelFacts, parallel: ParallelConfig, dp: int, job: str = "train"
 ) -> tuple[float, float]:
     """Return the bytes of keys and values of one full-length sequence, and of those that a rank decodes at once, at
-    most `rollout.max_running`."""
+    most `rollout.max_running`. An episode whose calls may be generated side by side counts as two sequences."""
     if job == "train":
         sampling, rows = config.rollout.sampling, config.data.batch_size
     else:
         sampling, rows = config.validation_sampling, _held_out(config) or config.rollout.max_running * dp * parallel.cp
     share = -(-rows * sampling.n // (dp * parallel.cp))
+    if config.env.get("name") in BRANCHING:  # the generator has as many further slots for these calls
+        share *= 2
     tokens = config.data.max_prompt_tokens + config.response_tokens(sampling)
     element = BYTES[config.rollout_dtype]
     most = parallel.most_layers(facts.layers) / facts.layers
@@ -464,9 +466,8 @@ class _Models:
                 what = f"{name} parameters" + (" (if as large as the policy)" if sizes.get(role) is None else "")
                 size = parameter_bytes(facts, team.parallel, dtype, value_head=role is Role.REWARD_MODEL)
                 if role is Role.TEACHER and (several := len(config.teacher.models)) > 1:
-                    in_turn = (
-                        PARAMETERS in config.actor.engine.offloaded and gpu
-                    )  # only one teacher at a time is on the device
+                    # with offloading only one teacher at a time is on the device
+                    in_turn = PARAMETERS in config.actor.engine.offloaded and gpu
                     what += f" (the largest of {several})" if in_turn else f" ({several}, all as large as the largest)"
                     size *= 1 if in_turn else several
                 self.state[name] = {PARAMETERS: term(what, size, layout)}
@@ -482,7 +483,8 @@ class _Models:
             self.state[SERVERS] = {WEIGHTS: servers[0]}
         others = {CRITIC: config.critic.engine.offloaded, SERVERS: frozenset((WEIGHTS, CACHE))}
         others |= {name: further.engine.offloaded for name, further in config.models.items()}
-        self._streams = {role for role, engine in engines.items() if engine.stream_optimizer} if gpu else set()
+        streams = (engine.stream_optimizer and OPTIMIZER in engine.offloaded for engine in engines.values())
+        self._streams = {role for role, streamed in zip(engines, streams, strict=True) if streamed and gpu}
         self._further = tuple(config.models)
         self._several = {TEACHER: max(1, len(config.teacher.models))}
         self._offloads = dict.fromkeys(self.state, config.actor.engine.offloaded) | others

@@ -26,10 +26,11 @@ from megarl.planning.hardware import Hardware
 from megarl.planning.memory import planned_fraction
 from megarl.planning.outcome import ROOM_KEYS, Filled, StepPlan
 from megarl.planning.passes import Cost, total
-from megarl.planning.shards import Sizes, known_sizes, state_bytes
+from megarl.planning.shards import STREAMED_BYTES, Sizes, known_sizes, state_bytes
 from megarl.planning.step import StepFormulas
 from megarl.planning.workload import Workload
 from megarl.system.errors import ConfigError
+from megarl.system.offload_schedule import GRADIENTS, OPTIMIZER
 
 
 @dataclass(frozen=True)
@@ -160,11 +161,16 @@ class Search:
         return _Timed(other.step_seconds(), choice, other)
 
     def _state_fits(self, spread: Spread, parallel: ParallelConfig) -> bool:
-        """Return whether the actor's parameters, gradients and optimizer state fit together, as every choice needs."""
+        """Return whether the actor's parameters, gradients and optimizer state fit together, as every choice needs. Of
+        a streamed optimizer an update needs only a piece, and a checkpoint all of it without the gradients."""
         replicas = spread.trainers() // parallel.model_parallel_size
         engine, dtype = self._config.actor.engine, self._config.model.dtype
         lora = self._config.model.lora
-        size = sum(state_bytes(self._facts, parallel, engine, dtype, replicas, lora=lora).values())
+        state = state_bytes(self._facts, parallel, engine, dtype, replicas, lora=lora)
+        size = sum(state.values())
+        if engine.stream_optimizer and self._hardware.gpu:
+            piece = min(state[OPTIMIZER], STREAMED_BYTES)
+            size = max(size - state[OPTIMIZER] + piece, size - state[GRADIENTS])
         if size <= self.limit:
             return True
         if self._nearest is None or (self._nearest[2] is None and size < self._nearest[0]):

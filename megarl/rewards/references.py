@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.rollout import BRANCHING
 from megarl.data.rows import MissingColumnError, Row
 from megarl.rewards.answers import answer_texts
+from megarl.rewards.parts import functions_of
 from megarl.rewards.registry import REWARDS
 from megarl.system.errors import DataError, shortened
 from megarl.system.imports import source_file
@@ -32,7 +33,7 @@ def reads_answers(config: RunConfig) -> bool:
     scored = uses_reward(config)
     read = any(
         REWARDS.spec(name).reference is not None if name in REWARDS.names() else _mentions(name)
-        for name in (function.name for function in config.reward.functions.values())
+        for name in (function.name for function in functions_of(config).values())
     )
     return (environment not in _READ_NONE and _mentions(environment)) or (scored and read)
 
@@ -75,11 +76,17 @@ def gives_images(config: RunConfig) -> bool:
     return config.data.image_key is not None or not scores
 
 
-def check_answers(reward: RewardConfig, key: str | None, answers: Iterable[tuple[Row, Any]]) -> None:
+def check_answers(functions: Mapping[str, RewardConfig], key: str | None, answers: Iterable[tuple[Row, Any]]) -> None:
     """Raise DataError for a row whose reference answer a built-in reward cannot use; the error names the row, the
-    value and the accepted form. Users' functions are not checked."""
+    value and the accepted form. Users' functions are not checked.
+
+    Args:
+        functions: the reward functions by the section that names each (`functions_of`).
+        key: the column of the reference answers; None: there is none, and nothing is checked.
+        answers: the rows with their reference answers.
+    """
     pairs = list(answers)
-    for function in reward.functions.values():
+    for place, function in functions.items():
         read = REWARDS.spec(function.name).reference if function.name in REWARDS.names() else None
         several = function.kwargs.get("answers", "one")
         if read is None or key is None:
@@ -95,16 +102,16 @@ def check_answers(reward: RewardConfig, key: str | None, answers: Iterable[tuple
                     where=row.where,
                     found=value if len(repr(value)) < 200 else shortened(repr(value), 200),
                     allowed=f"{forms}, or a list of these" if several == "any" else forms,
-                    fix=_fix(value, key),
+                    fix=_fix(value, key, place),
                 ) from error
 
 
-def _fix(value: Any, key: str) -> str:
+def _fix(value: Any, key: str, place: str) -> str:
     if isinstance(value, dict) and value:
         inner = "ground_truth" if "ground_truth" in value else next(iter(value))
         return f"name the field inside the column: data.answer_key: {key}.{inner}"
     if isinstance(value, list) and value:
-        return "set reward.kwargs.answers: any, if matching one of them is enough"
+        return f"set {place}.kwargs.answers: any, if matching one of them is enough"
     return "correct the row, or remove it"
 
 

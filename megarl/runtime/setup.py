@@ -39,7 +39,7 @@ from megarl.models.hf import (
     route_form,
 )
 from megarl.models.weights import init_random, load_weights
-from megarl.rewards.parts import Rewards
+from megarl.rewards.parts import Rewards, functions_of
 from megarl.rewards.policies import PolicyRewards
 from megarl.rewards.references import check_answers, reads_answers, uses_reward
 from megarl.rollout.embedded.engine import EmbeddedEngine
@@ -471,7 +471,7 @@ def _prompts(
     if split == "train":
         check_teachers(config.teacher, data.rows)
     if answered and uses_reward(config):
-        check_answers(config.reward, config.data.answer_key, zip(data.rows, data.answers, strict=True))
+        check_answers(functions_of(config), config.data.answer_key, zip(data.rows, data.answers, strict=True))
     return data
 
 

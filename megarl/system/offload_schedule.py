@@ -136,7 +136,7 @@ class OffloadSchedule:
         self._open: list[tuple[str, dict[str, Parts]]] = []
 
     def add(self, name: str, model: Model, *, offloads: Collection[str], further: bool = False) -> None:
-        """Register a model if it `offloads`, and move its parts on or off the device as the current phase needs.
+        """Register a model if any of its parts may leave the device, and move them as the current phase needs.
 
         Args:
             offloads: the parts that may leave the device; empty: none.
@@ -146,7 +146,7 @@ class OffloadSchedule:
             self._further.add(name)
         elif name not in MODELS:
             raise ValueError(f"the offload schedule has no role {name!r}; allowed: {', '.join(MODELS)}")
-        if not offloads:
+        if not offloads or model.parts.isdisjoint(offloads):
             return
         self._models[name], self._staying[name] = model, frozenset(PARTS).difference(offloads)
         if self._open:

@@ -201,6 +201,15 @@ def test_servers_have_to_fit_their_gpus(judged, overrides, does_not_fit):
     assert all(f"{does_not_fit} needs" in check.message for check in failed)
 
 
+def test_a_share_of_the_gpu_is_named_for_servers_of_one_team_of_two(judged):
+    teams = "placement.teams={main: {roles: [actor, rollout], devices: 1}, ref: {roles: [reference], devices: 1}}"
+    served = ["rollout.engine=sglang", "rollout.sglang.colocated=true", "actor.engine.offload=true"]
+    settings = ["cluster.nproc=2", "cluster.device_memory_gb=80", "algorithm.kl.use=loss"]
+    checks = judged(SERVER, *served, *settings, teams, recipe="grpo_quickstart", starts=False)
+    (share,) = [check for check in checks if check.key == "rollout.sglang.memory_fraction"]
+    assert "set rollout.sglang.memory_fraction=0." in str(share.fix)
+
+
 @pytest.mark.parametrize("colocated", [True, False])
 def test_weights_of_servers_that_share_the_devices_count_wherever_they_stay(config_of, colocated):
     engines = ["actor.engine.offload=true", "critic.engine.offload=true"]

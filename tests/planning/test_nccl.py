@@ -57,7 +57,7 @@ def test_an_update_has_a_piece_of_a_streamed_optimizer():
     settings = "cluster.nproc=1", "model.hf_config.hidden_size=4096", "model.hf_config.num_hidden_layers=24"
     updates = {}
     for stream in ("false", "true"):
-        made = recipe(*settings, f"actor.engine.stream_optimizer={stream}")
+        made = recipe(*settings, f"actor.engine.stream_optimizer={stream}", "actor.engine.offload=true")
         memory = device_memory(made, sizes_of(made), together(made).teams[0], gpu=True)
         moment = next(moment for moment in memory.moments if moment.name == "the actor's update")
         updates[stream] = {term.what: term.bytes for term in moment.terms if "optimizer" in term.what}
@@ -65,11 +65,17 @@ def test_an_update_has_a_piece_of_a_streamed_optimizer():
     assert updates["true"] == {"actor optimizer, a piece": 2**30}
 
 
-def test_a_streamed_optimizer_needs_offloading():
+def test_a_streamed_optimizer_needs_offloading_of_all_parts():
     from megarl.checks.placement import _check_streamed
 
-    made = load_config("grpo_quickstart", ["actor.engine.stream_optimizer=true"])
-    checks = Checklist().of("placement")
-    _check_streamed("actor.engine", made.actor.engine, checks)
-    (check,) = checks.items
+    def checked(*settings):
+        checks = Checklist().of("placement")
+        made = load_config("grpo_quickstart", ["actor.engine.stream_optimizer=true", *settings])
+        _check_streamed("actor.engine", made.actor.engine, checks)
+        return checks.items
+
+    assert checked("actor.engine.offload=[optimizer, parameters, gradients]") == []
+    (check,) = checked("actor.engine.offload=[optimizer, parameters]")
+    assert (check.status, check.found) == ("fail", "['optimizer', 'parameters']")
+    (check,) = checked()
     assert (check.status, check.key, check.allowed) == ("fail", "actor.engine.offload", "true")

@@ -115,7 +115,7 @@ def test_parts_are_keys_of_a_recipe():
 def test_answers_are_checked_for_every_part(file):
     cfg = section({"own": {"name": f"{file}:short"}, "right": {"name": "numeric"}})
     with pytest.raises(DataError, match="the reward numeric cannot use the answer"):
-        check_answers(cfg, "answer", [(_Row(), "four")])
+        check_answers(cfg.functions, "answer", [(_Row(), "four")])
 
 
 class _Row:

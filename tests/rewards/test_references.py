@@ -10,6 +10,7 @@ import pytest
 from megarl.config.data import RewardConfig
 from megarl.config.run import RunConfig
 from megarl.data.rows import Row
+from megarl.rewards.parts import functions_of
 from megarl.rewards.references import check_answers, reads_answers, uses_reward
 from megarl.rewards.registry import load_scorer
 from megarl.system.errors import DataError
@@ -19,7 +20,7 @@ COMPARING = ["exact_match", "gsm8k", "math", "numeric"]
 
 def check(name: str, value: object, **kwargs) -> None:
     row = Row({"gold": value}, "d.jsonl", 7, "line")
-    check_answers(RewardConfig(name=name, kwargs=kwargs), "gold", [(row, value)])
+    check_answers({"reward": RewardConfig(name=name, kwargs=kwargs)}, "gold", [(row, value)])
 
 
 @pytest.mark.parametrize("name", COMPARING)
@@ -59,6 +60,14 @@ def test_answers_without_a_number_are_named_where_one_is_needed():
         with pytest.raises(DataError, match=r"d.jsonl:7: (?s:.*)seven"):
             check(name, "seven")
     check("format", None)
+
+
+def test_answers_are_checked_for_the_rewards_of_policies():
+    policies = {"left": {"reward": {"name": "numeric"}}, "right": {}}
+    config = RunConfig(name="case", reward={"name": "format"}, env={"name": "talks.py:Talk"}, policies=policies)
+    row = Row({"gold": ["7"]}, "d.jsonl", 7, "line")
+    with pytest.raises(DataError, match=r"reward numeric (?s:.*)set policies\.left\.reward\.kwargs\.answers: any"):
+        check_answers(functions_of(config), "gold", [(row, ["7"])])
 
 
 def test_any_of_several_answers_is_enough():

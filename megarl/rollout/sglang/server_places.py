@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config.run import RunConfig
 from megarl.system.errors import count
+from megarl.system.offload_schedule import OPTIMIZER
 from megarl.system.processes import nvidia_devices
 
 if TYPE_CHECKING:
@@ -90,14 +91,15 @@ def check_colocated(config: RunConfig, checks: Checklist) -> None:
             if most
             else f"set rollout.sglang.tp_size={workers} rollout.sglang.servers={nnodes}, or a lower tp_size",
         )
-    # with offload, or a memory fraction on GPUs, the check of memory decides
-    if not (config.actor.engine.offload or (gpus and servers.memory_fraction)):
+    # if the optimizer state leaves, or with a memory fraction on GPUs, the check of memory decides
+    if not (OPTIMIZER in config.actor.engine.offloaded or (gpus and servers.memory_fraction)):
         checks.warn(
             key,
             "the optimizer state stays on the devices while the servers generate there",
             fix="set actor.engine.offload=true",
         )
-    if servers.memory_fraction is None and not gpus:  # of a known GPU the check of memory names the share
+    # if the GPU's size is known, the check of memory names the share
+    if servers.memory_fraction is None and not gpus:
         checks.warn(
             key,
             "on GPUs a server takes most of the memory unless it is limited",
