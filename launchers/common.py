@@ -69,6 +69,7 @@ LAZY_FROM = 128
 ENDED_EARLY = 256
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_EXPANDABLE = "expandable_segments"
 
 # By default glibc returns every block above 128 kB to the kernel as soon as it is freed, and the next allocation pays a
 # page fault for each 4 kB of it again. A loop that grows a cache by concatenation (32 sequences, 16 tensors of 8 x 64,
@@ -442,12 +443,32 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
     environment |= {name: os.environ.get(name, value) for name, value in chosen.items()}
     if config.cluster.threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
-    # Servers map the trainer's buffers, and memory in expandable segments can be mapped only by a process that may
-    # trace this one.
+    return environment | _allocator_environment(config)
+
+
+def _allocator_environment(config: RunConfig) -> dict[str, str]:
+    """Return the variables of torch's allocator that set expandable segments, without these, if servers share the
+    trainer's GPUs.
+
+    Servers map the trainer's buffers, and memory in expandable segments can be mapped only by a process that may trace
+    this one.
+    """
+    changed = {}
     for name in {*_ALLOCATOR} & os.environ.keys() if config.rollout.colocated else ():
         settings = os.environ[name].split(",")
-        environment[name] = ",".join(part for part in settings if not part.strip().startswith("expandable_segments"))
-    return environment
+        remaining = [part for part in settings if not part.strip().startswith(_EXPANDABLE)]
+        if remaining != settings:
+            changed[name] = ",".join(remaining)
+    return changed
+
+
+def warn_of_removed_settings(job: Job) -> None:
+    """Warn if workers get the variables of torch's allocator without the user's expandable segments."""
+    for name in sorted(_allocator_environment(job.config)):
+        job.log.say(
+            f"megarl: warning: {name}: workers start without {_EXPANDABLE}, because servers with "
+            "rollout.sglang.colocated=true map the trainer's memory, and such segments cannot be mapped"
+        )
 
 
 def warn_of_few_cores(job: Job, environment: Mapping[str, str], workers_here: int) -> None:

@@ -18,6 +18,7 @@ from megarl.launchers.common import (
     own_environment,
     process_environment,
     warn_of_few_cores,
+    warn_of_removed_settings,
 )
 from megarl.launchers.output import pump
 from megarl.system.errors import ConfigError
@@ -40,6 +41,7 @@ def start(job: Job) -> Workers:
         )
     shared = os.environ | process_environment(job.config, cluster.nproc) | own_environment(job) | {JOB_BEGAN: job.began}
     warn_of_few_cores(job, shared, cluster.nproc)
+    warn_of_removed_settings(job)
     if job.separate:
         from megarl.launchers import ray
 

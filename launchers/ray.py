@@ -27,7 +27,14 @@ from megarl.dag.stage import Role
 from megarl.dag.staleness import StalenessSettings
 from megarl.disaggregated.buffer.size import LEAST, object_store_bytes, refuse_too_large
 from megarl.launchers.bundles import Reservation, apart, chooses_gpus, lends, reserve, whole
-from megarl.launchers.common import Job, layout_environment, own_command, own_environment, process_environment
+from megarl.launchers.common import (
+    Job,
+    layout_environment,
+    own_command,
+    own_environment,
+    process_environment,
+    warn_of_removed_settings,
+)
 from megarl.launchers.output import Follower
 from megarl.launchers.ray_folder import INNER, make_ray_folder
 from megarl.launchers.ray_health import ClusterRay, OwnRay, check_reachable, lost_text, within
@@ -106,6 +113,8 @@ def start(job: Job, *, own: bool = False) -> RayWorkers:
     RAY_ADDRESS is set. Raise UnavailableError or WorkerError if the cluster lacks devices or memory, or is too slow.
     """
     workers = RayWorkers(job, own)
+    if not own:  # the local launcher has already warned
+        warn_of_removed_settings(job)
     try:
         workers.launch()
     except BaseException:

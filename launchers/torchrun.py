@@ -27,6 +27,7 @@ from megarl.launchers.common import (
     own_environment,
     process_environment,
     warn_of_few_cores,
+    warn_of_removed_settings,
 )
 from megarl.launchers.output import Follower
 from megarl.runtime.health import read_beat
@@ -84,6 +85,7 @@ def _start_agent(job: Job, here: int, address: str, port: int, listener: socket.
     environment = os.environ | process_environment(job.config, here) | layout_environment(job.config.actor.parallel)
     environment[JOB_BEGAN] = job.began
     warn_of_few_cores(job, environment, here)
+    warn_of_removed_settings(job)
     handles = []
     if listener is not None:
         handles = [listener.fileno()]

@@ -105,7 +105,6 @@ class EngineConfig(Section):
         "list of them. The actor's parameters stay on the device for generation, so parameters are those of its frozen "
         "models; those of a critic move only together with the other two parts",
     )
-
     stream_optimizer: bool = Field(
         False,
         description="keep the optimizer's state in host memory also during an update, and move it through the GPU in "

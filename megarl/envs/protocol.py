@@ -49,7 +49,7 @@ class Action:
             follows.
         turn: number of the turn, from 0.
         logprobs: log-prob of each token, as the engine sampled it.
-        beside: the turns that `Continuation.beside` asked for together with this one, in their order.
+        beside: the turns of `Continuation.beside`, which were sampled together with this one, in their order.
     """
 
     text: str
@@ -167,7 +167,7 @@ class Environment:
         may_drop_turns, dropped_turns: the environment may end turns in flight, and ends these now, by their places
             among the turns that are sampled at the same time (0 if there is only one): nobody needs their rest, so
             `step` is called with the tokens that they have.
-        asks_together: a `Continuation` of the environment may have turns beside it.
+        has_simultaneous_turns: a `Continuation` of the environment may have turns beside it, which are sampled with it.
     """
 
     Settings: ClassVar[type[EnvSettings]] = EnvSettings
@@ -175,7 +175,7 @@ class Environment:
     replayable: ClassVar[bool] = False
     times_itself: ClassVar[bool] = False
     may_drop_turns: ClassVar[bool] = False
-    asks_together: ClassVar[bool] = False
+    has_simultaneous_turns: ClassVar[bool] = False
     plays_policies: ClassVar[bool] = False
     needs_policies: ClassVar[bool] = False
     is_waiting = False

@@ -222,10 +222,10 @@ class Agent(Environment):
     Settings: ClassVar[type[AgentSettings]] = AgentSettings
     times_itself: ClassVar[bool] = True
     may_drop_turns: ClassVar[bool] = True
-    asks_together: ClassVar[bool] = True
+    has_simultaneous_turns: ClassVar[bool] = True
     plays_policies: ClassVar[bool] = True
     _program: Program  # set by `reset`
-    _turns: Sequence[PendingTurn] = ()  # the policy's last turns, which were asked for together
+    _turns: Sequence[PendingTurn] = ()  # the policy's last turns, which were sampled together
 
     def __init__(self, settings: AgentSettings, shared: AgentReplica) -> None:
         super().__init__(settings, shared)

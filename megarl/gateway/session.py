@@ -5,8 +5,9 @@
     call(request) -> waits                take() -> the calls that wait, with their prompts -> turns of the policy
                   <- the reply            reply(turn, action)
 
-The calls of one episode that wait at the same time are answered together, side by side; a call that arrives meanwhile
-is one of the next. Those of other episodes are answered meanwhile. Calls have numbers in the order of their arrival.
+The calls of one episode that wait at the same time are a round: they are generated side by side and answered together.
+A call that arrives while a round is generated waits for the next one. Episodes do not wait for each other. Calls have
+numbers in the order of their arrival.
 Everything here runs in one thread, the environments' event loop.
 """
 

@@ -334,8 +334,7 @@ class Space:
         # Offloading helps only models that take turns on a GPU, so not an actor in a team of its own. On a CPU the
         # recipe's value stays.
         by_itself = bool(spread.teams) and spread.teams[0][1] == (Role.ACTOR.value,)
-        # With async.order=in_order, weights that wait to be sent are copied from the actor's parameters. These must
-        # then stay on the device between steps, so the actor cannot be offloaded.
+        # The checks refuse offloading together with copies of weights that wait to be sent (async.order=in_order).
         copied = policy_of(self.config).copies > 0
         written = given.offload if isinstance(given.offload, bool) else tuple(given.offload)
         offloads: list[Offload] = [False] if by_itself or copied else [False, True]

@@ -69,7 +69,7 @@ class EpisodeRules:
         texts: decodes turns; returns their texts without and with special tokens.
         share: broadcasts a JSON value from the replica's first rank; collective over the replica.
         on_error: when an environment fails, `fail` ends the run and `mark` ends only the episode.
-        replayable, may_drop_turns, asks_together: those of `Environment`.
+        replayable, may_drop_turns, has_simultaneous_turns: those of `Environment`.
         images: inserts the images of observations; None: observations are text only.
     """
 
@@ -85,7 +85,7 @@ class EpisodeRules:
     # makes the finder of given stop strings, for turns that have stop strings of their own
     stops: Callable[[Sequence[str]], StopStrings] | None = None
     may_drop_turns: bool = False
-    asks_together: bool = False
+    has_simultaneous_turns: bool = False
 
 
 class Answer(NamedTuple):
@@ -409,7 +409,8 @@ def apply_branch(trajectory: Trajectory, answer: Answer, branch: Branch, prompt:
 def _beside(trajectory: Trajectory, others: Sequence[Answer], prompt: int, version: int) -> list[Trajectory]:
     """Return the sequence of the next turn, and of the `others` that are sampled at the same time.
 
-    The sequences lie in the episode as if their turns were sampled one after the other, and have the same segments.
+    The sequences lie in the episode as if their turns were sampled one after the other. Each gets the segment number,
+    and so the seed, that its turn would then have.
     """
     segments = trajectory.segments
     for other in others:

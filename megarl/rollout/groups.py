@@ -148,8 +148,8 @@ class GroupGenerator:
         sampling: `n` is not read. `min_new_tokens` counts from the start of each segment, so callers that interrupt
             must reject it.
         eos_ids: end tokens in addition to those of `sampling`, the tokenizer's own first.
-        slots: maximum number of samples in flight. Environments that ask for several turns of an episode at the same
-            time get as many slots more for these turns.
+        slots: maximum number of samples in flight. Environments whose episodes may have several turns in flight get as
+            many further slots for these turns.
         longest: maximum number of tokens of a prompt and its sample together.
         rules: rules of episodes; None: samples have no environment.
         strings: the stop strings of `sampling`; None: no stop strings.
@@ -173,7 +173,7 @@ class GroupGenerator:
         self._groups: dict[int, _InFlightGroup] = {}
         self._samples: dict[int, _Sample] = {}  # samples by slot; several slots may sample turns of one episode
         self._free = list(range(slots))  # the free slots, as a heap
-        sides = slots if rules is not None and rules.asks_together else 0
+        sides = slots if rules is not None and rules.has_simultaneous_turns else 0
         self._all_slots = slots + sides
         self._free_sides = list(range(slots, self._all_slots))  # free slots for further turns of an episode, as a heap
         self._answers = None if rules is None else Answers(rules)

@@ -35,7 +35,7 @@ class Episodes:
     bodies: bool  # whether samples get the mask of the observations' own tokens
     has_lanes: bool = False  # whether an episode may have several sequences
     may_drop_turns: bool = False  # whether environments may end turns in flight
-    asks_together: bool = False  # whether environments may ask for several turns of an episode at the same time
+    has_simultaneous_turns: bool = False  # whether an episode may have several turns in flight at the same time
     has_shares: bool = False  # whether the sequences of an episode may have different shares of its advantage
 
     def close(self) -> None:
@@ -99,6 +99,6 @@ def build_episodes(
         bodies,
         config.has_lanes,
         kind.may_drop_turns,
-        kind.asks_together,
+        kind.has_simultaneous_turns,
         config.has_shares,
     )

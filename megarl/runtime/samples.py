@@ -63,7 +63,7 @@ def open_groups(
             episodes.bodies,
             lambda strings: StopStrings(strings, rollout.tokenizer),
             episodes.may_drop_turns,
-            episodes.asks_together,
+            episodes.has_simultaneous_turns,
         )
     longest = config.data.max_prompt_tokens + config.response_tokens(sampling)
     engine = (training and rollout.training_engine) or rollout.engine

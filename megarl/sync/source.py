@@ -6,8 +6,9 @@ Pieces are sent in the wire's dtype, in slabs of a few megabytes: directly into 
 otherwise through a temporary slab.
 
 Slab k of all pieces of a tensor is one batch on each rank. With nccl a batch uses the communicator of the whole world,
-where a single send or receive would create a communicator for its pair of ranks, which takes time and memory. The
-batches of a rank run one after the other; the first batch that is not done has all its ranks at it, so it ends.
+where a single send or receive would create a communicator for its pair of ranks, which takes time and memory. A rank
+runs its batches one after the other, and all ranks run them in one global order. So all ranks of the earliest
+unfinished batch have started it, and it finishes.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def episodes_of(
             stops=lambda strings: StopStrings(strings, tokenizer),
             limits=EpisodeLimits(**most),
             may_drop_turns=kind.may_drop_turns,
-            asks_together=kind.asks_together,
+            has_simultaneous_turns=kind.has_simultaneous_turns,
         )
         groups = [group(f"train-0-{n}", row, [1], n, lambda k, n=n: 100 * n + k) for n, row in enumerate(rows)]
         return play(engine, rules, groups, sampling, [ends[0]])

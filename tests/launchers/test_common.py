@@ -422,9 +422,12 @@ def test_workers_of_several_teams_are_named_with_their_team(tmp_path: Path) -> N
     assert (alone.name(1), alone.names([0, 2])) == ("rank 1", "ranks 0, 2")
 
 
-def test_trainers_that_share_gpus_with_servers_have_no_expandable_segments(monkeypatch):
+def test_trainers_that_share_gpus_with_servers_have_no_expandable_segments(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
     for colocated, expected in ((False, None), (True, "max_split_size_mb:64")):
         rollout = {"engine": "sglang", "sglang": {"colocated": colocated}}
         made = RunConfig.model_validate({"name": "x", "rollout": rollout})
         assert process_environment(made, 1).get("PYTORCH_CUDA_ALLOC_CONF") == expected
+        file = tmp_path / f"{colocated}.txt"
+        common.warn_of_removed_settings(Job("m:f", made, tmp_path, OutputLog(file)))
+        assert ("PYTORCH_CUDA_ALLOC_CONF: workers start without" in file.read_text()) == colocated

@@ -26,7 +26,7 @@ BASES = [1000 * number + 100 * sample for number in range(5) for sample in range
 class Fan(Environment):
     """Asks for one to four turns at a time, each after any earlier turn or after none; what follows from all turns."""
 
-    asks_together: ClassVar[bool] = True
+    has_simultaneous_turns: ClassVar[bool] = True
     may_drop_turns: ClassVar[bool] = True
     left: ClassVar[set[int]] = set()  # places of turns that are dropped
 
@@ -71,7 +71,7 @@ def host():
 
 
 def groups_of(engine: ScriptedEngine, host: Host, slots: int, together: bool = True) -> GroupGenerator:
-    rules = replace(rules_of(host, turns=99, tokens=TOKENS), asks_together=together, may_drop_turns=True)
+    rules = replace(rules_of(host, turns=99, tokens=TOKENS), has_simultaneous_turns=together, may_drop_turns=True)
     return GroupGenerator(engine, SamplingConfig(max_new_tokens=ROOM), STOPS, slots, LONGEST, rules)
 
 

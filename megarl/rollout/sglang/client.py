@@ -40,7 +40,8 @@ _INTERRUPTIONS = 100
 _LATE = 2  # maximum number of late requests per sample that are sent again; each repeats the same work
 _UNBOUNDED = 1 << 30
 _ABORT_AGAIN_S = 1.0  # seconds until an abort is sent again: a server ignores one that arrives before its request
-# Addresses of servers that have generated a sample for this process; a restarted server has another port.
+# Addresses of servers that have generated a sample for this process; a server that the run restarts has another port.
+# A server of `rollout.sglang.urls` that is restarted at its address counts as warm, and gets no longer deadline.
 _WARM: set[str] = set()
 _REFUSED = range(400, 500)  # HTTP status of an invalid request, which every server would reject
 
@@ -258,6 +259,7 @@ class Dispatch:
         while self._servers[number] is server and number not in self._failed:
             await asyncio.sleep(min(_HEALTH_EVERY_S, alive / 4))
             # before its first sample a server with a GPU compiles kernels, with an empty cache as long as a start takes
+            # (whether the server has a GPU is not known here, so this machine's devices decide)
             cold = has_nvidia_device() and server.url not in _WARM
             limit = max(alive, self._config.start_timeout_s) if cold else alive
             now = time.monotonic()

@@ -8,9 +8,9 @@ The trainer's part of a collective runs in a separate thread during the call tha
 gloo, nccl neither fails nor returns when the receiver is gone. So the thread is never waited for beyond the deadline,
 and the group of a failed receiver is aborted, which removes nccl's kernel from the device.
 
-A kernel of nccl keeps its multiprocessors until the other side is there, and a receiver serves its senders one after
-the other. So a sender calls few receivers at the same time: the kernels of all calls that it has made are then on the
-device, and the call that a receiver serves ends, whatever the other senders do.
+An nccl kernel occupies its multiprocessors until the other side joins, and a receiver serves its senders one after the
+other. If a sender started more broadcasts than fit on its GPU, waiting kernels could fill the GPU, and the broadcast
+that a receiver serves might never be scheduled. So a sender runs at most `_AT_ONCE` broadcasts at the same time.
 """
 
 from __future__ import annotations
