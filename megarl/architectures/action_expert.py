@@ -23,7 +23,8 @@ SECTION = "action_expert"
 #: Model type of the expert's layers, and the only one of the language model that provides keys for them.
 _LANGUAGE_MODEL = "llama"
 _SIZES = ("hidden_size", "intermediate_size", "action_dim", "state_dim")
-_PERIODS = {"min_period": 4e-3, "max_period": 4.0}  # pi0's
+_MIN_PERIOD, _MAX_PERIOD = 4e-3, 4.0  # pi0's
+_PERIODS = {"min_period": _MIN_PERIOD, "max_period": _MAX_PERIOD}
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,8 @@ class ExpertShape:
     groups: int  # number of key and value heads
     head: int  # width of a head
     theta: float  # base of RoPE's frequencies
-    min_period: float = _PERIODS[
-        "min_period"
-    ]  # shortest period of the sinusoids of the flow time, which is from 0 to 1
-    max_period: float = _PERIODS["max_period"]  # longest period
+    min_period: float = _MIN_PERIOD  # shortest period of the sinusoids of the flow time, which is from 0 to 1
+    max_period: float = _MAX_PERIOD  # longest period
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:

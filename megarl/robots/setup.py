@@ -334,16 +334,16 @@ def open_robots(
     name, data = _statistics(config, layout, tasks)
     hf.action_statistics = {name: data}  # exports of the model contain them
     body = body_of(config, sequences, hf, data)
-    split_handovers = _split_trials(config, robot, tasks)
-    sets = val_sets(tasks.values(), split_handovers, robot.held_out_tasks)
-    split_handovers["val"] = limited(split_handovers["val"], config.data.max_val_samples, sets)
+    states = _split_trials(config, robot, tasks)
+    sources = {name: task.source for name, task in tasks.items() if task.source}
+    sets = val_sets(tasks.values(), states, robot.held_out_tasks)
+    states["val"] = limited(states["val"], config.data.max_val_samples, sets, sources)
     tokens_of = partial(prompt_ids, family=body.family, tokenizer=tokenizer)
     prompts = {name: tokens_of(task.instruction) for name, task in tasks.items()}
     texts = {name: task.instruction for name, task in tasks.items()}
-    sources = {name: task.source for name, task in tasks.items() if task.source}
     trials: dict[Split, Trials] = {
         split: Trials(split, pairs, prompts, texts, sets if split == "val" else {}, sources)
-        for split, pairs in split_handovers.items()
+        for split, pairs in states.items()
     }
     return Robots(pool, tasks, body, trials, tokens_of)
 

@@ -122,7 +122,7 @@ class RobotTask(Task):
         terms = [Term(f"pictures of {episodes} episodes", episodes * longest, keys, episodes * shortest)]
         if job == "train" and (frames := recorder_bytes(config)):
             count = max(1, ranks // team.parallel.model_parallel_size) * _workers(robot_of(config))
-            terms.append(Term(f"frames in {count} simulators", count * frames, "robot.simulator.workers", 0.0))
+            terms.append(Term(f"frames of {count} episodes at a time", count * frames, "robot.simulator.workers", 0.0))
         return terms
 
     def pictures_per_call(self, config: RunConfig) -> int:
@@ -197,5 +197,5 @@ class RobotTask(Task):
 
 
 def _workers(robot: RobotConfig) -> int:
-    """Return the number of a replica's simulator processes, each of which plays one episode at a time."""
+    """Return the number of episodes that a replica's simulator plays at a time."""
     return int(robot.simulator.get("workers", SimulatorSettings.model_fields["workers"].default))

@@ -135,7 +135,7 @@ def test_the_estimate_of_a_policy_of_7b_counts_all_of_it() -> None:
     host = host_memory(config, checked.sizes, checked.placement, gpu=True)
     told = {part.what: part.bytes for part in host.terms()}
     assert told["pictures of 1024 episodes"] == 1024 * episode_bytes(config, facts.vision)[0]
-    assert told["frames in 128 simulators"] == 128 * recorder_bytes(config)
+    assert told["frames of 128 episodes at a time"] == 128 * recorder_bytes(config)
 
 
 def test_only_policies_that_predict_token_after_token_have_a_cache() -> None:

@@ -11,6 +11,7 @@ from megarl.artifacts.vla_folder import PREPROCESSOR, read_preprocessor
 from megarl.config.run import RunConfig
 from megarl.robots.config import RobotConfig, robot_of
 from megarl.robots.data.demonstration_sources import EXPERTS
+from megarl.robots.models.vla.calls import FLOW
 from megarl.robots.planning import action_columns
 from megarl.robots.statistics import (
     no_statistics,
@@ -103,7 +104,9 @@ def _check_shown(files: list[str], robot: RobotConfig) -> None:
 
 def _check_columns(robot: RobotConfig, shape: VisionShape, limit: int) -> None:
     """Check that a policy call with the shortest prompt fits `limit` positions; instructions are not known yet."""
-    pictures, actions = shape.patches * len(robot.cameras), action_columns(robot)
+    pictures = shape.patches * len(robot.cameras)
+    # An action expert's state and actions have the same positions in every denoising step.
+    actions = 1 + robot.chunk if robot.family == FLOW else action_columns(robot)
     columns = _LEAST_PROMPT + pictures + bool(shape.state) + actions
     if columns > limit:
         raise ConfigError(

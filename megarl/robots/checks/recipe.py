@@ -204,10 +204,11 @@ def _check_flow(config: RunConfig, checks: Checklist, refuse: Callable[[bool, st
                 fix="remove the section",
             )
         return
-    parallel, engine, why = actor.parallel, actor.engine, "an action expert is on one device with its language model"
-    for name in ("tp", "pp"):
-        size = getattr(parallel, name)
-        refuse(size > 1, f"actor.parallel.{name}", size, 1, why)
+    engine, why = actor.engine, "an action expert is on one device with its language model"
+    for role in ("actor", "reference"):
+        for name in ("tp", "pp") if role == "actor" or config.reference.parallel is not None else ():
+            size = getattr(config.parallel_of(role), name)
+            refuse(size > 1, f"{role}.parallel.{name}", size, 1, why)
     why = "an action expert reads the layers' keys, which recomputation would cut off from their gradients"
     refuse(engine.recompute not in ("none", []), "actor.engine.recompute", engine.recompute, "none", why)
     why = "an action expert cannot read the keys of Transformer Engine's layers"
@@ -216,3 +217,8 @@ def _check_flow(config: RunConfig, checks: Checklist, refuse: Callable[[bool, st
     refuse(robot.block_only, "robot.block_only", True, False, why)
     warmth, why = config.rollout.sampling.temperature, "robot.flow.noise sets how much an action expert explores"
     refuse(warmth != 1, "rollout.sampling.temperature", warmth, 1, why)
+    warmth = config.validation.sampling.temperature
+    refuse(warmth not in (0, 1, None), "validation.sampling.temperature", warmth, "0, or 1 to explore", why)
+    bonus = config.algorithm.loss.entropy_coef
+    why = "the entropy of its actions is constant; a higher robot.flow.noise explores more"
+    refuse(bonus != 0, "algorithm.loss.entropy_coef", bonus, 0, why)

@@ -20,7 +20,9 @@ class Advice:
 
 @dataclass(frozen=True)
 class Failure:
-    """An episode that cannot be scored. Its process has been replaced; the slot is free.
+    """An episode that cannot be scored; its slot is free.
+
+    The process has been replaced, unless it has many environments and only this one failed (`state`, `differs`).
 
     Attributes:
         task, trial: the episode's task and start state.

@@ -245,7 +245,7 @@ class BatchedPool:
             episode = self._episodes[slot]
             self.counts.resets += kind == "reset"
             self.counts.chunks += kind == "step"
-            self.counts.steps += entry.get("executed", 0)
+            self.counts.steps += entry["executed"] if kind == "step" else 0
             if kind == "failed":
                 answers[slot] = self._drop(slot, entry["problem"], entry["text"])
                 self.counts.failures[entry["problem"]] += 1
@@ -254,7 +254,7 @@ class BatchedPool:
                 answers[slot] = Advice(turn.advice.get(slot))
             elif not replayed:
                 episode.sums.append(entry["sum"])
-                if entry.get("over"):
+                if kind == "step" and entry["over"]:
                     del self._episodes[slot]
                     self._failures = 0
             elif episode.sums[len(episode.sums) - replayed] != entry["sum"]:
@@ -295,12 +295,12 @@ class BatchedPool:
             slot: Failure(kind, text, episode.task, episode.trial, max(0, len(episode.sums) - 1), output)
             for slot, episode in sorted(self._episodes.items())
         }
-        first = next(iter(ended.values()))  # a turn has at least one episode
+        first = next(iter(ended.values()), None)  # None: a process without episodes failed when it was opened
         if kind == "raised" and constructing and any(not self.counts.constructions[task] for task in begun):
             raise pool_error(self.settings, self._where, "the simulator could not be constructed", first)
         if self._failures >= self.settings.max_restarts:
             problem = f"the simulator's process failed {count(self.settings.max_restarts, 'time')} in a row"
-            raise pool_error(self.settings, self._where, problem, first)
+            raise pool_error(self.settings, self._where, problem, first, text, output)
         for slot in ended:
             self._episodes[slot].failures += 1
         answers: dict[int, Answer] = {

@@ -73,6 +73,7 @@ class SimulatorProcess:
         self.socket.setblocking(False)
         self._inbox, self._output = Inbox(), _Tail(self.process)
         self._closed_output: str | None = None
+        self._send_s = settings.answer_s
         self.waiting: deque[str] = deque()
         self.since = time.monotonic()
         given = {"settings": settings.own, "tasks": settings.tasks, "kept": settings.kept}
@@ -82,12 +83,18 @@ class SimulatorProcess:
     def ask(
         self, header: Mapping[str, Any], answers: Sequence[str], arrays: Mapping[str, NDArray[Any]] | None = None
     ) -> None:
-        """Send a call whose answers are of the kinds `answers`. If the process is dead, `read` raises later."""
+        """Send a call whose answers are of the kinds `answers`, which takes at most `answer_s` seconds.
+
+        If the process is dead, `read` raises later. If it does not take the call, its answer is never there in time.
+        """
         if not self.waiting:
             self.since = time.monotonic()
         self.waiting.extend(answers)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # also of a closed socket
+            self.socket.settimeout(self._send_s)  # a call may be larger than the socket's buffer
             self.socket.sendall(pack(header, arrays))
+        with contextlib.suppress(OSError):
+            self.socket.setblocking(False)
 
     def read(self) -> list[Message]:
         """Return the answers that have arrived.
@@ -207,10 +214,15 @@ class _Tail:
 def environment(settings: SimulatorSettings, where: str, cuda_device: int | None) -> dict[str, str]:
     """Return the environment variables of a simulator's process.
 
+    A process of many environments sees only this rank's CUDA device.
+
     Args:
         cuda_device: this rank's CUDA device, as the recipe's `egl_devices` numbers it; None: it has none.
     """
     made = {**os.environ, **as_parent(), **dict.fromkeys(_THREADS, str(settings.threads))}
+    if settings.batched and cuda_device is not None:  # which it simulates on, as its device 0
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        made["CUDA_VISIBLE_DEVICES"] = visible[cuda_device].strip() if visible[0] else str(cuda_device)
     if not settings.egl_devices or cuda_device is None:
         return made
     if cuda_device not in settings.egl_devices:
@@ -221,5 +233,6 @@ def environment(settings: SimulatorSettings, where: str, cuda_device: int | None
             fix=f"add {cuda_device}: NUMBER; `eglinfo` lists the devices in the order of their numbers",
         )
     made["MUJOCO_EGL_DEVICE_ID"] = str(settings.egl_devices[cuda_device])
-    made.pop("CUDA_VISIBLE_DEVICES", None)  # robosuite refuses an EGL device number that this variable does not list
+    if not settings.batched:  # robosuite refuses an EGL device number that this variable does not list
+        made.pop("CUDA_VISIBLE_DEVICES", None)
     return made

@@ -46,7 +46,7 @@ class SimulatorSettings(ComponentSection):
         if (problem := batched_problem(self.name, batched=self.batched)) is not None:
             allowed, fix = problem
             raise ConfigError(
-                f"simulator {self.name!r} does not have this form",
+                f"simulator {self.name!r} has {'no' if self.batched else 'only a'} batched form",
                 where=f"{where}.batched",
                 found=self.batched,
                 allowed=allowed,

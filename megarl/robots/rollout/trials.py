@@ -4,7 +4,7 @@ Validation has up to three sets of start states of a task: held-out ones, whose 
 training start states (`train_iid`), and the simulator's own evaluation list (`eval_ood`). All start states of a task
 that belongs to a set of tasks (`TaskSpec.part`) are in this set instead.
 
-With tasks that are only measured, their held-out start states are the set `ood`, and those of the others `iid`.
+Held-out start states of `held_out_tasks` form the set `ood`; those of other tasks form `iid`.
 """
 
 from __future__ import annotations
@@ -93,6 +93,14 @@ def part_trials(
     pairs: dict[Split, list[tuple[str, int]]] = {"train": [], "val": []}
     for task in tasks:
         available = task.trials - task.evaluation  # number of start states that may be trained on
+        if held_out_tasks and task.part:
+            raise ConfigError(
+                f"{task.name} already belongs to the set of tasks {task.part!r}, and is measured with it",
+                where="robot.held_out_tasks",
+                found=list(held_out_tasks),
+                allowed="[], for a simulator whose tasks belong to sets",
+                fix="set robot.held_out_tasks=[]",
+            )
         if task.name in held_out_tasks:
             pairs["val"] += _only_measured(task, seed, held_out, available)
             continue
@@ -162,9 +170,13 @@ def _too_few(task: TaskSpec, key: str, found: object, most: int) -> ConfigError:
 
 
 def limited(
-    pairs: Sequence[tuple[str, int]], limit: int | None, sets: Mapping[tuple[str, int], str] | None = None
+    pairs: Sequence[tuple[str, int]],
+    limit: int | None,
+    sets: Mapping[tuple[str, int], str] | None = None,
+    sources: Mapping[str, str] | None = None,
 ) -> list[tuple[str, int]]:
-    """Return at most `limit` of `pairs` in their order, evenly over tasks and sets (`data.max_val_samples`).
+    """Return at most `limit` of `pairs` in their order, evenly over tasks and sets (`data.max_val_samples`); tasks of
+    the same source, by task in `sources`, count as one.
 
     >>> limited([("a", 1), ("a", 5), ("a", 7), ("b", 2)], 3)
     [('a', 1), ('a', 5), ('b', 2)]
@@ -172,7 +184,7 @@ def limited(
     met: Counter[tuple[str, str]] = Counter()
     turns = []
     for place, pair in enumerate(pairs):
-        kind = pair[0], (sets or {}).get(pair, "")
+        kind = (sources or {}).get(pair[0]) or pair[0], (sets or {}).get(pair, "")
         turns.append((met[kind], place))
         met[kind] += 1
     return [pairs[place] for place in sorted(place for _, place in sorted(turns)[:limit])]

@@ -1,11 +1,14 @@
 """ManiSkill 3 on a GPU: many Franka arms on tables, whose scenes are simulated and rendered together.
 
-Written against the source of mani_skill 3.0.1. Tasks, actions and states are those of `maniskill.py`. All scenes move
-in each environment step, also those whose episodes are over.
+Written against the source of mani_skill 3.0.1. Tasks, actions, states and ends of episodes (success or the limit) are
+those of `maniskill.py`. All scenes move in each environment step, also those whose episodes are over.
 
 A start state's objects are drawn by torch's generator, which ManiSkill seeds with the first of the seeds of a reset.
 So rows are reset one by one, each with its trial as seed; every such reset renders all scenes once. PhysX on a GPU does
 not promise the same bits in every run, so the replay of an episode may differ.
+
+Tasks that build other objects in each scene (`PickSingleYCB-v1`, `OpenCabinetDrawer-v1`) are unsuitable: the objects
+belong to the scene and not to the trial, so a start state depends on the row that plays it.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ class BatchedManiSkill(BatchedSimulator):
 
     settings: ClassVar[Mapping[str, Any]] = {
         **ManiSkill.settings,
-        "sim_backend": "gpu",  # where the physics run: gpu, cuda:N, or cpu with a single environment
+        # where the physics run: gpu, the device of the trainer's rank, or cpu with a single environment
+        "sim_backend": "gpu",
         "render_backend": "gpu",
     }
 
@@ -80,8 +84,9 @@ class BatchedManiSkill(BatchedSimulator):
         """Execute actions [R, D]. The seconds of `physics` include rendering, since every step renders."""
         everyone = np.zeros((self._rows, self.spec.action_dim), np.float32)
         everyone[rows] = np.clip(actions, -1, 1)
-        self._raw, _, terminated, _, info = self._env.step(self._torch.from_numpy(everyone).to(self._env.device))
-        return RowSteps(self._of(info["success"], rows), self._of(terminated, rows))
+        self._raw, _, _, _, info = self._env.step(self._torch.from_numpy(everyone).to(self._env.device))
+        success = self._of(info["success"], rows)
+        return RowSteps(success, success)
 
     def observe(self, rows: Rows) -> Views:
         """Return the pictures and joint positions of `rows`."""

@@ -6,8 +6,8 @@ stack the cubes, max_steps: 400, action_dim: 7, state_dim: 9}`. A trial is the s
 by one, so that its random events draw the same numbers in every row.
 
 Isaac Lab resets a terminated row within the same step, before anything is observed. So the environment gets none of its
-termination terms; they are evaluated here after each step. The term `success` is the task's success, every other one
-but time limits ends the episode. The state is the positions of the robot's joints; actions are the environment's, in
+termination terms; they are evaluated here after each step. The term `success` is the task's success; all other terms
+except time limits end the episode. The state is the positions of the robot's joints; actions are the environment's, in
 its own units.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .batched import BatchedSimulator, Rows, RowSteps, Views
-from .protocol import TaskSpec
+from .protocol import SettingError, TaskSpec
 
 _FACTS = ("instruction", "max_steps", "action_dim", "state_dim")
 
@@ -35,13 +35,16 @@ class IsaacLab(BatchedSimulator):
         "size": 128,  # height and width of the pictures
         "robot": "robot",  # name of the articulation in the scene whose joints are the state
         "success": "success",  # name of the termination term that is the task's success
-        "device": "cuda:0",
+        "device": "cuda:0",  # the only one that the process sees, that of the trainer's rank
     }
 
     @classmethod
     def tasks(cls, settings: Mapping[str, Any]) -> list[TaskSpec]:
         """Return the tasks that the setting `tasks` names."""
         chosen = {**cls.settings, **settings}
+        if len(chosen["tasks"]) > 1:
+            problem = "Isaac Lab has one environment, and so one task, in a process"
+            raise SettingError(problem, "tasks", list(chosen["tasks"]), "one task")
         for name, task in chosen["tasks"].items():
             if set(task) != set(_FACTS):
                 raise ValueError(f"Isaac Lab: the task {name!r} has {sorted(task)}; allowed: {', '.join(_FACTS)}")
@@ -80,7 +83,7 @@ class IsaacLab(BatchedSimulator):
         self._terms = TerminationManager(terms, self._env)
         if self._success not in self._terms.active_terms:
             raise ValueError(
-                f"{task} has no termination term {self._success!r}, which says when it is done; set `success` to "
+                f"{task} has no termination term {self._success!r}, which marks its success; set `success` to "
                 f"one of {', '.join(self._terms.active_terms) or 'none'}"
             )
         if self._env.action_manager.total_action_dim != self.spec.action_dim:

@@ -219,17 +219,18 @@ def _specs(suite: str, chosen: Mapping[str, Any]) -> list[TaskSpec]:
     """Return all tasks of a suite, or those with the chosen perturbations."""
     _check(chosen)
     tasks, root = _suite(suite), _prepare()
-    check_kinds(root, chosen["perturbations"], chosen["levels"])
-    if not chosen["perturbations"]:
+    perturbations, levels = chosen["perturbations"] or (), chosen["levels"] or ()
+    check_kinds(root, perturbations, levels)
+    if not perturbations:
         return [_spec(suite, number, tasks, chosen) for number in range(tasks.get_num_tasks())]
-    kinds = perturbed_tasks(root, suite, chosen["perturbations"], chosen["levels"])
+    kinds = perturbed_tasks(root, suite, perturbations, levels)
     return [_spec(suite, number, tasks, chosen, kind) for number, kind in kinds.items()]
 
 
 def _spec(suite: str, number: int, tasks: Any, chosen: Mapping[str, Any], kind: str = "") -> TaskSpec:
     """Return a task of a suite; `kind`: its perturbation."""
     if chosen["perturbations"] and not kind:
-        kind = perturbed_tasks(_prepare(), suite, chosen["perturbations"], chosen["levels"])[number]
+        kind = perturbed_tasks(_prepare(), suite, chosen["perturbations"], chosen["levels"] or ())[number]
     return TaskSpec(
         name=f"{suite}/{number}",
         instruction=tasks.get_task(number).language,

@@ -47,7 +47,7 @@ def check_kinds(root: Path, kinds: Sequence[str], levels: Sequence[int]) -> None
         if level not in LEVELS or isinstance(level, bool):
             raise SettingError("unknown level of perturbations", "levels", level, ", ".join(map(str, LEVELS)))
     if levels and not kinds:
-        raise SettingError("levels are those of perturbations, and none are named", "levels", list(levels), "none")
+        raise SettingError("`levels` needs `perturbations`", "levels", list(levels), "none")
     plus = (root / _FILE).is_file()
     if kinds and not plus:
         problem = f"this interpreter has LIBERO without perturbations: {root} has no {_FILE}; {_FIX}"

@@ -26,7 +26,11 @@ def recipe(tmp_path: Path) -> Path:
         ("robot.dim=3", "robot.dim", "different number of action values"),
         ("robot.block_only=true", "robot.block_only", "whole prefix"),
         ("rollout.sampling.temperature=0.7", "rollout.sampling.temperature", "robot.flow.noise"),
+        ("validation.sampling={temperature: 0.5}", "validation.sampling.temperature", "robot.flow.noise"),
+        ("algorithm.loss.entropy_coef=0.01", "algorithm.loss.entropy_coef", "robot.flow.noise"),
+        ("robot.chunk=60", "robot.chunk", "max_position_embeddings = 64"),
         ("actor.parallel.tp=2", "actor.parallel.tp", "on one device"),
+        ("reference.parallel={tp: 2}", "reference.parallel.tp", "on one device"),
         ("actor.engine.recompute=full", "actor.engine.recompute", "keys"),
         ("model.hf_config.state_dim=3", "state_dim", "different sizes"),
         ("model.hf_config.action_expert.action_dim=0", "action_expert.action_dim", "positive integer"),
@@ -37,6 +41,11 @@ def test_what_a_policy_that_denoises_cannot_have_is_refused(override: str, key: 
     assert [check.key for check in check_config(load_config(flow)).items if check.status == "fail"] == []
     failed = [check for check in check_config(load_config(flow, [override])).items if check.status == "fail"]
     assert any(key in check.key and text in check.message for check in failed), failed
+
+
+def test_denoising_steps_take_no_further_positions(tmp_path: Path) -> None:
+    config = load_config(write_flow_recipe(tmp_path), ["robot.flow.steps=30"])
+    assert [check.key for check in check_config(config).items if check.status == "fail"] == []
 
 
 def test_keys_of_denoising_are_refused_for_a_policy_of_tokens(recipe: Path) -> None:
@@ -80,7 +89,7 @@ def test_a_missing_interpreter_of_the_simulator_is_refused_where_the_run_starts(
         ("robot.simulator.workers=0", "robot.simulator.workers", "workers"),
         ("robot={simulator: {tasks: [left]}, held_out_tasks: [right]}", "robot.held_out_tasks", "not among the tasks"),
         ("robot={simulator: {tasks: [left]}, held_out_tasks: [left]}", "robot.held_out_tasks", "none is trained on"),
-        ("robot.simulator={name: metaworld, batched: true}", "robot.simulator.batched", "does not have this form"),
+        ("robot.simulator={name: metaworld, batched: true}", "robot.simulator.batched", "has no batched form"),
         ("robot.simulator.answer_s=210", "robot.simulator.answer_s", "cluster.timeout_s"),
         ("robot.reward.srpo={raduis: fixed}", "robot.reward.srpo.raduis", "raduis"),
         ("robot.reward.embedding={name: states}", "robot.reward.embedding.name", "states"),

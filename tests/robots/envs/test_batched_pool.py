@@ -12,7 +12,7 @@ import pytest
 
 from megarl.robots.data.demonstrations import Demonstration
 from megarl.robots.envs import Answer, BatchedPool, Failure, SimulatorError, SimulatorSettings, open_pool
-from megarl.robots.envs.messages import check_turn
+from megarl.robots.envs.messages import TurnAnswers, check_turn
 from megarl.robots.rollout.experts import demonstrate
 from megarl.robots.rollout.play import Player
 from megarl.robots.simulators.protocol import Outcome, Recording, TaskSpec
@@ -122,6 +122,21 @@ def test_a_process_that_ends_takes_all_its_episodes_and_in_the_end_the_run() -> 
         begun(pool, [3, 4])
         with pytest.raises(SimulatorError, match="the simulator's process failed 2 times in a row"):
             moved(pool, [0, 1])
+
+
+def test_a_turn_may_be_larger_than_the_buffer_of_the_socket() -> None:
+    """In the same pool: an entry's fields are those of its kind, and a process without episodes is replaced."""
+    with pool_of(2, max_restarts=2) as pool:
+        begun(pool, [1, 2])
+        for slot in (0, 1):
+            pool.act(slot, np.full((70_000, 2), 0.01, np.float32))  # 1.1 MB
+        assert {answer.executed for answer in all_answers(pool).values()} == {7}
+        pool.begin(0, "left", 0)
+        unread = {"kind": "failed", "slot": 0, "problem": "state", "text": "lost", "executed": "many"}
+        assert pool._take(TurnAnswers([unread], {}, {}, {}))[0].text == "lost"
+        assert pool._failed("crash", "it ended") == {}
+        with pytest.raises(SimulatorError, match=r"failed 2 times in a row(?s:.*)it ended again"):
+            pool._failed("crash", "it ended again")
 
 
 def test_an_episode_that_another_process_plays_differently_fails() -> None:

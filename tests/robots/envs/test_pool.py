@@ -394,6 +394,18 @@ def test_rendering_is_on_the_device_that_the_recipe_names() -> None:
         environment(its, "env", 1)
 
 
+def test_a_process_of_many_environments_sees_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megarl.robots.envs.process import environment
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    many = settings(egl_devices={1: 2}, batched=True)
+    made = environment(many, "env", 1)
+    assert (made["CUDA_VISIBLE_DEVICES"], made["MUJOCO_EGL_DEVICE_ID"]) == ("6", "2")
+    assert environment(many, "env", None)["CUDA_VISIBLE_DEVICES"] == "4,6"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert environment(many, "env", 1)["CUDA_VISIBLE_DEVICES"] == "1"
+
+
 def test_the_interpreter_is_another_one(tmp_path: Path) -> None:
     """Whatever is in this one's packages, the simulator's does not see it."""
     python = tmp_path / "python"

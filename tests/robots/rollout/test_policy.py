@@ -130,6 +130,8 @@ def test_tasks_that_are_only_measured_are_ood_and_the_others_iid() -> None:
     assert Counter(rows["set"]) == {"iid": 8, "ood": 4, "train_iid": 2}
     with pytest.raises(ConfigError, match=r"push is only measured(.|\n)*1 to 20"):
         part_trials(tasks, seed=1, held_out=0, trained=5, val_trained=1, held_out_tasks=["push"])
+    with pytest.raises(ConfigError, match=r"robot.held_out_tasks: pick already belongs to the set of tasks 'light'"):
+        part_trials([replace(SPEC, part="light"), *tasks[1:]], **given, held_out_tasks=["push"])
 
 
 @pytest.mark.parametrize(
@@ -164,3 +166,5 @@ def test_a_limit_of_held_out_start_states_takes_as_many_of_every_task():
     assert limited(pairs, None) == pairs
     assert limited(pairs, 4) == [("a", 3), ("a", 5), ("b", 1), ("c", 4)]
     assert limited(pairs, 100) == pairs
+    sources = {"a": "first", "b": "first", "c": "second"}
+    assert limited(pairs, 2, sources=sources) == [("a", 3), ("c", 4)], "tasks of one source count as one"

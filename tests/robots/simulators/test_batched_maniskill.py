@@ -34,8 +34,9 @@ class Scenes:
     def step(self, actions: torch.Tensor) -> tuple[Any, ...]:
         self.actions = actions
         self.places += 1
-        done = self.places > 11
-        return self._seen(), torch.zeros(self.count), done, torch.zeros(self.count, dtype=torch.bool), {"success": done}
+        done, failed = self.places > 11, self.places == 1
+        no_limit = torch.zeros(self.count, dtype=torch.bool)
+        return self._seen(), torch.zeros(self.count), done | failed, no_limit, {"success": done, "fail": failed}
 
     def _seen(self) -> Any:
         pictures = self.places[:, None, None, None].expand(-1, 16, 16, 3).to(torch.uint8)
@@ -74,8 +75,12 @@ def test_rows_are_reset_by_their_own_trials_and_step_together(made) -> None:
     result = simulator.step(rows, np.full((2, 7), 2, np.float32))
     assert made[0].actions[:, 0].tolist() == [1, 0, 1], "clipped, and none of the row that is over"
     assert result.success.tolist() == [False, False]
+    simulator.reset(np.array([1]), np.array([0]))
+    assert simulator.step(np.array([1]), np.zeros((1, 7), np.float32)).terminated.tolist() == [False], "a failure"
+    simulator.reset(rows, np.array([1, 1]))
+    simulator.step(rows, np.zeros((2, 7), np.float32))
     assert simulator.step(rows, np.zeros((2, 7), np.float32)).terminated.tolist() == [True, True]
-    assert simulator.observe(np.array([1])).states[0, 0] == 2
+    assert simulator.observe(np.array([1])).states[0, 0] == 3
 
 
 def test_a_missing_package_and_many_scenes_on_a_cpu_are_refused(made, monkeypatch) -> None:

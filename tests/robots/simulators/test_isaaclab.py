@@ -12,6 +12,7 @@ import torch
 
 from megarl.robots.simulators import isaaclab
 from megarl.robots.simulators.isaaclab import IsaacLab
+from megarl.robots.simulators.protocol import SettingError
 
 TASK = "Isaac-Stack-Cube-Franka-IK-Rel-Visuomotor-v0"
 FACTS = {"instruction": "stack the cubes", "max_steps": 9, "action_dim": 7, "state_dim": 2}
@@ -123,6 +124,8 @@ def test_what_the_environment_does_not_have_is_refused(packages, monkeypatch) ->
         IsaacLab(TASK, SETTINGS | {"tasks": {TASK: FACTS | {"action_dim": 8}}}, 2)
     with pytest.raises(ValueError, match="allowed: instruction, max_steps, action_dim, state_dim"):
         IsaacLab.tasks({"tasks": {TASK: {"instruction": "stack"}}})
+    with pytest.raises(SettingError, match="one environment, and so one task, in a process"):
+        IsaacLab.tasks({"tasks": {TASK: FACTS, "Isaac-Lift-Cube-Franka-v0": FACTS}})
     monkeypatch.setitem(sys.modules, "isaaclab.app", None)
     with pytest.raises(ImportError, match="Isaac Lab is not installed in this interpreter"):
         IsaacLab(TASK, SETTINGS, 2)

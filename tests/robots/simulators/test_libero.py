@@ -166,7 +166,9 @@ def test_perturbed_tasks_are_those_of_the_chosen_kinds_and_levels(packages):
 
     goal, light, ten = ("libero_goal/0", "camera", 1), ("libero_goal/1", "light", 1), ("libero_10/0", "camera", 1)
     assert found(perturbations=["camera", "light"]) == [goal, light, ten]
-    assert found(perturbations=["light"]) == [light]
+    assert found(perturbations=["light"], levels=None) == [light]
+    with pytest.raises(SettingError, match="all of whose tasks are perturbed"):
+        found(perturbations=None)
     assert found(perturbations=["camera", "light"], levels=[2, 3]) == [goal, ten], "the other task has no level"
     settings = {"size": 8, "suites": ["libero_goal"], "perturbations": ["light"]}
     with pytest.raises(FileNotFoundError, match=r"has no new_objects, textures.*assets.zip"):
@@ -190,7 +192,7 @@ def test_perturbed_tasks_are_those_of_the_chosen_kinds_and_levels(packages):
         (True, {}, "perturbations", "all of whose tasks are perturbed"),
         (True, {"perturbations": ["lamp"]}, "perturbations", "unknown kind of perturbation"),
         (True, {"perturbations": ["light"], "levels": [6]}, "levels", "unknown level"),
-        (False, {"levels": [1]}, "levels", "none are named"),
+        (False, {"levels": [1]}, "levels", "needs `perturbations`"),
         (True, {"perturbations": ["light"], "suites": ["libero_90"]}, "suites", "does not perturb this suite"),
     ],
 )

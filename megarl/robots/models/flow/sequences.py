@@ -30,8 +30,9 @@ from megarl.training.sequence_layout import PackedRows
 
 @dataclass(frozen=True)
 class FlowLayout:
-    """The layout of policy calls: rows with `prompt_ids`, `response_ids`, `frames/CAMERA`, `states`, and `chain`, which
-    only calls that are still to be sampled lack.
+    """The layout of policy calls: rows with `prompt_ids`, `response_ids`, `frames/CAMERA`, `states`, and `chain`.
+
+    `chain` is absent in calls that are not sampled yet.
     """
 
     shape: VisionShape  # the policy's vision part
@@ -80,7 +81,11 @@ class FlowLayout:
         wrong = (rows["response_ids"].lengths.cpu() != wanted).nonzero()
         if len(wrong) or chain.shape[2:] != shape[1:]:
             count = rows["response_ids"].lengths.tolist()[int(wrong[0]) if len(wrong) else 0]
-            raise ValueError(f"a policy call has {count} response tokens and a chain of {list(chain.shape[1:])}")
+            steps, *sizes = chain.shape[1:]
+            raise ValueError(
+                f"a chain of {steps - 1} steps of {' x '.join(map(str, sizes))} numbers has {count} response tokens; "
+                f"a step must have {shape[1]} x {shape[2]} numbers, and such a chain {wanted} response tokens"
+            )
         pictures = torch.stack([rows[FRAMES + camera] for camera in self.cameras], 1).flatten(0, 1)
         return self._pack([ids.cpu() for ids in rows["prompt_ids"].unbind()], pictures, rows["states"], chain, times)
 
