@@ -30,21 +30,22 @@ class Scripted:
 
     def __init__(self, tokenizer: Any, end: int, *lines: str) -> None:
         self.tokenizer, self.end, self.lines, self.asked = tokenizer, end, list(lines), list[Request]()
+        self.turns = 0
 
     def generate(self, requests, sampling, eos_ids, advance=None):
-        cut = []
-        for request in requests:
-            line = self.lines[min(len(self.lines) - 1, len(self.asked))]
-            tokens = [*self.tokenizer(line, add_special_tokens=False)["input_ids"], self.end]
-            self.asked.append(request)
-            cut.append((tokens[: request.room], request))
-        return [
-            [
-                Completion(t, [-0.5 - k for k in range(len(t))], _reason(t, self.end), [[7, len(t)]])
-                for _ in request.seeds
-            ]
-            for t, request in cut
-        ]
+        self.asked += requests
+        return [self._turns(request) for request in requests]
+
+    def _turns(self, request: Request) -> list[Completion]:
+        """Answer the calls of a round in the order of their seeds, which is that of their arrival."""
+        turns = {seed: self._turn(request.room) for seed in sorted(request.seeds)}
+        return [turns[seed] for seed in request.seeds]
+
+    def _turn(self, room: int) -> Completion:
+        line = self.lines[min(len(self.lines) - 1, self.turns)]
+        self.turns += 1
+        tokens = [*self.tokenizer(line, add_special_tokens=False)["input_ids"], self.end][:room]
+        return Completion(tokens, [-0.5 - k for k in range(len(tokens))], _reason(tokens, self.end), [[7, len(tokens)]])
 
     def open(self, sampling, eos_ids, sequences, longest):
         return BatchedGeneration(self.generate, lambda busy: busy, sampling, eos_ids)
