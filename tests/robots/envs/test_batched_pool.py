@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,6 +133,9 @@ def test_a_turn_may_be_larger_than_the_buffer_of_the_socket() -> None:
         begun(pool, [1, 2])
         for slot in (0, 1):
             pool.act(slot, np.full((70_000, 2), 0.01, np.float32))  # 1.1 MB
+        group = pool._process.process.pid
+        os.killpg(group, signal.SIGSTOP)  # so that it reads nothing while the buffer becomes full
+        threading.Timer(0.2, os.killpg, (group, signal.SIGCONT)).start()
         assert {answer.executed for answer in all_answers(pool).values()} == {7}
         pool.begin(0, "left", 0)
         unread = {"kind": "failed", "slot": 0, "problem": "state", "text": "lost", "executed": "many"}
