@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .batched import BatchedSimulator, Rows, RowSteps, Views
-from .maniskill import ManiSkill
+from .maniskill import ManiSkill, check_actions
 from .protocol import TaskSpec
 
 
@@ -66,12 +66,7 @@ class BatchedManiSkill(BatchedSimulator):
         )
         self._torch, self._rows = torch, rows
         self._env: Any = made.unwrapped  # without gymnasium's own limit of steps
-        shape = tuple(self._env.single_action_space.shape)
-        if shape != (self.spec.action_dim,):
-            raise ValueError(
-                f"{task}: with control {chosen['control']!r} the simulator takes actions of shape {shape}, but megarl "
-                f"expects {(self.spec.action_dim,)}"
-            )
+        check_actions(self._env, self.spec, chosen["control"])
 
     def reset(self, rows: Rows, trials: NDArray[np.int64]) -> None:
         """Begin an episode in each of `rows`, with the trial as seed."""

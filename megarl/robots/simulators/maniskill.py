@@ -65,12 +65,7 @@ class ManiSkill(Simulator):
             sensor_configs={"width": chosen["size"], "height": chosen["size"]},
         )
         self._env: Any = made.unwrapped  # without gymnasium's own limit of steps
-        shape = tuple(self._env.single_action_space.shape)
-        if shape != (self.spec.action_dim,):
-            raise ValueError(
-                f"{task}: with control {chosen['control']!r} the simulator takes actions of shape {shape}, but megarl "
-                f"expects {(self.spec.action_dim,)}"
-            )
+        check_actions(self._env, self.spec, chosen["control"])
 
     def reset(self, trial: int) -> Observation:
         """Begin an episode with the seed `trial`."""
@@ -99,6 +94,16 @@ class ManiSkill(Simulator):
     def close(self) -> None:
         """Free the scene."""
         self._env.close()
+
+
+def check_actions(env: Any, spec: TaskSpec, control: str) -> None:
+    """Raise ValueError unless an environment of ManiSkill, with this control mode, takes actions of the task's size."""
+    shape = tuple(env.single_action_space.shape)
+    if shape != (spec.action_dim,):
+        raise ValueError(
+            f"{spec.name}: with control {control!r} the simulator takes actions of shape {shape}, but megarl "
+            f"expects {(spec.action_dim,)}"
+        )
 
 
 def _unbatched(value: Any) -> Any:
