@@ -1,0 +1,204 @@
+"""How ranks store a model: which box of which Hugging Face tensor lies where in which parameter.
+
+The trainer's ranks and the servers' ranks are described alike, by a `RankStorage` each: the trainer's come from its
+weight table (`sources.py`), a server's ranks describe themselves.
+
+A tensor has exactly `DIMS` dimensions here (`padded_shape`): missing ones are added at the end with size 1, and the
+last ones of a tensor with more are merged, which no layout splits. A box is [lo, hi) in each dimension of a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Annotated
+
+import numpy as np
+
+from megarl.sync.shards.table import Array, ColumnTable, digest, pack, unpack
+
+DIMS = 3
+#: Bytes of an element by the name of its torch dtype.
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+
+class BoxRule(IntEnum):
+    """How a box gets its values.
+
+    COPY: from the same box of the tensor, cast to the parameter's dtype.
+    ZERO: always zero; the box belongs to no tensor (`tensor` -1), and nothing is sent. Padding rows of an embedding.
+    FP8: the tensor is the float8_e4m3fn form of a weight, or its scales (named `..._scale_inv`, one element for each
+        block of 128 x 128), which the sender computes from the weight.
+    ROWS: as COPY, but where the engine's loading code joins tensors before it copies them, so that probes do not reach
+        the parameter: the rows of one tensor follow those of the others. Only a rule of the loader gives such a box.
+    """
+
+    COPY = 0
+    ZERO = 1
+    FP8 = 2
+    ROWS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class TensorTable(ColumnTable):
+    """The tensors that can be sent, in the trainer's export order; tables refer to them by row.
+
+    The trainer makes this table and sends it to servers that are to describe themselves.
+
+    Attributes:
+        names: str [T], Hugging Face names; with FP8 also those of the scales.
+        shapes: int64 [T, DIMS], see `padded_shape`.
+        dtypes: str [T], dtypes on the wire, such as `bfloat16`.
+    """
+
+    names: Annotated[Array, "str"]
+    shapes: Annotated[Array, "i8", DIMS]
+    dtypes: Annotated[Array, "str"]
+
+    @property
+    def item_bytes(self) -> Array:
+        """Bytes of an element on the wire: int64 [T]."""
+        return item_bytes(self.dtypes)
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterTable(ColumnTable):
+    """The parameters of one rank; tables refer to them by row.
+
+    Attributes:
+        names: str [P]: a server's as in `named_parameters`; the trainer's `CHUNK/NAME`.
+        shapes: int64 [P, DIMS], see `padded_shape`.
+        dtypes: str [P], such as `bfloat16`.
+    """
+
+    names: Annotated[Array, "str"]
+    shapes: Annotated[Array, "i8", DIMS]
+    dtypes: Annotated[Array, "str"]
+
+
+@dataclass(frozen=True, eq=False)
+class BoxTable(ColumnTable):
+    """Boxes of tensors in the parameters of one rank.
+
+    Element (i, j, k) of a box, counted from `lo`, is the element `offset + i * strides[0] + j * strides[1] + k *
+    strides[2]` of the parameter, counted in its memory from its first element.
+
+    Attributes:
+        tensor: int32 [n], row of the tensor in `TensorTable`; -1 with `BoxRule.ZERO`.
+        lo: int64 [n, DIMS], first index in each dimension of the tensor; 0 with `BoxRule.ZERO`.
+        hi: int64 [n, DIMS], index after the last one.
+        parameter: int32 [n], row of the parameter in `ParameterTable`.
+        offset: int64 [n], elements.
+        strides: int64 [n, DIMS], elements; 0 in dimensions of size 1.
+        rule: int8 [n], a `BoxRule`.
+    """
+
+    tensor: Annotated[Array, "i4"]
+    lo: Annotated[Array, "i8", DIMS]
+    hi: Annotated[Array, "i8", DIMS]
+    parameter: Annotated[Array, "i4"]
+    offset: Annotated[Array, "i8"]
+    strides: Annotated[Array, "i8", DIMS]
+    rule: Annotated[Array, "i1"]
+
+    @property
+    def numel(self) -> Array:
+        """Elements of each box: int64 [n]."""
+        return (self.hi - self.lo).prod(1)
+
+
+@dataclass(frozen=True, eq=False)
+class RankStorage:
+    """All parameters of one rank that an update writes or reads, and the boxes that they consist of.
+
+    On the wire it is one .npz file with the arrays `parameters.COLUMN` and `boxes.COLUMN` (`encode`).
+    """
+
+    parameters: ParameterTable
+    boxes: BoxTable
+
+    def arrays(self) -> dict[str, Array]:
+        """Return all columns by their names on the wire."""
+        return self.parameters.arrays("parameters") | self.boxes.arrays("boxes")
+
+    def encode(self) -> bytes:
+        """Return the description as bytes for a store."""
+        return pack(self.arrays())
+
+    @classmethod
+    def decode(cls, data: bytes) -> RankStorage:
+        """Return the description from bytes that a rank wrote.
+
+        Raises:
+            ValueError: `data` has another form; the message names the table and the column.
+        """
+        return cls.of_arrays(unpack(data))
+
+    @classmethod
+    def of_arrays(cls, arrays: Mapping[str, Array]) -> RankStorage:
+        """Return the description that `arrays` gave.
+
+        Raises:
+            ValueError: a box refers to a parameter that is not listed, or has an unknown rule.
+        """
+        parameters = ParameterTable.of_arrays("parameters", arrays)
+        boxes = BoxTable.of_arrays("boxes", arrays)
+        if len(boxes) and not 0 <= boxes.parameter.min() <= boxes.parameter.max() < len(parameters):
+            raise ValueError(f"a box belongs to a parameter that is not one of the {len(parameters)} listed")
+        if not np.isin(boxes.rule, [rule.value for rule in BoxRule]).all():
+            raise ValueError(f"a box has an unknown rule: {sorted(set(boxes.rule.tolist()))}; known: {list(BoxRule)}")
+        return cls(parameters, boxes)
+
+    @property
+    def digest(self) -> str:
+        """Hash of the description; ranks of servers with equal digests are planned once."""
+        return digest(self.arrays())
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlace:
+    """Where a rank runs: its machine, and the number of its GPU (or of its process) there, which is also the rail of
+    its network card."""
+
+    machine: str
+    gpu: int
+
+
+@dataclass(frozen=True, eq=False)
+class ServerStorage:
+    """One server: how each of its ranks stores the model, and where the ranks run.
+
+    Servers of the same layout share the `RankStorage` objects, which makes planning them cheap.
+    """
+
+    ranks: tuple[RankStorage, ...]
+    places: tuple[GpuPlace, ...]
+
+
+def padded_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape of `DIMS` dimensions: sizes of 1 are appended, or the last dimensions merged into one."""
+    if len(shape) <= DIMS:
+        return (*shape, *(1,) * (DIMS - len(shape)))
+    return (*shape[: DIMS - 1], math.prod(shape[DIMS - 1 :]))
+
+
+def item_bytes(dtypes: Iterable[str]) -> Array:
+    """Return the bytes of an element of each dtype: int64 [n].
+
+    Raises:
+        ValueError: a dtype that is never sent.
+    """
+    kinds, which = np.unique(np.asarray(dtypes, np.str_), return_inverse=True)
+    unknown = sorted(set(kinds.tolist()) - ITEM_BYTES.keys())
+    if unknown:
+        raise ValueError(f"weights of dtype {', '.join(unknown)} cannot be sent; allowed: {', '.join(ITEM_BYTES)}")
+    return np.array([ITEM_BYTES[kind] for kind in kinds.tolist()], np.int64)[which]
+
+
+def row_major(shapes: Array) -> Array:
+    """Return the strides of contiguous tensors in elements: int64 [n, DIMS] for shapes int64 [n, DIMS]; 0 in dimensions
+    of size 1."""
+    after = np.cumprod(np.concatenate([shapes[:, 1:], np.ones_like(shapes[:, :1])], 1)[:, ::-1], 1)[:, ::-1]
+    return np.where(shapes > 1, after, 0)

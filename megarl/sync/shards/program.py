@@ -1,0 +1,204 @@
+"""What is sent when: the form of a plan that trainer ranks and server ranks walk.
+
+    round 0 of phase 0, cell 0          a round is one NCCL group (`batch_isend_irecv`) of the cell's communicator
+      message trainer 3 -> server 1, rank 2      one send and one receive of `nbytes` bytes, from buffer to buffer
+        link: a box of a tensor                  its bytes at `start` in the message
+          target: where the box is unpacked      one; several in a fan-out round
+
+A rank runs the rounds in which it has messages, in the order of the rows of `rounds`, and the messages of a round in
+the order of the rows of `messages`; both sides use this order, so pairs of ranks agree on it. Rounds are ordered by
+(phase, number, cell), which no rank may change: then the first unfinished round always has all its ranks, and ends.
+
+Buffers: in every round a rank that sends packs its messages into one buffer at `send_at`, and a rank that receives has
+one buffer with its messages at `receive_at`. Links start at multiples of `ALIGN` bytes; bytes between them have no
+meaning. A link's elements lie in the row-major order of its box, in the dtype of the tensor on the wire.
+
+A `direct` message has one link, which is contiguous in the parameters of both ranks and has the same dtype there: it is
+sent and received without buffers (`send_at`, `receive_at` are -1).
+
+After a fan-out round (`fan` > 0) the `fan` ranks of each group of the cell on one machine gather their receive buffers
+of `stripe` bytes each, in the order of (server, rank), and every rank unpacks its targets: those of a link lie in the
+stripe of the rank that received it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+
+from megarl.sync.shards.boxes import DIMS
+from megarl.sync.shards.table import Array, ColumnTable, digest, pack, unpack
+
+ALIGN = 16
+
+
+@dataclass(frozen=True, eq=False)
+class RoundTable(ColumnTable):
+    """Rounds in the order in which they run.
+
+    Attributes:
+        phase: int32 [R]; in a phase, each cell receives from a part of the trainer of its own.
+        number: int32 [R], number of the round in its phase and cell.
+        cell: int32 [R], the communicator: its servers, and the trainer ranks with links to them.
+        fan: int32 [R], ranks of a machine that gather what each of them received; 0: no fan-out.
+        stripe: int64 [R], bytes of each rank's receive buffer in a fan-out round, else 0.
+    """
+
+    phase: Annotated[Array, "i4"]
+    number: Annotated[Array, "i4"]
+    cell: Annotated[Array, "i4"]
+    fan: Annotated[Array, "i4"]
+    stripe: Annotated[Array, "i8"]
+
+
+@dataclass(frozen=True, eq=False)
+class MessageTable(ColumnTable):
+    """Messages in the order of their rounds.
+
+    Attributes:
+        round: int32 [M], row of the round in `RoundTable`.
+        sender: int32 [M], rank of the trainer.
+        server: int32 [M], number of the server.
+        receiver: int32 [M], rank of this server.
+        nbytes: int64 [M].
+        send_at: int64 [M], first byte in the sender's buffer of this round; -1: direct.
+        receive_at: int64 [M], first byte in the receiver's buffer of this round; -1: direct.
+    """
+
+    round: Annotated[Array, "i4"]
+    sender: Annotated[Array, "i4"]
+    server: Annotated[Array, "i4"]
+    receiver: Annotated[Array, "i4"]
+    nbytes: Annotated[Array, "i8"]
+    send_at: Annotated[Array, "i8"]
+    receive_at: Annotated[Array, "i8"]
+
+
+@dataclass(frozen=True, eq=False)
+class LinkTable(ColumnTable):
+    """Boxes of tensors that are sent, in the order of their messages, and where the sender stores each.
+
+    Attributes:
+        message: int32 [L], row of the message in `MessageTable`.
+        start: int64 [L], first byte in the message.
+        nbytes: int64 [L], bytes on the wire.
+        tensor: int32 [L], row of the tensor in `TensorTable`.
+        lo: int64 [L, DIMS], the box: first index in each dimension of the tensor.
+        hi: int64 [L, DIMS], index after the last one.
+        parameter, offset, strides: the box in the sender's memory: int32 [L], int64 [L], int64 [L, DIMS], see
+            `BoxTable`.
+        rule: int8 [L], the `BoxRule`: with FP8 the sender quantises the box.
+    """
+
+    message: Annotated[Array, "i4"]
+    start: Annotated[Array, "i8"]
+    nbytes: Annotated[Array, "i8"]
+    tensor: Annotated[Array, "i4"]
+    lo: Annotated[Array, "i8", DIMS]
+    hi: Annotated[Array, "i8", DIMS]
+    parameter: Annotated[Array, "i4"]
+    offset: Annotated[Array, "i8"]
+    strides: Annotated[Array, "i8", DIMS]
+    rule: Annotated[Array, "i1"]
+
+
+@dataclass(frozen=True, eq=False)
+class TargetTable(ColumnTable):
+    """Where received links are unpacked: one row for each link, and in fan-out rounds for each rank that stores it.
+
+    Attributes:
+        link: int32 [U], row of the link in `LinkTable`.
+        server: int32 [U], number of the server whose rank unpacks it.
+        rank: int32 [U], the rank of this server.
+        parameter, offset, strides: the box in this rank's memory: int32 [U], int64 [U], int64 [U, DIMS], see
+            `BoxTable`.
+    """
+
+    link: Annotated[Array, "i4"]
+    server: Annotated[Array, "i4"]
+    rank: Annotated[Array, "i4"]
+    parameter: Annotated[Array, "i4"]
+    offset: Annotated[Array, "i8"]
+    strides: Annotated[Array, "i8", DIMS]
+
+
+@dataclass(frozen=True, eq=False)
+class TransferProgram:
+    """All transfers of an update, or those of one rank, in the order in which they run.
+
+    On the wire it is one .npz file with the arrays `rounds.COLUMN`, `messages.COLUMN`, `links.COLUMN` and
+    `targets.COLUMN` (`encode`).
+    """
+
+    rounds: RoundTable
+    messages: MessageTable
+    links: LinkTable
+    targets: TargetTable
+
+    def of_sender(self, rank: int) -> TransferProgram:
+        """Return what trainer rank `rank` sends."""
+        return self._of_messages(self.messages.sender == rank)
+
+    def of_receiver(self, server: int, rank: int) -> TransferProgram:
+        """Return what a rank of a server receives, and what it unpacks: in fan-out rounds also links that other ranks
+        of its machine receive."""
+        mine = (self.targets.server == server) & (self.targets.rank == rank)
+        keep = (self.messages.server == server) & (self.messages.receiver == rank)
+        keep[self.links.message[self.targets.link[mine]]] = True
+        return self._of_messages(keep, targets=mine)
+
+    def _of_messages(self, keep: Array, targets: Array | None = None) -> TransferProgram:
+        """Return the program of some messages; `targets`: bool [U], the targets to keep of these messages."""
+        links = keep[self.links.message]
+        unpacked = links[self.targets.link]
+        unpacked = unpacked if targets is None else unpacked & targets
+        rounds = np.zeros(len(self.rounds), bool)
+        rounds[self.messages.round[keep]] = True
+        kept, sent, parts = self.messages.take(keep), self.links.take(links), self.targets.take(unpacked)
+        return TransferProgram(
+            self.rounds.take(rounds),
+            kept.replace(round=_renumbered(rounds)[kept.round]),
+            sent.replace(message=_renumbered(keep)[sent.message]),
+            parts.replace(link=_renumbered(links)[parts.link]),
+        )
+
+    def arrays(self) -> dict[str, Array]:
+        """Return all columns by their names on the wire."""
+        rounds, messages = self.rounds.arrays("rounds"), self.messages.arrays("messages")
+        return rounds | messages | self.links.arrays("links") | self.targets.arrays("targets")
+
+    def encode(self) -> bytes:
+        """Return the program as bytes for a store."""
+        return pack(self.arrays())
+
+    @classmethod
+    def decode(cls, data: bytes) -> TransferProgram:
+        """Return the program from bytes that `encode` made.
+
+        Raises:
+            ValueError: `data` has another form; the message names the table and the column.
+        """
+        arrays = unpack(data)
+        return cls(
+            RoundTable.of_arrays("rounds", arrays),
+            MessageTable.of_arrays("messages", arrays),
+            LinkTable.of_arrays("links", arrays),
+            TargetTable.of_arrays("targets", arrays),
+        )
+
+    @property
+    def digest(self) -> str:
+        """Hash of the program, equal on all ranks that planned the same update."""
+        return digest(self.arrays())
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all tables in memory."""
+        return sum(table.memory_bytes for table in (self.rounds, self.messages, self.links, self.targets))
+
+
+def _renumbered(keep: Array) -> Array:
+    """Return the new number of each row if only those in `keep` (bool) remain."""
+    return np.cumsum(keep) - 1
