@@ -16,9 +16,10 @@ meaning. A link's elements lie in the row-major order of its box, in the dtype o
 A `direct` message has one link, which is contiguous in the parameters of both ranks and has the same dtype there: it is
 sent and received without buffers (`send_at`, `receive_at` are -1).
 
-After a fan-out round (`fan` > 0) the `fan` ranks of each group of the cell on one machine gather their receive buffers
-of `stripe` bytes each, in the order of (server, rank), and every rank unpacks its targets: those of a link lie in the
-stripe of the rank that received it.
+In a fan-out round several ranks of a machine store the same boxes, and each receives a stripe of them. Then the ranks
+of a group gather the stripes: all have one buffer, whose bytes [at, at + stripe) rank `rank` of `server` has received
+and sends to the other ranks of the group (`FanTable`). `receive_at` counts from the start of this buffer, and each rank
+unpacks its targets, which may lie in any stripe.
 """
 
 from __future__ import annotations
@@ -42,15 +43,11 @@ class RoundTable(ColumnTable):
         phase: int32 [R]; in a phase, each cell receives from a part of the trainer of its own.
         number: int32 [R], number of the round in its phase and cell.
         cell: int32 [R], the communicator: its servers, and the trainer ranks with links to them.
-        fan: int32 [R], ranks of a machine that gather what each of them received; 0: no fan-out.
-        stripe: int64 [R], bytes of each rank's receive buffer in a fan-out round, else 0.
     """
 
     phase: Annotated[Array, "i4"]
     number: Annotated[Array, "i4"]
     cell: Annotated[Array, "i4"]
-    fan: Annotated[Array, "i4"]
-    stripe: Annotated[Array, "i8"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,49 +122,84 @@ class TargetTable(ColumnTable):
 
 
 @dataclass(frozen=True, eq=False)
+class FanTable(ColumnTable):
+    """The ranks of a machine that gather what each of them has received, one row for each rank and fan-out round.
+
+    Attributes:
+        round: int32 [F], row of the round in `RoundTable`.
+        group: int32 [F]; ranks with the same number gather from each other, in the order of the rows.
+        server: int32 [F], number of the server.
+        rank: int32 [F], rank of this server.
+        at: int64 [F], first byte of the rank's stripe in the buffer.
+        stripe: int64 [F], bytes of the stripe, equal for all ranks of a group.
+    """
+
+    round: Annotated[Array, "i4"]
+    group: Annotated[Array, "i4"]
+    server: Annotated[Array, "i4"]
+    rank: Annotated[Array, "i4"]
+    at: Annotated[Array, "i8"]
+    stripe: Annotated[Array, "i8"]
+
+
+@dataclass(frozen=True, eq=False)
 class TransferProgram:
     """All transfers of an update, or those of one rank, in the order in which they run.
 
-    On the wire it is one .npz file with the arrays `rounds.COLUMN`, `messages.COLUMN`, `links.COLUMN` and
-    `targets.COLUMN` (`encode`).
+    On the wire it is one .npz file with the arrays `rounds.COLUMN`, `messages.COLUMN`, `links.COLUMN`, `targets.COLUMN`
+    and `fans.COLUMN` (`encode`).
     """
 
     rounds: RoundTable
     messages: MessageTable
     links: LinkTable
     targets: TargetTable
+    fans: FanTable
 
     def of_sender(self, rank: int) -> TransferProgram:
         """Return what trainer rank `rank` sends."""
-        return self._of_messages(self.messages.sender == rank)
+        return self._of_messages(self.messages.sender == rank, np.zeros(len(self.fans), bool))
 
     def of_receiver(self, server: int, rank: int) -> TransferProgram:
         """Return what a rank of a server receives, and what it unpacks: in fan-out rounds also links that other ranks
         of its machine receive."""
-        mine = (self.targets.server == server) & (self.targets.rank == rank)
-        keep = (self.messages.server == server) & (self.messages.receiver == rank)
-        keep[self.links.message[self.targets.link[mine]]] = True
-        return self._of_messages(keep, targets=mine)
+        targets, messages, fans = self.targets, self.messages, self.fans
+        mine = (targets.server == server) & (targets.rank == rank)
+        keep = (messages.server == server) & (messages.receiver == rank)
+        keep[self.links.message[targets.link[mine]]] = True
+        member = (fans.server == server) & (fans.rank == rank)
+        groups = np.unique(fans.round[member].astype(np.int64) << 32 | fans.group[member])
+        return self._of_messages(keep, np.isin(fans.round.astype(np.int64) << 32 | fans.group, groups), mine)
 
-    def _of_messages(self, keep: Array, targets: Array | None = None) -> TransferProgram:
-        """Return the program of some messages; `targets`: bool [U], the targets to keep of these messages."""
+    def _of_messages(self, keep: Array, fans: Array, targets: Array | None = None) -> TransferProgram:
+        """Return the program of some messages and gathers.
+
+        Args:
+            keep: bool [M], the messages.
+            fans: bool [F], the ranks that gather.
+            targets: bool [U], the targets to keep of these messages; None: all.
+        """
         links = keep[self.links.message]
         unpacked = links[self.targets.link]
         unpacked = unpacked if targets is None else unpacked & targets
         rounds = np.zeros(len(self.rounds), bool)
         rounds[self.messages.round[keep]] = True
+        rounds[self.fans.round[fans]] = True
         kept, sent, parts = self.messages.take(keep), self.links.take(links), self.targets.take(unpacked)
+        gathers = self.fans.take(fans)
         return TransferProgram(
             self.rounds.take(rounds),
             kept.replace(round=_renumbered(rounds)[kept.round]),
             sent.replace(message=_renumbered(keep)[sent.message]),
             parts.replace(link=_renumbered(links)[parts.link]),
+            gathers.replace(round=_renumbered(rounds)[gathers.round]),
         )
 
     def arrays(self) -> dict[str, Array]:
         """Return all columns by their names on the wire."""
         rounds, messages = self.rounds.arrays("rounds"), self.messages.arrays("messages")
-        return rounds | messages | self.links.arrays("links") | self.targets.arrays("targets")
+        links, targets = self.links.arrays("links"), self.targets.arrays("targets")
+        return rounds | messages | links | targets | self.fans.arrays("fans")
 
     def encode(self) -> bytes:
         """Return the program as bytes for a store."""
@@ -186,6 +218,7 @@ class TransferProgram:
             MessageTable.of_arrays("messages", arrays),
             LinkTable.of_arrays("links", arrays),
             TargetTable.of_arrays("targets", arrays),
+            FanTable.of_arrays("fans", arrays),
         )
 
     @property
@@ -196,7 +229,7 @@ class TransferProgram:
     @property
     def memory_bytes(self) -> int:
         """Bytes of all tables in memory."""
-        return sum(table.memory_bytes for table in (self.rounds, self.messages, self.links, self.targets))
+        return sum(values.nbytes for values in self.arrays().values())
 
 
 def _renumbered(keep: Array) -> Array:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megarl.sync.shards.boxes import BoxRule, BoxTable, ParameterTable, RankStorage, padded_shape, row_major
-from megarl.sync.shards.program import LinkTable, MessageTable, RoundTable, TargetTable, TransferProgram
+from megarl.sync.shards.program import FanTable, LinkTable, MessageTable, RoundTable, TargetTable, TransferProgram
 from megarl.sync.shards.table import pack, unpack
 
 
@@ -29,15 +29,16 @@ def storage() -> RankStorage:
 
 
 def program() -> TransferProgram:
-    """Trainer ranks 0 and 1 each send one box to rank 0 of server 0, which rank 1 unpacks too."""
-    rounds = RoundTable(*(np.array([value]) for value in (0, 0, 0, 2, 64)))
+    """Trainer ranks 0 and 1 each send one box to rank 0 of server 0, which passes it to rank 1."""
+    rounds = RoundTable(*(np.array([value]) for value in (0, 0, 0)))
     zeros = np.zeros(2, int)
     messages = MessageTable(zeros, np.arange(2), zeros, zeros, zeros + 32, zeros, np.array([0, 32]))
     box = np.zeros((2, 3), int)
     links = LinkTable(np.arange(2), zeros, zeros + 32, zeros, box, box + np.array([16, 1, 1]), zeros, zeros, box, zeros)
     four = np.zeros(4, int)
     targets = TargetTable(np.array([0, 0, 1, 1]), four, np.array([0, 1, 0, 1]), four, four, np.zeros((4, 3), int))
-    return TransferProgram(rounds, messages, links, targets)
+    fans = FanTable(zeros, zeros, zeros, np.arange(2), np.array([0, 64]), zeros + 64)
+    return TransferProgram(rounds, messages, links, targets, fans)
 
 
 def test_a_description_survives_the_wire() -> None:
@@ -92,6 +93,6 @@ def test_a_rank_keeps_what_it_sends_or_unpacks() -> None:
     sent, unpacked = whole.of_sender(1), whole.of_receiver(0, 1)
 
     assert whole.digest == program().digest
-    assert (len(sent.messages), sent.links.message.tolist(), len(sent.targets)) == (1, [0], 2)
+    assert (len(sent.messages), sent.links.message.tolist(), len(sent.fans)) == (1, [0], 0)
     # rank 1 receives no message, and unpacks what rank 0 received
-    assert (len(unpacked.messages), len(unpacked.targets), unpacked.targets.rank.tolist()) == (2, 2, [1, 1])
+    assert (len(unpacked.messages), unpacked.targets.rank.tolist(), len(unpacked.fans)) == (2, [1, 1], 2)
