@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch import Tensor
 from megarl.system import tracing
 from megarl.system.compat.gloo import share_devices
 from megarl.system.errors import WorkerError
+from megarl.system.metric_table import MetricTable
 from megarl.system.metrics import Metrics
 from megarl.system.processes import LOOPBACK, address_towards
 
@@ -35,6 +37,8 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 #: reduction takes 0.8 (docs/benchmarks.md, measured once). The sum of two numbers is the same in either order.
 _BOTH: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 _SMALL = 1 << 19  # bytes; for larger tensors an exchange takes as long as gloo's reduction
+#: The metrics that the ranks of each process group have agreed on: all its `WorkerGroup`s share them.
+_TABLES: WeakKeyDictionary[dist.ProcessGroup, MetricTable] = WeakKeyDictionary()
 _TOO_LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
@@ -98,6 +102,12 @@ class WorkerGroup:
         if self._process_group is not None:
             dist.destroy_process_group(self._process_group)
             self._process_group = None
+
+    def store(self) -> dist.Store:
+        """Return the key-value store of the team's world, which a thread of the world's rank 0 serves. All groups share
+        it, so keys begin with a name of their own.
+        """
+        return dist.PrefixStore("megarl", dist.distributed_c10d._get_default_store())
 
     # -- tensors, in place --------------------------------------------------------------------------------------------
 
@@ -199,11 +209,33 @@ class WorkerGroup:
     def reduce_metrics(self, metrics: Metrics) -> Metrics:
         """Merge metrics over all ranks by each metric's declared reduction. Results are bitwise equal on all ranks.
         Ranks may have metrics of different names; a rank without samples has none.
+
+        Names are exchanged once (`MetricTable`); after that a call moves 32 bytes for each name up and down a tree of
+        ranks. Raise ValueError on every rank if ranks use a name with different reductions.
         """
-        total = Metrics()
-        for part in self.all_gather_json(metrics.to_json()):
-            total.merge(Metrics.from_json(part))
-        return total
+        if self.size == 1:
+            return Metrics.from_json(metrics.to_json())
+        table = _TABLES.setdefault(self.process_group, MetricTable())
+        while True:
+            row = self._combined(table.row(metrics), table.combine)
+            if (reduced := table.metrics(row)) is not None:
+                return reduced
+            for entries in self.all_gather_json(table.unknown(metrics)):
+                table.add(map(tuple, entries))
+
+    def _combined(self, row: Tensor, combine: Callable[[Tensor, Tensor], None]) -> Tensor:
+        """Merge the rows of all ranks by `combine(row, other)`, in place, and return the result on every rank.
+
+        A binomial tree takes 2 log2(size) messages in a row, and gloo's reduction 2 (size - 1).
+        """
+        step = 1
+        while step < self.size and not self.rank & step:
+            if (other := self.rank + step) < self.size:
+                combine(row, self.receive(torch.empty_like(row), other))
+            step *= 2
+        if self.rank:
+            self.send(row, self.rank - step)
+        return self.broadcast(row)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 

@@ -93,6 +93,10 @@ class Metrics:
         """Set the metrics to those whose `to_json` is `data`."""
         self._items = Metrics.from_json(data)._items
 
+    def items(self) -> Iterator[tuple[str, tuple[Reduction, float, float]]]:
+        """Iterate over the metrics: name, and (reduction, value (for a mean the total), count (of a mean))."""
+        return iter(self._items.items())
+
     def __contains__(self, name: str) -> bool:
         return name in self._items
 

@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from megarl.system import tracing
 from megarl.system.comm import WorkerGroup, team_world
 from megarl.system.errors import WorkerError
+from megarl.system.metric_table import MetricTable
 from megarl.system.metrics import Metrics
 from tests.dist import run_distributed
 
@@ -43,6 +44,81 @@ def test_reduced_metrics_are_a_copy():
     bag.mean("reward", 3, 4)
     WorkerGroup.alone().reduce_metrics(bag).mean("reward", 1, 1)
     assert bag.result() == {"reward": 0.75}
+
+
+def _bags(ranks: int) -> list[Metrics]:
+    """Metrics of each rank: some names only on some ranks, NaN and infinities among the values."""
+    bags = []
+    for rank in range(ranks):
+        bag = Metrics()
+        bag.mean("reward", total=0.5 * rank, count=rank)
+        bag.max("longest", math.nan if rank == 0 else -rank)
+        bag.min("shortest", [math.inf, 3.0, math.nan][rank % 3])
+        if rank % 2:
+            bag.sum("tokens", 2.0**rank)
+            bag.max("never", math.nan)
+            bag.max("lowest", -math.inf)
+        if rank == 2:
+            bag.mean("broken", math.nan, 1)
+        bags.append(bag)
+    return bags
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_rows_of_a_table_combine_as_metrics_merge(ranks: int):
+    table, merged = MetricTable(), Metrics()
+    for bag in _bags(ranks):
+        merged.merge(bag)
+        table.add(table.unknown(bag))
+    row, *others = [table.row(bag) for bag in _bags(ranks)]
+    for other in others:
+        table.combine(row, other)
+    combined = table.metrics(row)
+    assert combined is not None
+    assert {k: str(v) for k, v in combined.to_json().items()} == {k: str(v) for k, v in merged.to_json().items()}
+
+
+def test_a_name_that_the_table_lacks_shows_in_every_row():
+    table, known, more = MetricTable(), Metrics(), Metrics()
+    known.sum("a", 1)
+    more.sum("b", 1)
+    table.add(table.unknown(known))
+    row = table.row(known)
+    table.combine(row, table.row(more))
+    assert table.metrics(row) is None
+    with pytest.raises(ValueError, match="'a' was declared 'sum' and is now used as 'max'"):
+        table.add([("a", "max")])
+
+
+def _reductions(ranks: int) -> dict:
+    """What reductions over a tree of ranks give, and how many of them gather names."""
+    world, found, gathers = team_world(60), dict[str, object](), list[int]()
+    gather = world.all_gather_json
+    world.all_gather_json = lambda value: gathers.append(len(value)) or gather(value)  # type: ignore[method-assign]
+    for _ in range(2):
+        found = world.reduce_metrics(_bags(ranks)[world.rank]).to_json()
+    extra = Metrics()
+    extra.sum("tokens" if world.rank else "late", 1.0)
+    late = world.reduce_metrics(extra).result()
+    wrong = Metrics()
+    (wrong.max if world.rank == 1 else wrong.sum)("tokens", 1.0)
+    with pytest.raises(ValueError) as refused:
+        world.reduce_metrics(wrong)
+    return {"metrics": {name: str(item) for name, item in found.items()}, "late": late, "gathers": gathers,
+            "refused": str(refused.value)}  # fmt: skip
+
+
+@pytest.mark.procs
+def test_ranks_exchange_names_of_metrics_once():
+    merged = Metrics()
+    for bag in _bags(3):
+        merged.merge(bag)
+    for rank, result in enumerate(run_distributed(_reductions, 3, 120, 3)):
+        assert result["metrics"] == {name: str(item) for name, item in merged.to_json().items()}
+        assert result["late"] == {"tokens": 2.0, "late": 1.0}
+        assert len(result["gathers"]) == 3  # the first reduction, the new name, the refused one
+        assert result["gathers"][1] == (rank == 0)
+        assert result["refused"] == "metric 'tokens' was declared 'sum' and is now used as 'max'"
 
 
 def exchange() -> dict:

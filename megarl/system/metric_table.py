@@ -1,0 +1,73 @@
+"""Metrics of many ranks as one row of numbers, which the ranks reduce without sending names.
+
+    first call:   names that some rank has and the table lacks are gathered once, and every rank adds them
+    every call:   row of this rank -> combined pairwise up a tree of ranks -> broadcast -> Metrics
+
+A row begins with how many names the ranks have that the table lacks. For each name of the table there follow its sum
+(for a minimum or maximum: how many ranks have a value that is not NaN), its count, and how many ranks have the metric;
+then for each name the largest value (of minima with the opposite sign).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megarl.system.metrics import Metrics, Reduction
+
+_PER_NAME = 3  # numbers of each name that are added up
+_EXTREMES = ("min", "max")
+
+
+class MetricTable:
+    """The names and reductions that the ranks of a group have agreed on. All ranks call `add` with the same entries."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, Reduction] = {}
+
+    def unknown(self, metrics: Metrics) -> list[tuple[str, Reduction]]:
+        """Return name and reduction of the metrics that the table lacks, or has with another reduction."""
+        return [(name, kind) for name, (kind, _, _) in metrics.items() if self._kinds.get(name) != kind]
+
+    def add(self, entries: Iterable[tuple[str, Reduction]]) -> None:
+        """Add names with their reductions. Raise ValueError if a name has another reduction already."""
+        for name, kind in entries:
+            if self._kinds.setdefault(name, kind) != kind:
+                raise ValueError(f"metric {name!r} was declared {self._kinds[name]!r} and is now used as {kind!r}")
+
+    def row(self, metrics: Metrics) -> Tensor:
+        """Return this rank's row, float64 [1 + 4 * names]."""
+        missing = float(len(self.unknown(metrics)))
+        sums, largest, known = [missing], [], dict(metrics.items())
+        for name, kind in self._kinds.items():
+            kind_here, value, count = known.get(name, ("", 0.0, 0.0))
+            here = kind_here == kind
+            extreme = here and kind in _EXTREMES and not math.isnan(value)
+            total = float(extreme) if kind in _EXTREMES else value if here else 0.0
+            sums += [total, count if here else 0.0, float(here)]
+            largest.append((-value if kind == "min" else value) if extreme else -math.inf)
+        return torch.tensor(sums + largest, dtype=torch.float64)
+
+    def combine(self, row: Tensor, other: Tensor) -> None:
+        """Merge the row of other ranks into `row`."""
+        sums = 1 + _PER_NAME * len(self._kinds)
+        row[:sums] += other[:sums]
+        torch.maximum(row[sums:], other[sums:], out=row[sums:])
+
+    def metrics(self, row: Tensor) -> Metrics | None:
+        """Return the metrics of all ranks from their combined row; None: some rank has names that the table lacks."""
+        numbers = row.tolist()
+        if numbers[0]:
+            return None
+        items: dict[str, list] = {}
+        largest = numbers[1 + _PER_NAME * len(self._kinds) :]
+        for i, (name, kind) in enumerate(self._kinds.items()):
+            total, count, ranks = numbers[1 + _PER_NAME * i : 1 + _PER_NAME * (i + 1)]
+            if kind in _EXTREMES:
+                total, count = (largest[i] if total else math.nan), 0.0
+            if ranks:
+                items[name] = [kind, -total if kind == "min" else total, count]
+        return Metrics.from_json(items)
