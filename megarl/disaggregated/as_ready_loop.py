@@ -170,15 +170,14 @@ class AsReadyLoop:
     def _generate(self, generator: GroupGenerator, version: int) -> None:
         """Generate with `version` until a weight update is due."""
         c, interrupts = self.c, self.c.config.async_.partial
-        together = family_of(c.config).meeting(c.layout)
         self._batcher.begin(time.monotonic())
         with c.rollout.generating(c.context, 0):
             generator.open()
             while True:
                 self._admit(generator, version)
-                states = together.all_gather_json([self._check_wanted(), generator.busy, bool(self._scoring)])
-                wanted, generating, scoring = (any(flags) for flags in zip(*states, strict=True))
-                self._wanted = self._wanted or wanted
+                # only this replica's ranks agree: replicas begin and end a segment each at its own time
+                self._wanted = bool(c.layout.mp_group.broadcast_json(self._check_wanted()))
+                generating, scoring = generator.busy, bool(self._scoring)
                 if not (generating or scoring) or (interrupts and self._wanted):
                     break
                 if generating:

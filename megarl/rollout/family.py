@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from megarl.models.policy import PolicyModel
     from megarl.rollout.engine import RolloutEngine
     from megarl.sync.updater import SyncReport
-    from megarl.system.comm import WorkerGroup
     from megarl.system.errors import ConfigError
     from megarl.system.metrics import Metrics
     from megarl.system.offload_schedule import OffloadSchedule
@@ -156,10 +155,6 @@ class EngineFamily:
     def most_in_flight(self, config: RunConfig, replicas: int) -> int | None:
         """Return how many sequences each of a team's `replicas` may have in flight; None: there is no limit."""
         return None
-
-    def meeting(self, layout: Layout) -> WorkerGroup:
-        """Return the group of ranks that generate together: the ranks of one replica or of several."""
-        return layout.mp_group
 
     # -- checks before a start ---------------------------------------------------------------------------------------
 

@@ -135,10 +135,10 @@ class _Sample:
 class GroupGenerator:
     """Generates groups of samples. Every rank of a model replica makes the same calls in the same order.
 
-    Replicas that generate together, on servers (`Generation.is_async`) or in batches (`Generation.is_batched`), also
-    call `open`, `wait`, `interrupt` and `finish` equally often and in the same order; they `add` different groups. A
-    replica without groups in flight joins these calls too. No replica may do long work between two calls, because the
-    others wait for it.
+    Replicas that generate in batches (`Generation.is_batched`) also call `open`, `wait`, `interrupt` and `finish`
+    equally often and in the same order; they `add` different groups. A replica without groups in flight joins these
+    calls too. No replica may do long work between two calls, because the others wait for it. Replicas on servers
+    (`Generation.is_async`) share only the calls of `open`, `interrupt` and `finish`, in which they wait for each other.
 
     A sample (of an episode: each turn) that is never interrupted equals the result of `RolloutEngine.generate` with the
     seed of its segment.
@@ -268,13 +268,13 @@ class GroupGenerator:
     def wait(self, enough: Callable[[], bool] | None = None) -> list[tuple[int, list[Trajectory]]]:
         """Return the completed groups by number, each group once.
 
-        Waits until a group is complete or nothing is in flight. Replicas that generate together return together,
-        perhaps without a group: on servers within a few tenths of a second, in batched generation after each batch.
-        While the generator is not open, complete groups are returned at once.
+        Waits until a group is complete or nothing is in flight. On servers it returns within a few tenths of a second,
+        perhaps without a group; in batched generation all replicas return together after each batch. While the
+        generator is not open, complete groups are returned at once.
 
         Args:
             enough: called repeatedly; True ends the waiting. Collective over the replica, with equal results on its
-                ranks. Not called if replicas generate together.
+                ranks. Not called on servers and in batched generation.
 
         Raises:
             EpisodeError: an environment failed, and `on_error` is `fail`.
@@ -283,7 +283,7 @@ class GroupGenerator:
         if generation is None:
             return self._take_complete()
         if generation.is_async:
-            # All ranks synchronize once per call, with or without turns in flight. Generation continues meanwhile.
+            # The replica's ranks synchronize once per call, with or without turns in flight. Generation continues.
             self._continue(generation, lambda: True)
         elif generation.is_batched:
             if generation.any_busy(bool(self._in_turn)):

@@ -95,12 +95,12 @@ def test_when_one_rank_is_stuck_all_catch_up_and_no_sample_is_lost() -> None:
 
 
 def test_generation_may_take_longer_than_any_wait_for_another_rank(tmp_path: Path) -> None:
-    """No sample is drawn before the ranks have met three times while they wait for it."""
+    """No sample is drawn before the ranks of the replica have looked at each other three times while they wait."""
 
     def dawdles(server: FakeServer, payload: dict[str, Any]) -> str:
         count, end = len(list(tmp_path.iterdir())), time.monotonic() + WAIT_S
         while len(server.payloads) == 1 and len(list(tmp_path.iterdir())) < count + 3:
-            assert time.monotonic() < end, "the ranks do not meet"
+            assert time.monotonic() < end, "the ranks do not look at each other"
             time.sleep(0.01)
         return "ok"
 
@@ -110,20 +110,18 @@ def test_generation_may_take_longer_than_any_wait_for_another_rank(tmp_path: Pat
 
 
 def run_noting(urls: list[str], folder: str) -> dict[str, Any]:
-    """Two ranks of one replica; the second one leaves a file for each time that they meet."""
+    """Two ranks of one replica; the second one leaves a file for each time that they look at each other."""
     from megarl.rollout.sglang import turns
 
     turns._CHECK_EVERY_S = 0.05
-    world, meetings = team_world(120), itertools.count()
-    meet = world.all_gather_json
+    world, looks, reduce = team_world(120), itertools.count(), WorkerGroup.all_reduce
 
-    def noted(value: Any) -> list[Any]:
-        found = meet(value)
+    def noted(group: WorkerGroup, *args: Any) -> Any:
         if world.rank == 1:
-            Path(folder, f"{next(meetings)}").touch()
-        return found
+            Path(folder, f"{next(looks)}").touch()
+        return reduce(group, *args)
 
-    world.all_gather_json = noted  # type: ignore[method-assign]
+    WorkerGroup.all_reduce = noted  # type: ignore[method-assign,assignment]
     return run_rank(urls, [0, 0], 3, world=world)
 
 

@@ -19,7 +19,7 @@ from megarl.rollout.engine import Completion, Request
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from megarl.rollout.sglang.turns import ServerTurns
-from megarl.system.comm import team_world
+from megarl.system.comm import WorkerGroup, team_world
 from megarl.system.errors import ServerError
 from tests.data.templates import tokenizer_of
 from tests.dist import run_distributed
@@ -332,9 +332,9 @@ def test_when_no_server_is_left_they_are_waited_for_and_no_turn_is_lost():
         assert all(len(turns) == TURNS for turns in converse(alone(made), TALKS))
 
 
-def run_rank(urls: list[str], rank_replica: list[int], deadline_s: float = 120) -> Any:
+def run_rank(urls: list[str], rank_replica: list[int], world: WorkerGroup | None = None) -> Any:
     """One rank of a replica; its turns, or what it ended with."""
-    world = team_world(deadline_s)
+    world = world or team_world(120)
     groups = {
         i: world.subgroup([r for r, at in enumerate(rank_replica) if at == i], "the replica")
         for i in sorted(set(rank_replica))
@@ -370,8 +370,23 @@ def test_a_replica_waits_for_no_other():
         return "ok"
 
     with servers(slow, quick) as made:
-        found = run_distributed(run_rank, 2, 120, [server.api.url for server in made], [0, 1])
-        assert [[len(turns) for turns in said] for said in found] == [[TURNS] * len(TALKS)] * 2
+        found = run_distributed(run_counting, 2, 120, [server.api.url for server in made], [0, 1])
+        assert [[len(turns) for turns in said] for said, _ in found] == [[TURNS] * len(TALKS)] * 2
+        assert [meetings for _, meetings in found] == [1, 1]  # at the end
+
+
+def run_counting(urls: list[str], rank_replica: list[int]) -> Any:
+    """The turns of one rank, and how often all ranks met while it generated them."""
+    world, meetings = team_world(120), 0
+    meet = world.all_gather_json
+
+    def counted(value: Any) -> list[Any]:
+        nonlocal meetings
+        meetings += isinstance(value, dict) and "busy" in value
+        return meet(value)
+
+    world.all_gather_json = counted  # type: ignore[method-assign]
+    return run_rank(urls, rank_replica, world), meetings
 
 
 def rank_failures(rule: Callable[[FakeServer, dict[str, Any]], str]) -> list[Any]:

@@ -1,6 +1,7 @@
 """Generation on SGLang servers.
 
-The first rank of a replica sends the requests; all ranks of the run replace failed servers together, see turns.py.
+The first rank of a replica sends the requests. Replicas generate on their own; all ranks of the run meet to replace
+failed servers and at the end, see turns.py.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megarl.rollout.stop_strings import StopStrings
 from megarl.sync.protocol import version_tag
 from megarl.system.comm import WorkerGroup
 from megarl.system.errors import ServerError
+from megarl.system.meetings import Meetings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,6 +68,7 @@ class SglangEngine:
         weight_version: weight version to generate with, set after each update of the servers. Requests go only to
             servers that have acknowledged it.
         keeps_tokens: whether samples have the tokens that the sampling filters kept.
+        meetings: the meetings of all ranks that generate on the servers.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class SglangEngine:
         self.config, self._fleet, self.replica, self._catch_up = config, fleet, replica, catch_up
         self._run_name, self._tokenizer, self.routes = run, tokenizer, routes
         self._failures: list[LostServer] = []
+        self.meetings = Meetings(replica.world, replica.index if replica.is_first else None, replica.count)
         self._drafts = 0, 0
         self.weight_version = 0
         self.keeps_tokens = False
@@ -132,6 +136,16 @@ class SglangEngine:
         """Return the numbers of draft tokens that were proposed and accepted since the last call."""
         drafts, self._drafts = self._drafts, (0, 0)
         return drafts
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether `pop_failures` would return any, so that all ranks must meet."""
+        return bool(self._failures or self._fleet.ended())
+
+    @property
+    def replacing(self) -> bool:
+        """Whether all ranks must meet every few seconds, because servers are starting or can be restarted."""
+        return self._fleet.replacing
 
     def note(self, failures: Sequence[LostServer]) -> None:
         """Send no more requests to these servers until they are restarted; the next `pop_failures` returns them."""

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from megarl.dag.placement import Placement
     from megarl.rollout.engine import RolloutEngine
     from megarl.rollout.family import EngineHost, WeightLink
-    from megarl.system.comm import WorkerGroup
-    from megarl.training.parallel import Layout
 
 
 class SglangFamily(EngineFamily):
@@ -50,10 +48,6 @@ class SglangFamily(EngineFamily):
         """Return a replica's share of the requests that all servers accept at a time; None: there is no limit."""
         servers = config.rollout.sglang
         return None if servers.max_concurrency is None else servers.max_concurrency * servers.count // replicas
-
-    def meeting(self, layout: Layout) -> WorkerGroup:
-        """Return all ranks of the team: replicas share the servers, so they begin and end generation together."""
-        return layout.world
 
     def check(
         self,

@@ -1,15 +1,17 @@
 """Turns on SGLang servers. Each turn is a request of its own, which is sent, awaited and aborted independently.
 
     first rank of a replica:  submit --> TurnClient (a thread) --> servers --> finished turns
-    every rank:               wait: meet --(no turn of my replica has finished)--> meet again
-                                      '--(some have)--> return them on all ranks of the replica
-                              meet: failed? -(some server)-> kill it, restart it, catch_up when it answers
+    ranks of a replica:       wait: look --(no turn of the replica has finished)--> look again
+                                      |--(some have)--> return them on all ranks of the replica
+                                      '--(a meeting is called)--> meet
+    all ranks of the run:     meet: failed? -(some server)-> kill it, restart it, catch_up when it answers
                                     stuck? --(some rank)---> wait for restarted servers, catch_up, send turns again
+                                    idle? ---(all replicas)--> generation is over
 
-All ranks meet several times a second while turns are in flight (in `SglangEngine.generate` every few seconds), so that
-no collective times out however long generation takes, an error on one rank ends all ranks, and all ranks replace failed
-servers together. Between two meetings servers generate while environments answer, and replicas do not wait for each
-other.
+Replicas generate on their own. The ranks of a replica look at each other several times a second while turns are in
+flight (in `SglangEngine.generate` every few seconds). All ranks of the run meet only when one of them calls a meeting
+(`Meetings`): a server has failed or is starting again, a rank has an error or no server, or the last replica has
+finished. So an error on one rank ends all ranks, and all ranks replace failed servers together.
 
 A failed server is replaced while the others generate, and gets turns as soon as it holds the current weights. A rank is
 stuck when no server with the current weights is left. Finished turns are kept; the others continue after `catch_up` has
@@ -32,6 +34,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
+import torch
+
 from megarl.rollout.engine import Completion, Request, ignore_progress
 from megarl.rollout.sglang.client import Dispatch, for_others
 from megarl.rollout.sglang.fleet import LostServer
@@ -47,7 +51,7 @@ if TYPE_CHECKING:
     from megarl.rollout.sglang.api import ServerApi
     from megarl.rollout.sglang.engine import SglangEngine
 
-_MEET_EVERY_S = 0.2
+_LOOK_EVERY_S = 0.2
 _CHECK_EVERY_S = 5.0
 _CLOSE_S = 30.0
 
@@ -249,7 +253,7 @@ class ServerTurns:
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
         """Return the finished turns by sequence, at least one if any is in flight, unless `enough()` ends the wait.
-        Collective: busy ranks call it while all other ranks call `any_busy`.
+        Collective over the replica.
 
         Raises:
             ServerError: on every rank, if no server is left or a server rejected a request as invalid.
@@ -259,9 +263,9 @@ class ServerTurns:
         while True:
             self._send()
             if self._client is not None:
-                self._client.pause(_CHECK_EVERY_S if self._whole else _MEET_EVERY_S, whole=self._whole)
-            report = self._meet()[self._replica.lead]
-            if (report.over and not self._whole) or not report.in_flight or (enough is not None and enough()):
+                self._client.pause(_CHECK_EVERY_S if self._whole else _LOOK_EVERY_S, whole=self._whole)
+            over, in_flight = self._look()
+            if (over and not self._whole) or not in_flight or (enough is not None and enough()):
                 return self._take()
 
     def abort(self, sequence: int) -> None:
@@ -287,12 +291,26 @@ class ServerTurns:
                 self._client.forget(prompt)
 
     def any_busy(self, busy: bool) -> bool:
-        """Return whether any rank is busy; `busy` is this rank's state. Collective over all ranks of the run.
+        """Return whether any rank is busy; `busy` is the state of this rank's replica. Collective over the replica, and
+        over all ranks of the run while no replica is busy.
+
+        A busy replica returns at once. One that is not waits until no other is busy, or all ranks have met for another
+        reason.
 
         Raises:
             ServerError: on every rank, if no server is left or a server rejected a request as invalid.
+            WorkerError: a busy replica makes no progress.
         """
         self._busy = busy
+        if busy:
+            self._send()
+            return True
+        called = False
+        while not called:
+            self._call_if_needed()
+            meetings = self._engine.meetings
+            called, _, _ = self._share(meetings.await_call() if self._replica.is_first else meetings.is_called())
+            beat()
         any_busy = any(report.busy for report in self._meet())
         if not any_busy:
             self._engine.leave()
@@ -328,8 +346,45 @@ class ServerTurns:
         for group in groups.values():
             self._client.send(group, last=self._whole)
 
+    def _look(self) -> tuple[bool, bool]:
+        """Return whether the replica has finished turns that `wait` has not returned, and whether it has turns in
+        flight. If a meeting is called, meet first. Collective over the replica."""
+        self._send()
+        self._call_if_needed()
+        called, over, in_flight = self._share(self._engine.meetings.is_called())
+        if called:
+            report = self._meet()[self._replica.lead]
+            return report.over, report.in_flight
+        beat()
+        return over, in_flight
+
+    def _call_if_needed(self) -> None:
+        """Call a meeting of all ranks if this rank has an error, failed or starting servers, or turns but no server."""
+        client = self._client
+        if client is not None:
+            self._engine.note(client.failures())
+        late = time.monotonic() - self._checked >= _CHECK_EVERY_S and self._engine.replacing
+        if late or self._to_send or self._engine.has_failures or (client is not None and client.error is not None):
+            self._engine.meetings.call()
+
+    def _share(self, called: bool) -> tuple[bool, bool, bool]:
+        """Return whether a meeting is called, and whether the replica has finished turns, and turns in flight.
+        Collective over the replica."""
+        over, in_flight = self._counts()
+        state = self._replica.group.all_reduce(
+            torch.tensor([called, over > 0, in_flight > 0], dtype=torch.int64), "max"
+        )
+        is_called, any_over, any_in_flight = map(bool, state.tolist())
+        return is_called, any_over, any_in_flight
+
+    def _counts(self) -> tuple[int, int]:
+        """Return the numbers of turns that have finished and were not returned, and of turns in flight."""
+        over = sum(sample.finish_reason is not None for sample in self._samples.values())
+        return over, len(self._samples) - over - len(self._to_send)
+
     def _meet(self) -> list[_Report]:
         """Exchange reports until no rank is stuck; return them by rank. Collective over all ranks of the run."""
+        self._engine.meetings.begin()
         while True:
             self._send()
             error = None if self._client is None else self._client.error
@@ -348,11 +403,10 @@ class ServerTurns:
                 self._engine.recover(self._recoveries)
                 self._recoveries += 1
             elif self._client is not None:
-                self._client.pause(_MEET_EVERY_S, whole=True)
+                self._client.pause(_LOOK_EVERY_S, whole=True)
 
     def _report(self, error: BaseException | None) -> _Report:
-        over = sum(sample.finish_reason is not None for sample in self._samples.values())
-        in_flight = len(self._samples) - over - len(self._to_send)
+        over, in_flight = self._counts()
         if self._client is not None:
             self._engine.note(self._client.failures())
         return _Report(
