@@ -93,8 +93,6 @@ def watch_only(url: str) -> Callable[..., Any]:
     async def look(self: Dispatch, number: int, server: ServerApi) -> None:
         if server.url == url:
             await watch(self, number, server)
-        else:
-            await self._wake()
 
     return look
 

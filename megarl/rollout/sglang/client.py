@@ -1,10 +1,10 @@
 """Requests to servers over HTTP: many samples in flight, retried on another server when theirs fails.
 
-samples --Router--> POST /generate --> answer --> finished?  else send again, with the partial tokens
-                          |      '-- POST /abort_request: the server answers now, with the partial tokens
-                          |
-                          |-- no answer within the deadline: send again, three requests at most
-                          '-- server failed, or does not respond: drop the server, send to another one
+samples --Slots--> POST /generate --> answer --> finished?  else send again, with the partial tokens
+                         |      '-- POST /abort_request: the server answers now, with the partial tokens
+                         |
+                         |-- no answer within the deadline: send again, three requests at most
+                         '-- server failed, or does not respond: drop the server, send to another one
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.rollout.sglang.api import ServerApi, tls_context
 from megarl.rollout.sglang.fleet import LostServer
-from megarl.rollout.sglang.router import NoServerError, Router
 from megarl.rollout.sglang.samples import BadAnswerError, OtherPromptError, ServedSample
+from megarl.rollout.sglang.slots import Slots
 from megarl.system.errors import ServerError
 from megarl.system.processes import has_nvidia_device
 
@@ -68,13 +68,12 @@ class Dispatch:
     ) -> None:
         self._config, self._servers, self._tag, self._done = config, dict(servers), tag, done
         self._sampling, self._stop_ids = sampling, list(stop_ids)
-        self._router: Router[int] = Router(servers, config.max_concurrency or _most_requests(len(servers)))
+        self._slots = Slots(servers, config.max_concurrency or _most_requests(len(servers)))
         self._failures = failures
         self._failed: set[int] = set()
         self._watches: list[asyncio.Task[None]] = []
         self._in_flight: dict[int, set[asyncio.Task[dict[str, Any]]]] = {number: set() for number in servers}
         self._requests: dict[int, tuple[int, str]] = {}  # id of a sample -> server number and request id
-        self._freed: asyncio.Condition
         self._session: ClientSession
 
     @asynccontextmanager
@@ -82,7 +81,6 @@ class Dispatch:
         """Open the HTTP session and watch the servers' health inside the block."""
         import aiohttp
 
-        self._freed = asyncio.Condition()
         timeout = aiohttp.ClientTimeout(total=self._config.request_timeout_s)
         connector = aiohttp.TCPConnector(limit=0, ssl=tls_context(), keepalive_timeout=_IDLE_S)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session:
@@ -101,12 +99,12 @@ class Dispatch:
                 continue
             self._servers[number], self._in_flight[number] = server, set()
             self._failed.discard(number)
-            self._router.add(number)
+            self._slots.add(number)
             self._watches.append(asyncio.create_task(self._watch(number, server)))
 
     def forget(self, prompt: int) -> None:
         """Forget which server has `prompt`, because no more of its samples will be sent."""
-        self._router.forget(prompt)
+        self._slots.forget(prompt)
 
     async def finish(self, samples: Sequence[ServedSample]) -> None:
         """Generate samples of one prompt until they are complete or no server is left.
@@ -124,7 +122,7 @@ class Dispatch:
     async def abort(self, sample: ServedSample) -> None:
         """Abort a sample in flight; it keeps its partial tokens."""
         sample.aborted = True
-        await self._wake()  # a sample that waits for a free slot must notice the abort
+        self._slots.wake(sample)
         while (request := self._requests.get(id(sample))) is not None:
             await self._stop(*request)
             await asyncio.sleep(_ABORT_AGAIN_S)
@@ -169,7 +167,7 @@ class Dispatch:
     ) -> tuple[ServerApi, int, dict[str, Any]] | None:
         """Return (server, its number, its answer) for the request `payload`; None: aborted, or no server is left."""
         while True:
-            number = await self._slot(sample)
+            number = await self._slots.take(sample)
             if number is None:
                 return None
             request, server, in_flight = uuid.uuid4().hex, self._servers[number], self._in_flight[number]
@@ -194,8 +192,7 @@ class Dispatch:
                 del self._requests[id(sample)]
                 in_flight.discard(task)
                 if self._servers[number] is server:  # the server was not replaced meanwhile
-                    self._router.give_back(number)
-                await self._wake()
+                    self._slots.give_back(number)
 
     async def _late(self, sample: ServedSample, number: int, request: str) -> None:
         """Abort a request that passed its deadline; raise a ServerError if this happened too often for the sample."""
@@ -208,24 +205,6 @@ class Dispatch:
             )
             raise ServerError(server.name, server.url, "generation (/generate)", text)
         await self._stop(number, request)
-
-    async def _wake(self) -> None:
-        """Wake samples that wait for a free slot."""
-        async with self._freed:
-            self._freed.notify_all()
-
-    async def _slot(self, sample: ServedSample) -> int | None:
-        async with self._freed:
-            while True:
-                if sample.aborted:
-                    return None
-                try:
-                    number = self._router.take(sample.prompt)
-                except NoServerError:
-                    return None
-                if number is not None:
-                    return number
-                await self._freed.wait()
 
     async def _post(self, server: ServerApi, payload: dict[str, Any]) -> dict[str, Any]:
         import aiohttp
@@ -253,7 +232,6 @@ class Dispatch:
         """
         import aiohttp
 
-        await self._wake()  # samples that wait for a free slot can use this new server
         alive = self._config.health_timeout_s
         since: float | None = None  # time of the first unanswered query; a suspension of this process does not count
         while self._servers[number] is server and number not in self._failed:
@@ -283,7 +261,7 @@ class Dispatch:
             return
         self._failed.add(number)
         self._failures.append(LostServer(number, server.url, why))
-        self._router.drop(number)
+        self._slots.drop(number)
         for task in self._in_flight[number]:
             task.cancel()
 

@@ -26,7 +26,7 @@ class Router(Generic[Name]):
 
     All samples of a prompt go to one server, whose prefix cache then holds the prompt. If that server is full, a sample
     waits for it, because another server would have to prefill the prompt again. A new prompt goes to the least loaded
-    server.
+    server that is not full.
 
     Args:
         capacity: maximum number of samples in flight per server.
@@ -38,7 +38,8 @@ class Router(Generic[Name]):
         self._home: dict[Hashable, Name] = {}
 
     def take(self, prompt: Hashable) -> Name | None:
-        """Return the name of the server for a sample of `prompt`; None: that server is full, so the sample must wait.
+        """Return the name of the server for a sample of `prompt`; None: that server (for a new prompt: each server) is
+        full, so the sample must wait.
 
         Raises:
             NoServerError: no server is left.
@@ -48,14 +49,19 @@ class Router(Generic[Name]):
         name = self._home.get(prompt)
         if name is None:
             # Prompts count more than samples in flight, because further samples of a new prompt follow.
-            name = min(self._lanes, key=lambda n: (len(self._lanes[n].prompts), self._lanes[n].in_flight))
+            lanes = self._lanes
+            name = min(lanes, key=lambda n: (self._is_full(n), len(lanes[n].prompts), lanes[n].in_flight))
         lane = self._lanes[name]
-        if lane.in_flight >= self._capacity:
+        if self._is_full(name):
             return None
         self._home[prompt] = name
         lane.prompts.add(prompt)
         lane.in_flight += 1
         return name
+
+    def home(self, prompt: Hashable) -> Name | None:
+        """Return the name of the server that has `prompt`; None: no server has it."""
+        return self._home.get(prompt)
 
     def give_back(self, name: Name) -> None:
         """Record that a sample on server `name` has ended; the server may have been dropped meanwhile."""
@@ -77,6 +83,9 @@ class Router(Generic[Name]):
         lane = self._lanes.pop(name, None)
         for prompt in lane.prompts if lane is not None else ():
             self._home.pop(prompt, None)
+
+    def _is_full(self, name: Name) -> bool:
+        return self._lanes[name].in_flight >= self._capacity
 
     @property
     def names(self) -> list[Name]:
