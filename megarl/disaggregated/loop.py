@@ -87,6 +87,8 @@ def join_run(config: RunConfig, graph: TaskGraph) -> TeamContext:
 def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
     """Train this team's part of a task graph until `trainer.steps`, from the newest checkpoint when there is one."""
     c = build_team(config, run_dir, graph, join_run(config, graph))
+    if c.team.placement.separate:
+        c.buffer.join_team(c.layout.world)
     try:
         share_loader(c)
         checkpoints: CheckpointPart

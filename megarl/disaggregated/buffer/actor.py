@@ -36,9 +36,10 @@ class BufferActor:
         #: this result instead of changing the state again
         self._last_changes: dict[tuple[str, int], tuple[int, int, Any]] = {}
 
-    async def ping(self, team: str, rank: int, ping: Ping) -> None:
-        """Record a worker's report of its progress."""
-        self._progress.ping(team, rank, ping, time.monotonic())
+    async def ping(self, team: str, pings: Mapping[int, Ping]) -> None:
+        """Record reports of a team's workers on their progress, by rank."""
+        for rank, ping in pings.items():
+            self._progress.ping(team, rank, ping, time.monotonic())
 
     async def end(self) -> None:
         """Never return: the launcher waits for this call to fail, which happens when the actor dies."""

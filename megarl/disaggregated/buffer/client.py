@@ -1,7 +1,8 @@
 """A worker's connection to the buffer: it hands over and fetches samples, posts and reads messages, and waits for them.
 
 A busy team may take long, so a wait has no fixed limit. It ends when no other team has made progress for `deadline_s`.
-Every worker reports its progress to the buffer every few seconds; waiting is not progress. If all teams wait for each
+The first worker of each team reports the progress of all its workers to the buffer every few seconds; waiting is not
+progress. If all teams wait for each
 other, or the awaited team hangs, the error of every waiting worker lists the progress of the others.
 
 A call whose connection broke is repeated, and the buffer makes each change once. When the buffer dies, every call
@@ -24,14 +25,17 @@ from weakref import WeakKeyDictionary
 
 from megarl.disaggregated.buffer.core import RUN_AGAIN, GroupInfo, HandoverError, Topic
 from megarl.disaggregated.buffer.progress import Ping
+from megarl.disaggregated.buffer.team_progress import TeamProgress
 from megarl.system import tracing
 
 if TYPE_CHECKING:
     from megarl.data.wire import Block, Span
     from megarl.disaggregated.buffer.flow import Finished, FlowGroup
+    from megarl.system.comm import WorkerGroup
 
 _SLICE_S = 5.0  # longest call that waits, and time between two pings
 _AGAIN_S = 0.5  # seconds between two attempts of a call
+_CALLS_S = 50  # workers of a team whose waits may come to the buffer in a second; those of larger teams last longer
 
 
 class BufferClient:
@@ -50,11 +54,12 @@ class BufferClient:
     def __init__(self, actor: Any, name: str, team: str, rank: int, deadline_s: float, start: int = 0) -> None:
         self._actor, self.name, self.team, self.rank, self._deadline_s = actor, name, team, rank, deadline_s
         self._start = start
-        self._slice_s = min(_SLICE_S, deadline_s / 4)
+        self._slice_s = self._every_s = min(_SLICE_S, deadline_s / 4)
         self._changing = threading.Lock()
         self._serial = 0  # number of this worker's last call that changes the state
         self._changes = 0
         self._waits_for = ""
+        self._together: TeamProgress | None = None
         self._awaited, self._awaiting = "", None  # name of the message that `has_arrived` awaits, and the call for it
         tracing.on_change(self._moved)
         self._ping()
@@ -76,6 +81,12 @@ class BufferClient:
         except ValueError as error:
             raise HandoverError(f"team {team!r} rank {rank}: Ray has no buffer {name!r}: {error}{RUN_AGAIN}") from error
         return cls(actor, name, team, rank, deadline_s, start)
+
+    def join_team(self, world: WorkerGroup) -> None:
+        """From now on let the first worker of this team report the progress of all; `world` has all of them."""
+        if world.size > 1:
+            self._slice_s = min(max(self._slice_s, world.size / _CALLS_S), self._deadline_s / 4)
+            self._together = TeamProgress(world.store(), world.rank, world.size)
 
     # -- mail --------------------------------------------------------------------------------------------------------
 
@@ -263,8 +274,16 @@ class BufferClient:
         return self._call(f"the buffer to {action}", "query", method, list(arguments))
 
     def _ping(self) -> None:
-        ping = Ping(self._changes, tracing.current(), tracing.step_now, self._waits_for)
-        self._call("the buffer to answer", "ping", self.team, self.rank, ping)
+        pings, team = (
+            {self.rank: Ping(self._changes, tracing.current(), tracing.step_now, self._waits_for)},
+            self._together,
+        )
+        if team is not None:
+            team.write(pings[self.rank])
+            if self.rank:
+                return
+            pings = team.news()
+        self._call("the buffer to answer", "ping", self.team, pings)
 
     def _call(self, awaited: str, method: str, *arguments: Any, waits_s: float = 0.0) -> Any:
         """Return the buffer's answer, which may take `waits_s`; repeat the call if its connection breaks."""
@@ -357,9 +376,11 @@ class BufferClient:
         import ray
 
         while True:
-            time.sleep(self._slice_s)
+            time.sleep(self._every_s)
             try:
                 self._ping()
+            except RuntimeError:  # the team's store is gone: so is its first worker
+                return
             except HandoverError as error:  # not raised here: the next call of the worker's own thread raises it too
                 if not isinstance(error.__cause__, ray.exceptions.GetTimeoutError):
                     return

@@ -21,6 +21,7 @@ from megarl.dag.placement import Placement, place
 from megarl.dag.staleness import StalenessSettings
 from megarl.data.wire import Block, Span
 from megarl.disaggregated.buffer.core import Change, Core
+from megarl.system.comm import WorkerGroup
 from megarl.system.processes import BUFFER, TEAM, WORKER, free_port
 
 _KEY = b"of a test"
@@ -87,6 +88,9 @@ class FarClient:
     def connect(cls, name: str, team: str, rank: int, deadline_s: float, start: int = 0) -> FarClient:
         """`name` is the port of the shelf."""
         return cls(Client(("127.0.0.1", int(name)), authkey=_KEY), team, rank, start)
+
+    def join_team(self, world: WorkerGroup) -> None:
+        """Nothing: progress is not reported."""
 
     def _call(self, *call: Any) -> Any:
         self._shelf.send(call)

@@ -85,7 +85,7 @@ def test_a_process_of_an_earlier_start_of_its_team_changes_nothing() -> None:
 def test_a_slice_without_result_tells_where_the_others_stand() -> None:
     async def run() -> None:
         actor = BufferActor(by_hand(), 4, "dealt")
-        await actor.ping("ref", 0, Ping(1, "step/ref_logp", 2, ""))
+        await actor.ping("ref", {0: Ping(1, "step/ref_logp", 2, "")})
         start = time.monotonic()
         found, others = await fetch(actor, "train", 1, 0.1, "ref_logp>train")
         assert time.monotonic() - start > 0.05
@@ -114,7 +114,7 @@ def test_the_buffer_takes_no_more_memory_after_many_steps() -> None:
                 for call in (*some, ("done", team, 0, step)):
                     serials[team] += 1
                     await change(actor, team, 0, serials[team], *call)
-                await actor.ping(team, 0, Ping(step, "step", step, ""))
+                await actor.ping(team, {0: Ping(step, "step", step, "")})
                 if team == "train":
                     assert (await assignment(actor, "ref", step, 1.0))[0] == [GROUP]
                     assert (await fetch(actor, "ref", step, 1.0))[0] == [told]
