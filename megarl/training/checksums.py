@@ -7,6 +7,7 @@ that reading the file takes the time. It detects damage, not forgery.
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from megarl.system.tracing import beat
 #: Bytes and checksum of a file.
 FileChecksum: TypeAlias = list[int | str]
 _CHUNK = 16 << 20
+_NUMBER = re.compile(r"_(\d+)\.")  # of the worker that wrote a file
 
 
 def checksum_of(file: BinaryIO) -> FileChecksum:
@@ -61,9 +63,10 @@ def faults(
 ) -> list[str]:
     """List the files of `folder` that differ from their checksums, one line each; equal on all ranks.
 
-    Collective over `world`: all ranks together read every byte once. With `per_machine` the ranks of each machine do
-    so, because each machine may have its own folder. `foreign_reason(path)` may return a more precise message for a
-    changed file.
+    Collective over `world`: all ranks together read every byte once. A rank reads the files with its number in their
+    names, which it will load if the layout is the same: the bytes are in its machine's memory then. With `per_machine`
+    the ranks of each machine read every byte once, because each machine may have its own folder.
+    `foreign_reason(path)` may return a more precise message for a changed file.
     """
     names = _share(sorted(checksums), world, per_machine)
     lines = [line for name in names if (line := _fault(folder / name, checksums[name], foreign_reason))]
@@ -89,7 +92,8 @@ def checksums_of(folder: Path, names: Sequence[str], world: WorkerGroup) -> dict
 def _share(names: Sequence[str], world: WorkerGroup, per_machine: bool) -> Sequence[str]:
     """Return this rank's share of `names`, which all ranks or the ranks of each machine divide among themselves."""
     if not per_machine:
-        return names[world.rank :: world.size]
+        numbers = [int(number[1]) if (number := _NUMBER.search(name)) else place for place, name in enumerate(names)]
+        return [name for name, number in zip(names, numbers, strict=True) if number % world.size == world.rank]
     hosts = world.all_gather_json(socket.gethostname())
     here = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
     return names[here.index(world.rank) :: len(here)]
