@@ -27,7 +27,7 @@ import torch
 
 from megarl.config.sync import SyncConfig
 from megarl.models.policy import PolicyModel
-from megarl.models.weights.export import iter_on_all_ranks, layout_of_all
+from megarl.models.weights.export import iter_on_all_ranks, layout_of_all, stage_group
 from megarl.models.weights.fill import coordinate
 from megarl.sync import verify
 from megarl.sync.hosts import choose_transport, hosts_of_ranks, hosts_of_receivers
@@ -235,9 +235,10 @@ class WeightSync:
         """
         layouts = list(dict.fromkeys(self.receivers.all[n].layout for n in report.to_probe))
         compared = self.table.shapes()  # a receiver reports the parameters of its model, not those of its draft
-        every = iter_on_all_ranks(self.chunks, self.world, device())
-        tensors = ((name, tensor) for name, tensor in every if name in compared)
-        expected = verify.expected_checksums(tensors, layouts, self.dtype, self.world, self.table.float32())
+        with stage_group(self.chunks, self.world) as stage:
+            every = iter_on_all_ranks(self.chunks, stage, device())
+            tensors = ((name, tensor) for name, tensor in every if name in compared)
+            expected = verify.expected_checksums(tensors, layouts, self.dtype, self.world, self.table.float32(), stage)
         reported: dict[int, Checksums] = {}
 
         def read(number: int) -> None:

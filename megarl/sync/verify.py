@@ -2,7 +2,8 @@
 
 The receiver returns a checksum of each of its own parameters, which fuse and split the tensors that were sent. The
 trainer computes the same from tensors gathered one at a time by `iter_on_all_ranks`, independently of plan and buckets.
-Every rank has the tensors on its device, and computes the checksums of its share of the parameters.
+Each pipeline stage gathers its own tensors, at the same time as the others. Every rank of the stage has them on its
+device, and computes the checksums of its share of the parameters.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ def expected_checksums(
     dtype: torch.dtype,
     world: WorkerGroup,
     float32: Container[str] = (),
+    stage: WorkerGroup | None = None,
 ) -> dict[ReceiverLayout, Checksums]:
     """Return the checksums that receivers with these `tensors` must report, by layout. Collective over `world`.
 
     Args:
-        tensors: whole Hugging Face tensors in export order, equal on every rank; consumed once.
+        tensors: whole Hugging Face tensors in export order, equal on every rank of `stage`; consumed once.
         layouts: layouts of the receivers, without duplicates.
         dtype: dtype in which tensors are sent, except those that `float32` names.
         world: all ranks of the trainer; each computes checksums on the device of its tensors.
+        stage: the ranks that have the same `tensors`; None: all.
     """
-    # Number of each (layout, rank, parameter), the same on every trainer rank; the ranks take turns by this number.
+    stage = stage or world
+    # Number of each (layout, rank, parameter), the same on every rank of the stage; they take turns by this number.
     turns: dict[tuple[int, int, str], int] = {}
     sums: list[list[dict[str, Checksum]]] = [[{} for _ in range(at.ranks)] for at in layouts]
     for name, tensor in tensors:
@@ -43,7 +47,7 @@ def expected_checksums(
         for number, layout in enumerate(layouts):
             for rank, checksums in enumerate(sums[number]):
                 for param, part, total in layout.parts(rank, name, cast):
-                    if turns.setdefault((number, rank, param), len(turns)) % world.size == world.rank:
+                    if turns.setdefault((number, rank, param), len(turns)) % stage.size == stage.rank:
                         if param not in checksums:
                             checksums[param] = layout.make_checksum(total * part.itemsize)
                         checksums[param].update(part)

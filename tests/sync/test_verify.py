@@ -91,7 +91,7 @@ def test_a_server_fuses_and_splits(tp, ep):
 
 def shares(folder: str, cases: list[tuple[str, dict]]) -> list:
     """For each case what this rank gathers, how many bytes it hashes, and the checksums that all find together."""
-    from megarl.models.weights.export import iter_on_all_ranks
+    from megarl.models.weights.export import iter_on_all_ranks, stage_group
     from megarl.sync import checksum
     from tests.dist import fresh_parallel, world
 
@@ -99,7 +99,6 @@ def shares(folder: str, cases: list[tuple[str, dict]]) -> list:
     for name, layout in cases:
         fresh_parallel(**layout)
         chunks = build_tiny(f"{folder}/{name}", **layout)
-        tensors = {n: t.clone() for n, t in iter_on_all_ranks(chunks, world(), torch.device("cpu"))}
         at, hashed = ServerLayout.of(chunks[0].hf_config, tp=2), []
         update = checksum.HostChecksum.update
 
@@ -107,14 +106,15 @@ def shares(folder: str, cases: list[tuple[str, dict]]) -> list:
             hashed.append(part.nbytes)
             update(made, part)
 
-        with mock.patch.object(checksum.HostChecksum, "update", counting):
-            sums = expected_checksums(tensors.items(), [at], torch.bfloat16, world())[at]
+        with stage_group(chunks, world()) as stage, mock.patch.object(checksum.HostChecksum, "update", counting):
+            tensors = {n: t.clone() for n, t in iter_on_all_ranks(chunks, stage, torch.device("cpu"))}
+            sums = expected_checksums(tensors.items(), [at], torch.bfloat16, world(), stage=stage)[at]
         found.append({"tensors": tensors, "hashed": sum(hashed), "sums": sums})
     return found
 
 
 @pytest.mark.procs
-def test_every_rank_gathers_all_weights_and_hashes_its_share(tmp_path):
+def test_every_rank_gathers_the_weights_of_its_stage_and_hashes_its_share(tmp_path):
     cases = [
         ("qwen3", {"tp": 2}),
         ("qwen3", {"pp": 2}),
@@ -126,11 +126,12 @@ def test_every_rank_gathers_all_weights_and_hashes_its_share(tmp_path):
     for (name, layout), *ranks in zip(cases, *run_distributed(shares, 2, 120, str(tmp_path), cases), strict=True):
         held = load_folder(tmp_path / name)
         at = ServerLayout.of(config(name, num_hidden_layers=2), tp=2)
-        in_order = {n: held[n] for n in ranks[0]["tensors"]}
+        in_order = {n: held[n] for rank in ranks for n in rank["tensors"]}
         alone = expected_checksums(in_order.items(), [at], torch.bfloat16, WorkerGroup.alone())[at]
+        assert in_order.keys() == held.keys()
         for rank in ranks:
-            assert rank["tensors"].keys() == held.keys()
-            assert all(torch.equal(rank["tensors"][n], tensor) for n, tensor in held.items()), (name, layout)
+            assert (len(rank["tensors"]) < len(held)) == ("pp" in layout)
+            assert all(torch.equal(held[n], tensor) for n, tensor in rank["tensors"].items()), (name, layout)
             assert rank["sums"] == alone
         assert 0.25 < ranks[0]["hashed"] / sum(rank["hashed"] for rank in ranks) < 0.75
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,11 +20,12 @@ from megarl.models.layers.rules import Piece, TensorRegion
 from megarl.models.policy import PolicyModel
 from megarl.models.weight_table import Coordinate, Shard, as_index, region_numel, region_shape
 from megarl.models.weights.adapters import adapter_slices, adapter_tensors
-from megarl.models.weights.draft import find_draft, repeated_tensors
+from megarl.models.weights.draft import KeptDraft, find_draft, repeated_tensors
 from megarl.models.weights.files import FolderWriter
 from megarl.models.weights.fill import Reader, coordinate, read_region, weight_readers
 from megarl.models.weights.metadata import write_draft_layers, write_metadata
 from megarl.system.comm import WorkerGroup
+from megarl.system.errors import WorkerError
 from megarl.system.tracing import beat
 
 if TYPE_CHECKING:
@@ -106,17 +109,19 @@ def _gathered(
     read: dict[_Key, Reader],
     dtypes: Mapping[str, torch.dtype],
     world: WorkerGroup,
+    to: Mapping[str, int] | None = None,
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the tensors of `shapes`, gathered from their owners on rank 0; `read` reads this rank's parameters."""
+    """Yield the tensors of `shapes`, gathered from their owners on the rank that `to` names, by default rank 0; None on
+    other ranks. `read` reads this rank's parameters."""
     for name, shape in shapes.items():
         beat()
-        dtype = dtypes[name]
-        whole = torch.empty(shape, dtype=dtype) if world.rank == _WRITER else None
+        dtype, target = dtypes[name], _WRITER if to is None else to[name]
+        whole = torch.empty(shape, dtype=dtype) if world.rank == target else None
         for rank, pieces in owners[name].items():
             if rank == world.rank:
                 parts = [read[key](piece.target_region).cpu() for key, piece in pieces]
                 if whole is None:
-                    world.send(torch.cat([part.flatten() for part in parts]), dst=_WRITER)
+                    world.send(torch.cat([part.flatten() for part in parts]), dst=target)
             elif whole is not None:
                 part_shapes = [region_shape(piece.source_region) for _, piece in pieces]
                 flat = world.receive(torch.empty(sum(map(math.prod, part_shapes)), dtype=dtype), src=rank)
@@ -132,12 +137,12 @@ def _gathered(
 def iter_on_all_ranks(
     chunks: Sequence[PolicyModel], world: WorkerGroup, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every Hugging Face tensor in export order, whole, on `device` of every rank; it may share a parameter's
+    """Yield Hugging Face tensors in export order, whole, on `device` of every rank; they may share a parameter's
     memory.
 
-    Collective over `world`, all ranks that hold the model. Broadcasts do not open a connection for each pair of ranks,
-    as messages to one rank would. One tensor at a time is gathered. Values are exactly those of the parameters, with
-    adapters merged in.
+    Collective over `world`, all ranks that hold the model or one pipeline stage of it (`stage_group`), whose tensors
+    are then the ones that are yielded. Broadcasts do not open a connection for each pair of ranks, as messages to one
+    rank would. One tensor at a time is gathered. Values are exactly those of the parameters, with adapters merged in.
 
     Args:
         device: device of the parameters, or the CPU.
@@ -145,6 +150,8 @@ def iter_on_all_ranks(
     shapes, owners, read = _sources(chunks, world)
     dtypes = tensor_dtypes(chunks)
     for name, shape in shapes.items():
+        if name not in owners:
+            continue
         beat()
         dtype = dtypes[name]
         whole: Tensor | None = None
@@ -167,6 +174,28 @@ def iter_on_all_ranks(
         yield name, whole
 
 
+@contextlib.contextmanager
+def stage_group(chunks: Sequence[PolicyModel], world: WorkerGroup) -> Iterator[WorkerGroup]:
+    """Make a group of the ranks that hold the same pipeline stage as this one; `world` itself if there is one stage.
+
+    Each tensor is whole in one of the groups. Collective over `world`, also at the end of the block.
+    """
+    layout = layout_of_all(coordinate(chunks), world)
+    stages = sorted({at.pp_rank for at in layout})
+    owners = _owners(layout, chunks[0].weight_table.shards).values()
+    if len(stages) == 1 or any(len({layout[rank].pp_rank for rank in ranks}) > 1 for ranks in owners):
+        yield world
+        return
+    members = [[world.ranks[rank] for rank, at in enumerate(layout) if at.pp_rank == stage] for stage in stages]
+    groups = [world.subgroup(ranks, f"pipeline stage {stage}") for stage, ranks in zip(stages, members, strict=True)]
+    [stage] = [group for group in groups if group is not None]
+    try:
+        yield stage
+        world.barrier()  # a group that is closed must not be in use on another rank
+    finally:
+        stage.close()
+
+
 def export_weights(
     chunks: Sequence[PolicyModel],
     out_dir: str | Path,
@@ -185,7 +214,8 @@ def export_weights(
     The folder appears under its name when it is complete; an existing folder is replaced.
 
     Args:
-        world: all ranks that hold the model; its first one writes.
+        world: all ranks that hold the model. Each writes some of the files, and the first one the rest, so `out_dir` is
+            on a file system that they share.
         dtype: dtype of the written tensors, except those that are float32 in every model; None: the parameters'
             dtype.
         max_shard_gb: largest size of a file (10**9 bytes).
@@ -193,34 +223,143 @@ def export_weights(
         keep_draft: also write the draft head of `source` if it has one. A critic has none.
         classifies: the value head scores whole sequences, not tokens.
     """
-    out_dir = Path(out_dir)
     dtype = dtype or chunks[0].config.params_dtype
-    value_head = chunks[0].has_value_head
-    if world.rank != _WRITER:
-        for _ in iter_hf_tensors(chunks, world):
-            pass
-    else:
-        shapes, dtypes = chunks[0].weight_table.shapes(), tensor_dtypes(chunks, dtype)
-        trained = chunks[0].weight_table.has_draft
-        repeats = repeated_tensors(hf_config, source) if trained else {}
-        written = {name: (name, *repeats.get(name, ())) for name in shapes}  # a repetition follows its original
-        dtypes = {copy: dtypes[name] for name, copies in written.items() for copy in copies}
-        shapes = {copy: shapes[name] for name, copies in written.items() for copy in copies}
-        draft = find_draft(hf_config, source) if keep_draft and not value_head and not trained else None
-        if draft is not None:
-            shapes, dtypes = shapes | draft.shapes(), dtypes | draft.dtypes(dtype)
-            print(draft.describe(), flush=True)
-        with FolderWriter(
-            out_dir, shapes, dtypes, int(max_shard_gb * 1e9), stacked=stacks_experts(hf_config)
-        ) as writer:
-            for name, tensor in iter_hf_tensors(chunks, world):
-                assert tensor is not None, "the writing rank gets every tensor"
-                for copy in written[name]:
-                    writer.add(copy, tensor)
-            for name, tensor in () if draft is None else draft.tensors():
-                beat()
-                writer.add(name, tensor)
-            heads = {"value_head": value_head, "classifies": classifies}
+    heads = {"value_head": chunks[0].has_value_head, "classifies": classifies}
+    content = _Content.of(chunks, hf_config, source, dtype, world, keep_draft=keep_draft)
+    stacked, size = stacks_experts(hf_config), int(max_shard_gb * 1e9)
+    with contextlib.ExitStack() as stack:
+        writer, folder = None, None
+        if world.rank == _WRITER:
+            writer = FolderWriter(Path(out_dir), content.shapes, content.dtypes, size, stacked=stacked)
+            stack.enter_context(writer)
+            folder = str(writer.temporary)
+        folder = world.broadcast_json(folder)
+        writer = writer or FolderWriter(
+            Path(out_dir), content.shapes, content.dtypes, size, stacked=stacked, temporary=Path(folder)
+        )
+        problem = _write_files(chunks, writer, content, world)
+        problems = [
+            f"rank {rank}: {text}" for rank, text in enumerate(world.all_gather_json(problem and str(problem))) if text
+        ]
+        if problems:
+            raise problem or WorkerError(f"cannot write {out_dir}: {'; '.join(problems[:4])}")
+        if world.rank == _WRITER:
+            draft, trained = content.draft, chunks[0].weight_table.has_draft
             write_metadata(writer.temporary, hf_config, tokenizer, dtype, **heads, source=source)
             write_draft_layers(writer.temporary, hf_config, 1 if trained else 0 if draft is None else draft.layers)
     world.barrier()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Content:
+    """The tensors of an exported folder, in their order.
+
+    Attributes:
+        sources: name in the folder -> name of the model's tensor; without the tensors of `draft`.
+        shapes, dtypes: of every tensor in the folder, by its name there.
+        draft: the draft head that is copied from the model's source, on the first rank; None: none, or another rank.
+    """
+
+    sources: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+    draft: KeptDraft | None
+
+    @classmethod
+    def of(
+        cls,
+        chunks: Sequence[PolicyModel],
+        hf_config: PretrainedConfig,
+        source: str | Path | None,
+        dtype: torch.dtype,
+        world: WorkerGroup,
+        *,
+        keep_draft: bool,
+    ) -> _Content:
+        """Return the content of the export; only the first rank reads the model's source. Collective over `world`."""
+        table, draft, copies = chunks[0].weight_table, None, dict[str, list[str]]()
+        more: dict[str, list[int]] = {}
+        if world.rank == _WRITER:
+            copies = repeated_tensors(hf_config, source) if table.has_draft else {}
+            wanted = keep_draft and not chunks[0].has_value_head and not table.has_draft
+            draft = find_draft(hf_config, source) if wanted else None
+            if draft is not None:
+                more = {name: list(shape) for name, shape in draft.shapes().items()}
+                print(draft.describe(), flush=True)
+        copies, more, kinds = world.broadcast_json(
+            [copies, more, {} if draft is None else {n: str(kind) for n, kind in draft.dtypes(dtype).items()}]
+        )
+        of_model, types = table.shapes(), tensor_dtypes(chunks, dtype)
+        # a repetition follows its original
+        sources = {copy: name for name in of_model for copy in (name, *copies.get(name, ()))}
+        shapes = {name: of_model[origin] for name, origin in sources.items()}
+        dtypes = {name: types[origin] for name, origin in sources.items()}
+        shapes |= {name: tuple(shape) for name, shape in more.items()}
+        dtypes |= {name: getattr(torch, kind.removeprefix("torch.")) for name, kind in kinds.items()}
+        return cls(sources, shapes, dtypes, draft)
+
+
+@dataclasses.dataclass(frozen=True)
+class FilePlan:
+    """Which ranks write the files of an export.
+
+    Attributes:
+        owners: name of a tensor -> the ranks that send its pieces, and their pieces.
+        writers: name of a tensor -> the rank that gathers and writes it, the same for all tensors of a file.
+    """
+
+    owners: dict[str, dict[int, list[tuple[_Key, Piece]]]]
+    writers: dict[str, int]
+
+    @classmethod
+    def of(
+        cls,
+        layout: list[Coordinate],
+        slices: Callable[[Coordinate], list[Shard]],
+        sources: Mapping[str, str],
+        files: Mapping[str, int],
+    ) -> FilePlan:
+        """Divide the files among the replicas of the model, and inside a replica among the ranks that hold their
+        tensors: each of them gathers the tensors of its files from the others, at the same time as other replicas do.
+
+        Args:
+            layout: coordinates of all ranks.
+            slices: returns the shards of a coordinate.
+            sources: name in the folder -> name of the model's tensor.
+            files: name in the folder -> number of its file. The first rank writes files that have further names.
+        """
+        twins: dict[Coordinate, list[int]] = {}
+        for rank, at in enumerate(layout):
+            twins.setdefault(at, []).append(rank)
+        first = _owners(layout, slices)
+        owners: dict[str, dict[int, list[tuple[_Key, Piece]]]] = {}
+        of_file = {file: _WRITER for name, file in files.items() if name not in sources}
+        for name, origin in sources.items():
+            file = files[name]
+            copies = {rank: twins[layout[rank]] for rank in first[origin]}
+            owners[name] = {ranks[file % len(ranks)]: first[origin][rank] for rank, ranks in copies.items()}
+            holders, replicas = list(owners[name]), len(next(iter(copies.values())))
+            of_file.setdefault(file, holders[file // replicas % len(holders)])
+        return cls(owners, {name: of_file[files[name]] for name in sources})
+
+
+def _write_files(
+    chunks: Sequence[PolicyModel], writer: FolderWriter, content: _Content, world: WorkerGroup
+) -> OSError | None:
+    """Write this rank's files of an export; return the error if they cannot be written. Collective over `world`."""
+    layout, table, kinds = layout_of_all(coordinate(chunks), world), chunks[0].weight_table, tensor_dtypes(chunks)
+    files = {name: writer.file_of(name) for name in content.shapes}
+    plan = FilePlan.of(layout, table.shards, content.sources, files)
+    read = {(shard.chunk, shard.param): reader for shard, reader in weight_readers(chunks)}
+    shapes = {name: content.shapes[name] for name in content.sources}
+    dtypes = {name: kinds[origin] for name, origin in content.sources.items()}
+    gathered = _gathered(shapes, plan.owners, read, dtypes, world, plan.writers)
+    problem: OSError | None = None
+    for name, tensor in itertools.chain(gathered, () if content.draft is None else content.draft.tensors()):
+        beat()
+        if tensor is not None and problem is None:
+            try:
+                writer.add(name, tensor)
+            except OSError as error:  # go on: other ranks send and receive the remaining tensors
+                problem = error
+    return problem

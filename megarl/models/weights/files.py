@@ -344,11 +344,15 @@ class SafetensorsWriter:
 class FolderWriter:
     """Writes sharded safetensors into a folder that appears under its name only when it is complete.
 
+    Several processes may write its files together: the first makes the temporary folder, and each adds all tensors of
+    the files that it writes (`file_of`).
+
     Args:
         shapes: all tensors by name, in the order in which they are added.
         dtypes: one dtype, or one per tensor. A stack of experts gets the widest dtype of its matrices.
         max_bytes: largest size of a file.
         stacked: write the matrices of all experts of a layer as one tensor (`megarl.artifacts.stacked_experts`).
+        temporary: the temporary folder of the process that calls `finish`; None: this process makes it.
     """
 
     def __init__(
@@ -359,6 +363,7 @@ class FolderWriter:
         max_bytes: int,
         *,
         stacked: bool = False,
+        temporary: Path | None = None,
     ) -> None:
         self._stacks = Stacks(shapes) if stacked else None
         given = _of_each(dtypes, shapes)
@@ -367,12 +372,14 @@ class FolderWriter:
         for name, stored in self._names.items():
             self._dtypes[stored] = torch.promote_types(given[name], self._dtypes.get(stored, given[name]))
         shapes = shapes if self._stacks is None else self._stacks.shapes
-        self.folder, self.temporary = folder, folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        self.temporary.mkdir()
+        self.folder, self.temporary = folder, temporary or folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+        if temporary is None:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            self.temporary.mkdir()
         self._groups = list(_group(shapes, self._dtypes, max_bytes))
         self._sizes = sum(self._dtypes[name].itemsize * math.prod(shape) for name, shape in shapes.items())
-        self._shapes, self._done = shapes, 0
+        self._files = {name: number for number, names in enumerate(self._groups) for name in names}
+        self._shapes = shapes
         self._writer: SafetensorsWriter | None = None
         self._in_group = 0
 
@@ -380,29 +387,34 @@ class FolderWriter:
         total = len(self._groups)
         return "model.safetensors" if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
 
+    def file_of(self, name: str) -> int:
+        """Return the number of the file in which a tensor is."""
+        return self._files[self._names[name]]
+
     def add(self, name: str, tensor: Tensor) -> None:
-        """Append the next tensor in the order of `shapes`."""
+        """Append the next tensor, in the order of `shapes`, of the files that this process writes."""
         tensor = tensor.to(self._dtypes[self._names[name]])
         for whole in [(name, tensor)] if self._stacks is None else self._stacks.add(name, tensor):
             self._write(*whole)
 
     def _write(self, name: str, tensor: Tensor) -> None:
-        names = self._groups[self._done]
+        number = self._files[name]
+        names = self._groups[number]
         if self._writer is None:
-            path = self.temporary / self._file_name(self._done)
+            path = self.temporary / self._file_name(number)
             self._writer = SafetensorsWriter(path, {n: self._shapes[n] for n in names}, self._dtypes)
         self._writer.add(name, tensor)
         self._in_group += 1
         if self._in_group == len(names):
             self._writer.close()
-            self._writer, self._in_group, self._done = None, 0, self._done + 1
+            self._writer, self._in_group = None, 0
 
     def finish(self) -> None:
-        """Write the index and rename the folder to its final name, replacing an older one."""
-        if self._done != len(self._groups):
-            raise ValueError(
-                f"{len(self._groups) - self._done} files of the checkpoint are incomplete: add all tensors first"
-            )
+        """Write the index and rename the folder to its final name, replacing an older one. All files are written."""
+        written = [self._file_name(number) for number in range(len(self._groups))]
+        missing = [name for name in written if not (self.temporary / name).is_file()]
+        if missing or self._writer is not None:
+            raise ValueError(f"{len(missing) or 1} files of the checkpoint are incomplete: add all tensors first")
         if len(self._groups) > 1:
             weight_map = {name: self._file_name(i) for i, names in enumerate(self._groups) for name in names}
             index = {"metadata": {"total_size": self._sizes}, "weight_map": weight_map}
