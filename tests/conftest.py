@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import campaigns, fork_servers
+from tests import campaigns, fork_servers, workers
 from tests.turns import SINGLY, FirstCollects, OneTakesTheWide, Turns, kinds_of, longest_first, write_kinds
 
 # How long an example takes depends on what else the machine does. The examples are the same in every run: one that
@@ -60,6 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if is_worker:
         config.stash[TURNS] = Turns(shared_file(config.workerinput["testrunuid"]))
         config.stash[COLLECTING] = FirstCollects(shared_file(f"{config.workerinput['testrunuid']}.collected"))
+        config.pluginmanager.register(workers.FewReports())
         gc.disable()  # what collecting makes stays to the end: looking for garbage in it takes a fifth of its time
 
 
@@ -70,6 +71,12 @@ def compute_in_one_thread() -> None:
             patch.setenv(name, "1")
         import torch
     torch.set_num_threads(1)  # where it had been loaded
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    if config.getvalue("dist") == "loadfile":
+        workers.fork_workers(config.pluginmanager.getplugin("dsession").nodemanager.testrunuid)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -35,6 +35,11 @@ def servers(preload: str) -> list[forkserver.ForkServer]:
     return [_server(preload, number) for number in range(2 if preload == "tests.preload" else 1)]
 
 
+def first_server(preload: str) -> forkserver.ForkServer:
+    """Start, or find, the first of `servers`."""
+    return _server(preload, 0)
+
+
 def _server(preload: str, number: int) -> forkserver.ForkServer:
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if run is None:
