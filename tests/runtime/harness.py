@@ -25,7 +25,7 @@ from tests.forked import Command, fork_relays, fork_scorers
 RECIPE = """
 name: tiny
 model:
-  hf_config: {model_type: qwen3, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,
+  hf_config: {model_type: qwen3, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 4, num_key_value_heads: 2,
     head_dim: 8, intermediate_size: 64, vocab_size: 20, max_position_embeddings: 64, tie_word_embeddings: true,
     pad_token_id: 0, bos_token_id: 1, eos_token_id: 2}
   tokenizer: "chars:0123456789+-*/=."
@@ -107,10 +107,15 @@ ASKING = (
 )
 
 
-def write_recipe(folder: Path, hf_config: dict[str, Any] | None = None) -> Path:
-    """The tiny recipe and its reward file; `hf_config` replaces the model's, but for its vocabulary."""
+def write_recipe(folder: Path, hf_config: dict[str, Any] | None = None, layers: int = 1) -> Path:
+    """The tiny recipe and its reward file; `hf_config` replaces the model's, but for its vocabulary.
+
+    Args:
+        layers: more than one where layers are split into stages.
+    """
     (folder / "reward.py").write_text(REWARD)
     path, text = folder / "tiny.yaml", RECIPE.replace("REWARD_FILE", str(folder / "reward.py"))
+    text = text.replace("num_hidden_layers: 1", f"num_hidden_layers: {layers}")
     if hf_config is not None:
         recipe = yaml.safe_load(text)
         recipe["model"]["hf_config"] = {**hf_config, "vocab_size": recipe["model"]["hf_config"]["vocab_size"]}

@@ -19,7 +19,7 @@ STEPS = "trainer.steps=1"
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
+    return harness.write_recipe(tmp_path_factory.mktemp("recipe"), layers=2)
 
 
 @pytest.fixture(scope="module")

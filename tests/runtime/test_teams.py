@@ -30,7 +30,7 @@ ROUNDING = {"abs": 1e-5, "rel": 1e-4}
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return harness.write_recipe(tmp_path_factory.mktemp("teams"))
+    return harness.write_recipe(tmp_path_factory.mktemp("teams"), layers=2)
 
 
 @pytest.fixture(scope="module")
