@@ -49,8 +49,11 @@ def test_help_takes_less_than_half_a_second() -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    taken = min(seconds("-m", "megarl", "--help") for _ in range(3))
-    assert taken < 0.5 or taken < 6 * seconds("-c", "import argparse, pydantic, yaml")
+    def is_quick() -> bool:
+        taken = seconds("-m", "megarl", "--help")
+        return taken < 0.5 or taken < 6 * seconds("-c", "import argparse, pydantic, yaml")
+
+    assert any(is_quick() for _ in range(3))
 
 
 def test_overrides_may_follow_options(monkeypatch: pytest.MonkeyPatch) -> None:
