@@ -169,10 +169,11 @@ def draw_tensor(hf: PretrainedConfig, name: str, shape: tuple[int, ...], seed: i
         return torch.empty(shape).uniform_(0.01, 16, generator=generator_of(name, seed)).log_()
     if name.endswith(".dt_bias"):
         return torch.ones(shape)
-    centered = not any(part in name for part in ("linear_attn.", "visual.")) and wiring_of(hf).zero_centered
-    if "norm" in name and (centered or name.startswith("model.dit.")):  # an action expert's layers are Gemma's
-        return torch.zeros(shape)
-    if "norm" in name or ".ln_q." in name or name.endswith(".scale_factor"):
+    if "norm" in name:
+        centered = not any(part in name for part in ("linear_attn.", "visual.")) and wiring_of(hf).zero_centered
+        # an action expert's layers are Gemma's
+        return torch.zeros(shape) if centered or name.startswith("model.dit.") else torch.ones(shape)
+    if ".ln_q." in name or name.endswith(".scale_factor"):
         return torch.ones(shape)
     std = getattr(hf, "initializer_range", 0.02)
     if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj", "w2.weight")):
