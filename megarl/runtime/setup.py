@@ -54,6 +54,7 @@ from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole, 
 from megarl.system.comm import team_world
 from megarl.system.device import DTYPES, ProcessState, device, dist_backend, gpu_id, has_cuda, refuse_shared_gpu
 from megarl.system.errors import ConfigError
+from megarl.system.numa import bind_to_gpu
 from megarl.system.offload_schedule import ACTOR, CRITIC, REWARD_MODEL, OffloadSchedule
 from megarl.system.rendezvous import join
 from megarl.system.tracing import keep_beating, phase
@@ -77,9 +78,11 @@ SCORED: Scored = ("train", "val")
 
 
 def init_processes(config: RunConfig, run_dir: Path, parallel: ParallelConfig) -> Layout:
-    """Join the team's other ranks and create the process groups; `cluster.timeout_s` limits every collective."""
+    """Join the team's other ranks and create the process groups; `cluster.timeout_s` limits every collective. On a GPU
+    the process stays on the cores of the GPU's NUMA node from then on."""
     if has_cuda():
         torch.cuda.set_device(device())
+        bind_to_gpu(torch.cuda.current_device())  # before any host memory is locked
     with phase("join"):
         join(dist_backend(), config.cluster.timeout_s, run_dir)
         world = team_world(config.cluster.timeout_s)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from megarl.config.sglang import SGLangConfig
 from megarl.rollout.sglang.api import ServerApi
@@ -32,6 +32,7 @@ from megarl.system.compat.sglang import (
     shared_memory,
 )
 from megarl.system.errors import ConfigError, ServerError
+from megarl.system.numa import on_all_cores
 from megarl.system.processes import ending, free_port
 
 _CPU_TOKENS = 65536  # tokens of the KV cache on a CPU, where SGLang would allocate a share of the whole memory
@@ -298,6 +299,6 @@ def health(api: ServerApi, end: float) -> str | None:
 
 def _start_process(command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start `command` as a child of this process that writes to `log`, in its own process group, and return it."""
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-    )
+    settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+    with on_all_cores():  # the server's GPUs may be attached to other cores than this process's
+        return subprocess.Popen(command, env=environment, start_new_session=True, **settings)
