@@ -136,7 +136,6 @@ class MegatronEngine:
         )
         configured = functools.partial(transformer_config, hf_config, parallel, dtype=dtype, engine=engine, lora=lora)
         self.model_config = configured(freeze=freeze, where=self._where, world=layout.world)
-        self.model_config.variable_seq_lengths = parallel.vpp is None  # interleaved micro-batches are equally long
         self.model_config.draft = mtp is not None
         self.chunks = build_policy(hf_config, self.model_config, value_head=value_head)
         if lora is not None:  # attach adapters before the weights are read: a critic begins with the actor's adapters
@@ -549,7 +548,7 @@ class MegatronEngine:
             data_iterator=iterators if many else iterators[0],
             model=self.wrapped if many else self.wrapped[0],
             num_microbatches=len(micros),
-            seq_length=length,  # used by interleaved stages only; others send shapes along with tensors
+            seq_length=length,  # not used if the stages send shapes along with tensors
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -594,7 +593,10 @@ class MegatronEngine:
 
     def _build(self, batch: Batch, groups: list[list[int]]) -> tuple[list[MicroBatch], int]:
         unit = fp8_unit(self.config)
-        return microbatch.build_all(batch, groups, self.layout, self.device, self.sequences, unit)
+        micros, length = microbatch.build_all(batch, groups, self.layout, self.device, self.sequences, unit)
+        # Megatron's schedule reads this in every pass. Without equal lengths its stages send shapes first.
+        self.model_config.variable_seq_lengths = length is None
+        return micros, length or 1
 
     def _train_mode(self, on: bool) -> None:
         """Switch all modules to training or evaluation mode, if needed: the switch is slow for robot policies."""

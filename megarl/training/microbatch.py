@@ -24,6 +24,10 @@ from megarl.training.parallel import Layout
 from megarl.training.sequence_layout import TEXT, PackedRows, SequenceLayout
 
 
+#: Share of padding up to which the stages of a pipeline get equally long micro-batches on a GPU.
+PADDING = 0.05
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """This rank's share of one micro-batch. N is the number of response tokens in the whole micro-batch."""
@@ -209,25 +213,39 @@ def build_all(
     device: torch.device,
     sequences: SequenceLayout = TEXT,
     multiple: int = 1,
-) -> tuple[list[MicroBatch], int]:
-    """Return all micro-batches, and the number of packed tokens that Megatron's schedules expect.
+) -> tuple[list[MicroBatch], int | None]:
+    """Return all micro-batches, and their packed tokens if they are equally long by padding, else None.
 
     Interleaved pipeline stages exchange tensors of one fixed shape, so all micro-batches are padded to the longest.
     Megatron's exchange of variable shapes would hang, because stages wait for each other's shapes in different calls.
+
+    Other pipeline stages send the shape ahead of each tensor. On a GPU the host waits for the device twice by that, and
+    then starts the next micro-batch on a device without work. There micro-batches are padded too, if that adds at most
+    `PADDING` of their tokens.
     """
     total = None
-    if layout.parallel.vpp:
-        unit = _unit(layout)
-        step = math.lcm(unit, layout.cp_size * layout.tp_size * multiple)
-        padded = -(-sequences.lengths(batch) // unit) * unit
-        filler = sum(-(-length // unit) * unit for length in sequences.filler().lengths)
-        if sequences.prompts(batch):
-            totals = [sum(sequences.pack(batch.select(list(group))).lengths) for group in groups if group]
-        else:
-            totals = [int(padded[list(group)].sum()) for group in groups if group]
-        longest = max([*totals, filler])
-        total = -(-longest // step) * step
-    return [build(batch, group, layout, device, total, sequences, multiple) for group in groups], total or 1
+    if layout.parallel.vpp or (layout.pp_size > 1 and device.type == "cuda"):
+        step = math.lcm(_unit(layout), layout.cp_size * layout.tp_size * multiple)
+        totals = _packed_tokens(batch, groups, layout, sequences)
+        longest = -(-max(totals) // step) * step
+        if layout.parallel.vpp or longest * len(totals) <= (1 + PADDING) * sum(totals):
+            total = longest
+    return [build(batch, group, layout, device, total, sequences, multiple) for group in groups], total
+
+
+def _packed_tokens(
+    batch: Batch, groups: Sequence[Sequence[int]], layout: Layout, sequences: SequenceLayout
+) -> list[int]:
+    """Return the packed tokens of each micro-batch; fillers count once, if there are any."""
+    unit = _unit(layout)
+    padded = -(-sequences.lengths(batch) // unit) * unit
+    if sequences.prompts(batch):
+        totals = [sum(sequences.pack(batch.select(list(group))).lengths) for group in groups if group]
+    else:
+        totals = [int(padded[list(group)].sum()) for group in groups if group]
+    if len(totals) < len(groups):
+        totals.append(sum(-(-length // unit) * unit for length in sequences.filler().lengths))
+    return totals
 
 
 def _unit(layout: Layout) -> int:
