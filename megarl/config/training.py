@@ -102,8 +102,8 @@ class EngineConfig(Section):
     offload: bool | list[Literal["parameters", "gradients", "optimizer"]] = Field(
         False,
         description="move parts of the training state to host memory while another role works: true: all three, or a "
-        "list of them. The actor's parameters stay on the device for generation, so parameters are those of its frozen "
-        "models; those of a critic move only together with the other two parts",
+        "list of them. Parameters of actor and critic move only together with the other two parts, those of the actor "
+        "while colocated servers generate; parameters of frozen models move by themselves",
     )
     stream_optimizer: bool = Field(
         False,

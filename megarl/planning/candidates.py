@@ -25,6 +25,7 @@ from megarl.dag.staleness import policy_of
 from megarl.planning.hardware import Hardware
 from megarl.planning.step import server_devices
 from megarl.system.errors import ConfigError, count
+from megarl.system.offload_schedule import GRADIENTS, OPTIMIZER
 
 _MICRO_BATCHES = (0.5, 1, 2, 4)
 """Factors on the recipe's micro-batch tokens."""
@@ -338,6 +339,8 @@ class Space:
         copied = policy_of(self.config).copies > 0
         written = given.offload if isinstance(given.offload, bool) else tuple(given.offload)
         offloads: list[Offload] = [False] if by_itself or copied else [False, True]
+        if spread.colocated and len(offloads) > 1:  # short samples do not need the room that parameters leave
+            offloads.append((GRADIENTS, OPTIMIZER))
         # A streamed optimizer needs offloading, so no other value would pass the checks.
         if any(getattr(self.config, role).engine.stream_optimizer for role in self.trains):
             offloads = [True]

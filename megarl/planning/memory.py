@@ -39,17 +39,18 @@ from megarl.planning.vision import image_patches, patch_bytes, patch_tokens
 from megarl.planning.weight_sync import WeightSyncMemory, sends_weights
 from megarl.system.offload_schedule import (
     ACTOR,
-    ALWAYS,
     CACHE,
     CRITIC,
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
+    PARTS,
     REFERENCE,
     REWARD_MODEL,
     SERVERS,
     TEACHER,
     WEIGHTS,
+    leaves,
     needed,
 )
 
@@ -447,6 +448,7 @@ class _Models:
 
     def __init__(self, config: RunConfig, sizes: Sizes, team: TeamPlan, servers: list[Term], *, gpu: bool) -> None:
         self._gpu, dtype, dp = gpu, config.model.dtype, team.replicas
+        self._colocated = config.rollout.colocated
         engines = {ACTOR: config.actor.engine, CRITIC: config.critic.engine}
         engines |= {name: further.engine for name, further in config.models.items() if further.train}
         self._moments = {role: 1 - MASTER_BYTES[dtype] / step_bytes(engine, dtype) for role, engine in engines.items()}
@@ -488,10 +490,11 @@ class _Models:
         self._further = tuple(config.models)
         self._several = {TEACHER: max(1, len(config.teacher.models))}
         self._offloads = dict.fromkeys(self.state, config.actor.engine.offloaded) | others
+        self._offloads[ACTOR] = leaves(PARTS, config.actor.engine.offloaded)
 
     def resident(self, phase: str, role: str | None = None) -> list[Term]:
         """Return the terms on the device in a phase (see `offload_schedule`). On a CPU only gradients can be freed."""
-        wanted = needed(phase, role, self._further)
+        wanted = needed(phase, role, self._further, colocated=self._colocated)
         return self._always + [
             self._piece(part) if phase == "update" and kind == OPTIMIZER and name in self._streams else part
             for name, parts in self.state.items()
@@ -507,14 +510,12 @@ class _Models:
 
     def offloaded(self) -> float:
         """Return the bytes of host copies: what leaves the device in some phase and must be kept."""
+        stays = () if self._colocated else ((ACTOR, PARAMETERS),)
         return sum(
             part.bytes * self._several.get(name, 1)
             for name, parts in self.state.items()
             for kind, part in parts.items()
-            if name != SERVERS
-            and kind in self._offloads[name]
-            and kind != GRADIENTS
-            and kind not in ALWAYS.get(name, ())
+            if name != SERVERS and kind in self._offloads[name] and kind != GRADIENTS and (name, kind) not in stays
         )
 
     def when_servers_start(self, job: str) -> float:

@@ -35,7 +35,7 @@ from megarl.planning.terms import held
 from megarl.planning.vision import image_flops
 from megarl.planning.workload import Share, Workload, token_bytes
 from megarl.system.errors import ConfigError
-from megarl.system.offload_schedule import OPTIMIZER, PARAMETERS
+from megarl.system.offload_schedule import OPTIMIZER, PARAMETERS, PARTS
 
 #: Cached properties of `StepFormulas` that are the same for every choice of memory settings, and may be reused.
 _KEPT = (
@@ -319,6 +319,11 @@ class StepFormulas:
             nbytes = size * updates if section.engine.stream_optimizer and self._trains(role) else size
             if self.hardware.gpu and (OPTIMIZER if self._trains(role) else PARAMETERS) in section.engine.offloaded:
                 costs.append(Cost("T11", f"{role.value} to host memory and back", nbytes / rate, nbytes))
+        if self.hardware.gpu and self.config.rollout.colocated and self.config.actor.engine.offloaded.issuperset(PARTS):
+            team = self.placement.home(Role.ACTOR)
+            facts = known_sizes(self.sizes, Role.ACTOR)
+            nbytes = 2 * parameter_bytes(facts, team.parallel, self.config.model.dtype)
+            costs.append(Cost("T11", "the actor's parameters to host memory and back", nbytes / rate, nbytes))
         return costs
 
     @cached_property

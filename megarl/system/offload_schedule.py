@@ -2,19 +2,20 @@
 
     phase           actor                    critic              other models         colocated servers
     load            parameters               .                   .                    .
-    start_servers   parameters               .                   .                    .
+    start_servers   .                        .                   .                    .
     resume          parameters, optimizer    the same            .                    .
     restore ROLE    parameters, and those and the optimizer of the role               (weights)
     publish         parameters               .                   .                    weights
-    probe           parameters               .                   .                    weights, cache
-    generate        parameters               .                   .                    weights, cache
+    probe           parameters *             .                   .                    weights, cache
+    generate        parameters *             .                   .                    weights, cache
     score ROLE      parameters               parameters if it is the role             (weights)
     update ROLE     all if it is the role, else as in `load`     .                    .
     checkpoint      parameters, optimizer    the same            .                    (weights)
     export ROLE     parameters               parameters if it is the role             (weights)
 
 The table lists the parts that a phase needs, of a further model (`models`) as of the critic; parts in brackets stay as
-they are, on the device or not. For servers on their own devices `start_servers` and `publish` are not entered. All
+they are, on the device or not. (*): not with colocated servers, whose cache then has the room: they generate with
+weights of their own. For servers on their own devices `start_servers` and `publish` are not entered. All
 other parts are offloaded where the recipe allows it, each by itself: `actor.engine.offload` for the actor and the
 frozen models, `critic.engine.offload` and `models.NAME.engine.offload` for these, and always for servers that share the
 trainer's devices. The table is plain data, which the dry run's estimate of memory also reads
@@ -64,16 +65,19 @@ PHASES: Mapping[str, Mapping[str, Parts]] = {
     "checkpoint": {ACTOR: (PARAMETERS, OPTIMIZER), CRITIC: (PARAMETERS, OPTIMIZER), SERVERS: (WEIGHTS,)},
     "export": {ROLE: (PARAMETERS,), SERVERS: (WEIGHTS,)},
 }
-ALWAYS: Mapping[str, Parts] = {ACTOR: (PARAMETERS,)}
-"""Parts that always stay: embedded generation and every weight update read the actor's parameters."""
+_ALWAYS: Mapping[str, Parts] = {ACTOR: (PARAMETERS,)}
+"""Parts that every other phase needs: embedded generation and every weight update read the actor's parameters."""
 
 
-def needed(phase: str, role: str | None = None, further: Collection[str] = ()) -> dict[str, Parts]:
+def needed(
+    phase: str, role: str | None = None, further: Collection[str] = (), *, colocated: bool = False
+) -> dict[str, Parts]:
     """Return the parts of models, and of servers if the phase generates, that a phase needs on the device, by holder.
     Raise ValueError for an unknown phase or role, or a phase of one model without its name.
 
     Args:
         further: names of the run's further models.
+        colocated: whether servers on the trainer's devices generate.
     """
     if phase not in PHASES:
         raise ValueError(f"the offload schedule has no phase {phase!r}; allowed: {', '.join(PHASES)}")
@@ -81,13 +85,20 @@ def needed(phase: str, role: str | None = None, further: Collection[str] = ()) -
     if (ROLE in row) != (role is not None) or (role is not None and role not in (*MODELS, *further)):
         allowed = f"one of {', '.join((*MODELS, *further))}" if ROLE in row else "none"
         raise ValueError(f"phase {phase!r} was entered for the role {role!r}; allowed: {allowed}")
-    needs = dict(ALWAYS)
+    needs = {} if phase == _STARTS or (colocated and phase in _GENERATES) else dict(_ALWAYS)
     for holder, parts in row.items():
         name = role if holder == ROLE and role is not None else holder
         needs[name] = tuple(dict.fromkeys((*needs.get(name, ()), *parts)))
     if CRITIC in row:
         needs |= dict.fromkeys(further, row[CRITIC])
     return needs
+
+
+def leaves(parts: Collection[str], offloads: Collection[str]) -> frozenset[str]:
+    """Return which of a model's `parts` leave the device if those of `offloads` may: its parameters only with all other
+    parts, which may share their storage."""
+    leaving = frozenset(parts).intersection(offloads)
+    return leaving if leaving == frozenset(parts) else leaving - {PARAMETERS}
 
 
 class Holder(Protocol):
@@ -146,9 +157,10 @@ class OffloadSchedule:
             self._further.add(name)
         elif name not in MODELS:
             raise ValueError(f"the offload schedule has no role {name!r}; allowed: {', '.join(MODELS)}")
-        if not offloads or model.parts.isdisjoint(offloads):
+        leaving = leaves(model.parts, offloads)
+        if not leaving:
             return
-        self._models[name], self._staying[name] = model, frozenset(PARTS).difference(offloads)
+        self._models[name], self._staying[name] = model, frozenset(PARTS) - leaving
         if self._open:
             self._settle()
 
@@ -163,7 +175,7 @@ class OffloadSchedule:
         """Enter a phase; some phases need a model's `role`. In the block, the parts that the phase needs are on the
         device, and others are offloaded if allowed. Raise RuntimeError if it generates with servers without weights.
         """
-        wanted = needed(name, role, self._further)
+        wanted = needed(name, role, self._further, colocated=self._servers is not None)
         if self._servers is not None and name in _GENERATES and not self._published:
             raise RuntimeError(f"phase {name!r} needs the servers' weights, which were dropped: call `publish` first")
         self._open.append((name, wanted))

@@ -55,7 +55,7 @@ class Device:
     ("phase", "actor", "critic", "reference"),
     [
         (("load",), {"parameters"}, set(), set()),
-        (("start_servers",), {"parameters"}, set(), set()),
+        (("start_servers",), set(), set(), set()),
         (("resume",), {"parameters", "optimizer"}, {"parameters", "optimizer"}, set()),
         (("restore", "actor"), {"parameters", "optimizer"}, set(), set()),
         (("publish",), {"parameters"}, set(), set()),
@@ -103,6 +103,7 @@ def test_models_leave_on_all_ranks_before_servers_grow_and_come_after_servers_ha
     device.during("generate")
     device.during("update", "actor")
     assert device.log == [
+        ("actor",),
         "meet",
         ("servers", "kv_cache", "weights"),
         ("servers",),
@@ -129,23 +130,26 @@ def test_nothing_moves_twice_and_nothing_at_the_end():
     device.during("generate")
     assert device.log == []
     device.during("score", "actor")
-    assert device.log == [("servers", "weights")]
+    assert device.log == [("servers", "weights"), ("actor", "parameters")]
     device.during("update", "actor")
     assert device.offload.resident["actor"] == ALL, "the next phase decides"
 
 
 @pytest.mark.parametrize("leaving", [["gradients"], ["optimizer"], ["optimizer", "gradients"], ["parameters"]])
 def test_only_the_chosen_parts_leave(leaving):
-    """Of the actor, whose parameters always stay, and of a frozen model, which has nothing else."""
+    """Of the actor, whose parameters leave only with all other parts, and of a frozen model, which has nothing else."""
     log: list[Any] = []
     schedule = OffloadSchedule()
     for name, parts in (("actor", ALL), ("reference", JUST_PARAMETERS)):
         schedule.add(name, Model(name, log, parts), offloads=leaving)
+    schedule.add_servers(Servers(log))
+    with schedule.phase("publish"):
+        pass
     with schedule.phase("generate"):
-        assert schedule.resident["actor"] == ALL.difference(leaving) | JUST_PARAMETERS
+        assert schedule.resident.get("actor", ALL) == ALL.difference(leaving) | JUST_PARAMETERS
         assert schedule.resident.get("reference", JUST_PARAMETERS) == JUST_PARAMETERS.difference(leaving)
     with schedule.phase("update", "actor"):
-        assert schedule.resident["actor"] == ALL
+        assert schedule.resident.get("actor", ALL) == ALL
 
 
 def test_models_that_may_not_leave_stay():
