@@ -223,6 +223,13 @@ def _check_generation(config: RunConfig, checks: Checklist) -> None:
             found=True,
             fix=f"set a preset of {_KEY}, for example decoupled_token_is, and watch rollout_corr/k3_kl",
         )
+    if config.cache_dtype == "fp8" and not correction.active:
+        checks.warn(
+            "rollout.sglang.kv_cache_dtype",
+            "generation with keys and values in FP8 gives other log-probs than training, which is off-policy",
+            found=config.rollout.sglang.kv_cache_dtype,
+            fix=f"set a preset of {_KEY}, for example decoupled_token_is, and watch rollout_corr/k3_kl",
+        )
     lag = config.async_.max_staleness
     if lag and not correction.active:
         checks.warn(

@@ -27,6 +27,7 @@ from megarl.planning.memory import (
 )
 from megarl.planning.shards import BYTES, GRADIENT, Sizes, layout_key, parameter_bytes, state_bytes
 from megarl.planning.terms import Moment, Term, term
+from megarl.planning.weight_sync import graphs
 from megarl.rewards.runner import reward_processes
 from megarl.runtime.policies import policy_models
 
@@ -82,6 +83,8 @@ def _team_memory(config: RunConfig, sizes: Sizes, facts: ModelFacts, team: TeamP
     if gpu:
         away = ranks * offloaded_bytes(config, sizes, team)
         offloaded = [term("offloaded state", away, "actor.engine.offload, critic.engine.offload")] if away else []
+        if Role.ROLLOUT in team.roles and config.rollout.colocated and config.rollout.sglang.releases_graphs:
+            offloaded.append(_times(ranks, graphs()))  # SGLang copies what graphs have allocated
         # The buffers are on the device, so none of the host memory is certain.
         buffers = response_terms(config, dp, job) if Role.ROLLOUT in team.roles else []
         responses = [replace(_times(ranks, part), least=0.0) for part in buffers]

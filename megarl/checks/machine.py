@@ -218,7 +218,7 @@ def _check_cache(config: RunConfig, sizes: Sizes, memory: Memory, checks: Checkl
     starts = any(part.what == SERVER_CACHE for part in memory.terms())
     if not starts or facts is None or servers.memory_fraction is None:
         return
-    token, longest = key_value_bytes(facts, servers.tp_size, config.rollout_dtype), config.longest_sequence()
+    token, longest = key_value_bytes(facts, servers.tp_size, config.cache_dtype), config.longest_sequence()
     weights = server_bytes(config, facts)
     room = max(0.0, servers.memory_fraction * memory.free - weights)  # max_total_tokens has its own check
     if room >= longest * token:

@@ -379,6 +379,13 @@ class RunConfig(Section):
         return self.model.dtype if self.rollout.dtype == "model" else self.rollout.dtype
 
     @property
+    def cache_dtype(self) -> str:
+        """Precision of generation's keys and values: `fp8` with `rollout.sglang.kv_cache_dtype`, else as
+        `rollout_dtype`."""
+        servers = self.rollout.servers
+        return "fp8" if servers is not None and servers.kv_cache_dtype != "auto" else self.rollout_dtype
+
+    @property
     def reference_is_base(self) -> bool:
         """Whether the reference policy is the actor without its adapters, because RL starts with new adapters."""
         lora = self.model.lora

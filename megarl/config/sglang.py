@@ -89,6 +89,12 @@ class SGLangConfig(Section):
         None,
         description="tokens that fit in a server's key/value cache; null: as many as memory allows, 65536 on a CPU",
     )
+    kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = Field(
+        "auto",
+        description="numbers in which servers on GPUs keep keys and values; auto: those of the model. FP8 makes room "
+        "for twice the tokens, and samples come from other probabilities than those that are trained: use "
+        "rollout correction",
+    )
     context_length: PositiveInt | None = Field(
         None, description="longest sequence of a server, in tokens; null: the model's limit"
     )
@@ -169,6 +175,16 @@ class SGLangConfig(Section):
             if option == name:
                 value = rest if equals else "".join(self.extra_args[number + 1 : number + 2])
         return value
+
+    @property
+    def releases_graphs(self) -> bool:
+        """Whether servers on GPUs free the memory of their CUDA graphs with their cache.
+
+        SGLang can do so with its default graphs of decoding steps only. `extra_args` that choose graphs take
+        precedence.
+        """
+        chosen = any("cuda-graph" in argument for argument in self.extra_args if argument.startswith("--"))
+        return self.colocated and not chosen
 
     @property
     def first_gpu_given(self) -> bool:

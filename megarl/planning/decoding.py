@@ -24,7 +24,7 @@ class Decoder:
     """One engine or server: the ranks that decode the same samples."""
 
     facts: ModelFacts
-    dtype: str  # dtype of weights, keys and values
+    dtype: str  # dtype of weights
     tp: int  # ranks that share every layer
     pp: int  # pipeline stages, which work one after the other
     ep: int  # ranks that share the experts of a layer
@@ -32,6 +32,7 @@ class Decoder:
     given: PlanAssumptions
     etp: int = 0  # ranks that share an expert of an embedded engine; 0: a server, whose experts tp always divides
     vpp: int = 1  # parts of each stage, which take turns
+    cache_dtype: str = ""  # dtype of keys and values; empty: that of weights
 
     @cached_property
     def _counter(self) -> FlopCounter:
@@ -48,7 +49,7 @@ class Decoder:
     @cached_property
     def key_bytes(self) -> float:
         """Bytes of keys and values of one token on a rank, over all layers."""
-        return key_value_bytes(self.facts, self.tp, self.dtype)
+        return key_value_bytes(self.facts, self.tp, self.cache_dtype or self.dtype)
 
     @property
     def _holders(self) -> int:

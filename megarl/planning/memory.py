@@ -36,7 +36,7 @@ from megarl.planning.shards import (
 )
 from megarl.planning.terms import Moment, Term, held, term
 from megarl.planning.vision import image_patches, patch_bytes, patch_tokens
-from megarl.planning.weight_sync import WeightSyncMemory, sends_weights
+from megarl.planning.weight_sync import WeightSyncMemory, graphs, sends_weights
 from megarl.system.offload_schedule import (
     ACTOR,
     CACHE,
@@ -305,7 +305,7 @@ def _server_cache(config: RunConfig, sizes: Sizes, share: float, free: float) ->
     servers, facts = config.rollout.sglang, known_sizes(sizes, Role.ROLLOUT)
     size = max(0.0, (servers.memory_fraction or share) * free - server_bytes(config, facts))
     if servers.max_total_tokens is not None:
-        size = min(size, servers.max_total_tokens * key_value_bytes(facts, servers.tp_size, config.rollout_dtype))
+        size = min(size, servers.max_total_tokens * key_value_bytes(facts, servers.tp_size, config.cache_dtype))
     # Extra arguments may change the share, and without a share SGLang chooses it.
     least = 0.0 if servers.extra_args or servers.memory_fraction is None else size
     return Term(SERVER_CACHE, size, "rollout.sglang.memory_fraction, rollout.sglang.max_total_tokens", least)
@@ -359,6 +359,8 @@ def _device_memory(
     free = 0.0 if known is None else max(0.0, known.bytes - (models.when_servers_start(job) if shared else 0.0))
     cache = [] if known is None else [_server_cache(config, sizes, known.server_share, free)]
     on_its_own = [Moment(_SERVER, (*servers, *cache))] if servers and not shared else []
+    if shared and config.rollout.sglang.releases_graphs:
+        cache = [*cache, graphs()]
     generation = _generation(config, sizes, team, job, gpu=gpu) + (cache if shared else [])
     travels = gpu and job != "sft" and sends_weights(config, team)
     sync = WeightSyncMemory(config, models.facts[ACTOR], team) if travels else None

@@ -120,7 +120,8 @@ class Search:
         if spread.servers:
             servers, work = config.rollout.sglang, Workload.of(config, given)
             ep = math.gcd(servers.ep_size, spread.tp_size)
-            decoder = Decoder(self._facts, config.rollout_dtype, spread.tp_size, 1, ep, self._hardware, given)
+            sizes = config.rollout_dtype, spread.tp_size, 1, ep
+            decoder = Decoder(self._facts, *sizes, self._hardware, given, cache_dtype=config.cache_dtype)
             flows = not config.async_.in_order
             most = servers.max_concurrency or work.number
             generates = total(decoder.generate(work, spread.servers, most, flows=flows))

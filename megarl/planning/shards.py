@@ -16,7 +16,7 @@ from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
 from megarl.models.layers.rules import VOCAB, layer_parts
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 GRADIENT = 4
 """Bytes of a gradient: gradient buffers are always float32."""
 MOMENT_BYTES = 8

@@ -156,7 +156,8 @@ class StepFormulas:
         config, facts = self.config, self.served
         servers = config.rollout.servers
         if servers is not None:
-            return Decoder(facts, config.rollout_dtype, servers.tp_size, 1, servers.ep_size, self.hardware, self.given)
+            sizes = config.rollout_dtype, servers.tp_size, 1, servers.ep_size
+            return Decoder(facts, *sizes, self.hardware, self.given, cache_dtype=config.cache_dtype)
         parallel = self.placement.home(Role.ROLLOUT).parallel
         tp, pp, ep, etp = parallel.tp, parallel.pp, parallel.ep, parallel.expert_tp
         hardware = self.hardware.while_others_wait(pp)

@@ -1,8 +1,9 @@
 """Device memory of weight updates to servers, and of colocated servers in addition to weights and cache.
 
     always, from the first update on     a sender's two buffers, NCCL's connections to ranks that exchange slices
-    always, from the start of servers    contexts and graphs of those on the device, and contexts of those on others
-                                         that map memory of this one
+    always, from the start of servers    contexts of those on the device, and contexts of those on others that map
+                                         memory of this one
+    during generation                    CUDA graphs of servers on the device; always, if they cannot be released
     during an update                     a bucket on its way into a server, a tensor that is verified
 
 The sizes of contexts, graphs and connections are not measured by this project, so none of them count as certain.
@@ -21,8 +22,10 @@ from megarl.system.errors import count
 
 CONTEXT_BYTES = 0.5e9
 """A process's CUDA context on one GPU, including its kernels."""
-SERVER_BYTES = 3e9
-"""A server's context, workspaces and CUDA graphs, which stay when its weights and cache are released."""
+SERVER_BYTES = 1.5e9
+"""A server's context and workspaces, which stay when its weights and cache are released."""
+GRAPH_BYTES = 1.5e9
+"""A server's CUDA graphs."""
 NETWORK_BYTES = 2**29
 """NCCL's network buffers for messages to all ranks on other machines (NVIDIA/nccl issue 2363)."""
 _HASHING = 0.1e9
@@ -74,7 +77,9 @@ class WeightSyncMemory:
             terms.append(Term("NCCL's network buffers for slices of weights", NETWORK_BYTES, "actor.parallel", 0.0))
         servers = self.config.rollout.sglang
         if self.config.rollout.colocated:
-            terms.append(Term("a server's context and graphs", SERVER_BYTES, "rollout.sglang.colocated", 0.0))
+            terms.append(Term("a server's context and workspaces", SERVER_BYTES, "rollout.sglang.colocated", 0.0))
+            if not servers.releases_graphs:
+                terms.append(graphs())
             # Every rank of a server maps the buffers of all senders that send to it.
             others = max(self._here, servers.ranks) - 1
             if others and self.config.sync.transport in ("auto", "tensor"):
@@ -93,6 +98,11 @@ class WeightSyncMemory:
             size = parts * self._largest + _HASHING
             terms.append(Term("a tensor that is verified", size, "sync.verify, the model's size", 0.0))
         return terms
+
+
+def graphs() -> Term:
+    """Return the term of the CUDA graphs of a server that shares the device."""
+    return Term("a server's CUDA graphs", GRAPH_BYTES, "rollout.sglang.colocated", 0.0)
 
 
 def sends_weights(config: RunConfig, team: TeamPlan) -> bool:

@@ -2,12 +2,13 @@
 
     phase           actor                    critic              other models         colocated servers
     load            parameters               .                   .                    .
-    start_servers   .                        .                   .                    .
+    start_servers   parameters               .                   .                    .
     resume          parameters, optimizer    the same            .                    .
     restore ROLE    parameters, and those and the optimizer of the role               (weights)
     publish         parameters               .                   .                    weights
     probe           parameters *             .                   .                    weights, cache
     generate        parameters *             .                   .                    weights, cache
+    catch_up        parameters               .                   .                    (weights, cache)
     score ROLE      parameters               parameters if it is the role             (weights)
     update ROLE     all if it is the role, else as in `load`     .                    .
     checkpoint      parameters, optimizer    the same            .                    (weights)
@@ -60,6 +61,7 @@ PHASES: Mapping[str, Mapping[str, Parts]] = {
     "publish": {SERVERS: (WEIGHTS,)},
     "probe": {SERVERS: (WEIGHTS, CACHE)},
     "generate": {SERVERS: (WEIGHTS, CACHE)},
+    "catch_up": {SERVERS: (WEIGHTS, CACHE)},
     "score": {ROLE: (PARAMETERS,), SERVERS: (WEIGHTS,)},
     "update": {ROLE: PARTS},
     "checkpoint": {ACTOR: (PARAMETERS, OPTIMIZER), CRITIC: (PARAMETERS, OPTIMIZER), SERVERS: (WEIGHTS,)},
@@ -85,7 +87,7 @@ def needed(
     if (ROLE in row) != (role is not None) or (role is not None and role not in (*MODELS, *further)):
         allowed = f"one of {', '.join((*MODELS, *further))}" if ROLE in row else "none"
         raise ValueError(f"phase {phase!r} was entered for the role {role!r}; allowed: {allowed}")
-    needs = {} if phase == _STARTS or (colocated and phase in _GENERATES) else dict(_ALWAYS)
+    needs = {} if colocated and phase in _GENERATES else dict(_ALWAYS)
     for holder, parts in row.items():
         name = role if holder == ROLE and role is not None else holder
         needs[name] = tuple(dict.fromkeys((*needs.get(name, ()), *parts)))

@@ -23,7 +23,6 @@ from megarl.models.packing import PackedSequences, PackedStream, SharedPrefixes,
 from megarl.training.parallel import Layout
 from megarl.training.sequence_layout import TEXT, PackedRows, SequenceLayout
 
-
 #: Share of padding up to which the stages of a pipeline get equally long micro-batches on a GPU.
 PADDING = 0.05
 

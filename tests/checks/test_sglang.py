@@ -212,6 +212,15 @@ def test_fp8_is_told_to_leave_out_checksums(warned, verify) -> None:
     assert warned(*given, "sync.verify=off", "rollout_correction.preset=decoupled_token_is") == []
 
 
+def test_fp8_in_the_cache_asks_for_a_correction_and_a_gpu(failures, warned) -> None:
+    given = "rollout.engine=sglang", "rollout.sglang.kv_cache_dtype=fp8_e4m3"
+    assert "rollout.sglang.kv_cache_dtype" in [check.key for check in failures(*given)]
+    gpu = *given, "cluster.device_memory_gb=80"
+    assert "rollout.sglang.kv_cache_dtype" in [check.key for check in warned(*gpu)]
+    corrected = warned(*gpu, "rollout_correction.preset=decoupled_token_is")
+    assert "rollout.sglang.kv_cache_dtype" not in [check.key for check in corrected]
+
+
 def test_a_missing_interpreter_is_told_with_the_command_that_makes_one(failures, monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (check,) = failures("rollout.engine=sglang")

@@ -207,6 +207,12 @@ def test_servers_have_what_the_recipe_gives_them():
     assert planned(BIG, "rollout.sglang.max_concurrency=100").room.slots == 100
 
 
+def test_a_cache_in_fp8_has_room_for_twice_the_tokens():
+    plan, plain = planned(BIG, "rollout.sglang.kv_cache_dtype=fp8_e4m3"), planned(BIG)
+    assert plan.room.tokens == pytest.approx(2 * plain.room.tokens)
+    assert plan.seconds["rollout"] < plain.seconds["rollout"]
+
+
 @pytest.mark.parametrize("engine", ["embedded", "sglang"])
 def test_a_model_of_delta_nets_only_has_room_for_any_number_of_tokens(engine):
     recurrent = "model.hf_config={model_type: qwen3_5_text, num_hidden_layers: 2, full_attention_interval: 3}"
@@ -226,21 +232,31 @@ def test_a_cache_on_the_trainers_device_counts_there():
     drawing = next(one for one in plan.filled if one.moment.name == "generation")
     terms = {part.what: part.bytes for part in drawing.moment.terms}
     assert terms[SERVER_CACHE] == pytest.approx(plan.room.bytes)
-    held = terms["actor parameters"] + plan.room.weights + plan.room.bytes
+    assert "actor parameters" not in terms  # they come back for the log-probs
+    held = plan.room.weights + plan.room.bytes
     assert drawing.bytes - beside(drawing) == pytest.approx(held)
 
 
 def beside(filled) -> float:
-    """Bytes of buffers, contexts and connections, which come after a server has taken its share."""
+    """Bytes of buffers, contexts, graphs and connections, which come after a server has taken its share."""
     terms = filled.moment.terms
-    return sum(t.bytes for t in terms if "context" in t.what or "new weights" in t.what or "NCCL" in t.what)
+    return sum(
+        t.bytes
+        for t in terms
+        if "context" in t.what or "graphs" in t.what or "new weights" in t.what or "NCCL" in t.what
+    )
 
 
 def test_servers_take_their_share_of_what_is_free_when_they_start():
     """What comes later, the first step's Adam moments for one, comes on top."""
     for share in (0.5, 0.95):
         drawing = drawn(f"rollout.sglang.memory_fraction={share}")
-        assert drawing.bytes - beside(drawing) == pytest.approx(8.191e9 + share * (80e9 - 8.191e9), rel=1e-4)
+        assert drawing.bytes - beside(drawing) == pytest.approx(
+            share * (80e9 - 8.191e9), rel=1e-4
+        )  # the parameters leave then
+    parts = "actor.engine.offload=[gradients, optimizer]"
+    held = drawn("rollout.sglang.memory_fraction=0.5", parts)
+    assert held.bytes - beside(held) > 0.5 * (80e9 - 8.191e9) + 8.191e9  # of actor, and of the reference
     stays = drawn("rollout.sglang.memory_fraction=0.5", "actor.engine.offload=false")
     held = {part.what: part.bytes for part in stays.moment.terms}
     others = sum(size for what, size in held.items() if what.startswith(("actor", "reference")))

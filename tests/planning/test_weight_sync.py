@@ -54,7 +54,8 @@ def test_colocated_servers_count_in_every_moment_and_their_contexts_on_other_gpu
     memory = device_memory(made, sizes_of(made), together(made).teams[0], gpu=True)
     for moment in memory.moments:
         terms = {term.what: term.bytes for term in moment.terms}
-        assert terms["a server's context and graphs"] == 3e9, moment.name
+        assert terms["a server's context and workspaces"] == 1.5e9, moment.name
+        assert ("a server's CUDA graphs" in terms) == (moment.name == "generation")
         assert terms["contexts of 1 server rank on other GPUs"] == 0.5e9
         assert terms["NCCL's connections for slices of weights to 1 rank"] == 32 * 12 * 2**20
         assert terms["buffers of new weights for servers"] > 2 * 40_000 * 1024
@@ -70,8 +71,17 @@ def test_colocated_servers_count_in_every_moment_and_their_contexts_on_other_gpu
     ]
     assert {term.what for term in moment.terms if "server" in term.what} == {
         "a server's weights, per rank of it",
-        "a server's context and graphs",
+        "a server's context and workspaces",
     }
+
+
+def test_graphs_that_cannot_be_released_count_in_every_moment_and_others_have_copies_in_host_memory():
+    chosen = recipe('rollout.sglang.extra_args=["--cuda-graph-max-bs=64"]')
+    memory = device_memory(chosen, sizes_of(chosen), together(chosen).teams[0], gpu=True)
+    assert all("a server's CUDA graphs" in {term.what for term in moment.terms} for moment in memory.moments)
+    for made, kept in ((chosen, False), (recipe(), True)):
+        (moment,) = host_memory(made, sizes_of(made), together(made), gpu=True).moments
+        assert any("a server's CUDA graphs" in term.what for term in moment.terms) == kept
 
 
 @pytest.mark.parametrize(("name", "updates"), [("grpo_quickstart", True), ("dpo_quickstart", False)])
@@ -89,7 +99,7 @@ def test_copies_in_host_memory_are_what_the_offload_schedule_takes_away():
     memory = host_memory(made, sizes_of(made), together(made, (Role.ACTOR, Role.ROLLOUT, Role.REFERENCE)), gpu=True)
     (away,) = {term.bytes for moment in memory.moments for term in moment.terms if term.what == "offloaded state"}
     optimizer = state_bytes(facts, team.parallel, made.actor.engine, "bf16", 2)["optimizer"]
-    assert away == 2 * (optimizer + parameter_bytes(facts, team.parallel, "bf16"))
+    assert away == 2 * (optimizer + 2 * parameter_bytes(facts, team.parallel, "bf16"))  # of actor and reference
 
 
 @pytest.mark.parametrize("leaving", ["gradients", "optimizer", "parameters"])

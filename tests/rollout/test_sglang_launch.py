@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -15,7 +17,7 @@ from megarl.config.sglang import SGLangConfig
 from megarl.models.hf import facts_of, load_hf_config
 from megarl.rollout.sglang.block_fp8 import quantization_config, unsplittable, write_block_fp8
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
-from megarl.rollout.sglang.server import ServerSpec
+from megarl.rollout.sglang.server import ServerProcess, ServerSpec
 from megarl.sync.plan import wire_tensors
 from megarl.system.comm import WorkerGroup
 from megarl.system.errors import ConfigError
@@ -74,6 +76,29 @@ def test_a_draft_is_named_to_the_server_and_read_from_its_files() -> None:
     backup = "--enable-draft-weights-cpu-backup"  # SGLang frees the draft's weights with the model's
     assert backup in spec(speculative=draft, colocated=True).arguments(1234)
     assert not {backup} & {*found, *spec(colocated=True).arguments(1234)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "released"),
+    [({}, True), ({"extra_args": ["--cuda-graph-backend-prefill", "full"]}, False), ({"colocated": False}, False)],
+)
+def test_graphs_are_captured_so_that_they_can_be_released(settings, released, tmp_path) -> None:
+    """SGLang 0.5.23 raises NotImplementedError if its default graphs of prompts meet the variable."""
+    made = dataclasses.replace(spec(**{"colocated": True, **settings}), log_dir=tmp_path)
+    arguments = made.arguments(1234)
+    assert (("--cuda-graph-backend-prefill", "disabled") in itertools.pairwise(arguments)) == released
+    with (
+        mock.patch.multiple("megarl.rollout.sglang.server", find_python=mock.DEFAULT, sglang_version=mock.DEFAULT),
+        mock.patch("megarl.rollout.sglang.server.server_environment", return_value={}),
+        mock.patch("megarl.rollout.sglang.server._start_process") as start,
+    ):
+        ServerProcess(made).start()
+    assert start.call_args.args[1].get("SGLANG_MEMORY_SAVER_CUDA_GRAPH") == ("true" if released else None)
+
+
+def test_the_dtype_of_the_cache_is_told_to_the_server() -> None:
+    assert ("--kv-cache-dtype", "fp8_e4m3") in itertools.pairwise(spec(kv_cache_dtype="fp8_e4m3").arguments(1234))
+    assert "--kv-cache-dtype" not in spec().arguments(1234)
 
 
 def test_a_node_process_is_told_its_place_and_where_the_others_are() -> None:

@@ -18,7 +18,9 @@ class Machine(ServerApi):
 
     def __init__(self, running: int = 0, stuck: bool = False) -> None:
         super().__init__("http://127.0.0.1:1", None, "server 0")
-        object.__setattr__(self, "state", {"held": {CACHE, WEIGHTS}, "running": running, "stuck": stuck, "dead": False})
+        object.__setattr__(
+            self, "state", {"held": {CACHE, WEIGHTS, "cuda_graph"}, "running": running, "stuck": stuck, "dead": False}
+        )
         object.__setattr__(self, "paths", [])
 
     def call(self, path: str, payload: Any = None, *, deadline_s: float, phase: str, method: str = "POST") -> Any:
@@ -36,6 +38,7 @@ class Machine(ServerApi):
                 raise ServerError(self.name, self.url, phase, "HTTP 400: requests are pending")
         elif path == "/release_memory_occupation":
             state["dead"] = state["running"] > 0
+            assert ("cuda_graph" in payload["tags"]) == ("kv_cache" in payload["tags"])
             state["held"] -= set(payload["tags"])
         elif path == "/resume_memory_occupation":
             state["held"] |= set(payload["tags"])
@@ -52,6 +55,8 @@ def test_nothing_runs_when_memory_is_taken() -> None:
     memory, server = memory_of(machine)
     memory.hold(WEIGHTS)
     assert (machine.state["dead"], machine.state["held"], server.state) == (False, {WEIGHTS}, "current")
+    memory.hold(WEIGHTS, CACHE)
+    assert machine.state["held"] == {WEIGHTS, CACHE, "cuda_graph"}
 
 
 def test_a_server_that_stays_busy_is_given_up_not_killed() -> None:

@@ -154,7 +154,7 @@ def test_any_generation_has_the_servers_cache(controller) -> None:
     generation.publish(controller, 1)
     controller.calls.clear()
     generate(controller, controller.rollout, prompts, controller.config.validation_sampling)
-    assert controller.calls == ["servers kv_cache weights", "generate"]
+    assert controller.calls == ["actor", "servers kv_cache weights", "generate"]
 
 
 def test_the_embedded_engine_draws_while_gradients_and_optimizer_are_away(controller) -> None:

@@ -55,7 +55,7 @@ class Device:
     ("phase", "actor", "critic", "reference"),
     [
         (("load",), {"parameters"}, set(), set()),
-        (("start_servers",), set(), set(), set()),
+        (("start_servers",), {"parameters"}, set(), set()),
         (("resume",), {"parameters", "optimizer"}, {"parameters", "optimizer"}, set()),
         (("restore", "actor"), {"parameters", "optimizer"}, set(), set()),
         (("publish",), {"parameters"}, set(), set()),
@@ -112,6 +112,16 @@ def test_models_leave_on_all_ranks_before_servers_grow_and_come_after_servers_ha
     device.log.clear()
     device.during("publish")
     assert device.log == [("actor", "parameters"), "meet", ("servers", "weights")]
+
+
+def test_the_actor_comes_back_for_a_server_that_was_restarted_during_generation():
+    device = Device(servers=True)
+    device.during("publish")
+    with device.offload.phase("generate"):
+        device.log.clear()
+        assert device.during("catch_up")["actor"] == JUST_PARAMETERS
+        assert device.log == [("actor", "parameters"), ("actor",)]
+    assert device.servers.held == ("kv_cache", "weights")
 
 
 def test_one_model_leaves_before_another_comes():
@@ -268,6 +278,8 @@ def test_what_is_not_in_the_table_is_refused(phase, says):
         OffloadSchedule().add("judge", Model("judge", []), offloads=PARTS)
 
 
-def test_the_actor_s_parameters_never_leave():
+@pytest.mark.parametrize(("colocated", "without"), [(False, set()), (True, {"probe", "generate"})])
+def test_the_actor_s_parameters_leave_for_colocated_servers_only(colocated, without):
     for phase, row in PHASES.items():
-        assert "parameters" in needed(phase, "critic" if "role" in row else None)["actor"]
+        needs = needed(phase, "critic" if "role" in row else None, colocated=colocated)
+        assert ("parameters" in needs.get("actor", ())) == (phase not in without)

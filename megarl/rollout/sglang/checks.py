@@ -34,6 +34,7 @@ EVERY_INTERFACE = ("0.0.0.0", "::", "*", "")
 #: Server arguments that megarl sets. The server uses the last of two, so setting one again would bypass a check.
 _OURS = (
     *("--model-path", "--model", "--dtype", "--load-format", "--skip-tokenizer-init", "--device"),
+    *("--kv-cache-dtype",),
     *("--custom-weight-loader", "--host", "--port", "--api-key", "--admin-api-key"),
     *("--tp-size", "--tensor-parallel-size", "--ep-size", "--expert-parallel-size", "--ep", "--tp"),
     *("--speculative-algorithm", "--speculative-draft-model-path", "--speculative-draft-load-format"),
@@ -43,7 +44,7 @@ _OURS = (
 #: Keys of `rollout.sglang` that matter only when megarl starts servers.
 _STARTED = (
     *("servers", "gpus", "host", "memory_fraction", "max_total_tokens", "context_length", "attention_backend"),
-    *("deterministic", "speculative", "extra_args"),
+    *("deterministic", "speculative", "extra_args", "kv_cache_dtype"),
 )
 #: Number of tokens by which an input must be shorter than a server's capacity, one generated token included.
 _FREE_TOKENS = 6
@@ -323,9 +324,17 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
 
 
 def _check_processor(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
-    """Check that servers without GPUs can compute the model."""
+    """Check that servers without GPUs can compute the model, with this cache."""
     if config.rollout.sglang.urls or config.cluster.device_memory_gb is not None or nvidia_devices():
         return
+    if config.rollout.sglang.kv_cache_dtype != "auto":
+        checks.fail(
+            "rollout.sglang.kv_cache_dtype",
+            "SGLang has kernels for keys and values in FP8 on GPUs only",
+            found=config.rollout.sglang.kv_cache_dtype,
+            allowed="auto on CPUs",
+            fix="set rollout.sglang.kv_cache_dtype=auto, or cluster.device_memory_gb to check the recipe for GPUs",
+        )
     if facts.needs_gpu_in_sglang:
         checks.fail(
             "rollout.engine",

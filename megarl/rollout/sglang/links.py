@@ -50,7 +50,9 @@ class OwnServers(WeightLink):
 
     def catch_up(self) -> None:
         """Send the current weights to servers that were restarted. Collective."""
-        self._account(self.sync.catch_up())
+        with on_shared_devices(self._host, "catch_up"):
+            report = self.sync.catch_up()
+        self._account(report)
 
     def publish(self, version: int) -> None:
         """Restart failed servers, and send weights `version` to all servers."""

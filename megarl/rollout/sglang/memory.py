@@ -1,8 +1,8 @@
 """Releases and restores the device memory of servers that share devices with the trainer.
 
 `megarl.system.offload_schedule` lists the parts that each phase needs. Released weights are lost; the next weight
-update sends all of them. Needs SGLang's memory saver, which servers have with `rollout.sglang.colocated`; on a CPU the
-calls free nothing.
+update sends all of them. CUDA graphs are released with the cache. Needs SGLang's memory saver, which servers have with
+`rollout.sglang.colocated`; on a CPU the calls free nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.system.comm import WorkerGroup
 from megarl.system.errors import ServerError
 from megarl.system.offload_schedule import CACHE, WEIGHTS
+
+_TAGS = {WEIGHTS: ("weights",), CACHE: ("kv_cache", "cuda_graph")}
+"""SGLang's names of what each part consists of: CUDA graphs are used by what also needs the cache."""
 
 
 class ServerMemory:
@@ -58,6 +61,6 @@ class ServerMemory:
         self._parts[server.number, server.restarts] = wanted
 
     def _call(self, server: Server, path: str, parts: Iterable[str]) -> None:
-        tags = sorted(parts)
+        tags = [tag for part in sorted(parts) for tag in _TAGS[part]]
         if tags:
             server.api.call(path, {"tags": tags}, deadline_s=self._deadline_s, phase="memory")

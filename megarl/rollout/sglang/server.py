@@ -111,9 +111,12 @@ class ServerSpec:
             "--dist-init-addr": meeting or None,
             "--mem-fraction-static": c.memory_fraction or (None if self.cuda else 0.1),
             "--max-total-tokens": c.max_total_tokens or (None if self.cuda else _CPU_TOKENS),
+            "--kv-cache-dtype": None if c.kv_cache_dtype == "auto" else c.kv_cache_dtype,
             "--context-length": c.context_length,
             "--attention-backend": c.attention_backend or (None if self.cuda else "torch_native"),
             "--load-format": "dummy" if self.random_weights else None,
+            # SGLang 0.5.23 raises an error at its start if it is to free the memory of graphs and has some of prompts
+            "--cuda-graph-backend-prefill": "disabled" if self.cuda and c.releases_graphs else None,
         }
         if (draft := c.speculative) is not None:
             values |= {
@@ -209,6 +212,8 @@ class ServerProcess:
             colocated=spec.config.colocated,
             temporary=self._temporary,
         )
+        if spec.cuda and spec.config.releases_graphs:
+            environment.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "true")
         spec.log_dir.mkdir(parents=True, exist_ok=True)
         with spec.log.open("ab") as log:
             self._log_start = log.seek(0, os.SEEK_END)
