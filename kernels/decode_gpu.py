@@ -23,6 +23,7 @@ from megarl.kernels.layers_gpu import swiglu
 #: Positions per program, positions read at once, warps, stages of the read pipeline.
 ATTENTION = (512, 64, 4, 3)
 WIDE_ATTENTION = (512, 32, 4, 2)  # for heads of over 256 bytes, so that reads in flight fit into shared memory
+WIDEST_ATTENTION = (512, 32, 8, 2)  # for heads of over 512 bytes, so that no registers are spilled
 #: Logits per program of `draw`, logits read at once, warps.
 DRAWING = (8192, 1024, 4)
 _LEAST = 16  # minimum number of rows of a matrix product in Triton; a product with fewer rows is padded
@@ -74,7 +75,9 @@ def attend(
         qkv, weights, *rope, keys, values, positions, queries, groups, per, size, rope[0].shape[1], length, eps, block,
         norm is not None, num_warps=1,
     )  # fmt: skip
-    chunk, at_once, warps, stages = launch or (ATTENTION if size * qkv.element_size() <= 256 else WIDE_ATTENTION)
+    wide = size * qkv.element_size()
+    chosen = ATTENTION if wide <= 256 else WIDE_ATTENTION if wide <= 512 else WIDEST_ATTENTION
+    chunk, at_once, warps, stages = launch or chosen
     chunks = triton.cdiv(length, chunk)
     parts = qkv.new_empty(n, groups * per, chunks, size, dtype=torch.float32)
     peaks, sums = qkv.new_empty(2, n, groups * per, chunks, dtype=torch.float32)

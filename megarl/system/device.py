@@ -153,3 +153,22 @@ _SET_BY = {
     "threads": "torch.set_num_threads",
     "deterministic": "torch.use_deterministic_algorithms",
 }
+
+
+class HostCopy:
+    """A copy of a small tensor on its way to the host. The host waits for the copy when it reads it, but not for what
+    the device was given after it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy, self._event = tensor, None
+        if tensor.is_cuda:
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def tolist(self) -> Any:
+        """Return the numbers of the tensor."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy.tolist()

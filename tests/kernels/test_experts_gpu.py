@@ -23,6 +23,7 @@ pytest.importorskip("triton", reason="Triton is not installed: make triton-test"
 
 from megarl.benchmarks import layers as benchmark
 from megarl.kernels import experts_gpu, gpu, layers_gpu
+from megarl.models.layers.experts import training
 from megarl.models.layers.experts.training import GroupedExperts, TokenDispatcher
 from megarl.models.layers.mlp.swiglu import SwiGLU
 from megarl.models.rows import route_by_expert, route_of_slots
@@ -97,6 +98,25 @@ def test_sums_are_in_the_order_of_places():
     rows = torch.tensor([[big], [1.0], [-big]], device=DEVICE)
     found = experts_gpu.sum_rows(rows, torch.tensor([[0, 1, 2], [0, 2, 1]], device=DEVICE))
     assert found.flatten().tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("counts", "out", "width"), [((3, 0, 21, 16), 40, 72), ((0, 0), 16, 16), ((17,), 1, 130)], ids=str
+)
+def test_gradients_of_weights_are_added(counts, out, width, dtype):
+    """To what is there; rows after those of the last expert may be anything. The interpreter multiplies no bf16."""
+    ends = torch.tensor(counts).cumsum(0)
+    grads, rows = draw(int(ends[-1]) + 2, out, dtype=dtype), draw(int(ends[-1]) + 2, width, dtype=dtype)
+    grads[-2:], rows[-2:] = float("nan"), float("inf")
+    total = draw(len(counts), out, width)
+    exact = total.double()
+    for expert, (end, count) in enumerate(zip(ends.tolist(), counts, strict=True)):
+        of = slice(end - count, end)
+        exact[expert] += grads[of].double().T @ rows[of].double()
+    tiles = experts_gpu.PRODUCTS._replace(out=32, width=64, tokens=16)  # several blocks in each direction
+    experts_gpu.add_products(grads, rows, ends.to(DEVICE, torch.int32), total, tiles)
+    torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=1e-5)  # products of 16 bits are exact in float32
 
 
 @pytest.mark.parametrize(("count", "experts", "each"), [(1, 1, 1), (13, 8, 2), (40, 128, 8), (6, 4, 4), (0, 4, 2)])
@@ -203,9 +223,9 @@ def layer(dtype):
     return TokenDispatcher(EXPERTS, config, groups), experts
 
 
-def pass_through(dtype):
+def pass_through(dtype, parts=None):
     """The output of a layer, and the gradients of tokens, probabilities and weights."""
-    dispatcher, experts = layer(dtype)
+    dispatcher, experts = parts or layer(dtype)
     tokens = draw(23, 1, WIDTH, dtype=dtype).requires_grad_()
     routing = draw_map(23, EXPERTS, EACH)
     probs = (draw(23, EXPERTS).softmax(1) * routing).requires_grad_()
@@ -228,6 +248,22 @@ def test_a_layer_of_experts_is_that_of_torchs_operations():
         expected = pass_through(torch.float32)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_experts_go_into_their_buffers(monkeypatch):
+    """In two micro-batches, and never through a gradient in the weights' dtype."""
+    monkeypatch.setattr(training, "is_one_kernel", lambda weight, dtype: True)
+    expected = [2 * grad.float() for grad in pass_through(torch.float32)[3:]]
+    dispatcher, experts = layer(torch.float32)
+    buffers = [torch.ones_like(weight) for weight in experts.parameters()]
+    for weight, buffer in zip(experts.parameters(), buffers, strict=True):
+        weight.main_grad, weight.grad_added_to_main_grad = buffer, False
+        weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))  # as Megatron's does
+    for _ in range(2):
+        pass_through(torch.float32, (dispatcher, experts))
+    assert all(weight.grad_added_to_main_grad for weight in experts.parameters())
+    for buffer, grad in zip(buffers, expected, strict=True):
+        torch.testing.assert_close(buffer - 1, grad, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="takes 9 GB")

@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -154,6 +155,7 @@ def seams(hidden_shape: list[int]) -> Iterator[None]:
 
     from megarl.kernels import gpu
     from megarl.models.layers.attention import training as attention
+    from megarl.models.layers.experts import training as experts
     from megarl.models.layers.experts.training import TokenDispatcher
     from megarl.models.policy import PolicyModel
     from megarl.system.comm import WorkerGroup
@@ -165,11 +167,14 @@ def seams(hidden_shape: list[int]) -> Iterator[None]:
         rows = self._shape[:-1].numel() * self.config.moe_router_topk
         with unset_fake_temporarily():  # the host reads these numbers
             exchange(self, (torch.arange(len(counts)) < rows % len(counts)).long() + rows // len(counts))
+            numbers = self._sizes.tolist()
+        self._sizes = SimpleNamespace(tolist=lambda: numbers)
 
     def shapes(self: Any, next_: Any, prev: Any, recv_prev: bool, recv_next: bool) -> tuple[list[int], list[int]]:
         return hidden_shape, hidden_shape
 
     changes = [
+        (experts, "is_one_kernel", lambda weight, dtype: False),  # torch would ask for the GPU's kind
         (TokenDispatcher, "_exchange_counts", balanced),
         (P2PCommunicator, "_communicate_shapes", shapes),
         (attention, "varlen_kernel", lambda q: attention._torch_varlen if q.dtype == torch.bfloat16 else None),
@@ -279,7 +284,8 @@ def measure(case: FakeCase) -> dict[str, Any]:
                 value_head=case.value_head,
                 mtp=MtpConfig() if case.mtp else None,
             )
-            return _run(engine, storages, micros, length, case)
+            engine.model_config.variable_seq_lengths = length is None
+            return _run(engine, storages, micros, length or 1, case)
 
 
 def _run(engine: Any, storages: Storages, micros: list[Any], length: int, case: FakeCase) -> dict[str, Any]:
@@ -340,7 +346,7 @@ def _batch(case: FakeCase) -> Any:
     return Batch({name: Jagged.from_list(rows, dtype=torch.int64) for name, rows in made.items()})
 
 
-def _micro_batches(case: FakeCase, batch: Any, layout: Any, engine: Any) -> tuple[list[Any], int]:
+def _micro_batches(case: FakeCase, batch: Any, layout: Any, engine: Any) -> tuple[list[Any], int | None]:
     from megarl.models.layers.attention.training import plan_buckets
     from megarl.training import microbatch
     from megarl.training.sequence_layout import TextLayout

@@ -54,7 +54,7 @@ def dispatcher_of(ranks: int) -> TokenDispatcher:
     found = TokenDispatcher(EXPERTS // ranks, config, SimpleNamespace(ep=group, expt_tp=group, tp_ep=group))
     if ranks > 1:
         found._alone, found._exchange_counts = False, lambda counts: None
-        found._sent = found._received = None
+        found._sizes = SimpleNamespace(tolist=lambda: [TOKENS * EACH] * 3)
         found._held = torch.full((1, ranks, EXPERTS // ranks), TOKENS * EACH // EXPERTS)
     return found
 

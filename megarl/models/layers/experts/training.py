@@ -3,13 +3,15 @@
     tokens -> a row for each expert of a token -> [all-to-all over ep, gather over etp, by expert] -> experts -> back
 
 A row is a copy of a token on its way to one expert. Row counts stay on the device; only ranks that exchange rows read
-them (once per layer), because an all-to-all needs sizes on the host.
+them (once per layer), because an all-to-all needs sizes on the host. They travel there while rows are copied, so that
+the device has work while the host waits for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,10 +29,12 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from megarl.kernels import gpu
 from megarl.models.layers.mlp.swiglu import SwiGLU
 from megarl.models.rows import route_by_expert, route_of_slots
-from megarl.system.device import device
+from megarl.system.device import HostCopy, device
 
 _ALIGNED = 16  # `grouped_mm` needs rows whose bytes are a multiple of this
 
@@ -116,8 +120,36 @@ class GroupedLinear(MegatronModule):
         return weight.view(self.experts, -1, weight.shape[1])
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Call `grouped_linear` with the experts' weights."""
-        return grouped_linear(x, self.stacked, ends)
+        """Call `grouped_linear` with the experts' weights. On GPUs where this is one kernel the weights' gradients are
+        added to the buffer that Megatron's data parallelism has for them, without a gradient in bf16."""
+        buffer = getattr(self.weight, "main_grad", None) if self.weight.requires_grad else None
+        kernels = gpu.expert_kernels(x)
+        if buffer is None or kernels is None or not len(x) or not is_one_kernel(self.stacked, x.dtype):
+            return grouped_linear(x, self.stacked, ends)
+        return _AddingLinear.apply(x, self.weight, ends, self.experts, kernels)
+
+
+class _AddingLinear(torch.autograd.Function):
+    """`grouped_linear` whose backward pass adds the weights' gradients to `main_grad`, as Megatron's layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, experts: int, kernels: ModuleType) -> Tensor:
+        ctx.save_for_backward(x, ends)
+        ctx.weight, ctx.experts, ctx.kernels = weight, experts, kernels
+        stacked = weight.view(experts, -1, weight.shape[1])
+        return F.grouped_mm(x, stacked.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, ends = ctx.saved_tensors
+        weight, grad = ctx.weight, grad.contiguous()
+        shape = (ctx.experts, -1, weight.shape[1])
+        of_x = F.grouped_mm(grad, weight.view(shape), offs=ends) if ctx.needs_input_grad[0] else None
+        ctx.kernels.add_products(grad, x.contiguous(), ends, weight.main_grad.view(shape))
+        weight.grad_added_to_main_grad = True
+        # Megatron's hook runs when a gradient arrives; it adds none that is in its buffer already.
+        return of_x, torch.empty_like(weight), None, None, None
 
 
 class GroupedExperts(MegatronModule):
@@ -218,6 +250,8 @@ class TokenDispatcher(MoETokenDispatcher):
             probs: float32 [n, experts].
         """
         self._shape, self._counts = tokens.shape, routing_map.sum(0)
+        if not self._alone:
+            self._exchange_counts(self._counts)
         tokens = tokens.view(-1, tokens.shape[-1])
         each = self.config.moe_router_topk
         experts, owners = torch.nonzero_static(routing_map.T, size=len(tokens) * each).unbind(1)
@@ -229,12 +263,14 @@ class TokenDispatcher(MoETokenDispatcher):
         """Exchange rows over the expert-parallel ranks."""
         if self._alone:
             return rows, probs
-        self._exchange_counts(self._counts)
+        numbers = self._sizes.tolist()  # the host waits for them here
+        self._sent, self._received = numbers[: self.ep_size], numbers[self.ep_size : 2 * self.ep_size]
+        self._gathered = numbers[2 * self.ep_size :]
         sizes = (self._received, self._sent)
         return all_to_all(self.ep_group, rows, *sizes), all_to_all(self.ep_group, probs, *sizes)
 
     def _exchange_counts(self, counts: Tensor) -> None:
-        """Exchange between ranks how many rows each sends to each expert; the host waits for the result.
+        """Exchange between ranks how many rows each sends to each expert, and start to copy the sums to the host.
 
         Args:
             counts: int64 [all experts], rows that this process has for each expert.
@@ -244,9 +280,7 @@ class TokenDispatcher(MoETokenDispatcher):
         arriving = every.view(self.ep_size, self.tp_size, -1)[:, :, self._first : self._first + self._experts]
         self._held = arriving.transpose(0, 1)  # [etp, ep, experts]: received rows come in this order
         sizes = [counts.view(self.ep_size, -1).sum(1), self._held[self.tp_rank].sum(1), self._held.sum((1, 2))]
-        numbers = torch.cat(sizes).tolist()
-        self._sent, self._received = numbers[: self.ep_size], numbers[self.ep_size : 2 * self.ep_size]
-        self._gathered = numbers[2 * self.ep_size :]
+        self._sizes = HostCopy(torch.cat(sizes))
 
     def dispatch_postprocess(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the received rows grouped by expert, the number of rows of each expert, and their probabilities."""
