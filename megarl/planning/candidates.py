@@ -22,6 +22,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.shares import batch_sizes
 from megarl.dag.stage import Role
 from megarl.dag.staleness import policy_of
+from megarl.planning.flops import FlopCounter
 from megarl.planning.hardware import Hardware
 from megarl.planning.step import server_devices
 from megarl.system.errors import ConfigError, count
@@ -280,18 +281,30 @@ class Space:
                     if not self._divides_batches(roles, devices // (tp * pp * cp)):
                         continue
                     for experts in self._experts(tp, devices // pp):
-                        chunks = [vpp for vpp in (2, 4) if pp > 1 and facts.layers % (pp * vpp) == 0]
-                        for vpp in (None, *chunks):
+                        for stages in self._stages(pp):
                             # With experts, tensor-parallel ranks always split sequences, whatever `sp` is, so the
                             # candidate keeps the recipe's value.
                             sp = tp > 1 and (not facts.is_moe or self.config.actor.parallel.sp)
-                            layout = ParallelConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, sp=sp, **experts)
+                            layout = ParallelConfig(tp=tp, pp=pp, cp=cp, sp=sp, **stages, **experts)
                             if makes_replicas(devices, layout) and not layout_problems("actor.parallel", layout, facts):
                                 layouts.append(layout)
         actor, critic = self.config.actor, self.config.critic
         share = actor.engine.share_prefixes or (critic.engine.share_prefixes and critic.parallel is None)
         whole = [layout for layout in layouts if not (share and layout.cp > 1)]
         return [layout for layout in whole if self._fits_others(layout, spread)]
+
+    def _stages(self, pp: int) -> list[Mapping[str, Any]]:
+        """Return the ways to divide layers among pipeline stages: evenly, in chunks that take turns, and with fewer in
+        the last stage, so that all take about as long although it also has the head."""
+        if pp == 1:
+            return [{}]
+        layers, counter = self.facts.layers, FlopCounter.of(self.facts)
+        ways: list[Mapping[str, Any]] = [{}, *({"vpp": vpp} for vpp in (2, 4) if layers % (pp * vpp) == 0)]
+        head = counter.per_head_token / (counter.per_token / layers)  # its work in layers
+        even = -(-layers // pp)
+        longest = {last: max(last + head, -(-(layers - last) // (pp - 1))) for last in range(even, 0, -1)}
+        last = min(longest, key=lambda number: longest[number])
+        return ways if last == even else [*ways, {"last_stage_layers": last}]
 
     def _experts(self, tp: int, ranks: int) -> list[Mapping[str, Any]]:
         """Return the ways to divide experts over the ranks of a stage: by number, or also by their width."""

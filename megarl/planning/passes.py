@@ -2,7 +2,7 @@
 
     micro-batch of one stage   products [T1], element-wise work [T2], fixed time [T3],
                                communication of tp and sp [T4], cp [T5], ep and etp [T6], pp [T7],
-                               the vision encoder in front of the first stage [T12]
+                               the vision encoder in front of the first stage [T12], adding gradients [T13]
     a pass                     micro-batches and the bubble of the pipeline [T8]
     an update                  a pass, reduction of gradients [T9], the optimizer's step [T10]
 
@@ -70,6 +70,8 @@ class ModelPass:
     value_head: bool = False  # the model has one value per token in place of a vocabulary
     lora: LoraConfig | None = None  # adapters are trained instead of the weights
     of_draft: bool = False  # this is the layer of a draft head, for which the head's weight is a constant
+    # the pipeline stage whose seconds are computed: the last one, which has the head, or the fullest of the others
+    of_last: bool = True
 
     @cached_property
     def _links(self) -> Links:
@@ -148,7 +150,14 @@ class ModelPass:
         return costs
 
     def _micro_batch(self, share: Share, *, train: bool) -> list[Cost]:
-        """Return the costs of a micro-batch on the slowest stage, which is the last one: its layers and the head."""
+        """Return the costs of a micro-batch on the slowest stage: the last one, which has the head, or the fullest of
+        the others if these have more layers."""
+        counts = self.parallel.stage_layers(self.facts.layers)
+        stages = [self] if counts[-1] == max(counts) else [self, replace(self, of_last=False)]
+        return max((stage._stage(share, train=train) for stage in stages), key=total)
+
+    def _stage(self, share: Share, *, train: bool) -> list[Cost]:
+        """Return the costs of a micro-batch on the stage `of_last`."""
         again = train and self.engine.recompute == "full"
         passes = 3 + again if train else 1
         facts, given = self.facts, self.given
@@ -163,7 +172,8 @@ class ModelPass:
             *self._experts(share, 1 + again, train=train),
             self._pipeline(share, train=train),
             Cost("T12", "vision encoder", self._encoder(share, passes, train=train)),
-            *(self._draft(share) if train and facts.trains_draft else ()),
+            *([self._gradients()] if train and self.hardware.gpu and not self.of_draft else []),
+            *(self._draft(share) if train and facts.trains_draft and self.of_last else ()),
         ]
 
     def _draft(self, share: Share) -> list[Cost]:
@@ -204,7 +214,9 @@ class ModelPass:
         return max(0.0, seconds - self._head_work(share, train=train) / ranks / rate)
 
     def _head_work(self, share: Share, *, train: bool) -> float:
-        """Return the FLOPs of the head, over all ranks that share it."""
+        """Return the FLOPs of the head, over all ranks that share it; 0 for a stage without it."""
+        if not self.of_last:
+            return 0.0
         tokens = share.samples * share.response
         each = 2 * self.facts.hidden if self.value_head else self._counter.per_head_token
         # Logits of several chunks are not kept for the backward pass, so they are computed again.
@@ -247,8 +259,9 @@ class ModelPass:
 
     @cached_property
     def _stages(self) -> float:
-        """The model's number of layers divided by that of the largest pipeline stage; pp if all stages are equal."""
-        return self.facts.layers / self.parallel.most_layers(self.facts.layers)
+        """The model's number of layers divided by that of the stage `of_last`; pp if all stages are equal."""
+        *others, last = self.parallel.stage_layers(self.facts.layers)
+        return self.facts.layers / (last if self.of_last else max(others))
 
     def _adapters(self, tokens: float) -> float:
         if self.lora is None:
@@ -275,7 +288,7 @@ class ModelPass:
             square = share.length**2 + share.variance
             elements += self._pairs * share.samples * facts.heads / parallel.tp * square / parallel.cp
         elements *= facts.layers / self._stages
-        if not self.value_head:
+        if not self.value_head and self.of_last:
             logits = share.samples * share.response * facts.vocab / (parallel.tp * parallel.cp)
             # Recomputation is a fourth pass over the layers, not over the output head.
             elements += self.given.logit_elements * logits * (3 if passes > 1 else 1) / passes
@@ -322,8 +335,10 @@ class ModelPass:
         if not facts.is_moe:
             return []
         ep, etp, layers = parallel.ep, parallel.expert_tp, facts.copies["router"] / self._stages
-        times = forwards + train
-        routed = share.tokens / (parallel.cp * parallel.tp) * facts.experts_per_token * facts.hidden * self._element
+        times, copies = forwards + train, float(facts.experts_per_token)
+        if parallel.dispatch == "deepep":  # one for each rank that has some of a token's experts
+            copies = ep * (1 - (1 - 1 / ep) ** copies)
+        routed = share.tokens / (parallel.cp * parallel.tp) * copies * facts.hidden * self._element
         sent = times * layers * 2 * routed * (ep - 1) / ep
         seconds = self._links.exchange(sent, ep, etp, steps=layers * (4 * forwards + 3 * train))
         gathered = times * layers * 2 * routed * (etp - 1)
@@ -347,6 +362,17 @@ class ModelPass:
         if self.lora is not None:
             return trained_parameters(self.facts, self.parallel, self.lora, value_head=self.value_head)
         return stage_parameters(self.facts, self.parallel, value_head=self.value_head, trained=True)
+
+    def _gradients(self) -> Cost:
+        """Return the cost of adding a micro-batch's gradients of weights to their float32 buffers, beside their
+        products: read and write both, or only the buffers where the product adds its result itself. Assumed shares of a
+        CPU include it."""
+        dense, expert = self._trained
+        apart, within = self._element + 2 * GRADIENT, 2 * GRADIENT - self._element
+        te = self.engine.layers == "te" or self.engine.fp8 != "none"
+        moved = dense * (within if te else apart) + expert * (within if self.dtype == "bf16" else apart)
+        rate = self.hardware.memory_tb_s * 1e12 * self.given.memory_share
+        return Cost("T13", "gradients added to buffers", moved / rate)
 
     def _reduce(self, share: Share) -> list[Cost]:
         """Return the cost of reducing fp32 gradients: an all-reduce, or a reduce-scatter and a gather of parameters."""

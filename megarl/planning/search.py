@@ -29,7 +29,7 @@ from megarl.planning.passes import Cost, total
 from megarl.planning.shards import STREAMED_BYTES, Sizes, known_sizes, state_bytes
 from megarl.planning.step import StepFormulas
 from megarl.planning.workload import Workload
-from megarl.system.errors import ConfigError
+from megarl.system.errors import ConfigError, count
 from megarl.system.offload_schedule import GRADIENTS, OPTIMIZER
 
 
@@ -285,4 +285,6 @@ def describe_layout(parallel: ParallelConfig, devices: int) -> str:
     sizes = {"tp": parallel.tp, "pp": parallel.pp, "vpp": parallel.vpp, "cp": parallel.cp, "ep": parallel.ep}
     sizes |= {"etp": parallel.etp, "dp": devices // parallel.model_parallel_size}
     text = " ".join(f"{name}{size}" for name, size in sizes.items() if size not in (None, 1) or name == "dp")
+    if parallel.last_stage_layers is not None:
+        text += f", {count(parallel.last_stage_layers, 'layer')} in the last stage"
     return f"{text} sp" if parallel.sp else text

@@ -346,3 +346,31 @@ def test_shared_prompts_are_computed_once():
         for budget in budgets
     }
     assert counts == budgets
+
+
+@pytest.mark.parametrize(("last", "share", "heads"), [(None, 1 / 2, 1), (1, 7 / 8, 0)])
+def test_a_pass_takes_as_long_as_its_slowest_stage(last, share, heads):
+    """T1, T8. Eight layers in two stages: 4 and 4 with the head, or 7 and 1 with the head."""
+    counter = FlopCounter.of(DENSE)
+    layers, head = counter.forward([1024.0], head_tokens=0), 768.0 * counter.per_head_token
+    found = seconds_by(model(pp=2, last_stage_layers=last).forward(SHARE))["T1"]
+    assert found == pytest.approx(64 * (share * layers + heads * head) / 989e12)
+
+
+@pytest.mark.parametrize(("facts", "layers", "each"), [(DENSE, "local", 10), (DENSE, "te", 6), (EXPERTS, "local", 10)])
+def test_gradients_are_added_in_every_micro_batch(facts, layers, each):
+    """T13: 10 bytes of a parameter, and 6 where its product adds them."""
+    found = model(facts, engine={"layers": layers})
+    dense, experts = stage_parameters(facts, ParallelConfig(), trained=True)
+    moved = found.micro_batches(SHARE) * (each * dense + 6 * experts)
+    assert seconds_by(found.update(SHARE, 1, 1))["T13"] == pytest.approx(moved / 3.35e12)
+    assert "T13" not in seconds_by(replace(found, hardware=TWO_CORES).update(SHARE, 1, 1))
+
+
+def test_deepep_sends_a_token_once_to_each_rank():
+    """T6. Of 4 ranks with 8 of 32 experts each, 4 drawn experts meet 4 (1 - (3/4)^4) = 2.73."""
+    sent = [
+        sum(part.bytes for part in model(EXPERTS, ep=4, dispatch=way).forward(SHARE) if part.formula == "T6")
+        for way in ("alltoall", "deepep")
+    ]
+    assert sent[1] / sent[0] == pytest.approx(4 * (1 - (3 / 4) ** 4) / 4)
