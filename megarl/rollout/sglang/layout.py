@@ -44,12 +44,14 @@ class ServerLayout:
 
     Attributes:
         on_gpu: whether the servers compute on GPUs, whose checksum differs from the CPU's.
+        attention_dp: number of groups of ranks that each have all heads of the attention, and their own requests.
     """
 
     tp: int
     ep: int
     facts: ModelFacts
     on_gpu: bool = False
+    attention_dp: int = 1
 
     @classmethod
     def of(cls, hf: PretrainedConfig, tp: int = 1, ep: int = 1, *, on_gpu: bool = False) -> ServerLayout:
@@ -104,6 +106,9 @@ class ServerLayout:
     def _part(self, rank: int, module: str, leaf: str, tensor: Tensor) -> Tensor:
         """Return the part of a tensor outside experts that `rank` stores, in the dtype of the server's parameter."""
         tp, kv_heads = self.tp, self.facts.kv_heads
+        if self.attention_dp > 1 and module not in ("gate_proj", "up_proj", "down_proj", "lm_head"):
+            tp //= self.attention_dp
+            rank %= tp
         if module == "gate" and self.facts.model_type in _WIDE_ROUTERS:
             return tensor.float()
         if module in ("k_proj", "v_proj", "k_norm" if self._wide_norms else "") and kv_heads < tp:
@@ -151,7 +156,7 @@ class ServerLayout:
     def _fused_rows(self) -> dict[str, int]:
         """The number of rows on a rank of each fused module whose parts have different numbers of rows, by the
         module's name."""
-        facts, tp, rows = self.facts, self.tp, {}
+        facts, tp, rows = self.facts, self.tp // self.attention_dp, {}
         for mixer in self._mixers.values():
             if isinstance(mixer, Attention):
                 heads = facts.heads // tp * (2 if mixer.gate else 1)
@@ -228,6 +233,9 @@ def _visual_part(name: str, tensor: Tensor, tp: int, rank: int) -> tuple[str, Te
 
 def _padded_rows(tensor: Tensor, tp: int, rank: int) -> Tensor:
     """Return a rank's rows of an embedding or head, padded with zeros."""
-    rows = -(-tensor.shape[0] // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE // tp
+    padded = -(-tensor.shape[0] // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+    if padded % tp:
+        padded = -(-tensor.shape[0] // (_VOCAB_MULTIPLE * tp)) * _VOCAB_MULTIPLE * tp
+    rows = padded // tp
     part = tensor[rank * rows : (rank + 1) * rows]
     return torch.cat([part, part.new_zeros(rows - len(part), part.shape[1])]) if len(part) < rows else part

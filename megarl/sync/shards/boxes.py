@@ -197,6 +197,13 @@ def item_bytes(dtypes: Iterable[str]) -> Array:
     return np.array([ITEM_BYTES[kind] for kind in kinds.tolist()], np.int64)[which]
 
 
+def dtype_codes(dtypes: Array) -> Array:
+    """Return a number for each dtype, by its place in `ITEM_BYTES`, or -1 if it is never sent: int8 [n]."""
+    kinds, which = np.unique(dtypes, return_inverse=True)
+    known = list(ITEM_BYTES)
+    return np.array([known.index(kind) if kind in known else -1 for kind in kinds.tolist()], np.int8)[which]
+
+
 def row_major(shapes: Array) -> Array:
     """Return the strides of contiguous tensors in elements: int64 [n, DIMS] for shapes int64 [n, DIMS]; 0 in dimensions
     of size 1."""

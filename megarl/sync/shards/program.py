@@ -1,4 +1,4 @@
-"""What is sent when: the form of a plan that trainer ranks and server ranks walk.
+"""The form of a plan that trainer ranks and server ranks walk: rounds, messages, and the boxes in them.
 
     round 0 of phase 0, cell 0          a round is one NCCL group (`batch_isend_irecv`) of the cell's communicator
       message trainer 3 -> server 1, rank 2      one send and one receive of `nbytes` bytes, from buffer to buffer
@@ -17,9 +17,9 @@ A `direct` message has one link, which is contiguous in the parameters of both r
 sent and received without buffers (`send_at`, `receive_at` are -1).
 
 In a fan-out round several ranks of a machine store the same boxes, and each receives a stripe of them. Then the ranks
-of a group gather the stripes: all have one buffer, whose bytes [at, at + stripe) rank `rank` of `server` has received
-and sends to the other ranks of the group (`FanTable`). `receive_at` counts from the start of this buffer, and each rank
-unpacks its targets, which may lie in any stripe.
+of a group gather the stripes: the receive buffers of all begin with these, and rank `rank` of `server` has received the
+bytes [at, at + stripe), which it sends to the other ranks of the group (`FanTable`). Each rank unpacks its targets,
+which may lie in any stripe. The messages that only one rank needs lie after the stripes in its buffer.
 """
 
 from __future__ import annotations
@@ -164,12 +164,12 @@ class TransferProgram:
         """Return what a rank of a server receives, and what it unpacks: in fan-out rounds also links that other ranks
         of its machine receive."""
         targets, messages, fans = self.targets, self.messages, self.fans
-        mine = (targets.server == server) & (targets.rank == rank)
+        own_targets = (targets.server == server) & (targets.rank == rank)
         keep = (messages.server == server) & (messages.receiver == rank)
-        keep[self.links.message[targets.link[mine]]] = True
+        keep[self.links.message[targets.link[own_targets]]] = True
         member = (fans.server == server) & (fans.rank == rank)
         groups = np.unique(fans.round[member].astype(np.int64) << 32 | fans.group[member])
-        return self._of_messages(keep, np.isin(fans.round.astype(np.int64) << 32 | fans.group, groups), mine)
+        return self._of_messages(keep, np.isin(fans.round.astype(np.int64) << 32 | fans.group, groups), own_targets)
 
     def _of_messages(self, keep: Array, fans: Array, targets: Array | None = None) -> TransferProgram:
         """Return the program of some messages and gathers.
@@ -185,11 +185,11 @@ class TransferProgram:
         rounds = np.zeros(len(self.rounds), bool)
         rounds[self.messages.round[keep]] = True
         rounds[self.fans.round[fans]] = True
-        kept, sent, parts = self.messages.take(keep), self.links.take(links), self.targets.take(unpacked)
+        messages, sent, parts = self.messages.take(keep), self.links.take(links), self.targets.take(unpacked)
         gathers = self.fans.take(fans)
         return TransferProgram(
             self.rounds.take(rounds),
-            kept.replace(round=_renumbered(rounds)[kept.round]),
+            messages.replace(round=_renumbered(rounds)[messages.round]),
             sent.replace(message=_renumbered(keep)[sent.message]),
             parts.replace(link=_renumbered(links)[parts.link]),
             gathers.replace(round=_renumbered(rounds)[gathers.round]),

@@ -102,7 +102,7 @@ class ColumnTable:
 def pack(arrays: Mapping[str, Array]) -> bytes:
     """Return the bytes of a .npz file with these arrays."""
     out = io.BytesIO()
-    np.savez_compressed(out, allow_pickle=False, **arrays)
+    np.savez_compressed(out, **arrays)
     return out.getvalue()
 
 
@@ -117,7 +117,7 @@ def unpack(data: bytes, most: int = 1 << 30) -> dict[str, Array]:
             size = sum(info.file_size for info in file.infolist())
         if size > most:
             raise ValueError(f"a message with tables has {size} bytes; allowed are at most {most}")
-        with np.load(io.BytesIO(data), allow_pickle=False) as loaded:
+        with np.load(io.BytesIO(data)) as loaded:
             return {name: loaded[name] for name in loaded.files}
     except (zipfile.BadZipFile, OSError, EOFError) as error:
         raise ValueError(f"a message with tables is no .npz file: {error}") from error

@@ -83,7 +83,7 @@ def test_no_pickle_is_read() -> None:
     file = io.BytesIO()
     np.savez(file, x=np.array([{}], dtype=object))
 
-    with pytest.raises(ValueError, match="allow_pickle=False"):
+    with pytest.raises(ValueError, match="allow_pickle"):
         unpack(file.getvalue())
 
 

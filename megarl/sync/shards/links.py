@@ -1,0 +1,277 @@
+"""Which box a server rank needs is held by which trainer ranks, and whether the boxes cover each parameter once."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+
+from megarl.sync.plan import FP8_BLOCK
+from megarl.sync.shards.boxes import DIMS, BoxRule, BoxTable, RankStorage, TensorTable, dtype_codes, row_major
+from megarl.sync.shards.table import Array, ColumnTable
+from megarl.system.errors import UserError
+
+_FIX = "set sync.transport=distributed"
+_COUNTED = 1 << 24  # parameters of up to this many elements are checked element by element if their boxes are unusual
+
+
+@dataclass(frozen=True, eq=False)
+class HeldViews(ColumnTable):
+    """Where trainer ranks store parts of boxes, see `BoxTable`; `dtype`: int8 [n], the parameter's (`dtype_codes`)."""
+
+    parameter: Annotated[Array, "i4"]
+    offset: Annotated[Array, "i8"]
+    strides: Annotated[Array, "i8", DIMS]
+    rule: Annotated[Array, "i1"]
+    dtype: Annotated[Array, "i1"]
+
+
+@dataclass(frozen=True, eq=False)
+class SharedBoxes:
+    """The different boxes of the trainer, each with all ranks that hold it.
+
+    Attributes:
+        tensor, lo, hi: the boxes, ordered by tensor: int32 [B], int64 [B, DIMS], int64 [B, DIMS].
+        holders: int32 [B], for each box a row of `sets`.
+        sets: the different sets of ranks that hold a box, ascending.
+        storage_of: int64 [N], number of the storage of each rank.
+    """
+
+    tensor: Array
+    lo: Array
+    hi: Array
+    holders: Array
+    sets: tuple[tuple[int, ...], ...]
+    storage_of: Array
+    _keys: Array  # box * storages + storage, ascending
+    _parameter: Array
+    _offset: Array
+    _strides: Array
+    _rule: Array
+    _dtype: Array
+
+    def views(self, boxes: Array, senders: Array, lo: Array) -> HeldViews:
+        """Return where rank `senders[i]` stores the part of box `boxes[i]` that begins at `lo[i]`."""
+        at = np.searchsorted(self._keys, boxes * np.int64(self.storage_of.max() + 1) + self.storage_of[senders])
+        strides = self._strides[at]
+        offset = self._offset[at] + ((lo - self.lo[boxes]) * strides).sum(1)
+        return HeldViews(self._parameter[at], offset, strides, self._rule[at], self._dtype[at])
+
+
+@dataclass(frozen=True, eq=False)
+class NeedTable(ColumnTable):
+    """The needs of server ranks: parts of the trainer's boxes, and where a rank stores them.
+
+    Attributes:
+        box: int32 [n], row in `SharedBoxes`.
+        tensor: int32 [n], row in `TensorTable`.
+        lo, hi: int64 [n, DIMS], the part, in indices of the tensor.
+        nbytes: int64 [n], bytes on the wire.
+        parameter, offset, strides: where it is stored, see `BoxTable`.
+        dtype: int8 [n], dtype of the parameter (`dtype_codes`).
+    """
+
+    box: Annotated[Array, "i4"]
+    tensor: Annotated[Array, "i4"]
+    lo: Annotated[Array, "i8", DIMS]
+    hi: Annotated[Array, "i8", DIMS]
+    nbytes: Annotated[Array, "i8"]
+    parameter: Annotated[Array, "i4"]
+    offset: Annotated[Array, "i8"]
+    strides: Annotated[Array, "i8", DIMS]
+    dtype: Annotated[Array, "i1"]
+
+
+def share_boxes(storages: Sequence[RankStorage]) -> SharedBoxes:
+    """Return the different boxes of the trainer's ranks, whose storages these are."""
+    numbers: dict[int, int] = {}
+    storage_of = np.array([numbers.setdefault(id(storage), len(numbers)) for storage in storages], np.int64)
+    different = {number: storage for storage, number in zip(storages, storage_of.tolist(), strict=True)}
+    tables = [different[number].boxes for number in range(len(different))]
+    joined = BoxTable.joined(tables)
+    dtype = np.concatenate(
+        [dtype_codes(different[number].parameters.dtypes)[table.parameter] for number, table in enumerate(tables)]
+    )
+    storage = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+    corners = np.concatenate([joined.lo, joined.hi], 1)
+    order = np.lexsort((storage, *corners.T[::-1], joined.tensor))
+    joined, storage, corners = joined.take(order), storage[order], corners[order]
+    new = np.ones(len(order), bool)
+    new[1:] = (joined.tensor[1:] != joined.tensor[:-1]) | (corners[1:] != corners[:-1]).any(1)
+    box, first = np.cumsum(new) - 1, np.flatnonzero(new)
+    members: list[list[int]] = [[] for _ in tables]
+    for rank, number in enumerate(storage_of.tolist()):
+        members[number].append(rank)
+    sets, holders = _holder_sets(storage, first, members)
+    return SharedBoxes(
+        joined.tensor[first],
+        joined.lo[first],
+        joined.hi[first],
+        holders,
+        sets,
+        storage_of,
+        box * np.int64(len(tables)) + storage,
+        joined.parameter,
+        joined.offset,
+        joined.strides,
+        joined.rule,
+        dtype[order],
+    )
+
+
+def _holder_sets(storage: Array, first: Array, members: list[list[int]]) -> tuple[tuple[tuple[int, ...], ...], Array]:
+    """Return the different sets of ranks, and the set of each box, whose storages stand in `storage` from row
+    `first[b]` on."""
+    numbers: dict[bytes, int] = {}
+    raw, width = np.ascontiguousarray(storage, np.int64).tobytes(), 8
+    ends = [*first[1:].tolist(), len(storage)]
+    holders = [
+        numbers.setdefault(raw[start * width : end * width], len(numbers))
+        for start, end in zip(first.tolist(), ends, strict=True)
+    ]
+    sets = tuple(
+        tuple(sorted(rank for number in np.frombuffer(key, np.int64).tolist() for rank in members[number]))
+        for key in numbers
+    )
+    return sets, np.array(holders, np.int32)
+
+
+def needs_of(storage: RankStorage, shared: SharedBoxes, tensors: TensorTable, where: str) -> NeedTable:
+    """Return what a server rank with this storage needs of the trainer's boxes.
+
+    Args:
+        where: name of server and rank, for messages.
+
+    Raises:
+        UserError: the trainer holds no or only a part of a box.
+    """
+    boxes = storage.boxes.take(storage.boxes.rule != BoxRule.ZERO)
+    starts = np.searchsorted(shared.tensor, np.arange(len(tensors) + 1))
+    counts = (starts[1:] - starts[:-1])[boxes.tensor]
+    row = np.repeat(np.arange(len(boxes)), counts)
+    box = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts) + starts[boxes.tensor[row]]
+    lo, hi = np.maximum(boxes.lo[row], shared.lo[box]), np.minimum(boxes.hi[row], shared.hi[box])
+    meets = (hi > lo).all(1)
+    row, box, lo, hi = row[meets], box[meets], lo[meets], hi[meets]
+    numel = (hi - lo).prod(1)
+    covered = np.bincount(row, numel, len(boxes)).astype(np.int64)
+    if (covered != boxes.numel).any():
+        bad = int((covered != boxes.numel).argmax())
+        part = [list(span) for span in zip(boxes.lo[bad].tolist(), boxes.hi[bad].tolist(), strict=True)]
+        raise UserError(
+            f"{where}: its parameter {storage.parameters.names[boxes.parameter[bad]]} needs elements {part} of "
+            f"{tensors.names[boxes.tensor[bad]]}, which the trainer's ranks do not all hold once",
+            found=f"{covered[bad]} elements",
+            allowed=f"{boxes.numel[bad]} elements",
+            fix=_FIX,
+        )
+    strides = boxes.strides[row]
+    return NeedTable(
+        box,
+        boxes.tensor[row],
+        lo,
+        hi,
+        numel * tensors.item_bytes[boxes.tensor[row]],
+        boxes.parameter[row],
+        boxes.offset[row] + ((lo - boxes.lo[row]) * strides).sum(1),
+        strides,
+        dtype_codes(storage.parameters.dtypes)[boxes.parameter[row]],
+    )
+
+
+def check_blocks(storage: RankStorage, tensors: TensorTable, where: str) -> None:
+    """Check that a server rank stores whole blocks of 128 x 128 of each tensor that is sent in FP8.
+
+    Raises:
+        UserError: the first box that ends inside a block; the rank would need a part of a block's scale.
+    """
+    boxes = storage.boxes.take(storage.boxes.rule != BoxRule.ZERO)
+    boxes = boxes.take(tensors.dtypes[boxes.tensor] == "float8_e4m3fn")
+    ends = tensors.shapes[boxes.tensor]
+    inside = ((boxes.lo % FP8_BLOCK > 0) | ((boxes.hi % FP8_BLOCK > 0) & (boxes.hi < ends))).any(1)
+    if inside.any():
+        bad = int(inside.argmax())
+        raise UserError(
+            f"{where}: its parameter {storage.parameters.names[boxes.parameter[bad]]} has a part of a block of "
+            f"{FP8_BLOCK} x {FP8_BLOCK} of {tensors.names[boxes.tensor[bad]]}",
+            found=[list(span) for span in zip(boxes.lo[bad].tolist(), boxes.hi[bad].tolist(), strict=True)],
+            allowed=f"multiples of {FP8_BLOCK}",
+            fix="use fewer tensor-parallel ranks for the servers, or set sync.fp8=false",
+        )
+
+
+def check_tiling(storage: RankStorage, where: str, untouched: Container[str] = ()) -> None:
+    """Check that the boxes of a rank cover every element of each parameter exactly once.
+
+    Args:
+        where: name of server and rank, for messages.
+        untouched: names of parameters that updates do not write.
+
+    Raises:
+        UserError: a parameter with elements that no box, or more than one, covers.
+    """
+    boxes, parameters = storage.boxes, storage.parameters
+    numel = parameters.shapes.prod(1)
+    covered = np.bincount(boxes.parameter, boxes.numel, len(parameters)).astype(np.int64)
+    still = np.array([name in untouched for name in parameters.names.tolist()], bool).reshape(-1)
+    for bad in np.flatnonzero((covered != numel) & ~(still & (covered == 0))).tolist():
+        raise _wrong_cover(storage, bad, where, f"its boxes have {covered[bad]} of {numel[bad]} elements")
+    last = boxes.offset + ((boxes.hi - boxes.lo - 1) * boxes.strides).sum(1)
+    if len(boxes) and ((boxes.offset < 0) | (last >= numel[boxes.parameter])).any():
+        bad = int(boxes.parameter[((boxes.offset < 0) | (last >= numel[boxes.parameter])).argmax()])
+        raise _wrong_cover(storage, bad, where, "a box reaches beyond its end")
+    order = np.lexsort((boxes.offset, boxes.parameter))
+    parameter, first, last = boxes.parameter[order], boxes.offset[order], last[order]
+    meeting = (parameter[1:] == parameter[:-1]) & (first[1:] <= last[:-1])
+    dense = last - first + 1 == boxes.numel[order]
+    unusual = np.union1d(parameter[1:][meeting], parameter[~dense])
+    for number in unusual.tolist():
+        if not _disjoint(storage, number):
+            raise _wrong_cover(storage, number, where, "two of its boxes overlap")
+
+
+def _wrong_cover(storage: RankStorage, number: int, where: str, why: str) -> UserError:
+    name, shape = storage.parameters.names[number], storage.parameters.shapes[number].tolist()
+    return UserError(
+        f"{where}: an update would not write each element of the parameter {name} {shape} exactly once",
+        found=why,
+        fix=_FIX,
+    )
+
+
+def _disjoint(storage: RankStorage, number: int) -> bool:
+    """Return whether no two boxes of a parameter overlap."""
+    boxes = storage.boxes.take(storage.boxes.parameter == number)
+    shape = storage.parameters.shapes[number]
+    size = boxes.hi - boxes.lo
+    steps = row_major(shape[None])[0]
+    # dimension of the parameter along which each dimension of a box lies
+    along = (boxes.strides[:, :, None] == steps) & (steps > 0) & (size > 1)[:, :, None]
+    if (along.sum(2) != (size > 1)).any():
+        return _disjoint_elements(boxes.offset, size, boxes.strides, int(shape.prod()))
+    start = boxes.offset[:, None] // np.maximum(steps, 1) % np.maximum(shape, 1)
+    start = np.where(steps > 0, start, 0)
+    end = start + 1 + (along * (size - 1)[:, :, None]).sum(1)
+    if (end > shape).any():
+        return _disjoint_elements(boxes.offset, size, boxes.strides, int(shape.prod()))
+    order = np.argsort(boxes.offset, kind="stable")
+    start, end = start[order], end[order]
+    for row in range(len(order) - 1):
+        if ((start[row + 1 :] < end[row]) & (start[row] < end[row + 1 :])).all(1).any():
+            return False
+    return True
+
+
+def _disjoint_elements(offset: Array, size: Array, strides: Array, numel: int) -> bool:
+    """Return whether no element of a parameter is in two boxes, by counting; False for parameters too large for it."""
+    if numel > _COUNTED:
+        return False
+    counts = np.zeros(numel, np.int32)
+    for row in range(len(offset)):
+        index = offset[row]
+        for dim in range(DIMS):
+            index = np.add.outer(index, np.arange(size[row, dim]) * strides[row, dim])
+        np.add.at(counts, np.ravel(index), 1)
+    return bool((counts <= 1).all())

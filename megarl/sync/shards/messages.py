@@ -1,0 +1,153 @@
+"""Places of parts in messages, and of messages in buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megarl.sync.shards.assign import ReceivingRank
+from megarl.sync.shards.program import ALIGN, FanTable, MessageTable, RoundTable
+from megarl.sync.shards.table import Array
+
+
+@dataclass(frozen=True, eq=False)
+class SentParts:
+    """The parts of boxes that are sent, in an order that each message keeps: columns of int64 [n].
+
+    Attributes:
+        fan: number of the group that gathers the part; -1: none.
+        direct: bool [n], whether the part is sent and received without buffers.
+    """
+
+    cell: Array
+    phase: Array
+    number: Array
+    sender: Array
+    receiver: Array
+    fan: Array
+    nbytes: Array
+    direct: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Messages:
+    """Rounds, messages and gathers.
+
+    Attributes:
+        order: int64 [n], the sent parts in the order of their messages; `message` and `start`: int64 [n], the message
+            of each of them and its first byte there.
+        receiver: int64 [M], number of each message's receiver.
+    """
+
+    rounds: RoundTable
+    table: MessageTable
+    fans: FanTable
+    order: Array
+    message: Array
+    start: Array
+    receiver: Array
+
+
+def lay_out(sent: SentParts, receivers: Sequence[ReceivingRank], fans: Sequence[Sequence[int]]) -> Messages:
+    """Return rounds and messages with the places of everything in buffers; `fans`: receivers of each group."""
+    keys = (sent.direct, sent.fan, sent.receiver, sent.sender, sent.cell, sent.number, sent.phase)
+    order = np.lexsort(keys)
+    direct, fan, receiver, sender, cell, number, phase = (key[order] for key in keys)
+    new_round = _changes(phase, number, cell)
+    round_of_part = np.cumsum(new_round) - 1
+    new = _changes(round_of_part, sender, receiver, fan) | direct
+    new[1:] |= direct[:-1]
+    message, lead = np.cumsum(new) - 1, np.flatnonzero(new)
+    nbytes = sent.nbytes[order]
+    start = _starts(_aligned(nbytes), lead, message)
+    last = np.append(lead[1:], len(order)) - 1
+    size = start[last] + nbytes[last]
+    rounds = RoundTable(*(values[new_round] for values in (phase, number, cell)))
+    columns = _MessageColumns(round_of_part[lead], sender[lead], receiver[lead], size, direct[lead], fan[lead])
+    table, gathers = _in_buffers(columns, receivers, fans)
+    return Messages(rounds, table, gathers, order, message, start, receiver[lead])
+
+
+@dataclass(frozen=True, eq=False)
+class _MessageColumns:
+    round: Array
+    sender: Array
+    receiver: Array
+    nbytes: Array
+    direct: Array
+    fan: Array
+
+
+def _in_buffers(
+    columns: _MessageColumns, receivers: Sequence[ReceivingRank], fans: Sequence[Sequence[int]]
+) -> tuple[MessageTable, FanTable]:
+    """Return the messages with their places in buffers, and the gathers."""
+    room = np.where(columns.direct, 0, _aligned(columns.nbytes))
+    send_at = _running(room, columns.round, columns.sender)
+    stripes = columns.fan >= 0
+    receive_at = _running(np.where(stripes, 0, room), columns.round, columns.receiver)
+    gathers = FanTable.empty()
+    if stripes.any():
+        inside = _running(np.where(stripes, room, 0), columns.round, columns.receiver)[stripes]
+        key = columns.round[stripes] * len(fans) + columns.fan[stripes]
+        groups, group = np.unique(key, return_inverse=True)
+        stripe = np.zeros(len(groups), np.int64)
+        np.maximum.at(stripe, group, inside + room[stripes])
+        gathers, members = _gathers(groups, stripe, receivers, fans)
+        # a rank's buffer begins with the stripes of its group
+        key = gathers.round.astype(np.int64) * len(receivers) + members
+        order = np.argsort(key)
+        wanted = columns.round * len(receivers) + columns.receiver
+        row = order[np.minimum(np.searchsorted(key[order], wanted), len(key) - 1)]
+        width = np.array([len(fan) for fan in fans])[gathers.group]
+        receive_at += np.where(key[row] == wanted, width[row] * gathers.stripe[row], 0)
+        receive_at[stripes] = inside + gathers.at[row][stripes]
+    who = np.array([(receiver.server, receiver.rank) for receiver in receivers], np.int64)
+    server, rank = who[columns.receiver].T
+    send_at, receive_at = (np.where(columns.direct, -1, at) for at in (send_at, receive_at))
+    return MessageTable(columns.round, columns.sender, server, rank, columns.nbytes, send_at, receive_at), gathers
+
+
+def _gathers(
+    groups: Array, stripe: Array, receivers: Sequence[ReceivingRank], fans: Sequence[Sequence[int]]
+) -> tuple[FanTable, Array]:
+    """Return the gathers of `groups` (round * number of groups + group), whose stripes have `stripe` bytes, and the
+    number of each row's receiver."""
+    rows = [
+        (
+            *(group // len(fans), group % len(fans), receivers[number].server, receivers[number].rank),
+            *(place * size, size, number),
+        )
+        for group, size in zip(groups.tolist(), stripe.tolist(), strict=True)
+        for place, number in enumerate(fans[group % len(fans)])
+    ]
+    *columns, members = np.array(rows, np.int64).reshape(-1, 7).T
+    return FanTable(*columns), members
+
+
+def _aligned(nbytes: Array) -> Array:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def _changes(*columns: Array) -> Array:
+    """Return for each row whether it differs from the one before it: bool [n]."""
+    new = np.ones(len(columns[0]), bool)
+    new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    return new
+
+
+def _starts(sizes: Array, lead: Array, group: Array) -> Array:
+    """Return the sum of the sizes before each row in its group; groups are consecutive and begin at rows `lead`."""
+    before = np.cumsum(sizes) - sizes
+    return before - before[lead][group]
+
+
+def _running(sizes: Array, round_: Array, rank: Array) -> Array:
+    """Return the sum of the sizes before each message among those of its round with the same rank."""
+    order = np.lexsort((rank, round_))
+    new = _changes(round_[order], rank[order])
+    at = np.empty(len(sizes), np.int64)
+    at[order] = _starts(sizes[order], np.flatnonzero(new), np.cumsum(new) - 1)
+    return at

@@ -1,0 +1,99 @@
+"""Cuts what the ranks of a part send to a cell into rounds of bounded bytes and few peers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from megarl.sync.shards.table import Array
+
+
+@dataclass(frozen=True)
+class RoundLimits:
+    """Limits of rounds.
+
+    Attributes:
+        nbytes: bytes that a rank sends or receives in a round, which is the size of a buffer.
+        message: bytes below which a message is not cut.
+        peers: ranks that a rank sends to, or receives from, in a round.
+        cells: communicators that a trainer rank is a member of.
+    """
+
+    nbytes: int = 256 << 20
+    message: int = 4 << 20
+    peers: int = 4
+    cells: int = 8
+
+
+def rounds_of(sender: Array, receiver: Array, nbytes: Array, limits: RoundLimits) -> tuple[Array, Array]:
+    """Divide the bytes of each pair of ranks over rounds.
+
+    A round takes first from the ranks with the most bytes left, so that no rank is left with many rounds at the end.
+
+    Args:
+        sender, receiver: int64 [n], the pairs of one phase and one cell.
+        nbytes: int64 [n], bytes of each pair.
+
+    Returns:
+        Of each message its round and its bytes: int64 [m] each; those of the first pair first, in order.
+    """
+    left = nbytes.astype(np.int64).copy()
+    _, sender = np.unique(sender, return_inverse=True)
+    _, receiver = np.unique(receiver, return_inverse=True)
+    chosen: list[tuple[int, int, int]] = []  # pair, round, bytes
+    number = 0
+    while left.any():
+        out, into = np.bincount(sender, left), np.bincount(receiver, left)
+        weight = np.maximum(out[sender], into[receiver])
+        order = np.lexsort((receiver, sender, -left, -weight))
+        order = order[left[order] > 0]
+        rows = [values[order].tolist() for values in (sender, receiver, left)]
+        ends = zip(order.tolist(), *rows, strict=True)
+        for pair, size in _one_round(ends, np.count_nonzero(out), np.count_nonzero(into), limits):
+            chosen.append((pair, number, size))
+            left[pair] -= size
+        number += 1
+    _, rounds, sizes = np.array(sorted(chosen), np.int64).reshape(-1, 3).T
+    return rounds, sizes
+
+
+def _one_round(
+    pairs: Iterable[tuple[int, int, int, int]], senders: int, receivers: int, limits: RoundLimits
+) -> list[tuple[int, int]]:
+    """Return (pair, bytes) of the messages of one round.
+
+    Args:
+        pairs: (pair, sender, receiver, bytes left), those to be served first at the front.
+        senders, receivers: how many ranks have bytes left to send, and to receive.
+    """
+    room_out: dict[int, int] = {}
+    room_in: dict[int, int] = {}
+    peers_out: dict[int, int] = {}
+    peers_in: dict[int, int] = {}
+    messages = []
+    for pair, source, target, rest in pairs:
+        free_out, free_in = room_out.get(source, limits.nbytes), room_in.get(target, limits.nbytes)
+        if not free_out or not free_in:
+            continue
+        size = min(rest, free_out, free_in)
+        if size < min(rest, limits.message):
+            continue
+        if 0 < rest - size < limits.message:  # leave no short message for a later round
+            size = max(rest - limits.message, min(size, limits.message))
+        messages.append((pair, size))
+        peers_out[source] = peers_out.get(source, limits.peers) - 1
+        peers_in[target] = peers_in.get(target, limits.peers) - 1
+        room_out[source] = _room(free_out - size, peers_out[source], limits)
+        room_in[target] = _room(free_in - size, peers_in[target], limits)
+        senders -= not room_out[source]
+        receivers -= not room_in[target]
+        if not senders or not receivers:
+            break
+    return messages
+
+
+def _room(left: int, peers: int, limits: RoundLimits) -> int:
+    """Return the bytes that a rank can still take in a round: none if they are too few for a message."""
+    return left if peers and left >= min(limits.message, limits.nbytes) else 0

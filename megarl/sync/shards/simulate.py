@@ -1,0 +1,59 @@
+"""Seconds of a plan in virtual time: rounds wait for their ranks, and messages share the ranks' links."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megarl.sync.shards.plan import UpdatePlan
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """Rates of links.
+
+    Attributes:
+        network: bytes per second that a rank sends, and at the same time receives, over the network.
+        machine: bytes per second between ranks of one machine.
+        memory: bytes per second that a GPU copies to itself.
+        round_s: seconds that a round takes more than its bytes.
+    """
+
+    network: float
+    machine: float
+    memory: float = 1e12
+    round_s: float = 0.0
+
+
+def simulated_seconds(plan: UpdatePlan, rates: LinkRates) -> float:
+    """Return the seconds until the last rank has received everything.
+
+    Each rank runs its rounds one after the other. A message begins when both ranks have reached its round. All messages
+    of a rank in a round share its link, so a message ends after the time that the fuller one of the two links needs for
+    all messages of the round. Stripes are gathered while the next round runs, except after the last one.
+    """
+    sender, receiver = plan.messages.sender, plan.receiver_numbers
+    senders, receivers = int(sender.max()) + 1, len(plan.receivers)
+    at, until = np.zeros(senders), np.zeros(receivers)
+    nbytes = plan.messages.nbytes.astype(float)
+    rate = np.array([rates.memory, rates.machine, rates.network])[plan.distances()]
+    starts = np.searchsorted(plan.messages.round, np.arange(len(plan.rounds) + 1))
+    for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        row = slice(first, last)
+        froms, tos = sender[row], receiver[row]
+        busy = nbytes[row] / rate[row]
+        out, into = np.bincount(froms, busy, senders), np.bincount(tos, busy, receivers)
+        end = np.maximum(at[froms], until[tos]) + np.maximum(out[froms], into[tos]) + rates.round_s
+        np.maximum.at(at, froms, end)
+        np.maximum.at(until, tos, end)
+    return float(until.max()) + _last_gather(plan, rates)
+
+
+def _last_gather(plan: UpdatePlan, rates: LinkRates) -> float:
+    """Return the seconds of the longest gather of a round, which no other round hides if it is the last one."""
+    if not len(plan.fans):
+        return 0.0
+    key = plan.fans.round.astype(np.int64) << 32 | plan.fans.group
+    _, group, count = np.unique(key, return_inverse=True, return_counts=True)
+    return float((plan.fans.stripe * (count[group] - 1)).max()) / rates.machine
