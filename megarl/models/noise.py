@@ -10,6 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: Numbers of noise that are computed at once on a CPU.
+_CACHED = 1 << 17
+
 
 def _signed(value: int, bits: int) -> int:
     """Return the signed reading (two's complement) of an unsigned constant, as torch's integer types need it."""
@@ -23,13 +26,13 @@ def _mix64(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
-def _mix32_(x: Tensor) -> Tensor:
-    """Apply a 32-bit finaliser with low bias (C. Wellons' lowbias32) to int32, in place."""
-    x ^= (x >> 16) & 0xFFFF
+def _mix32_(x: Tensor, scratch: Tensor) -> Tensor:
+    """Apply a 32-bit finaliser with low bias (C. Wellons' lowbias32) to int32, in place; `scratch` is overwritten."""
+    x ^= torch.bitwise_right_shift(x, 16, out=scratch).bitwise_and_(0xFFFF)
     x *= _signed(0x7FEB352D, 32)
-    x ^= (x >> 15) & 0x1FFFF
+    x ^= torch.bitwise_right_shift(x, 15, out=scratch).bitwise_and_(0x1FFFF)
     x *= _signed(0x846CA68B, 32)
-    x ^= (x >> 16) & 0xFFFF
+    x ^= torch.bitwise_right_shift(x, 16, out=scratch).bitwise_and_(0xFFFF)
     return x
 
 
@@ -47,7 +50,9 @@ def uniforms(seeds: Tensor, index: Tensor, vocab_ids: Tensor) -> Tensor:
     key = _mix64(_mix64(seeds + _signed(0x9E3779B97F4A7C15, 64)) + index)
     low, high = key.to(torch.int32)[:, None], (key >> 32).to(torch.int32)[:, None]
     counter = (vocab_ids * _signed(0x9E3779B9, 32)).to(torch.int32)
-    bits = _mix32_(_mix32_(counter ^ low).add_(high)) & 0x7FFFFFFF
+    bits = counter ^ low
+    scratch = torch.empty_like(bits)
+    _mix32_(_mix32_(bits, scratch).add_(high), scratch).bitwise_and_(0x7FFFFFFF)
     return bits.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
 
 
@@ -59,4 +64,11 @@ def exponential_noise(seeds: Tensor, index: Tensor, vocab_ids: Tensor) -> Tensor
         index: int64 [n], number of the token within its sample.
         vocab_ids: int64 [V].
     """
-    return torch.log(-torch.log1p(-uniforms(seeds, index, vocab_ids)))
+    noise = seeds.new_empty(len(seeds), vocab_ids.shape[-1], dtype=torch.float32)
+    # on a CPU a few rows at a time, which stay in its cache
+    rows = max(1, _CACHED // noise.shape[1]) if noise.is_cpu and noise.numel() else max(1, len(noise))
+    for begin in range(0, len(noise), rows):
+        part = slice(begin, begin + rows)
+        ids = vocab_ids if vocab_ids.ndim == 1 else vocab_ids[part]
+        noise[part] = uniforms(seeds[part], index[part], ids).neg_().log1p_().neg_().log_()
+    return noise

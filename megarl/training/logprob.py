@@ -153,13 +153,16 @@ def _by_tokens(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of hidden states and weight, computed for `shard.chunk` tokens at a time."""
     hidden = rows.hidden
+    if kept_logits is not None:  # a single chunk: there is nothing to add
+        grad_logits = _grad_logits(kept_logits, rows, shard, True, weight.dtype)
+        return grad_logits @ weight if wants[0] else None, grad_logits.t() @ hidden if wants[1] else None
     grad_hidden = torch.empty_like(hidden) if wants[0] else None
     # Sums over chunks are float32: a bf16 accumulator would lose the small contributions of late chunks.
     grad_weight = weight.new_zeros(weight.shape, dtype=rows.log_z.dtype) if wants[1] else None
     for begin in range(0, hidden.shape[0], shard.chunk):
         part = slice(begin, begin + shard.chunk)
-        logits = capped(head_logits(hidden[part], weight), shard.cap) if kept_logits is None else kept_logits
-        grad_logits = _grad_logits(logits, rows.part(part), shard, kept_logits is not None, weight.dtype)
+        logits = capped(head_logits(hidden[part], weight), shard.cap)
+        grad_logits = _grad_logits(logits, rows.part(part), shard, False, weight.dtype)
         if grad_hidden is not None:
             torch.mm(grad_logits, weight, out=grad_hidden[part])
         if grad_weight is not None:

