@@ -27,3 +27,5 @@ class FolderMail:
             assert time.monotonic() < deadline, f"nobody posts {name}"
             time.sleep(0.01)
         return self._file(name).read_text()
+
+    read_together = read

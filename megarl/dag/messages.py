@@ -64,6 +64,9 @@ class Mail(Protocol):
     def read(self, name: str) -> str:
         """Wait until a text is posted under this name, and return it."""
 
+    def read_together(self, name: str) -> str:
+        """Do the same for a text that every worker of the team reads."""
+
 
 class NoMail:
     """The mailbox of a run with one team: no other team posts or reads."""
@@ -74,6 +77,8 @@ class NoMail:
     def read(self, name: str) -> str:
         """Raise an error, because the message would never arrive."""
         raise AssertionError(f"the run has only one team, so message {name!r} would never arrive")
+
+    read_together = read
 
 
 @dataclass_transform(frozen_default=True)
@@ -134,6 +139,11 @@ class Message:
     def read(cls, mail: Mail, *keys: str | int) -> Self:
         """Wait for the message whose first fields have the values `keys`, and return it."""
         return cls.decode(mail.read(cls.name_of(*keys)))
+
+    @classmethod
+    def read_together(cls, mail: Mail, *keys: str | int) -> Self:
+        """Do the same on every worker of the team, of which only the first one calls the buffer."""
+        return cls.decode(mail.read_together(cls.name_of(*keys)))
 
 
 # -- start ------------------------------------------------------------------------------------------------------------

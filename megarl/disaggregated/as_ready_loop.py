@@ -350,7 +350,7 @@ class AsReadyLoop:
             if c.layout.is_lead:
                 is_open = ReplicasOpen(number)
                 c.buffer.arrive(is_open.name, is_open.encode())
-            version = UpdateSent.read(c.mail, number).version
+            version = UpdateSent.read_together(c.mail, number).version
         publish(c, version)
         c.context.step = version
         self.recorder.end_step(number)  # metrics of the segment that ends here
@@ -361,7 +361,7 @@ class AsReadyLoop:
     def _save(self, version: int, generator: GroupGenerator) -> None:
         """Write this team's part of the checkpoint of step `version`, if one is due."""
         c = self.c
-        if not SavesStep.read(c.mail, version).saves:
+        if not SavesStep.read_together(c.mail, version).saves:
             self.checkpoints.poll()
             return
         self._finish_scored(least=len(self._scoring))

@@ -131,7 +131,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
 def follow_start(c: RankState) -> RunStart:
     """Wait until the actor's team has posted where the run begins, and return its message."""
     with phase("await_start", waits_for=c.team.of(Role.ACTOR)):
-        start = RunStart.read(c.mail)
+        start = RunStart.read_together(c.mail)
     c.context.step = max(start.resumed_at or 0, c.team.finished)
     return start
 
@@ -148,7 +148,7 @@ def all_ready(c: RankState) -> None:
         return
     for team in c.team.others:
         with phase("await_teams", waits_for=team.name):
-            c.frozen |= TeamReady.read(c.mail, team.name).frozen
+            c.frozen |= TeamReady.read_together(c.mail, team.name).frozen
 
 
 def resume(c: RankState, checkpoints: CheckpointPart, source: Path, *, begun: bool) -> None:

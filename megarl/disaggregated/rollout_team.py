@@ -104,7 +104,7 @@ def evaluate_step(c: RankState, recorder: Recorder, step: int) -> float | None:
         return evaluate(c, recorder, step, films=True)
     if c.team.leads:
         with phase("await_validation", waits_for=c.team.of(Role.ROLLOUT)):
-            validated = Validated.read(c.mail, step)
+            validated = Validated.read_together(c.mail, step)
         recorder.samples(step, validated.rows)
         if c.layout.rank == 0:  # the rollout team has reduced them over its ranks, so only one rank adds them here
             c.context.metrics.merge(Metrics.from_json(validated.metrics))
@@ -136,6 +136,6 @@ def evaluate_last(c: RankState, recorder: Recorder, step: int) -> None:
     if not may_be_last(c.config, step):
         return
     with phase("await_last", waits_for=c.team.of(Role.ACTOR)):
-        last = StepIsLast.read(c.mail, step).last
+        last = StepIsLast.read_together(c.mail, step).last
     if last:
         evaluate_step(c, recorder, step)

@@ -103,7 +103,7 @@ class InOrderUpdates(WeightUpdates):
             return True
         if wait:
             with phase("await_generation", waits_for=c.team.of(Role.ROLLOUT)):
-                StepGenerated.read(c.mail, step)
+                StepGenerated.read_together(c.mail, step)
             return True
         generated = c.buffer.is_posted(StepGenerated.name_of(step)) if c.layout.rank == 0 else None
         return bool(c.layout.world.broadcast_json(generated))
@@ -158,7 +158,7 @@ class AsReadyUpdates(WeightUpdates):
 
     def _await_open(self) -> None:
         with phase("await_generation", waits_for=self._team):
-            ReplicasOpen.read(self._c.mail, self._update_number)
+            ReplicasOpen.read_together(self._c.mail, self._update_number)
 
     def _push(self, version: int) -> None:
         c = self._c
@@ -172,5 +172,5 @@ class AsReadyUpdates(WeightUpdates):
         """Return the metrics that the rollout team sent: one entry for each of its segments that ended during `step`,
         and one for the samples of `step`."""
         mail, ended, self._ended = self._c.mail, self._ended, []
-        segments = [StepMetrics.read(mail, self._team, number).metrics for number in ended]
-        return [*segments, StepFormed.read(mail, step).metrics]
+        segments = [StepMetrics.read_together(mail, self._team, number).metrics for number in ended]
+        return [*segments, StepFormed.read_together(mail, step).metrics]

@@ -151,7 +151,7 @@ class Recorder:
                     if self.segments is not None and Role.ROLLOUT in team.roles:
                         parts += self.segments(step)
                     else:
-                        parts.append(StepMetrics.read(self._c.mail, team.name, step).metrics)
+                        parts.append(StepMetrics.read_together(self._c.mail, team.name, step).metrics)
             self._measured_elsewhere = [Metrics.from_json(part) for part in parts]
         return self._measured_elsewhere
 

@@ -86,7 +86,7 @@ class Run:
             context=context,
             fleet=None,
             loader=loader,
-            mail=SimpleNamespace(read=lambda name: SavesStep(1, saves=name == "saves/1").encode()),
+            mail=SimpleNamespace(read_together=lambda name: SavesStep(1, saves=name == "saves/1").encode()),
         )
         self.rewards: dict[int, Future[Any]] = {0: Future(), 1: Future()}
         self.told: list[tuple[int, int]] = []  # groups handed over, and how many tokens had been drawn by then

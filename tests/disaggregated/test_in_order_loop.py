@@ -179,7 +179,7 @@ def test_weights_go_as_soon_as_the_step_before_them_is_drawn_and_those_of_the_en
         config=config,
         team=SimpleNamespace(of=lambda role: "draw"),
         buffer=buffer,
-        mail=SimpleNamespace(read=lambda name: said.append(name) or StepGenerated(int(name[-1])).encode()),
+        mail=SimpleNamespace(read_together=lambda name: said.append(name) or StepGenerated(int(name[-1])).encode()),
         layout=SimpleNamespace(rank=0, world=world),
         models={"actor": SimpleNamespace(chunks=[])},
     )

@@ -32,6 +32,8 @@ class Letters:
     def read(self, name: str) -> str:
         return self.posted[name]
 
+    read_together = read
+
 
 class Numbers:
     """Samples that are their own place."""

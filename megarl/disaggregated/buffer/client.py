@@ -17,9 +17,11 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -29,12 +31,15 @@ from megarl.disaggregated.buffer.team_progress import TeamProgress
 from megarl.system import tracing
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from megarl.data.wire import Block, Span
     from megarl.disaggregated.buffer.flow import Finished, FlowGroup
     from megarl.system.comm import WorkerGroup
 
 _SLICE_S = 5.0  # longest call that waits, and time between two pings
 _AGAIN_S = 0.5  # seconds between two attempts of a call
+_PASSED_ON = 256  # messages that stay in the team's store
 _CALLS_S = 50  # workers of a team whose waits may come to the buffer in a second; those of larger teams last longer
 
 
@@ -60,6 +65,9 @@ class BufferClient:
         self._changes = 0
         self._waits_for = ""
         self._together: TeamProgress | None = None
+        self._store: Store | None = None  # of the team's world, once this worker has joined it
+        self._size = 1
+        self._passed_on: deque[str] = deque()
         self._awaited, self._awaiting = "", None  # name of the message that `has_arrived` awaits, and the call for it
         tracing.on_change(self._moved)
         self._ping()
@@ -86,7 +94,8 @@ class BufferClient:
         """From now on let the first worker of this team report the progress of all; `world` has all of them."""
         if world.size > 1:
             self._slice_s = min(max(self._slice_s, world.size / _CALLS_S), self._deadline_s / 4)
-            self._together = TeamProgress(world.store(), world.rank, world.size)
+            self._store, self._size = world.store(), world.size
+            self._together = TeamProgress(self._store, world.rank, world.size)
 
     # -- mail --------------------------------------------------------------------------------------------------------
 
@@ -101,6 +110,29 @@ class BufferClient:
     def read(self, name: str) -> str:
         """Wait until a message is posted under a name, and return it. Any number of workers may read a message."""
         return self._wait(f"mail {name!r}", ("mail", name), "read", name)
+
+    def read_together(self, name: str) -> str:
+        """Do the same for a message that every worker of the team reads: the first one reads it from the buffer, and
+        passes it on through the team's store. A worker that waits longer than the deadline calls the buffer itself,
+        whose error names the team that makes no progress."""
+        from torch.distributed import DistStoreError
+
+        if self._store is None:
+            return self.read(name)
+        if self.rank == 0:
+            text = self.read(name)
+            self._store.set(f"mail/{name}", text)
+            self._passed_on.append(name)
+            if len(self._passed_on) > _PASSED_ON:
+                self._store.delete_key(f"mail/{self._passed_on.popleft()}")
+            return text
+        end, limit = time.monotonic() + self._deadline_s, timedelta(seconds=self._every_s)
+        with self._waiting(f"mail {name!r} from the first worker of the team"):
+            while time.monotonic() < end:
+                with suppress(DistStoreError):  # the time is over
+                    self._store.wait([f"mail/{name}"], limit)
+                    return self._store.get(f"mail/{name}").decode()
+        return self.read(name)
 
     def is_posted(self, name: str) -> bool:
         """Return whether a message is posted under a name now."""
@@ -200,8 +232,12 @@ class BufferClient:
                     time.sleep(_AGAIN_S)
 
     def done(self, step: int) -> None:
-        """Report that this worker needs nothing more of `step`; its bytes are freed when all takers are done."""
-        self._change(f"record that step {step} is done", "done", self.team, self.rank, step)
+        """Report that this worker needs nothing more of `step`; its bytes are freed when all takers are done. The last
+        worker of a team reports it for all."""
+        if self._store is None:
+            self._change(f"record that step {step} is done", "done", self.team, self.rank, step)
+        elif self._store.add(f"done/{step}", 1) == self._size:
+            self._change(f"record that step {step} is done", "done", self.team, None, step)
 
     # -- groups that are handed over when they are finished ------------------------------------------------------------
 

@@ -241,13 +241,14 @@ class Core:
         sent.fetched.setdefault(team, set()).update(uids)
         return [sent.refs[uid] for uid in uids] or [next(iter(sent.refs.values()))]
 
-    def done(self, team: str, rank: int, step: int) -> Change:
-        """Record that this worker needs nothing more of `step`; drop the step when all workers that read it are
-        done."""
-        if self._is_finished(step) or (team, rank) not in self._takers:
+    def done(self, team: str, rank: int | None, step: int) -> Change:
+        """Record that this worker (None: every worker of the team) needs nothing more of `step`; drop the step when all
+        workers that read it are done."""
+        workers = [taker for taker in self._takers if taker[0] == team and rank in (None, taker[1])]
+        if self._is_finished(step) or not workers:
             return Change()
         state = self._steps.setdefault(step, _Step())
-        state.done.add((team, rank))
+        state.done.update(workers)
         if len(state.done) == len(self._takers):
             del self._steps[step]
             self._finished = step if self._finished is None else max(step, self._finished)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,12 +37,37 @@ def test_the_buffer_gets_one_call_per_team(monkeypatch: pytest.MonkeyPatch):
         client = BufferClient.__new__(BufferClient)
         client.team, client.rank, client._changes, client._waits_for = "train", rank, 7 + rank, ""
         client._slice_s = client._every_s = 5.0
-        client._deadline_s, client._together = 600.0, None
+        client._changing, client._serial, client._start = threading.Lock(), 0, 0
+        client._deadline_s, client._together, client._store = 600.0, None, None
         world: Any = SimpleNamespace(size=4, rank=rank, store=lambda: store)
         client.join_team(world)
         clients.append(client)
     for client in clients:
         client._ping()
-    [(rank, method, team, pings)] = calls
+        client.done(4)
+    [(rank, method, team, pings), done] = calls
     assert (rank, method, team) == (0, "ping", "train")
     assert {rank: ping.changes for rank, ping in pings.items()} == {rank: 7 + rank for rank in range(4)}
+    assert done[1:3] == ("change", "train")
+    assert done[-2:] == ("done", ["train", None, 4])
+
+
+def test_the_first_worker_passes_messages_on_and_a_late_one_is_looked_for_in_the_buffer(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    reads: list[tuple[int, str]] = []
+    monkeypatch.setattr(
+        BufferClient, "read", lambda client, name: reads.append((client.rank, name)) or f"text of {name}"
+    )
+    store = dist.HashStore()
+    first, second = (BufferClient.__new__(BufferClient) for _ in range(2))
+    for rank, client in enumerate((first, second)):
+        client.team, client.rank, client._store, client._passed_on = "train", rank, store, deque()
+        client._waits_for, client._every_s, client._slice_s, client._deadline_s = "", 0.05, 0.05, 0.1
+    assert [client.read_together("a") for client in (first, second)] == ["text of a"] * 2
+    assert reads == [(0, "a")]
+    assert second.read_together("b") == "text of b"
+    assert reads == [(0, "a"), (1, "b")]
+    monkeypatch.setattr("megarl.disaggregated.buffer.client._PASSED_ON", 1)
+    first.read_together("c")
+    assert not store.check(["mail/a"])
