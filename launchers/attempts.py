@@ -21,7 +21,7 @@ from megarl.artifacts.trained import steps_in
 from megarl.launchers.common import Job, Workers, clear, prepare, process_of
 from megarl.launchers.interrupt import save_first
 from megarl.launchers.supervise import End, supervise
-from megarl.runtime.health import forget, keep_attempt, old_errors
+from megarl.runtime.health import forget, forget_dead, keep_attempt, old_errors
 from megarl.system.errors import MegarlError
 from megarl.tracking.close import close_mlflow, note_restart, show_end
 
@@ -67,6 +67,7 @@ class Attempts:
         if self._job.machine == 0:
             forget(self._job.run_dir)
         else:
+            forget_dead(self._job.run_dir)
             self._job = dataclasses.replace(self._job, old=old_errors(self._job.run_dir))
         end = supervise(self._begin(), self._job)
         while end.exit_code and self._restart_is_left(end):

@@ -45,6 +45,7 @@ from megarl.artifacts.run_folder import (
 from megarl.dag.placement import ONLY_TEAM, TeamPlan
 from megarl.launchers.output import OutputLog
 from megarl.runtime.health import Old, RankFailure, read_beat, read_errors
+from megarl.runtime.machine_beats import BY_MACHINE, watch_machines
 from megarl.runtime.worker import WATCHED
 from megarl.system.credentials import mask_argument
 from megarl.system.errors import ConfigError, MegarlError, UserError, count, is_full, no_room
@@ -261,6 +262,8 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
         job = Job(
             entry, with_date(config, run_dir), run_dir, log, placement, folder=folder, machine=lock.machine, lock=lock
         )
+        if config.cluster.nnodes > 1:
+            watch_machines(run_dir)
         attempts = Attempts(starts[launcher], job)
         ended: Status = "failed"
         with signals_raise() as signals:
@@ -439,7 +442,7 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
     chosen |= config.rollout.nccl_environment
     if sys.stdout.isatty():  # rank 0 writes to a pipe that leads to this terminal: let it show progress bars
         chosen |= {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
-    environment = {WATCHED: "1"}
+    environment = {WATCHED: "1"} | ({BY_MACHINE: "1"} if config.cluster.nnodes > 1 else {})
     environment |= {name: os.environ.get(name, value) for name, value in chosen.items()}
     if config.cluster.threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)

@@ -8,7 +8,7 @@ import re
 import select
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, TextIO
 
@@ -139,11 +139,19 @@ def pump(pipe: IO[bytes], rank: int, log: OutputLog) -> threading.Thread:
 
 
 class Follower:
-    """A thread that copies the ranks' files LOG_DIR/rank_K.txt to the log, for ranks that are not children."""
+    """A thread that copies the ranks' files LOG_DIR/rank_K.txt to the log, for ranks that are not children.
 
-    def __init__(self, log_dir: Path, world_size: int, log: OutputLog) -> None:
-        self._log = log
-        self._paths = {rank: log_dir / f"rank_{rank}.txt" for rank in range(world_size)}
+    Args:
+        ranks: the ranks whose files this launcher copies.
+        size_of: returns the size of a rank's file as its machine reports it, so that only files that have grown are
+            opened; None: open all files each time.
+    """
+
+    def __init__(
+        self, log_dir: Path, ranks: Iterable[int], log: OutputLog, size_of: Callable[[int], int | None] | None = None
+    ) -> None:
+        self._log, self._size_of = log, size_of
+        self._paths = {rank: log_dir / f"rank_{rank}.txt" for rank in ranks}
         self._offsets = {rank: path.stat().st_size if path.exists() else 0 for rank, path in self._paths.items()}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="follow-output", daemon=True)
@@ -152,10 +160,14 @@ class Follower:
     def _follow(self) -> None:
         while not self._done.wait(_POLL_S):
             self._copy_new()
+        self._size_of = None  # machines may not have reported the last lines
         self._copy_new()
 
     def _copy_new(self) -> None:
         for rank, path in self._paths.items():
+            # the console shows rank 0 at once
+            if rank and self._size_of is not None and (self._size_of(rank) or 0) <= self._offsets[rank]:
+                continue
             with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
                 file.seek(self._offsets[rank])
                 if data := file.read():

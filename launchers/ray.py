@@ -40,6 +40,7 @@ from megarl.launchers.ray_folder import INNER, make_ray_folder
 from megarl.launchers.ray_health import ClusterRay, OwnRay, check_reachable, lost_text, within
 from megarl.launchers.seats import Place, assign_seats_by_team, ranks_of
 from megarl.launchers.supervise import signal_rank
+from megarl.runtime.machine_beats import machines_of
 from megarl.system.credentials import PASSWORD, USER
 from megarl.system.errors import WorkerError
 from megarl.system.machine import available_cores
@@ -143,7 +144,9 @@ class RayWorkers:
         self._entered = False
         self._ray: OwnRay | ClusterRay | None = None
         self._buffer_name = f"buffer-{secrets.token_hex(8)}"  # a unique name, since the cluster may run other jobs
-        self._follower = Follower(job.log_dir, job.config.cluster.nproc, job.log)
+        machines = machines_of(job.run_dir)
+        size_of = None if machines is None else machines.log_size
+        self._follower = Follower(job.log_dir, range(job.config.cluster.nproc), job.log, size_of)
         self._limit_s = job.config.cluster.start_timeout_s
         self._deadline = time.monotonic() + self._limit_s
 

@@ -125,7 +125,7 @@ class TorchrunWorkers:
         self._job, self._ranks = job, ranks
         self._first: list[int] | None = None  # ranks that ended first, without an error
         self._report = job.run_dir / "errors" / f"agent_{job.machine}.json"
-        self._follower = Follower(job.log_dir, job.config.cluster.nproc, job.log)
+        self._follower = Follower(job.log_dir, ranks, job.log)
         job.log_dir.mkdir(exist_ok=True)
         with (job.log_dir / f"agent_{job.machine}.txt").open("ab") as output:
             self._agent = subprocess.Popen(

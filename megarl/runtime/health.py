@@ -7,7 +7,8 @@
 A heartbeat shows progress, not that the process is alive: it changes when a phase opens or closes, and when long work
 inside a phase calls `tracing.beat` (decode steps, micro-batches, tensors read or written). So a rank that waits for
 ever looks stuck although its process is healthy. A beat is a copy into a memory-mapped file of one block (about 2
-microseconds), so every beat is recorded without a rate limit.
+microseconds), so every beat is recorded without a rate limit. In a run on several machines the file is on the rank's
+own machine (`megarl.runtime.machine_beats`).
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ from megarl.artifacts import records
 from megarl.artifacts.lock import is_taken
 from megarl.artifacts.records import Needs, read_record
 from megarl.artifacts.run_folder import folder_gone
+from megarl.runtime.machine_beats import BY_MACHINE, LOOK_S, Copier, local_folder, machines_of
 from megarl.system import tracing
 from megarl.system.credentials import mask
 from megarl.system.errors import MegarlError, UserError, is_full, means_out_of_memory, no_room, text_of
 from megarl.system.imports import is_of_user
+from megarl.system.parents import began
 from megarl.system.processes import write_atomically
 from megarl.system.rendezvous import ranks_text
 
@@ -72,11 +75,15 @@ class Beat:
 
 
 class Heartbeat:
-    """Records the heartbeats of this process in RUN_DIR/heartbeats/rank_K."""
+    """Records the heartbeats of this process in RUN_DIR/heartbeats/rank_K, or for its machine's copier."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
-        path = _beat_path(run_dir, rank)
+        path, self._copier = _beat_path(run_dir, rank), None
         path.parent.mkdir(parents=True, exist_ok=True)
+        if BY_MACHINE in os.environ:
+            path = local_folder(run_dir) / path.name
+            _remove_dead(path.parent)
+            self._copier = Copier(run_dir, int(os.environ.get("LOCAL_RANK", "0")))
         self._path = path
         self._host = socket.gethostname()
         self._lock = threading.Lock()
@@ -124,25 +131,54 @@ class Heartbeat:
         """Record that this process has finished its work; a process that ends without this record counts as failed."""
         self._over, self._looked = True, -math.inf
         self.beat(tracing.current())
+        if self._copier is not None:
+            with contextlib.suppress(OSError):  # the launcher reports a lost run folder
+                self._copier.copy()
 
 
 def _beat_path(run_dir: Path, rank: int) -> Path:
     return run_dir / "heartbeats" / f"rank_{rank}"
 
 
+def _remove_dead(folder: Path) -> None:
+    """Remove the heartbeats of processes of this machine that have ended; their ranks may be on another machine now."""
+    for path in folder.glob("rank_*"):
+        with contextlib.suppress(OSError):
+            beat = _parse(path.read_bytes())
+            if beat is not None and began(beat.pid) is None:
+                path.unlink()
+
+
+def forget_dead(run_dir: Path) -> None:
+    """Remove the heartbeats that an earlier command left on this machine, of a run on several machines."""
+    if machines_of(run_dir) is not None:
+        _remove_dead(local_folder(run_dir))
+
+
 def read_beat(run_dir: Path, rank: int) -> Beat | None:
     """Return the last heartbeat of `rank`; None before the first. Reads again if the rank was writing meanwhile."""
+    if (machines := machines_of(run_dir)) is not None:
+        beats = [beat for block in machines.blocks(rank) if (beat := _parse(block)) is not None]
+        return max(beats, key=lambda beat: beat.time, default=None)  # a rank may have moved to another machine
     path = _beat_path(run_dir, rank)
     for _ in range(1000):
         try:
             data, again = path.read_bytes(), path.read_bytes()
         except (FileNotFoundError, IsADirectoryError):  # the rank's next beat moves a folder of this name aside
             return None
-        sequence, changes, step, pid, unix_time, length, over = _HEADER.unpack_from(data)
-        if sequence % 2 == 0 and data == again:
-            host, _, text = data[_HEADER.size : _HEADER.size + length].decode(errors="replace").partition(" ")
-            return Beat(changes, step, pid, unix_time, text, host, over)
+        if data == again and (beat := _parse(data)) is not None:
+            return beat
     return None
+
+
+def _parse(block: bytes) -> Beat | None:
+    """Return the heartbeat in a file's bytes, of which zeros at the end may be missing; None: it was being written."""
+    data = block.ljust(_SIZE, b"\0")
+    sequence, changes, step, pid, unix_time, length, over = _HEADER.unpack_from(data)
+    if sequence % 2:
+        return None
+    host, _, text = data[_HEADER.size : _HEADER.size + length].decode(errors="replace").partition(" ")
+    return Beat(changes, step, pid, unix_time, text, host, over)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,6 +331,8 @@ def _remove_beats(run_dir: Path) -> None:
         for path in run_dir.glob(pattern):
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
+    if (machines := machines_of(run_dir)) is not None:
+        machines.forget()
 
 
 def set_aside(run_dir: Path, ranks: Iterable[int], number: int) -> list[Path]:
@@ -306,6 +344,8 @@ def set_aside(run_dir: Path, ranks: Iterable[int], number: int) -> list[Path]:
     kept = []
     for rank in ranks:
         _beat_path(run_dir, rank).unlink(missing_ok=True)
+        if (machines := machines_of(run_dir)) is not None:
+            machines.forget(rank)
         error = run_dir / "errors" / f"rank_{rank}.json"
         with contextlib.suppress(FileNotFoundError):
             kept.append(error.rename(error.with_name(f"restart_{number}_{error.name}")))
@@ -337,20 +377,31 @@ class Watch:
         self._run_dir, self._timeout_s, self._start_timeout_s = run_dir, timeout_s, start_timeout_s
         self._names = names
         self._seen: dict[int, tuple[int, float]] = {}
+        self._before: dict[int, tuple[str, int]] = {}  # rank -> host and pid of the process that it had before
         self.stuck: list[int] = []
+        self._looked = 0.0
         self.begin_again(ranks)
 
     def begin_again(self, ranks: Iterable[int]) -> None:
         """Forget the heartbeats of `ranks`, which are being started or restarted, and measure their silence from
         now."""
-        self._seen |= dict.fromkeys(ranks, (-1, time.monotonic()))
+        for rank in ranks:
+            # another machine may report the old process's heartbeat until it starts a new one
+            if rank in self._seen and (beat := read_beat(self._run_dir, rank)) is not None:
+                self._before[rank] = beat.host, beat.pid
+            self._seen[rank] = -1, time.monotonic()
 
     def check(self, live: Iterable[int]) -> str | None:
         """Return a sentence that names the `live` ranks that are late or stuck; None: all make progress."""
         live, now = sorted(live), time.monotonic()
+        if machines_of(self._run_dir) is not None:  # so often that a hang is noticed on time
+            if now - self._looked < min(LOOK_S, self._timeout_s / 10, self._start_timeout_s / 10):
+                return None
+            self._looked = now
         for rank in live:
             beat = read_beat(self._run_dir, rank)
-            if beat is not None and beat.changes != self._seen[rank][0]:
+            old = beat is None or self._before.get(rank) == (beat.host, beat.pid)
+            if beat is not None and not old and beat.changes != self._seen[rank][0]:
                 self._seen[rank] = (beat.changes, now)
         missing = [rank for rank in live if self._seen[rank][0] < 0]
         late = [rank for rank in missing if now - self._seen[rank][1] > self._start_timeout_s]

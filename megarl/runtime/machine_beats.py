@@ -1,0 +1,173 @@
+"""Heartbeats of a run on several machines: one small file per machine on the shared file system, written once a second.
+
+    ranks of a machine   each beat goes to a memory-mapped file on this machine (`local_folder`)
+    one of them          copies these files, with the sizes of the ranks' logs, into RUN_DIR/heartbeats/machine_NAME
+    a launcher           reads its own machine's files directly, and those of other machines every five seconds, or
+                         for a report of a failure, if they were read more than a second ago
+
+So a launcher of 1,024 ranks opens 128 files in five seconds, not 2,048 ten times a second, and the ranks' pages are
+never mapped over a network. Any rank of the machine takes over when the one that copies stops: every second each rank
+looks when the last copy was made, and waits the longer the higher its number on the machine is.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import struct
+import tempfile
+import threading
+import time
+import zlib
+from pathlib import Path
+
+BY_MACHINE = "MEGARL_BEATS_BY_MACHINE"  # set for workers of runs on several machines
+_EVERY_S = 1.0
+#: Seconds between two looks at all machines in a run in which nothing fails.
+LOOK_S = 5.0
+_TURN_S = 1.0  # seconds that the next rank of a machine waits longer before it copies
+_COPIED = "copied"  # local file with the monotonic time of the last copy, which is the same clock for all processes
+_TIME = struct.Struct("<d")
+
+
+def local_folder(run_dir: Path) -> Path:
+    """Return this machine's folder for the heartbeats of a run; only this user can read it. Raise OSError if another
+    user has taken its name."""
+    name = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:24]
+    folder = Path(tempfile.gettempdir()) / f"megarl-beats-{os.geteuid()}-{name}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+        raise OSError(f"{folder} belongs to another user")
+    return folder
+
+
+class Copier:
+    """Copies the heartbeats of this machine's ranks to the shared file system, in turn with the other ranks here.
+
+    Args:
+        turn: this rank's number on its machine.
+    """
+
+    def __init__(self, run_dir: Path, turn: int) -> None:
+        self._run_dir, self._folder = run_dir, local_folder(run_dir)
+        self._target = run_dir / "heartbeats" / f"machine_{socket.gethostname()}"
+        self._wait_s = _EVERY_S + _TURN_S * turn
+        threading.Thread(target=self._keep_copying, name="copy-beats", daemon=True).start()
+
+    def is_due(self) -> bool:
+        """Return whether the last copy of this machine's ranks is so old that it is this rank's turn."""
+        last = 0.0
+        with contextlib.suppress(FileNotFoundError, struct.error):
+            (last,) = _TIME.unpack((self._folder / _COPIED).read_bytes())
+        return time.monotonic() - last >= self._wait_s - _EVERY_S / 2
+
+    def copy(self) -> None:
+        """Copy now."""
+        temporary = self._folder / f".{_COPIED}.{os.getpid()}"
+        temporary.write_bytes(_TIME.pack(time.monotonic()))
+        temporary.rename(self._folder / _COPIED)
+        ranks = {}
+        for path in self._folder.glob("rank_*"):
+            with contextlib.suppress(OSError):  # a file that is just being removed
+                rank = path.name.partition("_")[2]
+                log = self._run_dir / "logs" / f"rank_{rank}.txt"
+                size = log.stat().st_size if log.exists() else 0
+                if (block := _whole(path)) is not None:
+                    ranks[rank] = [base64.b64encode(block.rstrip(b"\0")).decode(), size]
+        data = json.dumps(ranks).encode()
+        # in place, since readers on other machines may keep a renamed file's name in their cache for a minute
+        handle = os.open(self._target, os.O_WRONLY | os.O_CREAT, 0o666)
+        with os.fdopen(handle, "wb") as file:
+            file.write(b"%08x" % zlib.crc32(data) + data)
+            file.truncate()
+
+    def _keep_copying(self) -> None:
+        while True:
+            time.sleep(_EVERY_S)
+            # a lost run folder or a full disk: the launcher reports it, or the next copy succeeds
+            with contextlib.suppress(OSError):
+                if self.is_due():
+                    self.copy()
+
+
+def _whole(path: Path) -> bytes | None:
+    """Return the bytes of a heartbeat file; None: its rank wrote to it all the time."""
+    for _ in range(100):
+        data, again = path.read_bytes(), path.read_bytes()
+        if data == again and data[0] % 2 == 0:  # the sequence number is odd while a rank writes
+            return data
+    return None
+
+
+class MachineBeats:
+    """A launcher's view of all ranks' heartbeats."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder, self._local = run_dir / "heartbeats", local_folder(run_dir)
+        self._blocks: dict[int, list[bytes]] = {}
+        self._sizes: dict[int, int] = {}
+        self._here: set[int] = set()  # ranks of this machine
+        self._records: dict[str, tuple[bytes, dict[str, tuple[str, int]]]] = {}
+        self._read = 0.0
+
+    def blocks(self, rank: int) -> list[bytes]:
+        """Return the copies of a rank's heartbeat file: that of this machine, or those of other machines, of which more
+        than one has a copy if the rank has moved."""
+        self._refresh(_EVERY_S)
+        if rank in self._here or rank not in self._blocks:
+            with contextlib.suppress(OSError):
+                data = _whole(self._local / f"rank_{rank}")
+                return [] if data is None else [data]
+        return self._blocks.get(rank, [])
+
+    def log_size(self, rank: int) -> int | None:
+        """Return the size in bytes of a rank's log, as its machine last reported it; None: not reported."""
+        self._refresh(LOOK_S)
+        return self._sizes.get(rank)
+
+    def forget(self, rank: int | None = None) -> None:
+        """Remove this machine's heartbeat of `rank`, or of all ranks, and forget what other machines reported."""
+        for path in self._local.glob("rank_*" if rank is None else f"rank_{rank}"):
+            path.unlink(missing_ok=True)
+        self._records, self._blocks, self._read = {}, {}, 0.0
+
+    def _refresh(self, age_s: float) -> None:
+        """Read the machines' files again if that was `age_s` ago; a file that is just being written keeps its state."""
+        now = time.monotonic()
+        if now - self._read < age_s:
+            return
+        self._here = {int(path.name.partition("_")[2]) for path in self._local.glob("rank_*")}
+        self._read, records = now, {}
+        for path in self._folder.glob("machine_*"):
+            with contextlib.suppress(OSError, ValueError):
+                data = path.read_bytes()
+                before = self._records.get(path.name)
+                if before is not None and before[0] == data:
+                    records[path.name] = before
+                elif int(data[:8], 16) == zlib.crc32(data[8:]):
+                    records[path.name] = data, json.loads(data[8:])
+                elif before is not None:
+                    records[path.name] = before
+        self._records, self._blocks = records, {}
+        for _, ranks in records.values():
+            for rank, (block, size) in ranks.items():
+                self._blocks.setdefault(int(rank), []).append(base64.b64decode(block))
+                self._sizes[int(rank)] = max(size, self._sizes.get(int(rank), 0))
+
+
+_views: dict[Path, MachineBeats] = {}
+
+
+def watch_machines(run_dir: Path) -> None:
+    """Read the heartbeats of the run in `run_dir` by machine, in this process (a launcher)."""
+    _views[run_dir] = MachineBeats(run_dir)
+
+
+def machines_of(run_dir: Path) -> MachineBeats | None:
+    """Return the view of a run whose heartbeats this process reads by machine; None for other runs."""
+    return _views.get(run_dir)
