@@ -80,7 +80,7 @@ def reduce_scatter(
         result.copy_(parts[rank])
     steps = [(shift, begin) for begin in range(0, result.numel(), _BLOCK) for shift in range(1, size)]
     blocks = [result.new_empty(min(_BLOCK, result.numel())) for _ in range(2)]
-    sends = []
+    sends: list[Any] = []
 
     def begin_step(number: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
         shift, begin = steps[number]
@@ -115,7 +115,7 @@ def all_gather(whole: torch.Tensor, part: torch.Tensor, *, group: Any, async_op:
         return dist.all_gather_into_tensor(whole, part, group=group, async_op=async_op)
     rank, size = group.rank(), group.size()
     parts = whole.view(-1).chunk(size)
-    works = []
+    works: list[Any] = []
     for shift in range(1, size):
         source = (rank - shift) % size
         works.append(dist.isend(part.view(-1), group=group, group_dst=(rank + shift) % size))
