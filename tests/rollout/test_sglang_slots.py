@@ -40,6 +40,29 @@ def test_a_free_slot_wakes_one_sample_however_many_wait(monkeypatch: pytest.Monk
     assert len(tries) < 3 * 400
 
 
+def test_samples_do_not_pass_on_a_slot_that_another_one_has_taken(monkeypatch: pytest.MonkeyPatch):
+    tries, take = [], Router.take
+    monkeypatch.setattr(Router, "take", lambda router, prompt: tries.append(prompt) or take(router, prompt))
+
+    async def play() -> None:
+        slots = Slots([0], 1)
+        assert await slots.take(sample(0)) == 0
+        waiting = [asyncio.create_task(slots.take(sample(prompt))) for prompt in (1, 2, 3)]
+        await _turn()
+        slots.give_back(0)
+        assert await slots.take(sample(4)) == 0  # before a sample that waits for it goes on
+        tries.clear()
+        for _ in range(20):
+            await _turn()
+        assert len(tries) == 1
+        for _ in waiting:
+            slots.give_back(0)
+            await _turn()
+        assert [task.result() for task in waiting] == [0, 0, 0]
+
+    asyncio.run(play())
+
+
 def test_every_sample_gets_a_slot_whatever_is_aborted_dropped_and_added():
     async def play(slots: Slots, each: ServedSample, alive: set[int], random_: random.Random) -> int | None:
         while True:

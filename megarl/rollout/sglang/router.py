@@ -50,9 +50,9 @@ class Router(Generic[Name]):
         if name is None:
             # Prompts count more than samples in flight, because further samples of a new prompt follow.
             lanes = self._lanes
-            name = min(lanes, key=lambda n: (self._is_full(n), len(lanes[n].prompts), lanes[n].in_flight))
+            name = min(lanes, key=lambda n: (not self.has_room(n), len(lanes[n].prompts), lanes[n].in_flight))
         lane = self._lanes[name]
-        if self._is_full(name):
+        if not self.has_room(name):
             return None
         self._home[prompt] = name
         lane.prompts.add(prompt)
@@ -84,8 +84,9 @@ class Router(Generic[Name]):
         for prompt in lane.prompts if lane is not None else ():
             self._home.pop(prompt, None)
 
-    def _is_full(self, name: Name) -> bool:
-        return self._lanes[name].in_flight >= self._capacity
+    def has_room(self, name: Name) -> bool:
+        """Return whether server `name` was not dropped and is not full."""
+        return name in self._lanes and self._lanes[name].in_flight < self._capacity
 
     @property
     def names(self) -> list[Name]:

@@ -81,8 +81,11 @@ class Slots:
             del self._waiting[id(sample)]
 
     def _offer(self, number: int | None) -> None:
-        """Wake one sample that waits for a slot of this server, or else one that waits for any slot."""
-        if number is None:
+        """Wake one sample that waits for a slot of this server, or else one that waits for any slot.
+
+        Does nothing if the slot is no longer free: samples would pass it on to each other without end.
+        """
+        if number is None or not self._router.has_room(number):
             return
         for key in (number, None):
             queue = self._queues.get(key, deque())
