@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import NoReturn, TextIO
 
 from megarl import __version__
-from megarl.benchmarks import algorithms, checkpoint, envs, plan_truth, throughput
+from megarl.benchmarks import algorithms, checkpoint, envs, oversample, plan_truth, throughput
 from megarl.benchmarks.sync import measure as sync_bench
 from megarl.certificate import command as certificate
 from megarl.commands import cluster, init, job
@@ -81,9 +81,10 @@ def build_parser() -> Parser:
     _add_report(commands)
     bench = commands.add_parser(
         "bench",
-        help="measure throughput on two fixed cases, the algorithms, weight synchronisation, checkpoints, simulators",
+        help="measure throughput on two fixed cases, the algorithms, weight synchronisation, checkpoints, simulators, "
+        "oversampling",
         description="\n".join(
-            str(part.__doc__) for part in (throughput, algorithms, sync_bench, checkpoint, envs, plan_truth)
+            str(part.__doc__) for part in (throughput, algorithms, sync_bench, checkpoint, envs, oversample, plan_truth)
         ),
         formatter_class=form,
     )
@@ -188,7 +189,7 @@ def _start_here(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    alone = {"algorithms": algorithms, "sync": sync_bench, "checkpoint": checkpoint}
+    alone = {"algorithms": algorithms, "sync": sync_bench, "checkpoint": checkpoint, "oversample": oversample}
     subject, *rest = arguments.overrides or [""]
     module = {"envs": envs, "plan": plan_truth}.get(subject) or (not rest and alone.get(subject)) or throughput
     return module.run(arguments)

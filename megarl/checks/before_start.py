@@ -72,10 +72,12 @@ def _counted(config: RunConfig, *, supervised: bool, trained: bool) -> RunConfig
     prompts, unit = _prompts(config) if config.preference is None else _pairs(config), config.data_unit
     trainer = config.trainer
     steps = trainer.steps_of(prompts, config.data.batch_size)
+    takes = config.algorithm.dynamic_sampling.enabled
+    most = ", or fewer: the run ends when dynamic sampling has generated for so many prompts" if takes else ""
     named = trainer.steps not in (steps, type(trainer).model_fields["steps"].default)
     print(
         f"trainer.epochs={trainer.epochs:g} of {count(prompts, unit)} in batches of {config.data.batch_size}: "
-        f"trainer.steps={steps}{f' (not {trainer.steps}, which trainer.epochs=null would use)' if named else ''}",
+        f"trainer.steps={steps}{f' (not {trainer.steps}, which trainer.epochs=null would use)' if named else ''}{most}",
         file=config.tracking.messages,
         flush=True,
     )
@@ -127,8 +129,10 @@ def _pairs(config: RunConfig) -> int:
 
 def _why_not(config: RunConfig) -> str | None:
     """Explain why epochs cannot be converted to a number of steps; None if they can."""
-    if config.algorithm.dynamic_sampling.enabled:
-        return "with dynamic sampling a step takes as many prompts as it needs"
-    if config.filter_admits:
-        return "with a filter and async.order=as_ready a step takes as many prompts as it needs"
+    sampling = config.algorithm.dynamic_sampling.enabled
+    if config.filter_admits or (sampling and not config.async_.in_order):
+        drops = "dynamic sampling" if sampling else "a filter"
+        return f"with {drops} and async.order=as_ready a step takes as many prompts as it needs"
+    if sampling and config.placement.has_several_teams:
+        return "with dynamic sampling and several teams a step takes as many prompts as it needs"
     return None

@@ -37,6 +37,7 @@ from megarl.checks.lora import check_lora
 from megarl.checks.machine import check_machine
 from megarl.checks.models import check_models
 from megarl.checks.mtp import check_mtp
+from megarl.checks.oversampling import check_oversampling
 from megarl.checks.placement import check_placement, extra_models
 from megarl.checks.policies import check_policies
 from megarl.checks.profile import check_profile
@@ -160,6 +161,7 @@ def _check_training(
     check_curriculum(config, graph, placement, checks.of("curriculum"))
     check_experts(config, graph, checks.of("experts"))
     check_replay(config, graph, checks.of("replay"))
+    check_oversampling(config, graph, placement, checks.of("rollout"))
 
 
 def _check_learning(

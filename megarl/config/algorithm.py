@@ -85,14 +85,15 @@ class DynamicSamplingConfig(Section):
     enabled: bool = Field(False, description="turn the filter on")
     max_rounds: PositiveInt = Field(
         10,
-        description="maximum generation rounds of a step; `short` decides what happens after them. With "
+        description="maximum generation rounds of a step, each of data.batch_size prompts (smaller rounds, "
+        "rollout.round_prompts, are more rounds); `short` decides what happens after them. With "
         "async.order=as_ready the run ends when a replica drops all groups of this many rounds in a row (also groups "
         "that algorithm.filter empties)",
     )
     short: Literal["fail", "fill"] = Field(
         "fail",
         description="what happens when max_rounds did not fill the batch. fail: the run ends; fill: dropped groups of "
-        "the last round fill the batch; their group advantages are 0, so they give no gradient",
+        "the last data.batch_size prompts fill the batch; their group advantages are 0, so they give no gradient",
     )
     surplus: Literal["keep", "drop"] = Field(
         "keep", description="what happens to groups beyond a full batch: keep them for the next step, or drop them"

@@ -345,9 +345,8 @@ _ABSENT = {
     "environments run in one process per replica here, and tools in processes of their own (section env)": (
         "agent.num_workers"
     ),
-    "generation takes data.batch_size prompts; set more rounds by algorithm.dynamic_sampling.max_rounds": (
-        "gen_batch_size"
-    ),
+    "a round of generation takes data.batch_size prompts, or fewer (rollout.round_prompts); set more rounds by "
+    "algorithm.dynamic_sampling.max_rounds": "gen_batch_size",
     "preference losses here use DPO's KL divergence": "f_divergence_type f_alpha_divergence_coef",
     "only one preference loss can be set (preference.loss); preference.sft_coef adds an SFT term": "loss_weights",
     "rank-stabilised LoRA does not exist here; the scale is model.lora.alpha / rank": "use_rslora",

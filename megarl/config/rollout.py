@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -102,6 +103,30 @@ class RolloutConfig(Section):
         description="dtype of decoding; model: the trainer's dtype. fp16 has 8 times the resolution of bf16, and no "
         "numbers above 65,504",
     )
+    oversample: float = Field(
+        1.0,
+        ge=1,
+        le=2,
+        description="prompt groups in flight, as a multiple of the groups that a round of generation needs: the round "
+        "ends when enough of them are complete. 1: all groups that begin are waited for",
+    )
+    carry_steps: NonNegativeInt = Field(
+        1,
+        description="with oversample, number of steps through which an unfinished group is carried on: it continues "
+        "with newer weights, and the last of these steps waits for it. 0: unfinished groups are dropped, and their "
+        "prompts begin again in the next step",
+    )
+    ready_by: Literal["steps", "clock"] = Field(
+        "steps",
+        description="with oversample, an environment and the embedded engine, which groups are complete first. steps: "
+        "by decode steps, where every round of turns waits for all environments, so that a second run repeats the "
+        "first; clock: by wall time, so that a slow environment delays its own group only",
+    )
+    round_prompts: PositiveInt | None = Field(
+        None,
+        description="prompts of a round of generation with dynamic sampling, which generates rounds until the batch is "
+        "full; fewer prompts leave fewer surplus groups; null: data.batch_size",
+    )
     stale_steps: NonNegativeInt = Field(
         0, description="number of training steps by which the weights used for generation lag behind"
     )
@@ -115,6 +140,24 @@ class RolloutConfig(Section):
         "min_p kept for each token",
     )
     cuda_graphs: bool = Field(True, description="capture decode steps as CUDA graphs (embedded)")
+
+    @property
+    def oversamples(self) -> bool:
+        """Whether a round of generation has more groups in flight than it needs."""
+        return self.oversample > 1
+
+    @property
+    def carries(self) -> bool:
+        """Whether groups that a step leaves unfinished continue in the next one."""
+        return self.oversamples and self.carry_steps > 0
+
+    def in_flight(self, groups: int) -> int:
+        """Return how many groups are in flight in a round of generation that needs `groups` groups.
+
+        >>> RolloutConfig(oversample=1.5).in_flight(5), RolloutConfig(oversample=1.1).in_flight(10)
+        (8, 11)
+        """
+        return math.ceil(groups * self.oversample - 1e-9)
 
     @property
     def holds_model(self) -> bool:

@@ -336,6 +336,11 @@ class RunConfig(Section):
         return self.env.get("name", SINGLE_TURN) != SINGLE_TURN
 
     @property
+    def round_prompts(self) -> int:
+        """The number of prompt groups that a round of generation completes."""
+        return self.rollout.round_prompts or self.data.batch_size
+
+    @property
     def policy_rewards(self) -> dict[str, RewardConfig]:
         """A `reward` section for each policy that has a reward function of its own, by the policy's name."""
         sections = {name: policy.reward for name, policy in self.policies.items() if policy.reward is not None}

@@ -73,6 +73,8 @@ def batch_sizes(config: RunConfig, roles: Sequence[Role]) -> dict[str, int]:
         for role in trains
     }
     sizes |= {key: mini for key, mini in minis.items() if mini is not None}
+    if Role.ROLLOUT in roles and config.rollout.round_prompts is not None:
+        sizes["rollout.round_prompts"] = config.rollout.round_prompts
     if Role.ACTOR in trains and config.sft.steps:
         sizes["sft.batch_size"] = config.sft.batch_size
     return sizes

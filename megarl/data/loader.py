@@ -109,6 +109,11 @@ class PromptLoader:
         """Number of the next sample, counted through all epochs."""
         return self._epoch * len(self.dataset) + self._position
 
+    @property
+    def used(self) -> int:
+        """Number of samples drawn so far, without those on which work has not ended."""
+        return self.number
+
     def go_to(self, number: int) -> None:
         """Continue with sample `number`."""
         self._epoch, self._position = divmod(number, len(self.dataset))

@@ -13,23 +13,20 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load, save
 
 from megarl.data.batch import Batch
 from megarl.data.groups import group_places
+from megarl.data.partials import partials_from_json, partials_to_json, patches_of
 from megarl.data.trajectory import Trajectory
 from megarl.disaggregated.buffer.channel import FinishedGroups, merge_handovers, split_handovers, unused_groups
 from megarl.disaggregated.buffer.core import GroupInfo
 from megarl.system.metrics import Metrics
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megarl.dag.placement import Handover
     from megarl.runtime.rank_state import RankState
     from megarl.training.parallel import Layout
@@ -86,20 +83,15 @@ def flow_files(
             {"numbers": groups.numbers, "groups": groups.groups, "metrics": groups.metrics.to_json()}
             for groups in ready
         ],
-        "drafts": {str(number): [partial.to_json() for partial in group] for number, group in partials.items()},
+        "drafts": partials_to_json(partials),
         "again": list(again),
         "carried": carried.to_json(),
     }
     files = {f"{_stem(layout.dp_rank)}.json": json.dumps(content).encode()}
     if ready:
         files[f"{_stem(layout.dp_rank)}.safetensors"] = Batch.concat(list(map(_batch, ready))).to_bytes()
-    patches: dict[int, Tensor] = {}  # patches by digest, because samples of a group share images
-    for partial in chain.from_iterable(partials.values()):
-        for images in (lane.images for lane in partial.all_lanes):
-            if images is not None:
-                patches.update(zip(images.digests, images.parts(), strict=True))
-    if patches:
-        files[_images_file(layout.dp_rank)] = save({str(key): patch.contiguous() for key, patch in patches.items()})
+    if (patches := patches_of(partials.values())) is not None:
+        files[_images_file(layout.dp_rank)] = patches
     return files
 
 
@@ -166,10 +158,7 @@ def read_buffered_groups(folder: Path, parts: int) -> BufferedGroups:
     for part in range(parts):
         content = json.loads((folder / f"{_stem(part)}.json").read_text())
         versions |= {int(number): version for number, version in content["versions"].items()}
-        images = folder / _images_file(part)
-        patches = {int(key): patch for key, patch in load(images.read_bytes()).items()} if images.is_file() else {}
-        for number, group in content["drafts"].items():
-            partials[int(number)] = [Trajectory.from_json(partial, patches) for partial in group]
+        partials |= partials_from_json(content["drafts"], folder / _images_file(part))
         again += content["again"]
         carried.merge(Metrics.from_json(content["carried"]))
         for groups in content["finished"]:

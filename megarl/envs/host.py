@@ -246,7 +246,9 @@ class HostSession:
         return self._take({number for number, answer in self._answers.items() if answer.done()})
 
     def forget(self, number: int) -> None:
-        """Drop an episode that has ended."""
+        """Drop an episode, with the reply that it may still owe."""
+        if (answer := self._answers.pop(number, None)) is not None:
+            answer.cancel()
         environment = self._episodes.pop(number, None)
         self._host.discard([] if environment is None else [environment])
 

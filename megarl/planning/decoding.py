@@ -11,6 +11,7 @@ from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.flops import FlopCounter, token_flops
 from megarl.planning.hardware import Hardware
 from megarl.planning.links import Links
+from megarl.planning.oversampling import Round
 from megarl.planning.passes import Cost
 from megarl.planning.shards import BYTES, key_value_bytes
 from megarl.planning.vision import image_flops
@@ -169,6 +170,30 @@ class Decoder:
         return [
             Cost("G1", f"prefill of {math.ceil(prompts)} prompts", filled),
             Cost("G3", f"decoding of {math.ceil(number)} samples, {math.floor(side)} side by side", seconds, read),
+        ]
+
+    def generate_first(self, round_: Round, engines: int, slots: float) -> list[Cost]:
+        """Return the costs of a round that ends when enough groups are complete (formula G5 of docs/planning.md).
+
+        If the samples do not all run at the same time, the round takes at least as long as all of its tokens on all
+        slots.
+        """
+        work, prompt, shortest = round_.work, round_.work.prompt, round_.steps
+        side = max(1.0, min(slots, round_.oversample * work.number / engines))
+        last = max(shortest, round_.begun / engines * work.lengths.expected / side) if side == slots else shortest
+        seconds = read = 0.0
+        for begin, end in steps_of(last):
+            number, tokens = round_.running((begin + end) / 2, last)
+            each, bytes_ = self.step(max(1.0, min(side, number / engines)), prompt + tokens)
+            seconds += (end - begin) * each
+            read += (end - begin) * bytes_
+        again, tokens = round_.continued(last)
+        prompts = round_.begun / work.samples / engines
+        filled = self.prefill(prompts, prompt) + self.prefill(again / engines, prompt + tokens)
+        seen = self._see(work.seen * round_.begun / work.number / engines, work.patches)
+        return [
+            Cost("G1", f"prefill of {math.ceil(prompts)} prompts", filled + seen),
+            Cost("G5", f"{math.ceil(last)} decoding steps, {math.floor(side)} samples side by side", seconds, read),
         ]
 
 

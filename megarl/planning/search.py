@@ -117,7 +117,7 @@ class Search:
         given, config = self._given, self._config
         rate = self._hardware.peak(config.model.dtype) * max(given.gemm_share, given.expert_share)
         trains, generates = self._training_flops / (rate * spread.trainers()), 0.0
-        if spread.servers:
+        if spread.servers and not config.rollout.oversamples:  # rounds that overlap have no simple bound
             servers, work = config.rollout.sglang, Workload.of(config, given)
             ep = math.gcd(servers.ep_size, spread.tp_size)
             sizes = config.rollout_dtype, spread.tp_size, 1, ep

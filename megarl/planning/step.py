@@ -28,6 +28,7 @@ from megarl.planning.hardware import Hardware
 from megarl.planning.links import Links
 from megarl.planning.memory import SERVER_CACHE, GpuRoom, Memory, device_memory, server_bytes
 from megarl.planning.outcome import Filled, PlannedPhase, ServerRoom, StepPlan
+from megarl.planning.oversampling import Round
 from megarl.planning.passes import Cost, ModelPass, total
 from megarl.planning.schedule import Schedule
 from megarl.planning.shards import BYTES, Sizes, checkpoint_bytes, known_sizes, parameter_bytes, state_bytes
@@ -218,7 +219,8 @@ class StepFormulas:
         config, decoder, team = self.config, self.decoder, self.placement.home(Role.ROLLOUT)
         engines = team.replicas * team.parallel.cp
         row = self._longest * token
-        slots = min(config.rollout.max_running, math.ceil(self.work.number / engines))
+        samples = config.rollout.in_flight(config.round_prompts) * self.work.samples
+        slots = min(config.rollout.max_running, math.ceil(samples / engines))
         if self.hardware.gpu:
             generation = next(moment for moment in self.memory[team.name].moments if moment.name == "generation")
             left = self.given.usable_memory * self.hardware.memory_gb * 1e9 - (held(generation.terms) - row)
@@ -229,7 +231,7 @@ class StepFormulas:
         return ServerRoom(engines, ranks, weights, slots * row, tokens, float(slots), self._longest)
 
     def rounds(self) -> float:
-        """Return how often a step generates its samples, as some groups are filtered out (formula G4)."""
+        """Return how often a step generates a batch of samples, as some groups are filtered out (formula G4)."""
         filters = any(node.declared.refills for node in self.graph)
         return 1 / self.given.kept_groups if filters and self.config.algorithm.dynamic_sampling.enabled else 1.0
 
@@ -240,9 +242,16 @@ class StepFormulas:
         layout = (decoder.tp, decoder.pp, decoder.ep, decoder.etp, decoder.vpp)
         key = ("generate", all_of_them, layout, room.engines, room.slots)
         if key not in self.memo:
-            work = self.work if all_of_them else replace(self.work, samples=1)
-            parts = decoder.generate(work, room.engines, room.slots, flows=not self.config.async_.in_order)
-            times = self.rounds() if all_of_them else 1.0
+            work, times = replace(self.work, samples=1), 1.0
+            if all_of_them:
+                work = replace(self.work, groups=self.config.round_prompts)
+                times = self.rounds() * self.work.groups / work.groups
+            rollout = self.config.rollout
+            if rollout.oversamples and all_of_them:
+                round_ = Round(work, rollout.oversample, rollout.carry_steps)
+                parts = decoder.generate_first(round_, room.engines, room.slots)
+            else:
+                parts = decoder.generate(work, room.engines, room.slots, flows=not self.config.async_.in_order)
             self.memo[key] = [part.times(times) for part in parts]
         return self.memo[key]
 

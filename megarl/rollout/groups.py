@@ -192,6 +192,16 @@ class GroupGenerator:
         return bool(self._groups)
 
     @property
+    def is_async(self) -> bool:
+        """Whether the open engine also generates between two calls of `wait`."""
+        return self._generation is not None and self._generation.is_async
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether each `wait` of the open engine is a round that finishes all turns."""
+        return self._generation is not None and self._generation.is_batched
+
+    @property
     def free(self) -> int:
         """Number of samples that can be added to those in flight now."""
         return len(self._free)
@@ -246,15 +256,21 @@ class GroupGenerator:
             for part, use in zip(parts, usable, strict=True)
         )
 
-    def open(self) -> None:
+    def open(self, *, whole: bool = False) -> None:
         """Start to generate with the current weights, and continue interrupted samples.
+
+        Args:
+            whole: in an engine that decodes only inside `wait`, first wait for all environments, see `wait`.
 
         Raises:
             RuntimeError: the generator is open already.
         """
         if self._generation is not None:
             raise RuntimeError("the generator is open already; call interrupt() or close() first")
-        self._generation = self._engine.open(self._sampling, self._eos_ids, self._all_slots, self._longest)
+        generation = self._engine.open(self._sampling, self._eos_ids, self._all_slots, self._longest)
+        while whole and not generation.is_async and self._answers is not None and self._answers.awaited:
+            self._take_answers(None, self._samples)  # nothing is submitted before `_generation` is set
+        self._generation = generation
         now = time.monotonic()
         for in_flight in self._groups.values():
             in_flight.since = now
@@ -265,7 +281,9 @@ class GroupGenerator:
             if slot in turns.running if turns is not None else slot not in awaited:
                 self._submit(slot)
 
-    def wait(self, enough: Callable[[], bool] | None = None) -> list[tuple[int, list[Trajectory]]]:
+    def wait(
+        self, enough: Callable[[], bool] | None = None, *, whole: bool = False
+    ) -> list[tuple[int, list[Trajectory]]]:
         """Return the completed groups by number, each group once.
 
         Waits until a group is complete or nothing is in flight. On servers it returns within a few tenths of a second,
@@ -275,6 +293,8 @@ class GroupGenerator:
         Args:
             enough: called repeatedly; True ends the waiting. Collective over the replica, with equal results on its
                 ranks. Not called on servers and in batched generation.
+            whole: in an engine that decodes only inside `wait`, wait for all environments after every round of turns,
+                so that the result does not depend on their speed.
 
         Raises:
             EpisodeError: an environment failed, and `on_error` is `fail`.
@@ -291,7 +311,7 @@ class GroupGenerator:
             else:
                 self._take_answers(_SOON_S, ())
         else:
-            self._decode(generation, enough or (lambda: False))
+            self._decode(generation, enough or (lambda: False), whole=whole)
         return self._take_complete()
 
     def finish(self, advance: Callable[[int], None] = ignore_progress) -> list[list[Trajectory]]:
@@ -334,6 +354,21 @@ class GroupGenerator:
         for in_flight in self._groups.values():
             assert in_flight.since is not None, "it is open"
             in_flight.spent_s, in_flight.since = in_flight.spent_s + now - in_flight.since, None
+
+    def drop(self, number: int) -> list[Trajectory]:
+        """Remove a group that `wait` has not returned, and return its partial trajectories.
+
+        The generator must not be open.
+        """
+        in_flight = self._groups.pop(number)
+        for slot in [slot for slot, sample in self._samples.items() if sample.in_flight is in_flight]:
+            if slot == self._samples[slot].slot:
+                self._release(slot)
+            else:
+                del self._samples[slot]
+                heapq.heappush(self._free_sides, slot)
+        self._late.discard(number)
+        return in_flight.trajectories
 
     def partial(self) -> dict[int, list[Trajectory]]:
         """Return copies of the trajectories of every group that `wait` has not returned, to `add` in another process.
@@ -397,18 +432,18 @@ class GroupGenerator:
 
     # -- turns -------------------------------------------------------------------------------------------------------
 
-    def _decode(self, generation: Generation, enough: Callable[[], bool]) -> None:
+    def _decode(self, generation: Generation, enough: Callable[[], bool], *, whole: bool) -> None:
         """Generate turns until some group of samples is complete, nothing is in flight, or `enough()` returns True."""
         stopped = False
 
         def should_return() -> bool:
             nonlocal stopped
             stopped = stopped or enough()
-            return stopped or self._is_due()
+            return stopped or (self._is_overdue() if whole else self._is_due())
 
         while self._samples and not stopped and not any(group.is_over for group in self._groups.values()):
             idle = not self._in_turn
-            self._continue(generation, should_return)
+            self._continue(generation, should_return, whole=whole)
             stopped = stopped or (idle and enough())
 
     def _continue(self, generation: Generation, enough: Callable[[], bool] | None, *, whole: bool = False) -> int:

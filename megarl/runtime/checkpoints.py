@@ -17,8 +17,10 @@ from megarl.data.batch import Batch
 from megarl.data.groups import group_places
 from megarl.runtime.checkpoint_part import FOLDER, CheckpointPart, newest_intact, save_requests
 from megarl.runtime.early_stop import EarlyStop
+from megarl.runtime.epochs import epochs_end, prompts_used
 from megarl.runtime.files_read import FilesRead, changed_lines, files_read
 from megarl.runtime.frozen_models import install_reference, set_aside_reference
+from megarl.runtime.oversampling import carried_entry
 from megarl.runtime.replay import load_replay, replay_entry, replay_file
 from megarl.runtime.resume_compatibility import (
     Command,
@@ -56,7 +58,7 @@ class Checkpoints(CheckpointPart):
         accuracy: held-out accuracy after the step of `source`; None: not measured at that step.
         must_stop: whether the job must stop after the step that was just saved, because its time limit is near
             (`trainer.save_by_s`).
-        stopped_early: whether `trainer.early_stop` has ended the run.
+        stopped_early: whether the run has ended before `trainer.steps`.
     """
 
     def __init__(self, c: RankState, roles: Collection[Role] = ()) -> None:
@@ -72,6 +74,7 @@ class Checkpoints(CheckpointPart):
         self._withdraws = self._continues = self._begun = False
         self._save_by = SaveBy(c.config.trainer.save_by_s)
         self._early_stop = EarlyStop(c.config.trainer.early_stop)
+        self._epochs_end: str | None = None  # why the passes over the prompts are over
         self._decided: tuple[int, bool] = (-1, False)
         self._requests = save_requests(c.run_dir)
 
@@ -105,9 +108,12 @@ class Checkpoints(CheckpointPart):
             self._continues = self.source.resolve().parent == self._root.resolve()
             if self._continues and self._c.config.trainer.early_stop is not None:
                 self._early_stop.load_state_dict(checkpoint.read_state(self.source).get("early_stop"))
+            if self._samples_again and self._c.config.trainer.epochs is not None:
+                state = checkpoint.read_state(self.source)
+                self._epochs_end = epochs_end(self._c.config, prompts_used(state), state["loader"]["samples"])
             self._withdraws = step < steps and not self.stopped_early
             if self._world.rank == 0:
-                early = self._early_stop.reason()
+                early = self._early_reason()
                 print(*lines, _outlook(step, steps, key, str(self.source), early), sep="\n", flush=True)
         return step
 
@@ -137,6 +143,8 @@ class Checkpoints(CheckpointPart):
             buffered = buffered_entry(state)
             if state.get("surplus_parts") and (why := self._why_no_surplus()):
                 lines.append(f"the checkpoint's surplus samples of dynamic sampling are not used: {why}")
+            if state.get("carried") is not None and not c.config.rollout.oversamples:
+                lines.append("the checkpoint's prompt groups in flight are not used: rollout.oversample is 1")
             if buffered is not None and steps_held(buffered):
                 refuse_other_sampling(step, buffered, c.config, c.team.placement)
                 ahead = step + steps_held(buffered)
@@ -225,6 +233,8 @@ class Checkpoints(CheckpointPart):
         # without a node that uses the surplus, every later checkpoint would contain it again
         if parts and self._why_no_surplus() is None:
             c.context.surplus = read_surplus(c.context, source, parts)
+        if (carried := state.get("carried")) is not None and c.oversampling is not None:
+            c.oversampling.load(c.context, source, carried)
         load_replay(c.context, source, state.get("replay"))
         if c.context.scores is not None:
             c.context.scores.load(source)
@@ -292,7 +302,8 @@ class Checkpoints(CheckpointPart):
         improved = accuracy is not None and not math.isinf(value) and value >= self.best
         requested = self._is_requested(step)
         self._early_stop.record(step, numbers)
-        early = self._early_stop.reason() if not last else None
+        self._epochs_end = self._find_epochs_end()
+        early = self._early_reason() if not last else None
         last = last or early is not None
         kept = last or requested or due(step, settings.save_every) or bool(improved and settings.save_every)
         if kept or due(step, settings.resume_every):
@@ -310,7 +321,7 @@ class Checkpoints(CheckpointPart):
         if self._early_stop.measures(validated=accuracy is not None) and step > self._c.context.resting:
             self._early_stop.refuse_unknown(numbers)
         if early is not None and self._world.rank == 0:
-            print(f"trainer.early_stop ends the run after step {step}: {early}", flush=True)
+            print(f"the run ends after step {step}: {early}", flush=True)
         if self.must_stop and self._world.rank == 0:
             print(
                 f"saved at step {step}: trainer.save_by_s = {settings.save_by_s:g}, and the next step may come too "
@@ -328,17 +339,19 @@ class Checkpoints(CheckpointPart):
         trainer, requested = config.trainer, self._is_requested(step)
         due_now = due(step, trainer.save_every) or due(step, trainer.resume_every)
         validated = bool(trainer.save_every or trainer.early_stop) and validates(config, step)
-        early = self._early_stop.may_end(validated=validated)
+        early = self._early_stop.may_end(validated=validated) or trainer.epochs is not None
         return requested or due_now or early or step == trainer.steps or (bool(trainer.save_every) and validated)
 
     def ends_early(self, step: int, others: Callable[[], Iterable[Metrics]] = tuple) -> bool:
-        """Return whether `after_step` will end the run because of a training metric of `step`.
+        """Return whether `after_step` will end the run because of a training metric of `step`, or of the prompts used.
 
         Called before the end of the step, so that the last step is validated even if the run ends early.
 
         Args:
             others: waits for the other teams' metrics of the step; called only if the answer depends on them.
         """
+        if self._find_epochs_end() is not None:
+            return True
         if not self._early_stop.may_end(validated=False):
             return False
         local = self._c.context.metrics if self._c.layout.is_lead else Metrics()
@@ -349,8 +362,18 @@ class Checkpoints(CheckpointPart):
 
     @property
     def stopped_early(self) -> bool:
-        """Whether `trainer.early_stop` has ended the run."""
-        return self._early_stop.reason() is not None
+        """Whether `trainer.early_stop`, or the end of `trainer.epochs`, has ended the run."""
+        return self._early_reason() is not None
+
+    def _early_reason(self) -> str | None:
+        """Return why the run ends before `trainer.steps`; None: it continues."""
+        reason = self._early_stop.reason()
+        return self._epochs_end if reason is None else f"trainer.early_stop: {reason}"
+
+    def _find_epochs_end(self) -> str | None:
+        """Return why the passes over the prompts are over; None: they are not, or another team draws the prompts."""
+        loader = self._c.loader if self._samples_again else None
+        return None if loader is None else epochs_end(self._c.config, loader.used, len(loader.dataset))
 
     def _is_requested(self, step: int) -> bool:
         """Return whether to save `step` on request or because the job's time limit is near; decided once per step."""
@@ -377,6 +400,7 @@ class Checkpoints(CheckpointPart):
             "kl": c.context.kl_controller.state_dict(),
             "baselines": c.context.baselines.state_dict(),
             "surplus_parts": 0 if c.context.surplus is None else c.layout.dp_size,
+            "carried": carried_entry(c.context, c.oversampling),
             "replay": replay_entry(c.context),
             "best": None if math.isinf(self.best) else self.best,
             "best_step": self.best_step,
@@ -397,6 +421,7 @@ class Checkpoints(CheckpointPart):
                 c.trained,
                 extra,
                 files=surplus_file(c.context)
+                | ({} if c.oversampling is None else c.oversampling.files(c.context))
                 | replay_file(c.context)
                 | scores
                 | c.config.task.checkpoint_files(c.hf_config, c.layout),
@@ -413,8 +438,8 @@ def _outlook(step: int, steps: int, key: str, source: str, early: str | None) ->
     """Return a text on the number of steps that a resumed run has left; `early`: why it needs no further step."""
     if early is not None and step < steps:
         return (
-            f"this run is finished: trainer.early_stop ended it after step {step} ({source}): {early}\n"
-            "  to continue: raise trainer.early_stop.patience or change its target, or trainer.early_stop=null"
+            f"this run is finished: it ended early after step {step} ({source}): {early}\n"
+            "  to continue: raise trainer.epochs, or change trainer.early_stop or set it to null, whichever ended it"
         )
     if step < steps:
         return f"resuming after step {step} of {steps}, from {source}"

@@ -122,19 +122,32 @@ class GroupPool:
         """Return the number of groups added so far, over all replicas."""
         return len(self._owners)
 
-    def add(self, samples: Batch, keep: list[bool]) -> None:
-        """Add those groups of this replica's new `samples` whose entry in `keep` (one per group) is True."""
+    def add(self, samples: Batch, keep: list[bool], numbers: Sequence[int] | None = None) -> None:
+        """Add those groups of this replica's new `samples` whose entry in `keep` (one per group) is True.
+
+        Args:
+            numbers: ascending numbers of this replica's groups, by which the new groups of all replicas are ordered;
+                None: the first groups of all replicas come first, then the second ones, and so on.
+        """
         groups = [group if kept else [] for group, kept in zip(group_places(samples["uid"]), keep, strict=True)]
         tokens = [0] * len(samples) if self._cuts is None else tokens_of(samples, share=self._once)
         self._samples.append(samples.select([place for group in groups for place in group]))
-        sizes = [[len(group), sum(tokens[place] for place in group)] for group in groups]
+        order: list[tuple[int, ...]] = [()] * len(groups) if numbers is None else [(number,) for number in numbers]
+        sizes = [
+            [len(group), sum(tokens[place] for place in group), *number]
+            for group, number in zip(groups, order, strict=True)
+        ]
         shares: list[list[list[int]]] = self._group.all_gather_json(sizes)
-        for place in range(max(map(len, shares))):
-            for replica, share in enumerate(shares):
-                if place < len(share) and share[place][0]:
-                    self._owners.append(replica)
-                    self._counts.append(share[place][0])
-                    self._tokens.append(share[place][1])
+        added = sorted(
+            (*number, place, replica, count, total)
+            for replica, share in enumerate(shares)
+            for place, (count, total, *number) in enumerate(share)
+            if count
+        )
+        for *_, replica, count, total in added:
+            self._owners.append(replica)
+            self._counts.append(count)
+            self._tokens.append(total)
 
     def split(self, wanted: int) -> tuple[Batch, Batch]:
         """Return this replica's share of the first `wanted` groups, and of the rest; each group is contiguous.

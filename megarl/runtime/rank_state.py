@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from megarl.disaggregated.rollout_team import RemoteLoader
     from megarl.models.policy import PolicyModel
     from megarl.runtime.context import StepContext
+    from megarl.runtime.oversampling import Oversampling
     from megarl.system.metrics import Metrics
     from megarl.system.offload_schedule import OffloadSchedule
     from megarl.training.engine import MegatronEngine
@@ -203,6 +204,11 @@ class RankState:
         return self._role("rollout", RolloutRole)
 
     @property
+    def oversampling(self) -> Oversampling | None:
+        """The groups in flight over steps (`rollout.oversample`); None: the run has none, or another team generates."""
+        return self.rollout.oversampling if "rollout" in self.held else None
+
+    @property
     def scorer(self) -> ScorerRole:
         """The role that scores samples; only in the team that generates them."""
         return self._role("scorer", ScorerRole)
@@ -230,6 +236,8 @@ class RankState:
             stack.callback(self.scorer.runner.close)
         if "rollout" in self.held and self.rollout.episodes is not None:
             stack.callback(self.rollout.episodes.close)
+        if self.oversampling is not None:
+            stack.callback(self.oversampling.close)
         if "rollout" in self.held and self.rollout.player is not None:
             stack.callback(self.rollout.player.close)
 

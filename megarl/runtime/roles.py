@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from megarl.rollout.engine import RolloutEngine
     from megarl.runtime.context import StepContext
     from megarl.runtime.episodes import Episodes
+    from megarl.runtime.oversampling import Oversampling
     from megarl.system.metrics import Metrics
     from megarl.training.engine import Divisor, LossFn, MegatronEngine, TeacherTargets
 
@@ -416,6 +417,7 @@ class RolloutRole:
     # whether samples have the tokens that the sampling filters kept (`rollout.replay_kept_tokens`)
     keeps_tokens: bool = False
     experts: Experts | None = None  # expert responses that join the groups of a training step (`data.experts`)
+    oversampling: Oversampling | None = None  # generates training samples with `rollout.oversample` above 1
     link: WeightLink = field(default_factory=WeightLink)  # transfers new weights to the engine
 
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:

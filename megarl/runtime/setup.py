@@ -23,6 +23,7 @@ from megarl.data.curriculum import CurriculumLoader
 from megarl.data.end_tokens import end_tokens
 from megarl.data.experts import Experts, open_experts
 from megarl.data.image_prompts import ImagePrompts
+from megarl.data.in_flight_loader import InFlightLoader
 from megarl.data.loader import Described, PromptLoader
 from megarl.data.preferences import LabelledDataset, PairDataset, open_preferences
 from megarl.data.prompts import PromptDataset
@@ -49,6 +50,7 @@ from megarl.rollout.families import family_of
 from megarl.rollout.stop_strings import check_stop_strings
 from megarl.runtime.context import StepContext
 from megarl.runtime.episodes import Episodes, build_episodes
+from megarl.runtime.oversampling import Oversampling, groups_needed
 from megarl.runtime.rank_state import RankState, TeamContext
 from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole, prompt_column, whole_texts
 from megarl.system.comm import team_world
@@ -279,6 +281,7 @@ class _Source:
                 routes=routes,
                 keeps_tokens=config.rollout.replay_kept_tokens,
                 experts=self.experts,
+                oversampling=Oversampling(self.loader) if isinstance(self.loader, InFlightLoader) else None,
             ),
             "scorer": ScorerRole(
                 self.reward,
@@ -506,7 +509,8 @@ def _training_loader(c: StepContext, data: Described) -> PromptLoader:
 
 
 def open_loader(config: RunConfig, data: Described, layout: Layout, section: Literal["data", "sft"]) -> PromptLoader:
-    """Print a description of the training data, and return a loader of batches of `SECTION.batch_size`."""
+    """Print a description of the training data, and return a loader of batches of `SECTION.batch_size`, or of
+    `rollout.round_prompts`."""
     size, supervised = getattr(config, section).batch_size, section == "sft"
     if layout.rank == 0:
         print(data.describe(), flush=True)
@@ -515,8 +519,13 @@ def open_loader(config: RunConfig, data: Described, layout: Layout, section: Lit
             print(steps_text(steps, size, len(data), unit), flush=True)
         if (problem := repeated_problem(f"{section}.batch_size", size, len(data))) is not None:
             print(f"WARNING: {problem}", flush=True)
-    place = (size, layout.dp_rank, layout.dp_size, config.trainer.seed)
+    place = (size if supervised else config.round_prompts, layout.dp_rank, layout.dp_size, config.trainer.seed)
     workers = config.data.loader_workers if config.data.image_key or config.data.video_key else 0
+    if config.rollout.oversamples and not supervised:
+        most = config.rollout.in_flight(config.round_prompts)
+        loader = InFlightLoader(data, *place, config.data.shuffle, most=most, workers=workers)
+        loader.needed = groups_needed(config, 0)
+        return loader
     if config.data.curriculum is not None and not supervised:
         return CurriculumLoader(data, *place, settings=config.data.curriculum, workers=workers)
     return PromptLoader(data, *place, config.data.shuffle, workers=workers)

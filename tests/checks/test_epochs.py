@@ -9,6 +9,7 @@ import pytest
 
 from megarl.checks.before_start import with_steps
 from megarl.config.load import load_config
+from megarl.runtime.epochs import epochs_end, prompts_used
 from megarl.runtime.setup import check_epochs
 from megarl.runtime.sft import load_held_out
 from megarl.system.errors import ConfigError, DataError
@@ -53,7 +54,14 @@ def test_steps_that_are_set_beside_epochs_are_said_to_be_left_out(recipe, capsys
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["algorithm.pipeline=dapo", "algorithm.dynamic_sampling.enabled=true"], "as many prompts as it needs"),
+        (
+            [
+                "algorithm.pipeline=dapo",
+                "algorithm.dynamic_sampling.enabled=true",
+                "async={max_staleness: 1, order: as_ready}",
+            ],
+            "with dynamic sampling and async.order",
+        ),
         (["algorithm.filter.high=0.9", "async={max_staleness: 1, order: as_ready}"], "with a filter and async.order"),
     ],
 )
@@ -70,8 +78,21 @@ def test_epochs_of_a_robot_are_steps_of_the_start_states_that_are_not_held_out(t
     assert with_steps(config).trainer.steps == 5  # 18 start states in batches of four
     assert "trainer" in with_steps(config, dry=True).uncounted
     again = load_config(recipe, ["trainer.epochs=3", "algorithm.dynamic_sampling={enabled: true, metric: success}"])
-    with pytest.raises(ConfigError, match="as many prompts as it needs"):
-        with_steps(again)
+    assert with_steps(again).trainer.steps == 5, "at most"
+
+
+def test_with_dynamic_sampling_the_steps_are_the_most_that_there_can_be(recipe, capsys):
+    """Prompts count then: of 7 prompts twice, 14 end the run, whatever was dropped; groups in flight do not count."""
+    config = with_steps(recipe("trainer.epochs=2", "algorithm={pipeline: dapo, dynamic_sampling: {enabled: true}}"))
+    assert config.trainer.steps == 4
+    assert "trainer.steps=4, or fewer: the run ends when" in capsys.readouterr().out
+    loader = {"samples": 7, "epoch": 2, "position": 1}
+    assert prompts_used({"loader": loader, "carried": {"parts": 2, "groups": 2}}) == 13
+    assert epochs_end(config, prompts_used({"loader": loader, "carried": {"parts": 2, "groups": 2}}), 7) is None
+    assert epochs_end(config, prompts_used({"loader": loader}), 7) == (
+        "15 prompts are 2.14 epochs of 7, and trainer.epochs is 2"
+    )
+    assert epochs_end(with_steps(recipe("trainer.epochs=2")), 15, 7) is None, "the number of steps ends it"
 
 
 def test_workers_that_find_other_prompts_say_so(recipe):

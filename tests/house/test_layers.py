@@ -52,6 +52,7 @@ BY_NAME = {
 #: file -> why it holds texts that name modules of this package.
 NAMES = {
     "benchmarks/case.py": "a recipe names a reward; workers get an entry function",
+    "benchmarks/oversample.py": "a recipe names rows and an environment",
     "benchmarks/sync/measure.py": "starts a program",
     "launchers/local.py": "starts a program",
     "launchers/preflight_links.py": "starts a program",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import pytest
 from megarl.data.trajectory import Trajectory
 from megarl.envs import Action, Environment, Step
 from megarl.envs.host import Host
+from megarl.rollout.first_complete import first_complete
 from megarl.rollout.groups import Group, GroupGenerator
 from megarl.rollout.sglang.engine import Replica
-from megarl.system.comm import team_world
+from megarl.system.comm import WorkerGroup, team_world
 from tests.dist import run_distributed
 from tests.envs.playing import rules_of
 from tests.rollout.answers import token
@@ -21,6 +23,7 @@ from tests.rollout.test_sglang_turns import HINT, SAMPLING, alone, make_engine, 
 
 pytestmark = pytest.mark.procs
 
+ALONE: Any = SimpleNamespace(dp_group=WorkerGroup.alone(), dp_size=1)
 HALF = 4  # of the 8 tokens of a sample: what a server has of one that is aborted
 
 
@@ -69,6 +72,24 @@ def test_what_was_interrupted_goes_on_from_its_tokens_with_the_next_seed():
     [(_, samples)] = found
     assert [sample.token_ids for sample in samples] == [expected(0, i, 2) for i in range(2)]
     assert [(sample.versions, sample.finish_reason) for sample in samples] == [([[1, 8]], "length")] * 2
+
+
+def test_a_round_ends_when_enough_groups_are_complete_and_the_others_go_on_in_the_next_one():
+    """The first samples of group 0 end only when they are aborted."""
+    with servers(waits_at_first) as made:
+        stream = GroupGenerator(alone(made), SAMPLING, [], 8, 100)
+        for number in range(3):
+            add(stream, number, 1)
+        complete = first_complete(stream, ALONE, 2, (), {}, by_steps=True)
+        assert complete.first(2, lambda number: 0) == [1, 2]
+        assert [sample.token_ids for sample in complete.trajectories[1]] == [expected(1, 0, 1)]
+        [[kept]] = stream.partial().values()
+        assert kept.token_ids == expected(0, 0, 2)[:HALF]
+        add(stream, 3, 1)
+        complete = first_complete(stream, ALONE, 1, (0,), {}, by_steps=True)
+        assert complete.trajectories[0][0].token_ids == expected(0, 0, 2)
+        assert complete.first(1, lambda number: number) == [0]
+        stream.close()
 
 
 def test_numbers_of_sequences_are_used_again_and_prompts_are_given_up():
@@ -149,3 +170,28 @@ def test_replicas_wait_and_are_interrupted_together_also_those_that_draw_nothing
     assert first == second
     assert first == [[0, [expected(0, i, 2) for i in range(2)]], [1, [expected(1, 0, 1)]]]
     assert idle == []
+
+
+def run_rounds(urls: list[str]) -> Any:
+    """Two rounds of two replicas: the second one has nothing left to draw in the second round."""
+    world = team_world(120)
+    replica = [world.subgroup([rank], "the replica") for rank in range(2)][world.rank]
+    layout: Any = SimpleNamespace(
+        dp_group=world, mp_group=replica, world=world, rank=world.rank, is_lead=True, dp_size=2
+    )
+    stream = GroupGenerator(
+        make_engine(urls, Replica(world.rank, 2, replica, world), world.rank == 0), SAMPLING, [], 4, 100
+    )
+    for number in (2 * world.rank, 2 * world.rank + 1):
+        add(stream, number, 1)
+    first = first_complete(stream, layout, 3, (), {}, by_steps=True)
+    second = first_complete(stream, layout, 1, [number for number in (0,) if world.rank == 0], {}, by_steps=True)
+    tokens = [samples[0].token_ids for samples in (*first.trajectories.values(), *second.trajectories.values())]
+    return [sorted(first.windows), sorted(second.windows), tokens]
+
+
+def test_replicas_on_servers_end_a_round_together_without_waiting_for_each_other():
+    with servers(waits_at_first) as made:
+        zero, one = run_distributed(run_rounds, 2, 120, [made[0].api.url])
+    assert zero == [[1, 2, 3], [0], [expected(1, 0, 1), expected(0, 0, 2)]]
+    assert one == [[1, 2, 3], [0], [expected(2, 0, 1), expected(3, 0, 1)]]

@@ -84,6 +84,7 @@ def worker(tmp_path, monkeypatch):
             loading=loader,
             offload=OffloadSchedule(),
             frozen={},
+            oversampling=None,
             context=SimpleNamespace(
                 kl_controller=loader, baselines=loader, surplus=None, scores=None, replay=None, layout=layout
             ),

@@ -461,7 +461,7 @@ def saving(monkeypatch, tmp_path):
     )
     c.loading, c.kl_controller, c.baselines, c.surplus = part, part, part, None
     c.trained, c.offload = {}, OffloadSchedule()
-    c.context, c.team, c.scores, c.replay, c.hf_config = c, ONE_TEAM, None, None, None
+    c.context, c.team, c.scores, c.replay, c.hf_config, c.oversampling = c, ONE_TEAM, None, None, None, None
     c.layout = SimpleNamespace(world=WorkerGroup.alone())
     return calls, Checkpoints(c), trainer
 

@@ -216,3 +216,17 @@ def test_tokens_that_the_tokenizer_does_not_have_are_counted(tokens, share):
     c = SimpleNamespace(tokens=tokens, hf_config=SimpleNamespace(vocab_size=6), metrics=Metrics())
     record_unknown(c, Batch({"response_ids": ids, "response_mask": mask}))
     assert c.metrics.result().get("rollout/unknown_tokens") == share
+
+
+def test_small_rounds_fill_a_batch_with_the_last_groups_that_they_dropped():
+    """Of two rounds of a batch of two, which are four rounds of one group each."""
+    c, names = worker(), iter("bcde")
+    c.config.rollout.__dict__["round_prompts"] = 1
+    c.config.algorithm.dynamic_sampling.__dict__.update(short="fill", max_rounds=2)
+
+    def without_signal(name: str) -> Batch:
+        return drawn([name]).with_values({"score": torch.zeros(N)})
+
+    batch = dynamic_sampling(c, without_signal("a"), lambda: without_signal(next(names)), actor=c.actor)
+    assert list(dict.fromkeys(batch["uid"])) == ["c", "d"]
+    assert c.metrics.result()["sampling/rounds"] == 4

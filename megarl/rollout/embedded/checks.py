@@ -15,6 +15,8 @@ from megarl.system.errors import ConfigError
 if TYPE_CHECKING:
     from megarl.checks.checklist import Checklist
 
+_OVERSAMPLE = "rollout.oversample"
+
 
 def check_as_ready(config: RunConfig, team: TeamPlan, facts: ModelFacts | None, checks: Checklist) -> None:
     """Check that groups can finish one by one: not with context parallelism or experts, which generate in batches."""
@@ -34,8 +36,36 @@ def check_as_ready(config: RunConfig, team: TeamPlan, facts: ModelFacts | None, 
             checks.from_error(problem)
 
 
+def check_oversample(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
+    """Check that a round of generation can end before all of its groups are complete: not with context parallelism or
+    experts."""
+    checks, cp = checks.of("rollout"), config.parallel_of(Role.ROLLOUT.value).cp
+    if config.rollout.oversamples and facts is not None and facts.is_moe:
+        for problem in experts_problems(config):
+            checks.from_error(problem)
+    if config.rollout.oversamples and cp > 1:
+        checks.fail(
+            _OVERSAMPLE,
+            "context-parallel ranks of an embedded engine share the prompts of a step and finish them together, so a "
+            "step would wait for all groups anyway",
+            found=f"{config.rollout.oversample:g} with cp {cp}",
+            allowed="1, or a layout with cp 1",
+            fix=f"set {_OVERSAMPLE}=1, or rollout.engine=sglang",
+        )
+
+
 def experts_problems(config: RunConfig) -> list[ConfigError]:
-    """Return an error if `async.order=as_ready` is set; call this for a policy with a mixture of experts."""
+    """Return an error if groups have to finish one by one; call this for a policy with a mixture of experts."""
+    if config.rollout.oversamples:
+        problem = ConfigError(
+            "a mixture of experts decodes in rounds in an embedded engine, because ranks that share experts wait for "
+            "each other, so a step would wait for all groups anyway",
+            where=_OVERSAMPLE,
+            found=f"{config.rollout.oversample:g} with a mixture of experts",
+            allowed="1 with an embedded engine and experts",
+            fix=f"set {_OVERSAMPLE}=1, or rollout.engine=sglang",
+        )
+        return [problem]
     if config.async_.in_order:
         return []
     problem = ConfigError(

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from megarl.artifacts.facts import ModelFacts
     from megarl.checks.checklist import Checklist
     from megarl.config.run import RunConfig
-    from megarl.dag.placement import TeamPlan
+    from megarl.dag.placement import Placement, TeamPlan
     from megarl.rollout.engine import RolloutEngine
     from megarl.rollout.family import EngineHost, WeightLink
     from megarl.system.errors import ConfigError
@@ -46,6 +46,21 @@ class EmbeddedFamily(EngineFamily):
         """Return the largest number of rows in the KV cache of a replica."""
         return config.rollout.max_running
 
+    def check(
+        self,
+        config: RunConfig,
+        placement: Placement | None,
+        facts: ModelFacts | None,
+        checks: Checklist,
+        launcher: str | None = None,
+        *,
+        here: bool = True,
+    ) -> None:
+        """Check that a round of generation can end before all of its groups are complete (`rollout.oversample`)."""
+        from megarl.rollout.embedded.checks import check_oversample
+
+        check_oversample(config, facts, checks)
+
     def check_receiver(self, config: RunConfig, team: TeamPlan, checks: Checklist) -> None:
         """Check that the engine of a separate rollout team can receive the actor's weights: their dtype, and the
         machines of a replica."""
@@ -61,7 +76,8 @@ class EmbeddedFamily(EngineFamily):
         check_as_ready(config, team, facts, checks)
 
     def experts_problems(self, config: RunConfig) -> list[ConfigError]:
-        """Return the problem of `async.order=as_ready` with a mixture-of-experts policy; empty for in_order."""
+        """Return the problem of groups that finish one by one (`async.order=as_ready`, `rollout.oversample`) with a
+        mixture-of-experts policy."""
         from megarl.rollout.embedded.checks import experts_problems
 
         return experts_problems(config)

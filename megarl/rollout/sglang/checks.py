@@ -485,14 +485,25 @@ def _check_interrupted(config: RunConfig, facts: ModelFacts, checks: Checklist) 
     servers, longest = config.rollout.sglang, config.longest_sequence()
     limits = [servers.context_length or facts.max_positions, servers.max_total_tokens]
     room = min(limit for limit in limits if limit is not None) - _FREE_TOKENS
-    if config.async_.partial and longest > room:
+    if (interrupts := _interrupts(config)) is not None and longest > room:
+        key, value, off = interrupts
         checks.fail(
-            "async.partial",
+            key,
             f"prompt and response have up to {longest} tokens, but servers accept interrupted samples up to {room}",
-            found=True,
-            allowed=f"false, or at most {room} tokens of prompt and response",
-            fix=f"lower rollout.sampling.max_new_tokens by {longest - room}, or set async.partial=false",
+            found=value,
+            allowed=f"{off}, or at most {room} tokens of prompt and response",
+            fix=f"lower rollout.sampling.max_new_tokens by {longest - room}, or set {key}={off}",
         )
+
+
+def _interrupts(config: RunConfig) -> tuple[str, object, str] | None:
+    """Return the key by which the run continues interrupted samples, with its value and the value that switches this
+    off; None: it continues none."""
+    if config.async_.partial:
+        return "async.partial", True, "false"
+    if config.rollout.carries:
+        return "rollout.carry_steps", config.rollout.carry_steps, "0"
+    return None
 
 
 def _check_limits(config: RunConfig, checks: Checklist) -> None:
@@ -638,13 +649,14 @@ def check_images(config: RunConfig, encoder: VisionEncoder, checks: Checklist) -
             allowed="null with rollout.engine=sglang",
             fix="set rollout.engine=embedded, or show the frames as images (data.image_key)",
         )
-    if config.async_.partial:
+    if (interrupts := _interrupts(config)) is not None:
+        key, value, off = interrupts
         checks.fail(
-            "async.partial",
+            key,
             "a server would look for another image at each image token of an interrupted sample",
-            found=True,
-            allowed="false if SGLang servers get images",
-            fix="set async.partial=false, or rollout.engine=embedded",
+            found=value,
+            allowed=f"{off} if SGLang servers get images",
+            fix=f"set {key}={off}, or rollout.engine=embedded",
         )
     # With device_memory_gb the recipe is for another machine, which has another interpreter.
     if not config.rollout.sglang.urls and config.cluster.device_memory_gb is None:

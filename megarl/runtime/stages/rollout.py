@@ -118,16 +118,26 @@ class RolloutError(MegarlError):
 )
 def rollout(c: StepContext, prompts: Batch, *, rollout: RolloutRole) -> Batch:
     """Generate `rollout.sampling.n` responses for every prompt of this rank."""
-    with nullcontext() if rollout.stale is None else rollout.stale.installed():
-        samples = generate(c, rollout, prompts, c.config.rollout.sampling, scored=True)
-    if names := _data_prompt(c.config):
-        place = {uid: number for number, uid in enumerate(prompts["uid"])}
-        repeated = prompts.select([place[uid] for uid in samples["uid"]])
-        samples = samples.with_values({name: repeated[name.removeprefix("data_")] for name in names})
+    if rollout.oversampling is not None:
+        samples = rollout.oversampling.generate(c, rollout, prompts)
+    else:
+        with nullcontext() if rollout.stale is None else rollout.stale.installed():
+            samples = generate(c, rollout, prompts, c.config.rollout.sampling, scored=True)
+        samples = with_data_prompts(c.config, samples, prompts)
     record_samples(c, samples)
     if rollout.player is not None:
         rollout.player.record(c, samples)
     return with_experts(c, rollout, samples)
+
+
+def with_data_prompts(config: RunConfig, samples: Batch, prompts: Batch) -> Batch:
+    """Return samples of `prompts` with their original prompts, if a greedy episode of the run needs them."""
+    names = _data_prompt(config)
+    if not names:
+        return samples
+    place = {uid: number for number, uid in enumerate(prompts["uid"])}
+    repeated = prompts.select([place[uid] for uid in samples["uid"]])
+    return samples.with_values({name: repeated[name.removeprefix("data_")] for name in names})
 
 
 def with_experts(c: StepContext, rollout: RolloutRole, samples: Batch) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.group_filter import informative_groups, live_rows, score_histogram, uncut_groups
@@ -50,8 +51,8 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
     """Return this rank's share of `data.batch_size` groups that carry a learning signal.
 
     The chosen groups do not depend on the number of ranks. Surplus groups wait for the next step
-    (`algorithm.dynamic_sampling.surplus`) with log-probs of this step's policy. If `max_rounds` rounds of generation do
-    not fill the batch, `short: fill` fills it with dropped groups of the last round.
+    (`algorithm.dynamic_sampling.surplus`) with log-probs of this step's policy. If `max_rounds` rounds of generation,
+    each of `data.batch_size` prompts, do not fill the batch, `short: fill` fills it with the last dropped groups.
 
     Raises:
         NoSignalError: the batch is not full, and `short` is not `fill`.
@@ -66,23 +67,27 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
     if c.surplus is not None:
         pool.add(c.surplus, [True] * len(group_places(c.surplus["uid"])))
     seen: list[list[float]] = []
-    for round_ in range(1, settings.max_rounds + 1):
+    rounds = -(-wanted // c.config.round_prompts)  # generate as many groups as a step trains on
+    recent: deque[tuple[Batch, list[bool]]] = deque(maxlen=rounds)
+    for round_ in range(1, settings.max_rounds * rounds + 1):
         if round_ > 1:
             with phase("refill"):
                 samples = more()
         samples, keep = logprob.with_surplus_fields(c, samples), signal(c, samples, seen)
         pool.add(samples, keep)
+        if settings.short == "fill":
+            recent.append((samples, keep))
         if len(pool) >= wanted:
             break
     informative = len(pool)
     if informative < wanted and settings.short == "fill":
-        # One round generates as many groups as a step trains on, so the groups that the last round kept and dropped
-        # together fill the batch.
-        pool.add(samples, [not is_kept for is_kept in keep])
+        # The groups that these rounds kept and dropped together fill the batch.
+        for samples, keep in recent:
+            pool.add(samples, [not is_kept for is_kept in keep])
     elif informative < wanted:
         every = [scores for share in c.layout.dp_group.all_gather_json(seen) for scores in share]
         problem = (
-            f"step {c.step}: after {settings.max_rounds} rounds of generation {len(pool)} of {wanted} groups have "
+            f"step {c.step}: after {round_} rounds of generation {len(pool)} of {wanted} groups have "
             f"{settings.kept_groups}"
         )
         raise no_signal(problem, "groups generated in this step", every)

@@ -1,0 +1,244 @@
+"""Oversampling: a round of generation starts more prompt groups than it needs, and ends when enough are complete.
+
+    new prompts --.                                     .--> the first groups that are complete: samples of the step
+                   >--  groups in flight, ceil(o * B) --<
+    carried on ---'     (megarl/rollout/first_complete)  '--> the others: in flight again in the next round
+                                                              (`rollout.carry_steps: 0`: their prompts begin again)
+
+B is the number of groups that a round needs, o is `rollout.oversample`. A group stays on its replica, with its
+environments, until it is complete. A group that has been carried through `rollout.carry_steps` steps is waited for, and
+is trained on before all others, so no sample begins more than that many steps before its update.
+
+A checkpoint holds the groups in flight of every replica:
+
+    carried_0.json                step in which each group began, and its partial trajectories, by number
+    carried_0_images.safetensors  patches of their images; missing without images
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.data.batch import Batch
+from megarl.data.in_flight_loader import InFlightLoader
+from megarl.data.partials import partials_from_json, partials_to_json, patches_of
+from megarl.rollout.first_complete import Complete, first_complete
+from megarl.runtime.exchange import GroupPool
+from megarl.runtime.samples import groups_of_prompts, open_groups, samples_of
+from megarl.runtime.stages.rollout import refuse_broken_logprobs, with_data_prompts
+from megarl.system.errors import count
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
+    from megarl.data.trajectory import Trajectory
+    from megarl.rollout.groups import GroupGenerator
+    from megarl.runtime.context import StepContext
+    from megarl.runtime.roles import RolloutRole
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A group that has begun and that no step has trained on.
+
+    Attributes:
+        begun: the step in which its samples began.
+        prompt: its prompt, a batch of one; None: not read yet after a resume.
+        partial: its trajectories in the checkpoint from which the run resumed; None: the generator has them, or the
+            group begins again.
+    """
+
+    begun: int
+    prompt: Batch | None = None
+    partial: list[Trajectory] | None = None
+
+
+class Oversampling:
+    """Generates the samples of training steps from this replica's share of the groups in flight.
+
+    Args:
+        loader: draws the new prompts of each round.
+    """
+
+    def __init__(self, loader: InFlightLoader) -> None:
+        self._loader = loader
+        self._groups: dict[int, InFlight] = {}  # this replica's groups, by number
+        self._outside: set[int] = set()  # numbers of groups that the generator has not got yet
+        self._ready: dict[int, list[Trajectory]] = {}  # complete groups that no step has trained on, by number
+        self._generator: GroupGenerator | None = None
+
+    def generate(self, c: StepContext, rollout: RolloutRole, prompts: Batch) -> Batch:
+        """Return this replica's share of the samples of one round, whole groups, equally many on every replica.
+
+        Collective over all ranks that generate.
+
+        Args:
+            prompts: this replica's new prompts, the last batch of the loader.
+
+        Raises:
+            RolloutError: a log-prob is not finite.
+            EpisodeError: an environment failed, and `env.on_error` is `fail`.
+        """
+        settings, n = c.config.rollout, c.config.rollout.sampling.n
+        wanted, last = self._loader.batch_size, c.step - settings.carry_steps
+        for place, number in enumerate(self._loader.numbers):
+            self._groups[number] = InFlight(c.step, prompts.select([place]))
+        self._outside.update(self._loader.numbers)
+        if self._generator is None:
+            slots = n * max(self._loader.rank_most, len(self._groups))
+            self._generator = open_groups(c, rollout, settings.sampling, slots, training=True)
+        started = sum(self._groups[number].partial is None for number in self._outside)
+        self._begin(c, self._generator)
+        required = [number for number, group in self._groups.items() if settings.carries and group.begun <= last]
+        with rollout.generating(c, wanted * n) as advance:
+            complete = first_complete(
+                self._generator,
+                c.layout,
+                wanted,
+                required,
+                self._ready,
+                by_steps=settings.ready_by == "steps",
+                advance=advance,
+            )
+        shares = c.layout.dp_group.all_gather_json([[number, self._groups[number].begun] for number in required])
+        begun = {number: step for share in shares for number, step in share}
+        chosen = complete.first(wanted, lambda number: begun.get(number, c.step))
+        c.metrics.sum("oversample/started", started)
+        c.metrics.sum("oversample/completed", len(complete.trajectories))
+        samples = self._take(c, rollout, prompts, [number for number in chosen if number in self._groups], complete)
+        self._keep(c, self._generator, complete)
+        return samples
+
+    def _begin(self, c: StepContext, generator: GroupGenerator) -> None:
+        """Add the groups to the generator that it has not got yet, in the order of their numbers."""
+        n = c.config.rollout.sampling.n
+        for number in sorted(self._outside):
+            entry = self._groups[number]
+            prompt = self._loader.at(number) if entry.prompt is None else entry.prompt
+            [group] = groups_of_prompts(c, prompt, n, [number])
+            partial = entry.partial if entry.partial is not None and len(entry.partial) == n else None
+            again = generator.add(group, partial)
+            if again and c.layout.is_lead:
+                why = "exceed the current limits or come from another environment"
+                print(f"group {group.uid}: restarting {again} of its samples, which {why}", flush=True)
+            self._groups[number] = InFlight(c.step if partial is None else entry.begun, prompt)
+        self._outside.clear()
+
+    def _take(
+        self, c: StepContext, rollout: RolloutRole, prompts: Batch, numbers: Sequence[int], complete: Complete
+    ) -> Batch:
+        """Remove this replica's groups `numbers`, and return its new share of the samples of all replicas' groups."""
+        entries = [self._groups.pop(number) for number in numbers]
+        if ages := [c.step - entry.begun for entry in entries]:
+            c.metrics.mean("oversample/age/mean", sum(ages), len(ages))
+            c.metrics.max("oversample/age/max", max(ages))
+        rows = [entry.prompt for entry in entries if entry.prompt is not None]
+        theirs = Batch.concat(rows) if rows else prompts.select([])
+        groups = [complete.trajectories.pop(number) for number in numbers]
+        samples = samples_of(rollout, theirs, groups, c.config.rollout.sampling)
+        samples = with_data_prompts(c.config, samples, theirs)
+        refuse_broken_logprobs(samples)
+        pool = GroupPool(c.layout.dp_group)
+        pool.add(samples, [True] * len(numbers), numbers)
+        return pool.split(len(pool))[0]
+
+    def _keep(self, c: StepContext, generator: GroupGenerator, complete: Complete) -> None:
+        """Keep the groups that are left for the next round, or drop their samples."""
+        settings, tokens = c.config.rollout, 0
+        self._ready = complete.trajectories
+        c.metrics.sum("oversample/dropped", 0 if settings.carries else len(self._groups))
+        if not settings.carries:
+            for number, group in self._groups.items():
+                dropped = self._ready[number] if number in self._ready else generator.drop(number)
+                tokens += sum(len(lane.token_ids) for trajectory in dropped for lane in trajectory.all_lanes)
+                self._groups[number] = InFlight(c.step, group.prompt)
+            self._outside, self._ready = set(self._groups), {}
+            c.metrics.sum("oversample/dropped_tokens", tokens)
+        self.count(c, c.step)
+        c.metrics.max("oversample/carried", self.in_flight if settings.carries else 0)
+
+    def count(self, c: StepContext, step: int) -> None:
+        """Report the groups in flight, and those that the steps after `step` need, to the loader. Collective."""
+        self._loader.in_flight = c.layout.dp_group.all_gather_json(len(self._groups))
+        self._loader.needed = groups_needed(c.config, step)
+
+    @property
+    def in_flight(self) -> int:
+        """Number of groups in flight on all replicas."""
+        return sum(self._loader.in_flight)
+
+    def close(self) -> None:
+        """Drop all groups and their environments. Not collective."""
+        if self._generator is not None:
+            self._generator.close()
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def files(self, c: StepContext) -> dict[str, bytes]:
+        """Return this replica's checkpoint files by name; empty except on its first rank."""
+        if not c.layout.is_lead:
+            return {}
+        generated = {} if self._generator is None else self._generator.partial()
+        restored = {number: group.partial for number, group in self._groups.items() if group.partial is not None}
+        partials = {**restored, **generated, **self._ready}
+        content = {
+            "begun": {str(number): group.begun for number, group in self._groups.items()},
+            "partials": partials_to_json(partials),
+        }
+        stem = _stem(c.layout.dp_rank)
+        files = {f"{stem}.json": json.dumps(content).encode()}
+        if (patches := patches_of(partials.values())) is not None:
+            files[_images(stem)] = patches
+        return files
+
+    def load(self, c: StepContext, folder: Path, saved: Mapping[str, Any]) -> None:
+        """Take this replica's share of the groups in flight in a checkpoint; with another temperature they begin again.
+
+        With as many replicas as before each takes its own groups. Collective over the replicas.
+
+        Args:
+            saved: the result of `carried_entry` in the checkpoint.
+        """
+        rank, size, parts = c.layout.dp_rank, c.layout.dp_size, saved["parts"]
+        keeps = saved["temperature"] == c.temperature and c.config.rollout.carries
+        groups: dict[int, InFlight] = {}
+        for part in [rank] if parts == size else range(parts):
+            content = json.loads((folder / f"{_stem(part)}.json").read_text())
+            partials = partials_from_json(content["partials"], folder / _images(_stem(part)))
+            groups |= {
+                int(number): InFlight(begun, None, partials.get(int(number)) if keeps else None)
+                for number, begun in content["begun"].items()
+            }
+        numbers = sorted(groups) if parts == size else sorted(groups)[rank::size]
+        self._groups = {number: groups[number] for number in numbers}
+        self._outside = set(numbers)
+        self.count(c, c.step)
+        if c.layout.rank == 0:
+            again = "" if keeps or not saved["carries"] else ", which begin again: other settings of sampling"
+            print(f"{count(self.in_flight, 'prompt group')} of the checkpoint in flight{again}", flush=True)
+
+
+def groups_needed(config: RunConfig, step: int) -> int | None:
+    """Return how many groups the steps after `step` train on; None: dynamic sampling takes as many as it needs."""
+    if config.algorithm.dynamic_sampling.enabled:
+        return None
+    return (config.trainer.steps - step) * config.data.batch_size
+
+
+def carried_entry(c: StepContext, oversampling: Oversampling | None) -> dict[str, Any] | None:
+    """Describe the groups in flight for `state.json` of a checkpoint; None: the run has none."""
+    if oversampling is None:
+        return None
+    settings = {"temperature": c.temperature, "carries": c.config.rollout.carries}
+    return {"parts": c.layout.dp_size, "groups": oversampling.in_flight, **settings}
+
+
+def _stem(part: int) -> str:
+    return f"carried_{part}"
+
+
+def _images(stem: str) -> str:
+    return f"{stem}_images.safetensors"
