@@ -239,3 +239,12 @@ def test_layouts_share_out_every_batch_that_a_run_trains_on():
     for spread in space.spreads():
         replicas = {spread.trainers() // one.model_parallel_size for one in space.layouts(spread)}
         assert replicas <= {1, 2, 4}
+
+
+def test_stages_with_the_head_may_have_fewer_layers_and_parameters_may_stay_beside_servers():
+    """Qwen3-8B: the head is 622 million parameters, as many as 3.2 of 36 layers; 10, 10, 10 and 6 take 10 and 9.2."""
+    space = search(BIG).space
+    (spread,) = [spread for spread in space.spreads() if spread.colocated][:1]
+    last = {(one.pp, one.last_stage_layers) for one in space.layouts(spread) if one.tp == one.cp == 1}
+    assert {(2, None), (2, 16), (4, None), (4, 6)} <= last
+    assert {offload for _, offload in space.budgets(spread)} == {False, True, ("gradients", "optimizer")}

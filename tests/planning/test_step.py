@@ -310,3 +310,12 @@ def test_measured_steps_of_the_benchmark_lie_within_a_fifth(case, dtype):
     for name, seconds in measured.items():
         assert plan.seconds[name] == pytest.approx(seconds, rel=0.2), name
     assert plan.step_s == pytest.approx(sum(step["wall_s"] for step in steps) / len(steps), rel=0.2)
+
+
+def test_parameters_that_leave_for_colocated_servers_are_copied_twice_a_step():
+    """T11: 8.19 GB of half of Qwen3-8B, to host memory and back."""
+    moved = [
+        sum(cost.bytes for cost in planned(BIG, f"actor.engine.offload={parts}")["moves"].parts if "param" in cost.what)
+        for parts in ("true", "[gradients, optimizer]")
+    ]
+    assert moved == [pytest.approx(2 * 8.191e9, rel=1e-3), 0.0]
