@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
+_CACHED = 1 << 18  # logits that torch operations process at once on a CPU: float32 copies of them stay in its cache
 _ALIGNED = 16  # columns of a block are a multiple of this, so that rows begin at multiples of 32 bytes
 
 
@@ -234,6 +235,12 @@ def reduce_logits(logits: Tensor, targets: Tensor, shard: VocabularyShard, out: 
         place = {"start": shard.start, "inverse_temperature": shard.inverse_temperature}
         kernels.statistics(logits, targets, out, entropy=shard.entropy, **place)
         return
+    for rows in _cached_rows(logits):
+        _reduce_rows(logits[rows], targets[rows], shard, out[:, rows], keep)
+
+
+def _reduce_rows(logits: Tensor, targets: Tensor, shard: VocabularyShard, out: Tensor, keep: bool) -> None:
+    """Write the four numbers of `reduce_logits` by torch operations."""
     logits = _scaled(logits, shard, keep)
     column, here = local_columns(targets, shard.start, logits.shape[1])
     torch.mul(logits.gather(1, column[:, None])[:, 0], here, out=out[3])
@@ -245,6 +252,12 @@ def reduce_logits(logits: Tensor, targets: Tensor, shard: VocabularyShard, out: 
         torch.sum(exp.mul_(logits), 1, out=out[2])
     else:
         torch.sum(logits.exp_(), 1, out=out[1])
+
+
+def _cached_rows(logits: Tensor) -> list[slice]:
+    """Return the rows [C, V] that torch operations process at once: on a CPU as many as stay in its cache."""
+    step = max(1, _CACHED // max(1, logits.shape[1])) if logits.is_cpu else max(1, len(logits))
+    return [slice(begin, begin + step) for begin in range(0, len(logits), step)]
 
 
 def combine_shards(stats: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,6 +298,14 @@ def capped_gradient(
         inputs = rows.targets, rows.log_z, rows.entropy, rows.grad_logp, rows.grad_entropy
         place = {"start": shard.start, "inverse_temperature": shard.inverse_temperature}
         return kernels.gradients(logits, *inputs, dtype, **place)
+    gradient = torch.empty_like(logits, dtype=dtype)
+    for part in _cached_rows(logits):
+        gradient[part] = _row_gradients(logits[part], rows.part(part), shard, keep)
+    return gradient
+
+
+def _row_gradients(logits: Tensor, rows: LogprobRows, shard: VocabularyShard, keep: bool) -> Tensor:
+    """Return the gradient of `capped_gradient` by torch operations, in the dtype of `log_z`."""
     logp = _scaled(logits, shard, keep).sub_(rows.log_z[:, None])
     grad_logp, grad = rows.grad_logp, logp.exp()
     if rows.grad_entropy is not None and rows.entropy is not None:
@@ -299,4 +320,4 @@ def capped_gradient(
     if grad_logp is not None and grad.shape[1]:
         column, here = local_columns(rows.targets, shard.start, grad.shape[1])
         grad.scatter_add_(1, column[:, None], (grad_logp * here)[:, None])
-    return (grad if shard.inverse_temperature == 1.0 else grad.mul_(shard.inverse_temperature)).to(dtype)
+    return grad if shard.inverse_temperature == 1.0 else grad.mul_(shard.inverse_temperature)

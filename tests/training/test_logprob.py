@@ -32,7 +32,9 @@ def _loss(logp, entropy):
 
 @pytest.fixture(params=["cpu", "gpu"])
 def as_on(request, monkeypatch):
-    """The form of the backward pass that a device has; a GPU's product of bf16 is not rounded."""
+    """The form of the backward pass that a device has; a GPU's product of bf16 is not rounded. A CPU's cache has room
+    for three rows."""
+    monkeypatch.setattr(logprob, "_CACHED", 3 * V)
     if request.param == "gpu":
         monkeypatch.setattr(logprob, "_adds_wide", lambda hidden: True)
         wide = lambda a, b: torch.mm(a.to(logprob._wide(a.dtype)), b.to(logprob._wide(b.dtype)))  # noqa: E731
