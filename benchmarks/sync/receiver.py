@@ -12,7 +12,7 @@ import base64
 import datetime
 import functools
 import hashlib
-import importlib.util
+import importlib
 import io
 import json
 import os
@@ -79,6 +79,9 @@ class _Model:
         yield torch.empty(0, device=self.receiver.device)
         yield from self.receiver.tensors.values()
 
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.receiver.tensors.items()
+
     def modules(self) -> Iterator[torch.nn.Module]:
         return iter(())
 
@@ -101,6 +104,7 @@ class Receiver:
         self.open = self.paused = False
         self.groups: dict[str, tuple[dist.ProcessGroup, dist.TCPStore]] = {}
         self.log: list[str] = []
+        self.model = _Model(self)
 
     def handle(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Answer one call. `log` keeps the paths."""
@@ -151,7 +155,7 @@ class Receiver:
         self._need_session()
         bucket = _Unpickler(io.BytesIO(base64.b64decode(serialized_named_tensors[0]))).load()
         if load_format in (LOADER, PATCH_LOADER):
-            getattr(_loaders(), load_format.partition(".")[2])(_Model(self), bucket)
+            getattr(_loader(load_format.partition(".")[0]), load_format.partition(".")[2])(self.model, bucket)
             return
         flat = bucket["flattened_tensor"]
         for item in bucket["metadata"]:
@@ -240,16 +244,11 @@ class Receiver:
 
 
 @functools.cache
-def _loaders() -> ModuleType:
-    """Return the loaders that servers have on their path, which are none of megarl's modules."""
-    module = PATCH_LOADER.partition(".")[0]
-    spec = importlib.util.spec_from_file_location(module, LOADERS / f"{module}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[module] = made
-    spec.loader.exec_module(made)
-    return made
+def _loader(module: str) -> ModuleType:
+    """Return a module of the loaders that servers have on their path, which are none of megarl's modules."""
+    if str(LOADERS) not in sys.path:
+        sys.path.insert(0, str(LOADERS))
+    return importlib.import_module(module)
 
 
 def serve(receiver: Receiver, port_file: Path) -> None:

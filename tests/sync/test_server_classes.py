@@ -53,7 +53,6 @@ CASES = {
 }
 #: Vision-language models; of these SGLang also reads images.
 SEEING = {"qwen3_5": WIDE, "qwen3_5_moe": {**WIDE, "shared_expert_intermediate_size": 64}}
-DERIVING = ("deepseek_v3", "glm4_moe_lite")  # these compute further weights after loading, so they take whole tensors
 SHARED = ("model.embed_tokens", "lm_head")  # a server's draft model has these in common with its model
 SOON = [("deepseek_v3", 2), ("gpt_oss", 2, 2), ("qwen3_5", 1)]
 LATER = [
@@ -206,15 +205,12 @@ def test_every_parameter_of_the_class_gets_its_numbers(tmp_path, cases):
             assert report["loaded"] == each.expected[0][rank], each.name
             assert report["derived"] == [], each.name
             assert len(report["drafts"]) == bool(each.of_draft), each.name
-            refused = each.name.startswith(DERIVING)
+            # Only loading makes the padding of vocabularies zero again, and gpt_oss overwrites a bias.
+            rest = [name for name in report["slow"] if not re.search(r"embed_tokens|lm_head|bias", name)]
+            assert rest == [], each.name
             for draft in report["drafts"]:
                 assert draft["derived"] == [], each.name
-                for when, expected in zip(
-                    ["loaded"] if refused else ["loaded", "patched"], each.of_draft, strict=False
-                ):
+                for when, expected in zip(["loaded", "patched"], each.of_draft, strict=True):
                     held = {name: digest for name, digest in draft[when].items() if not name.startswith(SHARED)}
                     assert held == expected[rank], (each.name, when)
-            if refused:
-                assert "derives further weights" in report["refused"]
-            else:
-                assert report["patched"] == each.expected[1][rank], each.name
+            assert report["patched"] == each.expected[1][rank], each.name

@@ -8,6 +8,7 @@ This file runs in the servers' own interpreter, without megarl. What it adds to 
 * its shared memory has a name that its parent knows, and can remove when the server was killed;
 * megarl's loaders are on the path, and an update that fails on any rank is refused, where it would end the server
   or pass unseen (not when memory cannot be mapped: that still ends it);
+* a broadcast bucket is copied to the places in the parameters that megarl's loader has found once;
 * an update makes it forget the features of images that earlier weights have made;
 * a sample with a seed is the same whatever other requests its batch has;
 * expert-parallel ranks load their experts from a tensor with all experts of a layer, where SGLang copies the whole;
@@ -150,6 +151,32 @@ def reply_to_failed_updates() -> None:
     manager = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     for way in ("disk", "distributed"):
         hook(f"{manager}.update_weights_from_{way}", handle)
+
+
+def copy_broadcast_buckets() -> None:
+    """Copy the tensors of a broadcast bucket as megarl's loader does, and let SGLang load the others. At the end of the
+    update compute what the model derives from its weights: SGLang's own loading does that itself.
+    """
+
+    def load(call: Any, updater: Any, named_tensors: Any) -> tuple[bool, str]:
+        from megarl_weight_map import copy_mapped
+
+        try:
+            rest = copy_mapped(updater.get_model(), named_tensors)
+        except Exception as error:
+            logging.getLogger(__name__).exception("a weight update failed")
+            return False, f"{type(error).__name__}: {error}"
+        return call(updater, rest)
+
+    def end(call: Any, updater: Any, **options: Any) -> None:
+        from megarl_weight_map import derive_if_written
+
+        derive_if_written(updater.get_model())
+        call(updater, **options)
+
+    updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+    hook(f"{updater}.load_weights_from_distributed", load)
+    hook(f"{updater}.end_weight_update", end)
 
 
 def split_stacked_experts() -> None:
@@ -299,6 +326,7 @@ if __name__ == "__main__":
     extend_path()
 listen_on_one_address()
 reply_to_failed_updates()
+copy_broadcast_buckets()
 sample_by_token()
 split_stacked_experts()
 if INSTANCE:

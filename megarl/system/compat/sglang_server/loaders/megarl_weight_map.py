@@ -1,0 +1,309 @@
+"""The places in a server's parameters to which a model's loading code copies each Hugging Face tensor.
+
+This file runs in the servers' own interpreter, without megarl. Only the model's `load_weights` knows where an element
+of a Hugging Face tensor lies in the server's parameters (fused projections, tensor-parallel parts, experts). So
+`WeightMap` calls it once with probes in place of tensors: slices of probes are tracked, and where a probe would be
+copied into a parameter, the place is recorded and nothing is written. Tensors that loading does not merely slice, join
+and copy (padding, packing, quantising) have no places.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default}
+
+
+class CannotPatch(Exception):
+    """The model's loading code does more than slice, join and copy this tensor, so it has no places."""
+
+
+@dataclass(frozen=True)
+class CopyTarget:
+    """A part of a sent tensor, and the memory of the parameter into which the model's loading code copies it.
+
+    Attributes:
+        offset, strides: offset and strides of the part, in elements of the whole tensor.
+        target: view of the parameter, in the part's shape.
+    """
+
+    offset: int
+    strides: tuple[int, ...]
+    target: Tensor
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the part of `tensor`, a whole contiguous tensor, that belongs in `target`."""
+        return tensor.as_strided(self.target.shape, self.strides, tensor.storage_offset() + self.offset)
+
+    def write(self, positions: Tensor, values: Tensor) -> None:
+        """Write the elements of `values` [n] whose `positions` in the tensor (int64 [n], ascending) are in
+        this part."""
+        word = _WORDS[self.target.itemsize]  # write integers of equal size: torch cannot index every dtype, such as FP8
+        values, target = values.to(self.target.dtype).view(word), self.target.view(word)
+        # The part is contiguous in the sent tensor and in the parameter.
+        if self.target.is_contiguous() and self.target.stride() == self.strides:
+            run = torch.tensor([self.offset, self.offset + self.target.numel()], device=positions.device)
+            first, last = torch.searchsorted(positions, run).tolist()
+            target.view(-1)[positions[first:last] - self.offset] = values[first:last]
+            return
+        left = positions - self.offset
+        inside, where = left >= 0, [torch.zeros_like(left)] * self.target.dim()
+        for dim in sorted(range(self.target.dim()), key=lambda d: -self.strides[d]):
+            if self.target.shape[dim] > 1:
+                where[dim] = left // self.strides[dim]
+                left = left - where[dim] * self.strides[dim]
+                inside &= where[dim] < self.target.shape[dim]
+        inside &= left == 0
+        target[tuple(index[inside] for index in where)] = values[inside]
+
+
+class ProbeTensor(Tensor):
+    """A tensor with a shape and no data that records into which memory it or a slice of it is copied."""
+
+    meta: Tensor
+    places: list[CopyTarget]
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, device: torch.device, places: list[CopyTarget]) -> ProbeTensor:
+        """Create a probe for `meta`, a meta tensor: its shape, strides and offset define which elements of a whole
+        checkpoint tensor the probe stands for. `places` collects where these elements are copied to."""
+        offset, dtype = meta.storage_offset(), meta.dtype
+        made = Tensor._make_wrapper_subclass(
+            cls, meta.shape, strides=meta.stride(), storage_offset=offset, dtype=dtype, device=device
+        )
+        made.meta, made.places = meta, places
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own is a function that belongs to no class
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default and isinstance(args[1], cls) and not isinstance(args[0], cls):
+            args[1].record(args[0])
+            return args[0]
+        if func is torch.ops.aten.cat.default and all(isinstance(part, cls) for part in args[0]):
+            return JoinedProbe(args[0], *args[1:], **(kwargs or {}))
+        probe = next((arg for arg in args if isinstance(arg, cls)), None)
+        if func is torch.ops.aten.zero_.default and probe is not None:  # zero on this rank, whatever weights are sent
+            probe.places = []
+            return probe
+        if probe is None:
+            raise _cannot(func)
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") in (None, probe.dtype):
+            return probe
+        if not (func.is_view or func in _SAME):
+            raise _cannot(func)
+        views = func(*tree_map_only(cls, lambda arg: arg.meta, args), **(kwargs or {}))
+        return tree_map_only(Tensor, lambda meta: cls(meta, probe.device, probe.places), views)
+
+    def record(self, target: Tensor) -> None:
+        """Record that loading copies these elements to `target`.
+
+        Raises:
+            CannotPatch: loading repeats elements.
+        """
+        if target.shape != self.shape or 0 in self.meta.stride():
+            raise CannotPatch(
+                f"load_weights copies a tensor of shape {tuple(self.shape)} to one of {tuple(target.shape)}"
+            )
+        self.places.append(CopyTarget(self.meta.storage_offset(), self.meta.stride(), target))
+
+
+class JoinedProbe(Tensor):
+    """Several probes joined along one dimension, as models join projections that share one parameter."""
+
+    parts: Sequence[ProbeTensor]
+    dim: int
+
+    @staticmethod
+    def __new__(cls, parts: Sequence[ProbeTensor], dim: int = 0) -> JoinedProbe:
+        """Join `parts` along dimension `dim`."""
+        meta = torch.cat([part.meta for part in parts], dim)
+        made = Tensor._make_wrapper_subclass(
+            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=parts[0].device
+        )
+        made.parts, made.dim = parts, dim
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own is a function that belongs to no class
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default and isinstance(args[1], cls) and args[0].shape == args[1].shape:
+            target, joined = args[:2]
+            sizes = [part.shape[joined.dim] for part in joined.parts]
+            for part, place in zip(joined.parts, target.split(sizes, joined.dim), strict=True):
+                part.record(place)
+            return target
+        if func in _SAME:
+            return args[0]
+        raise _cannot(func)
+
+
+def _cannot(func: Any) -> CannotPatch:
+    return CannotPatch(f"the model's load_weights calls {func} on this tensor, which is neither a slice nor a copy")
+
+
+TensorKind = tuple[tuple[int, ...], str]  # shape and dtype, such as "bfloat16"
+Places = list[CopyTarget] | CannotPatch
+
+
+class WeightMap:
+    """A cache of the places to which a model's loading code copies each tensor; it is cleared when the parameters'
+    addresses or a tensor's shape or dtype change.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: tuple[int, ...] = ()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._places: dict[str, Places] = {}
+        self._kinds: dict[str, TensorKind] = {}
+        self._starts: list[int] = []  # addresses of the parameters, ascending
+        self._ends: dict[int, int] = {}  # address after each parameter, by its address
+        self._missing: dict[int, int] = {}  # elements of each parameter for which no tensor is known, by its address
+        self._untouched: set[int] = set()  # addresses of parameters for which no tensor is known at all
+        self._replayed: set[str] = set()  # tensors for which `replays` has returned True
+
+    def add(self, model: Any, tensors: dict[str, TensorKind]) -> None:
+        """Look up the places of `tensors` that the map does not have yet."""
+        parameters = tuple(parameter.data_ptr() for parameter in model.parameters())
+        if parameters != self._parameters or any(self._kinds.get(name, kind) != kind for name, kind in tensors.items()):
+            self._clear()
+            self._parameters = parameters
+            filled = [each for each in model.parameters() if each.numel()]
+            self._missing = {each.data_ptr(): each.numel() for each in filled}
+            self._ends = {each.data_ptr(): each.data_ptr() + each.nbytes for each in filled}
+            self._starts, self._untouched = sorted(self._missing), set(self._missing)
+        new = {name: kind for name, kind in tensors.items() if name not in self._places}
+        if not new:
+            return
+        self._kinds |= new
+        probed = _probed(model, new)
+        self._places |= probed
+        for places in probed.values():
+            for place in places if isinstance(places, list) else ():
+                address = self._parameter(place)
+                if address is not None:
+                    self._missing[address] -= place.target.numel()
+                    self._untouched.discard(address)
+
+    def _parameter(self, place: CopyTarget) -> int | None:
+        """Return the address of the parameter in which a place lies; None if it lies in another tensor."""
+        number = bisect_right(self._starts, place.target.data_ptr())
+        start = self._starts[number - 1] if number else 0
+        return start if number and place.target.data_ptr() < self._ends[start] else None
+
+    def places(self, name: str) -> list[CopyTarget]:
+        """Return the places of a tensor in the map; it has none if this rank does not store it.
+
+        Raises:
+            CannotPatch: loading does more than slice, join and copy the tensor.
+        """
+        places = self._places[name]
+        if isinstance(places, CannotPatch):
+            raise places
+        return places
+
+    def replays(self, name: str) -> bool:
+        """Return whether copying a tensor to its places has the same effect as the model's loading code.
+
+        The code may also fill the rest of a parameter, such as padding with zeros, so the known tensors have to fill
+        the parameter. A tensor without places may be one that the code keeps until it has another tensor, so then the
+        map has to know a source for every parameter.
+        """
+        if name not in self._replayed and self._does_all(self._places[name]):
+            self._replayed.add(name)
+        return name in self._replayed
+
+    def _does_all(self, places: Places) -> bool:
+        if isinstance(places, CannotPatch):
+            return False
+        if not places:
+            return not self._untouched
+        owners = {self._parameter(place) for place in places}
+        return None not in owners and all(self._missing[owner] == 0 for owner in owners if owner is not None)
+
+
+def _probed(model: Any, tensors: dict[str, TensorKind]) -> dict[str, Places]:
+    """Return the places of each tensor, or why it has none."""
+    device = next(model.parameters()).device
+    places: dict[str, list[CopyTarget]] = {name: [] for name in tensors}
+    metas = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, (shape, dtype) in tensors.items()
+    }
+    try:
+        model.load_weights([(name, ProbeTensor(meta, device, places[name])) for name, meta in metas.items()])
+    except CannotPatch as error:
+        if len(tensors) == 1:
+            return dict.fromkeys(tensors, error)
+    else:
+        return {name: [place for place in targets if place.target.numel()] for name, targets in places.items()}
+    # One tensor in a few thousand stops the loading of all, so halves find it with few calls.
+    pairs = list(tensors.items())
+    middle = len(pairs) // 2
+    return _probed(model, dict(pairs[:middle])) | _probed(model, dict(pairs[middle:]))
+
+
+#: A map for each model: a server with a draft model updates both models alternately.
+_MAPS: WeakKeyDictionary[Any, WeightMap] = WeakKeyDictionary()
+#: Models whose parameters were written without `load_weights` since the last `derive`.
+_WRITTEN: WeakSet[Any] = WeakSet()
+
+
+def map_of(model: Any, tensors: dict[str, TensorKind]) -> WeightMap:
+    """Return the model's map, with the places of `tensors`."""
+    known = _MAPS.setdefault(model, WeightMap())
+    known.add(model, tensors)
+    return known
+
+
+@torch.no_grad()
+def copy_mapped(model: Any, tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Copy tensors to their places in the model's parameters, and return those that `load_weights` has to load.
+
+    Copying is about 30 times as fast as `load_weights` for the tensors of experts. After the last tensor call `derive`.
+
+    Args:
+        tensors: names and whole contiguous tensors on the model's device.
+    """
+    known = map_of(model, {name: (tuple(part.shape), str(part.dtype).removeprefix("torch.")) for name, part in tensors})
+    targets, parts, rest = [], [], []
+    for name, tensor in tensors:
+        if not known.replays(name):
+            rest.append((name, tensor))
+            continue
+        for place in known.places(name):
+            targets.append(place.target)
+            parts.append(place.of(tensor))
+    if targets:
+        torch._foreach_copy_(targets, parts)
+        _WRITTEN.add(model)
+    return rest
+
+
+@torch.no_grad()
+def derive(model: Any) -> None:
+    """Compute again what the model keeps beside its parameters and derives from them."""
+    _WRITTEN.discard(model)
+    if hasattr(model, "post_load_weights"):  # latent attention keeps its projection of keys and values in two parts
+        model.post_load_weights()
+    for module in model.modules():  # norms whose factor is stored minus 1 keep a copy of the whole factor
+        if hasattr(module, "refresh_gemma_weight"):
+            module.refresh_gemma_weight()
+
+
+def derive_if_written(model: Any) -> None:
+    """Call `derive` if `copy_mapped` has written parameters since the last time."""
+    if model in _WRITTEN:
+        derive(model)
