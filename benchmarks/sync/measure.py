@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from megarl.models.layers.rules import TensorRegion
     from megarl.rollout.sglang.receiver import SglangReceiver
     from megarl.sync.plan import Held, SyncPlan
-    from megarl.sync.sender import BucketSender
+    from megarl.sync.sender import SyncReport
+    from megarl.sync.shards.transfer import OwnShards
     from megarl.sync.transports.base import Transport
 
 TENSORS, SIDE = 200, 1000  # 200 matrices of 1000 x 1000
@@ -120,8 +121,13 @@ def _transport(name: str, plan: SyncPlan, folder: Path) -> Iterator[Transport]:
 class _Update:
     """One update after another of one receiver by one transport."""
 
-    def __init__(self, sender: BucketSender, transport: Transport, receiver: SglangReceiver) -> None:
-        self.sender, self.transport, self.receiver, self.version = sender, transport, receiver, 0
+    def __init__(
+        self,
+        send: Callable[[Sequence[SglangReceiver], SyncReport], None],
+        transport: Transport,
+        receiver: SglangReceiver,
+    ) -> None:
+        self.send, self.transport, self.receiver, self.version = send, transport, receiver, 0
 
     def __call__(self) -> None:
         from megarl.sync.protocol import ReceiverUpdate, version_tag
@@ -135,7 +141,7 @@ class _Update:
         update = ReceiverUpdate(self.receiver, tag, "abort", self.transport.session, step)
         update.open()
         self.transport.start(self.version, [self.receiver])
-        self.sender.run([0], [self.receiver], report)
+        self.send([self.receiver], report)
         if report.failed:
             raise RuntimeError(report.failed[0])
         self.transport.publish()
@@ -173,7 +179,7 @@ def _measure(name: str, folder: Path) -> list[dict[str, Any]]:
         regions: dict[tuple[str, TensorRegion], Tensor] = {(key, region): tensor for key, tensor in weights.items()}
         source = Source(regions, plan, WorkerGroup.alone(), torch.bfloat16, live=transport.live)
         sender = BucketSender(source, transport)
-        update = _Update(sender, transport, receiver)
+        update = _Update(lambda receivers, report: sender.run([0], receivers, report), transport, receiver)
 
         def row(what: str, seconds: float, sent: int) -> dict[str, Any]:
             buckets = (sender.buffer_bytes + source.peak_staged) / (BUCKET_MB * 1e6)
@@ -208,6 +214,52 @@ def _measure(name: str, folder: Path) -> list[dict[str, Any]]:
 
         rows.append(row("delta, 1% of tensors", _least(update, few), transport.sent_bytes))
     return rows
+
+
+def _own_shards(weights: dict[str, Tensor]) -> OwnShards:
+    """Return what a trainer of one rank with these matrices knows, to send them from shard to shard."""
+    import numpy as np
+
+    from megarl.sync.shards.boxes import (
+        BoxTable,
+        GpuPlace,
+        ParameterTable,
+        RankStorage,
+        TensorTable,
+        padded_shape,
+        row_major,
+    )
+    from megarl.sync.shards.transfer import OwnShards
+
+    names, rows = np.array([*weights]), np.arange(len(weights))
+    shapes = np.array([padded_shape(tensor.shape) for tensor in weights.values()])
+    dtypes = np.array(["bfloat16"] * len(weights))
+    boxes = BoxTable(rows, 0 * shapes, shapes, rows, 0 * rows, row_major(shapes), 0 * rows)
+    storage = RankStorage(ParameterTable(names, shapes, dtypes), boxes)
+    sizes = [tuple(tensor.shape) for tensor in weights.values()]
+    return OwnShards(weights, [storage], [GpuPlace(_HOST, 0)], TensorTable(names, shapes, dtypes), sizes)
+
+
+def _measure_shards(folder: Path) -> dict[str, Any]:
+    """Return the row of the transport from shard to shard."""
+    from megarl.sync.shards.transfer import ShardTransfer
+    from megarl.sync.transports.shards import ShardsTransport, planner
+    from megarl.system.comm import WorkerGroup
+
+    weights = _weights()
+    nbytes = sum(tensor.nbytes for tensor in weights.values())
+    with _receiver(folder) as receiver:
+        alone, rounds = WorkerGroup.alone(), planner(BUCKET_MB * 10**6)
+        transport = ShardsTransport(ShardTransfer(_own_shards(weights), rounds, alone, _RUN, DEADLINE_S, _HOST))
+
+        def send(receivers: Sequence[SglangReceiver], report: SyncReport) -> None:
+            transport.transfer.run(receivers, {0}, report)
+
+        seconds = _least(_Update(send, transport, receiver))
+        transport.close()
+    buffers = transport.transfer.buffer_bytes / (BUCKET_MB * 1e6)
+    return {"transport": "shards", "s": seconds, "gb_per_s": nbytes / seconds / 1e9, "mb": nbytes / 1e6,
+            "buckets": buffers}  # fmt: skip
 
 
 def _plan_seconds() -> dict[str, float]:
@@ -245,6 +297,7 @@ def measure() -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
         names = ("tensor", "distributed", "disk", "delta")
         results["rows"] = [row for name in names for row in _measure(name, Path(folder))]
+        results["rows"].append(_measure_shards(Path(folder)))
     results["plan"] = _plan_seconds()
     return results
 
@@ -255,7 +308,7 @@ def judged(found: dict[str, Any]) -> list[dict[str, Any]]:
     limits, lines = found["limits"], []
     for name, seconds in limits.items():
         lines.append({"what": f"limit: {name}", "s": seconds, "target": "", "met": None})
-    against = {"tensor": ("memcpy", 0.6), "distributed": ("gloo", 0.7)}
+    against = {"tensor": ("memcpy", 0.6), "distributed": ("gloo", 0.7), "shards": ("gloo", 0.8)}
     for name, row in by_name.items():
         line = {"what": name, "s": row["s"], "mb": row["mb"], "buckets": row["buckets"], "target": "", "met": None}
         if name in against:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
-from megarl.system.compat.sglang import LOADER, LOADERS, PATCH_LOADER
+from megarl.system.compat.sglang import ALL_LOADERS, LOADERS
 
 _ADMITTED = {
     ("types", "SimpleNamespace"),
@@ -143,7 +143,7 @@ class Receiver:
 
     def do_server_info(self) -> dict[str, Any]:
         """Return the settings it was started with."""
-        return {"custom_weight_loader": [LOADER, PATCH_LOADER]}
+        return {"custom_weight_loader": list(ALL_LOADERS)}
 
     def do_flush_cache(self) -> None:
         """Do nothing: there is no cache."""
@@ -154,8 +154,10 @@ class Receiver:
         """Take a bucket in shared memory."""
         self._need_session()
         bucket = _Unpickler(io.BytesIO(base64.b64decode(serialized_named_tensors[0]))).load()
-        if load_format in (LOADER, PATCH_LOADER):
-            getattr(_loader(load_format.partition(".")[0]), load_format.partition(".")[2])(self.model, bucket)
+        if load_format in ALL_LOADERS:
+            _have_a_world()
+            module, _, function = load_format.partition(".")
+            getattr(loader_module(module), function)(self.model, bucket)
             return
         flat = bucket["flattened_tensor"]
         for item in bucket["metadata"]:
@@ -171,8 +173,7 @@ class Receiver:
         backend: str,
     ) -> None:
         """Join a sender's group."""
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        _have_a_world()
         limit = datetime.timedelta(seconds=120)
         store = dist.TCPStore(master_address, master_port, world_size, False, limit)
         named: dict[str, Any] = {"group_name": group_name, "timeout": limit}  # newer torch has a type for names
@@ -243,8 +244,14 @@ class Receiver:
         target.copy_(tensor)
 
 
+def _have_a_world() -> None:
+    """Make this process the only rank of a world, without which torch makes no other group."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
 @functools.cache
-def _loader(module: str) -> ModuleType:
+def loader_module(module: str) -> ModuleType:
     """Return a module of the loaders that servers have on their path, which are none of megarl's modules."""
     if str(LOADERS) not in sys.path:
         sys.path.insert(0, str(LOADERS))

@@ -12,14 +12,18 @@ from megarl.config.base import Seconds, Section
 class SyncConfig(Section):
     """How the trainer's weights are sent to the servers."""
 
-    transport: Literal["auto", "tensor", "distributed", "disk", "delta"] = Field(
+    transport: Literal["auto", "tensor", "distributed", "disk", "delta", "shards"] = Field(
         "auto",
         description="tensor: shared memory or CUDA IPC on the server's host; distributed: broadcast over gloo or "
         "nccl; disk: safetensors in a shared folder; delta: changed elements to a relay on the server's "
-        "host; auto: tensor where every server shares a host with the trainer and has no GPUs of its own,"
-        " else distributed",
+        "host; shards: from every trainer rank directly to the server ranks that store the values; "
+        "auto: tensor where every server shares a host with the trainer and has no GPUs of its own, else distributed",
     )
-    bucket_mb: PositiveInt = Field(256, description="size of a bucket in MB (10**6 bytes); a sender holds two buckets")
+    bucket_mb: PositiveInt = Field(
+        256,
+        description="size of a bucket in MB (10**6 bytes); a sender holds two buckets; with "
+        "transport=shards what a rank sends or receives in a round",
+    )
     dtype: Literal["model", "bf16", "fp16", "fp32"] = Field(
         "model", description="dtype in which weights are sent; model: the dtype of the trainer's parameters"
     )
@@ -38,7 +42,7 @@ class SyncConfig(Section):
     timeout_s: Seconds = Field(300.0, description="deadline of each step of a weight update")
     address: str | None = Field(
         None,
-        description="address at which servers reach a trainer on one machine (distributed); null: that of the "
+        description="address at which servers reach a trainer on one machine (distributed, shards); null: that of the "
         "interface that reaches the server",
     )
     folder: str | None = Field(None, description="folder of the disk transport; null: sync/ of the run folder")

@@ -29,7 +29,10 @@ GRAPH_BYTES = 1.5e9
 NETWORK_BYTES = 2**29
 """NCCL's network buffers for messages to all ranks on other machines (NVIDIA/nccl issue 2363)."""
 _HASHING = 0.1e9
-_ON_DEVICE = ("auto", "tensor", "distributed")  # transports with buffers on the device
+CELL_BYTES = 0.15e9
+"""NCCL's communicator of a trainer rank with the servers of one cell (sync.transport: shards); assumed."""
+_MOST_CELLS = 8
+_ON_DEVICE = ("auto", "tensor", "distributed", "shards")  # transports with buffers on the device
 
 
 class WeightSyncMemory:
@@ -70,6 +73,11 @@ class WeightSyncMemory:
             size = sum(self.buffers())
             terms.append(term("buffers of new weights for servers", size, "sync.bucket_mb, the model's size"))
         near = min(self.team.parallel.tp, self._here) - 1
+        if self.config.sync.transport == "shards":
+            cells = min(self.config.rollout.sglang.servers, _MOST_CELLS, self.team.devices)
+            groups = f"NCCL's groups with {count(cells, 'cell')} of servers"
+            terms.append(Term(groups, cells * CELL_BYTES, "rollout.sglang.servers", 0.0))
+            return terms  # no slices go between ranks, and no memory is mapped
         if near:
             ranks = f"NCCL's connections for slices of weights to {count(near, 'rank')}"
             terms.append(Term(ranks, near * PEER_BYTES, "actor.parallel.tp", 0.0))

@@ -54,6 +54,45 @@ class UpdateGroup:
     backend: str
 
 
+@dataclass(frozen=True)
+class ShardMeeting:
+    """Where the ranks of a receiver meet the trainer's for an update from shard to shard.
+
+    Attributes:
+        store: address and port of the trainer's TCPStore.
+        prefix: first part of the run's keys.
+        server: the receiver's number in these keys.
+        timeout_s: deadline in seconds of each step.
+    """
+
+    store: tuple[str, int]
+    prefix: str
+    server: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class ShardUpdate:
+    """One update from shard to shard.
+
+    Attributes:
+        version: the update's part of the keys.
+        program: name of the program, under which each rank finds its part in the store.
+        cell: number of the cell in the program.
+        group: the cell as a JSON object (`megarl.sync.shards.exchange.ServerCell`).
+        backend: gloo or nccl.
+        hashed: whether each rank writes hashes of its parameters to the store.
+    """
+
+    meeting: ShardMeeting
+    version: str
+    program: str
+    cell: int
+    group: dict[str, Any]
+    backend: str
+    hashed: bool = False
+
+
 class ReceiverLayout(Protocol):
     """Describes how a receiver's ranks split the model. Layouts are hashable and compared by value."""
 
@@ -197,6 +236,10 @@ class Receivers(Protocol):
     @property
     def takes_draft(self) -> bool:
         """Whether receivers take the tensors of the policy's draft head, too."""
+
+    @property
+    def takes_no_shards(self) -> str:
+        """Why receivers cannot take weights from shard to shard; empty if they can (`ShardReceiver`)."""
 
     def lead(self, folder: Path, deadline_s: float) -> None:
         """Prepare this rank to lead the updates of some receivers.

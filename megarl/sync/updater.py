@@ -21,12 +21,13 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
 from megarl.config.sync import SyncConfig
 from megarl.models.policy import PolicyModel
+from megarl.models.weight_table import Coordinate
 from megarl.models.weights.export import iter_on_all_ranks, layout_of_all, stage_group
 from megarl.models.weights.fill import coordinate
 from megarl.sync import verify
@@ -35,11 +36,13 @@ from megarl.sync.plan import TrainerRank, holdings, make_plan
 from megarl.sync.protocol import ReceiverUpdate, failure, holds_last_version, version_tag
 from megarl.sync.receiver import Checksums, Receiver, Receivers, UpdateStep
 from megarl.sync.sender import BucketSender, SyncReport
+from megarl.sync.shards.transfer import ShardReceiver, ShardTransfer
 from megarl.sync.source import Pieces, Source
 from megarl.sync.transports.base import Transport
 from megarl.sync.transports.delta import DeltaTransport, relays_of_all
 from megarl.sync.transports.disk import DiskTransport
 from megarl.sync.transports.distributed import DistributedTransport
+from megarl.sync.transports.shards import ShardsTransport, own_shards, planner, refuse_shards
 from megarl.sync.transports.tensor import TensorTransport
 from megarl.system.comm import WorkerGroup
 from megarl.system.device import DTYPES, device, gpu_name
@@ -75,6 +78,8 @@ class WeightSync:
         self.run = world.broadcast_json(secrets.token_hex(4))  # names this run in version tags
         model_dtype = chunks[0].config.params_dtype
         self.dtype = model_dtype if config.dtype == "model" else DTYPES[config.dtype]
+        if config.transport == "shards":
+            refuse_shards(receivers, adapters=chunks[0].config.lora is not None)
         ranks = layout_of_all(coordinate(chunks), world)
         self.table = chunks[0].weight_table.without_draft()
         sent = chunks[0].weight_table if receivers.takes_draft else self.table
@@ -100,7 +105,7 @@ class WeightSync:
         )
         # receivers that this rank leads: it sends them the calls that begin and end an update
         self._led = {number for route in self.plan.routes if route.lead == world.rank for number in route.receivers}
-        self.transport = self._make_transport(run_dir, names, addresses)
+        self.transport = self._make_transport(run_dir, names, addresses, ranks)
         at, live = self.transport.device, self.transport.live and chunks[0].config.lora is None
         if at.type != "cpu":  # the first use of nccl's communicator of the world, which all ranks have to be part of
             world.all_reduce(torch.zeros(1, device=at))
@@ -140,8 +145,16 @@ class WeightSync:
         self.transport.close()
         self.sender.release()
 
-    def _make_transport(self, run_dir: Path, names: dict[int, str], addresses: dict[str, str]) -> Transport:
+    def _make_transport(
+        self, run_dir: Path, names: dict[int, str], addresses: dict[str, str], ranks: Sequence[Coordinate]
+    ) -> Transport:
         limit = self.config.timeout_s
+        if self.transport_name == "shards":
+            shards = own_shards(self.chunks, self.table, ranks, names, str(self.dtype).removeprefix("torch."))
+            # ranks on other machines connect to the store too, so a loopback address does not do
+            address = addresses[names[0]] if len(set(names.values())) > 1 else self.config.address
+            rounds = planner(self.config.bucket_mb * 10**6)
+            return ShardsTransport(ShardTransfer(shards, rounds, self.world, self.run, limit, address))
         if self.transport_name == "tensor":
             return TensorTransport(self.plan, device(), limit)
         if self.transport_name == "distributed":
@@ -177,18 +190,29 @@ class WeightSync:
             }
             self._each(updates, ReceiverUpdate.open, report)
             ready = self._agree(agreed, report)
-            routes = [i for i, route in enumerate(self.plan.routes) if any(n in route.receivers for n in ready)]
-            here = self.sender.source.route
-            served = () if here is None else self.plan.routes[here].receivers
-            receivers = [self.receivers.all[number] for number in ready if number in served]
-            if receivers:
-                self.transport.start(report.version, receivers)
-            self.sender.run(routes, receivers, report, whole=whole)
+            if isinstance(self.transport, ShardsTransport):
+                checked = [
+                    n for n in ready if self.config.verify == "every" and self.receivers.all[n].version is not None
+                ]
+                receivers = [cast("ShardReceiver", self.receivers.all[n]) for n in ready]
+                self.transport.transfer.run(receivers, self._led, report, checked)
+            else:
+                self._send_buckets(ready, report, whole=whole)
             self._agree(ready, report)
             self._finish(updates, [n for n in ready if n not in report.failed], report)
         report.seconds = time.perf_counter() - start
         self._close_report(report, agreed)
         return report
+
+    def _send_buckets(self, ready: list[int], report: SyncReport, *, whole: bool) -> None:
+        """Send the tensors in buckets to the receivers `ready`; without those that are frozen unless `whole`."""
+        routes = [i for i, route in enumerate(self.plan.routes) if any(n in route.receivers for n in ready)]
+        here = self.sender.source.route
+        served = () if here is None else self.plan.routes[here].receivers
+        receivers = [self.receivers.all[number] for number in ready if number in served]
+        if receivers:
+            self.transport.start(report.version, receivers)
+        self.sender.run(routes, receivers, report, whole=whole)
 
     def _must_send_frozen(self, numbers: list[int]) -> bool:
         """Return whether the update must have all tensors, because a receiver in `numbers` may lack tensors that are
@@ -220,20 +244,23 @@ class WeightSync:
             every = self.config.verify == "every"
             new = [n for n in ready if every or self.receivers.all[n].version is None]
             report.to_probe = sorted({n for part in self.world.all_gather_json(new) for n in part})
-            if report.to_probe and not self.config.fp8:
-                self._verify(led, report)
+            whole = report.to_probe
+            if isinstance(self.transport, ShardsTransport):  # the transfer has compared the others by hashes
+                whole = [n for n in whole if self.receivers.all[n].version is None]
+            if whole and not self.config.fp8:
+                self._verify(led, whole, report)
         led = {n: update for n, update in led.items() if n not in report.failed}
         self._each(led, lambda update: update.reopen(self.transport.folder_held()), report)
 
-    def _verify(self, led: dict[int, ReceiverUpdate], report: SyncReport) -> None:
-        """Compare the checksums of the receivers `report.to_probe` with the trainer's. Collective.
+    def _verify(self, led: dict[int, ReceiverUpdate], numbers: list[int], report: SyncReport) -> None:
+        """Compare the checksums of the receivers `numbers` with the trainer's. Collective.
 
         A receiver that returns no checksums has failed.
 
         Raises:
             WorkerError: on every rank: a receiver's weights differ from the trainer's.
         """
-        layouts = list(dict.fromkeys(self.receivers.all[n].layout for n in report.to_probe))
+        layouts = list(dict.fromkeys(self.receivers.all[n].layout for n in numbers))
         compared = self.table.shapes()  # a receiver reports the parameters of its model, not those of its draft
         with stage_group(self.chunks, self.world) as stage:
             every = iter_on_all_ranks(self.chunks, stage, device())
@@ -244,7 +271,7 @@ class WeightSync:
         def read(number: int) -> None:
             reported[number] = self.receivers.all[number].checksums(UpdateStep(verify.PHASE, self.config.timeout_s))
 
-        self._each({n: n for n in led if n in report.to_probe and n not in report.failed}, read, report)
+        self._each({n: n for n in led if n in numbers and n not in report.failed}, read, report)
         wrong: list[str] = []
         for number, checksums in reported.items():
             receiver = self.receivers.all[number]
@@ -303,4 +330,5 @@ TRANSPORTS: dict[str, type[Transport]] = {
     "distributed": DistributedTransport,
     "disk": DiskTransport,
     "delta": DeltaTransport,
+    "shards": ShardsTransport,
 }

@@ -195,9 +195,10 @@ def test_an_engine_in_another_team_takes_fp8_as_whole_tensors_only(failures, war
     assert failures(*DRAWS, "sync.fp8=true") == []
     assert "sync.verify" in [check.key for check in warned(*DRAWS, "sync.fp8=true")], "it compares nothing of FP8"
     assert "sync.verify" not in [check.key for check in warned(*DRAWS, "sync.fp8=true", "sync.verify=off")]
-    (check,) = failures(*DRAWS, "sync.fp8=true", "sync.transport=delta")
-    assert check.key == "sync.transport"
-    assert "the team draw" in str(check.problem())
+    for overrides in (["sync.fp8=true", "sync.transport=delta"], ["sync.transport=shards"]):
+        (check,) = failures(*DRAWS, *overrides)
+        assert check.key == "sync.transport"
+        assert "the team draw" in str(check.problem())
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,7 @@ def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp
         (["rollout.sglang.urls=[http://127.0.0.1:1,http://127.0.0.1:1]"], "rollout.sglang.urls"),
         (["rollout.sglang.max_total_tokens=20"], "rollout.sglang.max_total_tokens"),
         (["sync.address=0.0.0.0"], "sync.address"),
+        (["sync.transport=shards", "model.lora={rank: 2}"], "model.lora"),
         (["sync.pause=in_place"], "sync.pause"),
         (
             [

@@ -39,6 +39,7 @@ BY_NAME = {
     "megarl/gateway/sandbox.py": "where is the source of a function of the user?",
     "megarl/models/layers/experts/deepep.py": "is an optional package installed?",
     "megarl/system/imports.py": "what the others call",
+    "megarl/system/compat/sglang_server/loaders/megarl_shards.py": "files of megarl/sync/shards, without this package",
     "megarl/robots/simulators/registry.py": "a simulator of the user, or a built-in one, of the same folder",
     "megarl/robots/simulators/robotwin.py": "a task's module, in the interpreter of a simulator, without this package",
     "megarl/rollout/families.py": "an engine family of the user",

@@ -65,6 +65,12 @@ def test_colocated_servers_count_in_every_moment_and_their_contexts_on_other_gpu
     found = {term.what for moment in memory.moments for term in moment.terms if moment.name != "a server"}
     assert "buffers of new weights for servers" in found
     assert not any("server's" in what or "contexts" in what for what in found)
+    shards = ["sync.transport=shards", "rollout.sglang.servers=2", "cluster.nproc=4", "actor.parallel.tp=2"]
+    boxes = recipe("rollout.sglang.colocated=false", *shards)
+    memory = device_memory(boxes, sizes_of(boxes), together(boxes).teams[0], gpu=True)
+    found = {term.what: term.bytes for moment in memory.moments for term in moment.terms if moment.name != "a server"}
+    assert found["NCCL's groups with 2 cells of servers"] == 2 * 0.15e9
+    assert not any("slices" in what for what in found)
     disk = recipe("sync.transport=disk", "sync.verify=off")
     (moment,) = [
         m for m in device_memory(disk, sizes_of(disk), together(disk).teams[0], gpu=True).moments if "new" in m.name

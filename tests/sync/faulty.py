@@ -5,17 +5,34 @@ FaultyReceiver("die:3")      dies at its third bucket
                "hang:3"      does not answer
                "open:0"      was left with an open session by a dead trainer
                "mute:0"      does not answer when a group is to be made
-               "absent:0"    answers and does not come to the group
+               "killed:3"    is killed as it begins to receive its third round of an update from shard to shard
+             "stopped:3"   is stopped there and never goes on
+             "absent:0"    answers and does not come to the group
                "from:DIR"    no fault: it was started with the weights in DIR and can say so
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import Any
 
-from megarl.benchmarks.sync.receiver import Receiver, Refused
+from megarl.benchmarks.sync.receiver import Receiver, Refused, loader_module
+
+
+def end_in_round(number: int, kind: signal.Signals) -> None:
+    """Send this process `kind` when it is to receive its round `number`."""
+    runner, left = loader_module("megarl_shards").exchange.RoundRunner, [number]
+    start = runner._start
+
+    def counting(*args: Any) -> list:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), kind)
+        return start(*args)
+
+    runner._start = counting
 
 
 class FaultyReceiver(Receiver):
@@ -26,6 +43,9 @@ class FaultyReceiver(Receiver):
         self.open = self.kind == "open"
         if self.kind == "from":
             self.do_update_weights_from_disk(self.value, "auto", False)
+
+        if self.kind in ("killed", "stopped"):
+            end_in_round(self.left, signal.SIGKILL if self.kind == "killed" else signal.SIGSTOP)
 
     def handle(self, path: str, body: dict) -> dict:
         if path.startswith("/update_weights_from"):

@@ -141,6 +141,43 @@ def loaded_again(model, buckets: list) -> list[str]:
     return slow
 
 
+def filled_by_boxes(model, buckets: list) -> dict[str, str]:
+    """Digests of parameters that were overwritten, and then filled as the rank's own description of them says; or why
+    the rank cannot describe them, under the name `refused`."""
+    import megarl_shards
+    import numpy as np
+    from megarl_weight_map import derive
+
+    tensors = {
+        name: flat[start : start + nbytes].view(getattr(torch, dtype)).view(shape)
+        for text, flat in buckets
+        for name, shape, dtype, start, nbytes in json.loads(text)["tensors"]
+    }
+    sizes = [",".join(map(str, tensor.shape)) for tensor in tensors.values()]
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]
+    table = {
+        "tensors.names": np.array([*tensors]),
+        "tensors.dtypes": np.array(dtypes),
+        "tensors.sizes": np.array(sizes),
+    }
+    try:
+        described, arrays = megarl_shards.storage_of(model, table)
+    except megarl_shards.CannotDescribe as error:
+        return {"refused": str(error)}
+    for parameter in described.parameters:
+        parameter.fill_(float("nan"))
+    for padding in described.zeros:
+        padding.zero_()
+    whole = [tensor.reshape(megarl_shards._padded(tensor.shape)) for tensor in tensors.values()]
+    keys = ("tensor", "lo", "hi", "parameter", "offset", "strides")
+    for tensor, lo, hi, parameter, offset, strides in zip(*(arrays[f"boxes.{key}"] for key in keys), strict=True):
+        if tensor >= 0:
+            part = whole[tensor][tuple(slice(*span) for span in zip(lo, hi, strict=True))]
+            described.parameters[parameter].as_strided(part.shape, strides.tolist(), int(offset)).copy_(part)
+    derive(model)
+    return digests(model)
+
+
 def run(case: dict, rank: int) -> None:
     import megarl_loader
 
@@ -158,6 +195,8 @@ def run(case: dict, rank: int) -> None:
     if case.get("requests"):
         torch.save(seen(model, *settings, torch.load(case["requests"])), f"{case['out']}.{rank}.seen")
     report = {"loaded": digests(model), "derived": derived(model), "patched": None, "slow": slow[0]}
+    report["boxes"] = filled_by_boxes(model, torch.load(case["buckets"]))
+    report["derived"] += derived(model)
     report["drafts"] = [{"loaded": digests(draft), "derived": derived(draft)} for draft in drafts]
     for header, flat in torch.load(case["changes"]):
         for each in (model, *drafts):

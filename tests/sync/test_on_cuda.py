@@ -71,7 +71,8 @@ def patched() -> list[bool]:
     class Near(Model):
         def load_weights(self, found):
             found = list(found)
-            near.extend(tensor.device == next(self.parameters()).device for _, tensor in found)
+            given = [tensor for _, tensor in found if not hasattr(tensor, "places")]  # the others are empty probes
+            near.extend(tensor.device == next(self.parameters()).device for tensor in given)
             super().load_weights(found)
 
     near: list[bool] = []
@@ -85,7 +86,6 @@ def patched() -> list[bool]:
                 loader.load(model, bucket_of(name, tensor, "1", last=True))
             assert all(near)
             loader.patch(model, change)
-            near.clear()  # of tensors without bytes
             expected.load_weights(new.items())
             for name, parameter in expected.named_parameters():
                 there = model.get_parameter(name)

@@ -280,7 +280,10 @@ def assert_all_verified(run_dir: Path, url: str, runs: list[tuple[int, list]], t
     ],
 )
 def test_other_architectures_and_layouts(tmp_path, name, changes, layouts, parameters):
-    runs = [(processes, [(layout, {}) for layout in several]) for processes, several in layouts.items()]
+    runs = [
+        (processes, [(layout, {"transport": way}) for layout in several for way in ("tensor", "shards")])
+        for processes, several in layouts.items()
+    ]
     with serving(tmp_path, name, **changes) as url:
         answer = greedy_probe(ServerApi(url, KEY, "server 0"), PROMPT, 8, 60.0)
         choice, logps = oracle(tmp_path / "model", answer.token_ids, negated=False)
@@ -290,10 +293,10 @@ def test_other_architectures_and_layouts(tmp_path, name, changes, layouts, param
 
 
 #: Layouts and transports by the number of the trainer's processes.
-HALVES = {2: [({"tp": 2}, "tensor"), (PP2, "distributed")]}
-BOTH = {4: [(TP2_PP2, "tensor"), (TP2_PP2, "distributed")]}
+HALVES = {2: [({"tp": 2}, "tensor"), (PP2, "distributed"), ({"tp": 2}, "shards")]}
+BOTH = {4: [(TP2_PP2, "tensor"), (TP2_PP2, "distributed"), (TP2_PP2, "shards")]}
 ONE = {2: [({"tp": 2}, "tensor"), (PP2, "distributed"), (VPP2, "tensor")], **BOTH}
-EVERY = {2: [(layout, way) for layout in ({"tp": 2}, PP2, VPP2) for way in ("tensor", "distributed")], **BOTH}
+EVERY = {2: [(layout, way) for layout in ({"tp": 2}, PP2, VPP2) for way in ("tensor", "distributed", "shards")], **BOTH}
 
 
 @pytest.mark.parametrize(

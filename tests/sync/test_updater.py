@@ -75,6 +75,7 @@ TP2, PP2, DP2 = {"tp": 2}, {"pp": 2}, {}
         ("distributed", [PP2]),
         ("disk", [DP2]),
         ("delta", [TP2]),
+        ("shards", [PP2]),
         *(
             pytest.param(transport, layouts, marks=pytest.mark.campaign("teams"))
             for transport, layouts in (
@@ -82,6 +83,7 @@ TP2, PP2, DP2 = {"tp": 2}, {"pp": 2}, {}
                 ("distributed", [TP2, DP2]),
                 ("disk", [TP2, PP2]),
                 ("delta", [PP2, DP2]),
+                ("shards", [TP2, DP2]),
             )
         ),
     ],
@@ -90,7 +92,7 @@ def test_every_server_holds_the_new_weights(tmp_path, transport, layouts):
     save_tiny(tmp_path / "model", "qwen3", vocab_size=20_000)  # several buckets
     with receivers(tmp_path / "r", 3) as urls:
         for layout in layouts:
-            cases = [(layout, {"transport": transport})]
+            cases = [(layout, {"transport": transport, "bucket_mb": 5 if transport != "shards" else 1})]
             ranks = run_distributed(push_twice, 2, 120, str(tmp_path / "model"), str(tmp_path), urls, cases)
             for (first, second, third, told), *_ in ranks:
                 assert first["updated"] == second["updated"] == [0, 1, 2]
@@ -122,6 +124,27 @@ def test_a_server_that_fails_does_not_stop_the_others(tmp_path, transport):
         assert state_of(urls[1])["paused"]  # answers nothing with half of its weights exchanged
         with pytest.raises(ServerError):
             state_of(urls[0])
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {2: "killed:2"},  # servers 0 and 1 share the cell of the first trainer rank
+        pytest.param({0: "killed:1", 1: "stopped:2"}, marks=pytest.mark.campaign("durability")),
+    ],
+)
+def test_a_server_that_is_gone_in_a_round_does_not_stop_the_others(tmp_path, faults):
+    save_tiny(tmp_path / "model", "qwen3", vocab_size=20_000)
+    cases = [({"pp": 2}, {"transport": "shards", "bucket_mb": 1})]  # several rounds
+    with receivers(tmp_path / "r", 3, faults) as urls:
+        ranks = run_distributed(push_twice, 2, 120, str(tmp_path / "model"), str(tmp_path), urls, cases)
+        for ((first, second, _, _),) in ranks:
+            assert first["updated"] == second["updated"] == [n for n in range(3) if n not in faults]
+            assert sorted(first["failed"]) == [str(number) for number in faults]
+            assert all("update from shard to shard: " in why for why in first["failed"].values())
+        for number in {0, 1, 2} - set(faults):
+            assert_holds(urls[number], tmp_path / "model", tmp_path, plus=1.0)
 
 
 @pytest.mark.procs
@@ -203,7 +226,8 @@ def push_to_restarted(folder: str, run_dir: str, urls: list[str], transport: str
 
 @pytest.mark.procs
 @pytest.mark.parametrize(
-    "transport", split("durability", ["tensor", "distributed", "disk", "delta"], ("tensor", "delta"))
+    "transport",
+    split("durability", ["tensor", "distributed", "disk", "delta", "shards"], ("tensor", "delta", "shards")),
 )
 def test_a_restarted_server_gets_everything(tmp_path, transport):
     save_tiny(tmp_path / "model", "qwen3", vocab_size=20_000)

@@ -81,6 +81,14 @@ def experts_problems(config: RunConfig) -> list[ConfigError]:
 
 def check_receiver(config: RunConfig, team: TeamPlan, checks: Checklist) -> None:
     """Check that the embedded engine of a separate rollout team can receive the actor's weights."""
+    if config.sync.transport == "shards":
+        checks.fail(
+            "sync.transport",
+            f"the team {team.name} decodes with an embedded engine, which takes whole tensors",
+            found="shards",
+            allowed="auto, tensor, distributed, disk or delta, or shards with rollout.engine=sglang",
+            fix="set sync.transport=auto",
+        )
     if config.sync.fp8 and config.sync.transport in ("disk", "delta"):
         checks.fail(
             "sync.transport",

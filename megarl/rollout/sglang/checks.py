@@ -100,7 +100,7 @@ def _check_ignored(config: RunConfig, checks: Checklist) -> None:
             fix="set rollout.sglang.urls, or remove this key",
         )
     _check_transport_key("sync.folder", sync.folder, sync.transport, ("disk",), checks)
-    _check_transport_key("sync.address", sync.address, sync.transport, ("distributed", "auto"), checks)
+    _check_transport_key("sync.address", sync.address, sync.transport, ("distributed", "shards", "auto"), checks)
 
 
 def _check_transport_key(
@@ -143,7 +143,7 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
                 allowed="auto, tensor or disk with rollout.sglang.colocated",
                 fix="set sync.transport=auto, or rollout.sglang.colocated=false",
             )
-        broadcast = config.sync.transport == "distributed" or (
+        broadcast = config.sync.transport in ("distributed", "shards") or (
             config.sync.transport == "auto" and not servers.colocated
         )
         if here and nvidia_devices() and not hidden:
@@ -579,6 +579,29 @@ def _check_pause(config: RunConfig, checks: Checklist) -> None:
         )
 
 
+def _check_shards(config: RunConfig, checks: Checklist) -> None:
+    """Check that nothing is set that weights cannot be sent with from shard to shard."""
+    obstacles = {
+        "sync.fp8": (config.sync.fp8, "projections are not quantised on the way from shard to shard", False),
+        "model.lora": (config.model.lora is not None, "weights merged with adapters lie in no parameter", None),
+        "rollout.sglang.colocated": (
+            config.rollout.sglang.colocated,
+            "a colocated server's ranks and the trainer's would be two ranks of one NCCL group on the same GPU",
+            False,
+        ),
+        "rollout.sglang.speculative": (serves_own_draft(config), "a draft head that is trained goes whole", None),
+    }
+    for key, (is_set, why, allowed) in obstacles.items():
+        if config.sync.transport == "shards" and is_set:
+            checks.fail(
+                key,
+                f"{why}, so sync.transport=shards cannot be used",
+                found="set" if allowed is None else True,
+                allowed="null" if allowed is None else allowed,
+                fix="set sync.transport=auto",
+            )
+
+
 def _check_sync(config: RunConfig, checks: Checklist) -> None:
     """Check that the tensors sent to servers are in the form that servers and checksums expect."""
     sync, model = config.sync, config.model.dtype
@@ -598,7 +621,9 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
             allowed="null with cluster.nnodes > 1",
             fix="set sync.address=null, so that every sender uses the address of its interface that reaches the server",
         )
-    elif sync.address is not None and sync.transport in ("auto", "distributed") and not _is_known(sync.address):
+    elif (
+        sync.address is not None and sync.transport in ("auto", "distributed", "shards") and not _is_known(sync.address)
+    ):
         checks.warn(
             "sync.address",
             "this machine cannot resolve this address",
@@ -608,6 +633,7 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
     dtype = config.rollout_dtype
     sent = model if sync.dtype == "model" else sync.dtype
     _check_pause(config, checks)
+    _check_shards(config, checks)
     if sync.fp8 and sync.verify != "off":
         checks.warn(
             "sync.verify",

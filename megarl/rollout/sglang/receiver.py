@@ -10,17 +10,26 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.keeper import RESTORING, Keeper
 from megarl.rollout.sglang.layout import ServerLayout
-from megarl.rollout.sglang.wire import bucket_payload, loader_payload
+from megarl.rollout.sglang.wire import bucket_payload, header_payload, loader_payload
 from megarl.sync.plan import Entry
-from megarl.sync.receiver import Checksums, PauseMode, SharedUse, UpdateGroup, UpdateStep
+from megarl.sync.receiver import (
+    Checksums,
+    PauseMode,
+    ShardMeeting,
+    ShardUpdate,
+    SharedUse,
+    UpdateGroup,
+    UpdateStep,
+)
 from megarl.sync.shared import Handle
-from megarl.system.compat.sglang import LOADER, PATCH_LOADER
+from megarl.system.compat.sglang import ALL_LOADERS, DESCRIBE_LOADER, LOADER, PATCH_LOADER, SHARD_LOADER
 from megarl.system.errors import ServerError
 
 OWN_GPUS = "servers with GPUs of their own (rollout.sglang.gpus) cannot map memory of the trainer's GPUs"
@@ -207,6 +216,25 @@ class SglangReceiver:
         }
         self._call("/update_weights_from_distributed", payload | self.models, step)
 
+    def describe_storage(self, meeting: ShardMeeting, step: UpdateStep) -> None:
+        """Make each rank of the server write its `RankStorage` to the trainer's store."""
+        self._call_ranks(DESCRIBE_LOADER, asdict(meeting), step)
+
+    def take_shards(self, update: ShardUpdate, step: UpdateStep) -> None:
+        """Make each rank of the server take part in the rounds of an update."""
+        header = asdict(update)
+        self._call_ranks(SHARD_LOADER, header.pop("meeting") | header, step)
+
+    def _call_ranks(self, loader: str, header: dict[str, Any], step: UpdateStep) -> None:
+        """Call a loader on every rank with `header` and the rank's number."""
+        if not self._has(loader, step):
+            reason = (
+                f"it was started without megarl's loader {loader}; start it with --custom-weight-loader "
+                f"{' '.join(ALL_LOADERS)} (docs/servers.md), or set sync.transport=distributed"
+            )
+            raise ServerError(self.name, self.url, step.phase, reason)
+        self._load([header_payload(header | {"rank": rank}) for rank in range(self.layout.ranks)], loader, step)
+
     def read_folder(self, folder: Path, step: UpdateStep) -> None:
         """Make the server read all weights from a folder."""
         payload = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
@@ -271,6 +299,11 @@ class SglangReceivers:
         """The reason why servers cannot receive weights through the shared memory of one machine, for errors: a server
         spans several machines. Empty if they can."""
         return SPREAD if self.fleet.config.nnodes > 1 else ""
+
+    @property
+    def takes_no_shards(self) -> str:
+        """Why servers cannot take weights from shard to shard; empty if they can."""
+        return "servers with a draft model that is trained take whole tensors" if self.takes_draft else ""
 
     def lead(self, folder: Path, deadline_s: float) -> None:
         """Start a keeper process for external servers: they outlive the trainer, and it restores a server if the

@@ -22,8 +22,7 @@ from typing import IO, Any
 from megarl.config.sglang import SGLangConfig
 from megarl.rollout.sglang.api import ServerApi
 from megarl.system.compat.sglang import (
-    LOADER,
-    PATCH_LOADER,
+    ALL_LOADERS,
     cpu_arguments,
     find_python,
     server_command,
@@ -139,7 +138,7 @@ class ServerSpec:
         }
         chosen = [switch for switch, wanted in switches.items() if wanted]
         # A fused shared expert would be one more expert, and checksums and recorded routes expect the model's experts.
-        chosen += ["--disable-shared-experts-fusion", "--custom-weight-loader", LOADER, PATCH_LOADER]
+        chosen += ["--disable-shared-experts-fusion", "--custom-weight-loader", *ALL_LOADERS]
         return [*listed, *chosen, *([] if self.cuda else cpu_arguments()), *c.extra_args]
 
     @property

@@ -115,14 +115,14 @@ class ProbeTensor(Tensor):
             raise CannotPatch(
                 f"load_weights copies a tensor of shape {tuple(self.shape)} to one of {tuple(target.shape)}"
             )
-        self.places.append(CopyTarget(self.meta.storage_offset(), self.meta.stride(), target))
+        self.places.append(CopyTarget(int(self.meta.storage_offset()), self.meta.stride(), target))
 
 
 class JoinedProbe(Tensor):
     """Several probes joined along one dimension, as models join projections that share one parameter."""
 
     parts: Sequence[ProbeTensor]
-    dim: int
+    axis: int
 
     @staticmethod
     def __new__(cls, parts: Sequence[ProbeTensor], dim: int = 0) -> JoinedProbe:
@@ -131,7 +131,7 @@ class JoinedProbe(Tensor):
         made = Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=parts[0].device
         )
-        made.parts, made.dim = parts, dim
+        made.parts, made.axis = parts, dim
         return made
 
     @classmethod
@@ -140,8 +140,8 @@ class JoinedProbe(Tensor):
     ) -> Any:
         if func is torch.ops.aten.copy_.default and isinstance(args[1], cls) and args[0].shape == args[1].shape:
             target, joined = args[:2]
-            sizes = [part.shape[joined.dim] for part in joined.parts]
-            for part, place in zip(joined.parts, target.split(sizes, joined.dim), strict=True):
+            sizes = [part.shape[joined.axis] for part in joined.parts]
+            for part, place in zip(joined.parts, target.split(sizes, joined.axis), strict=True):
                 part.record(place)
             return target
         if func in _SAME:

@@ -1,0 +1,66 @@
+"""Compare parameters of receivers with what senders have sent, by hashes that add up; no tensor is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.sync.shards.boxes import RankStorage
+from megarl.sync.shards.hashes import box_hash
+from megarl.sync.shards.program import TransferProgram
+
+Hashes = dict[str, dict[str, int]]  # "server/rank" -> parameter -> hash modulo 2**64
+_MODULUS = 1 << 64
+
+
+@torch.no_grad()
+def sent_hashes(
+    program: TransferProgram,
+    parameters: Sequence[Tensor],
+    servers: Sequence[Sequence[RankStorage]],
+    skipped: Iterable[int] = (),
+) -> Hashes:
+    """Return, for each parameter of each server rank, the hash of the boxes that this rank sends.
+
+    Args:
+        program: this rank's part.
+        parameters: this rank's parameters, in the order of its storage.
+        servers: storage of each rank of each server.
+        skipped: servers that are left out.
+    """
+    sums: Hashes = {}
+    links, targets, left_out = program.links, program.targets, set(skipped)
+    for row in range(len(targets)):
+        server, rank, link = int(targets.server[row]), int(targets.rank[row]), int(targets.link[row])
+        if server in left_out:
+            continue
+        table, number = servers[server][rank].parameters, int(targets.parameter[row])
+        whole = parameters[int(links.parameter[link])]
+        shape = (links.hi[link] - links.lo[link]).tolist()
+        part = whole.as_strided(shape, links.strides[link].tolist(), whole.storage_offset() + int(links.offset[link]))
+        cast = part.to(getattr(torch, str(table.dtypes[number])))
+        value = int(box_hash(cast, int(targets.offset[row]), targets.strides[row].tolist()))
+        of_rank, name = sums.setdefault(f"{server}/{rank}", {}), str(table.names[number])
+        of_rank[name] = (of_rank.get(name, 0) + value) % _MODULUS
+    return sums
+
+
+def differing(sent: Iterable[Hashes], server: int, held: Sequence[Mapping[str, int]]) -> list[str]:
+    """Return the parameters of a server whose hashes differ from the sum of what all trainer ranks have sent.
+
+    Args:
+        sent: `sent_hashes` of every trainer rank.
+        held: for each rank of the server, the hash of each parameter.
+    """
+    sent, wrong = list(sent), []
+    for rank, hashes in enumerate(held):
+        parts = [each.get(f"{server}/{rank}", {}) for each in sent]
+        expected = {name: sum(part.get(name, 0) for part in parts) % _MODULUS for part in parts for name in part}
+        wrong += [
+            f"{name} (rank {rank})"
+            for name in sorted(expected.keys() | hashes)
+            if expected.get(name, 0) != hashes.get(name)
+        ]
+    return wrong

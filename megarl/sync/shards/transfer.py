@@ -1,0 +1,521 @@
+"""The trainer's end of weight updates from shard to shard; all ranks take part, and each has one `ShardTransfer`.
+
+    lead of a receiver    describe (once)         take_shards: one call for the whole update .................. answer
+    receiver's ranks          storage ->  store       <- program    ready ->   rounds, from all trainer ranks   done ->
+    all trainer ranks                    plan, equal on all                    rounds, phase by phase
+
+A receiver whose rank is gone or silent is given up by every rank that has messages for it, and the rounds of the others
+go on. Everything other than weights goes through a TCPStore of the first trainer rank.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.sync.protocol import failure
+from megarl.sync.receiver import Receiver, ShardMeeting, ShardUpdate, UpdateStep
+from megarl.sync.sender import SyncReport
+from megarl.sync.shards.boxes import GpuPlace, RankStorage, ServerStorage, TensorTable
+from megarl.sync.shards.compare import differing, sent_hashes
+from megarl.sync.shards.exchange import Round, RoundRunner, ServerCell, abort, join, rounds_of_sender
+from megarl.sync.shards.plan import UpdatePlan
+from megarl.sync.shards.program import TransferProgram
+from megarl.sync.shards.table import pack
+from megarl.system.comm import WorkerGroup
+from megarl.system.errors import ServerError, WorkerError
+from megarl.system.processes import address_towards
+from megarl.system.tracing import beat
+
+_READY_S = 30.0  # a receiver that has not begun by then is left out
+_QUIET_S = 10.0  # ranks of receivers count up a key twice a second while they are in rounds
+_LOOK_S = 0.25
+_GRACE_S = 2.0  # for the answer of a receiver whose cell was given up
+_POLL_S = 0.02
+_PHASE = "update from shard to shard"
+_ANSWERED = 200  # HTTP status of an answer, also of one that refuses
+
+
+class ShardReceiver(Receiver, Protocol):
+    """A receiver whose ranks take boxes of tensors directly from the trainer's ranks."""
+
+    def describe_storage(self, meeting: ShardMeeting, step: UpdateStep) -> None:
+        """Make each rank of the engine write its `RankStorage` to the store."""
+
+    def take_shards(self, update: ShardUpdate, step: UpdateStep) -> None:
+        """Make each rank of the engine take part in the rounds of an update; return when all have the weights."""
+
+
+@dataclass(frozen=True)
+class OwnShards:
+    """The storage of all trainer ranks, and the parameters of this rank.
+
+    Attributes:
+        parameters: this rank's parameters by their names in its storage.
+        storages: storage of every trainer rank.
+        places: where every trainer rank runs.
+        tensors: the tensors that are sent.
+        shapes: shape of each of these tensors.
+    """
+
+    parameters: Mapping[str, Tensor]
+    storages: Sequence[RankStorage]
+    places: Sequence[GpuPlace]
+    tensors: TensorTable
+    shapes: Sequence[tuple[int, ...]]
+
+
+#: fn(own shards, servers) -> the plan, equal on all ranks for equal arguments
+Planner = Callable[[OwnShards, Sequence[ServerStorage]], UpdatePlan]
+
+
+@dataclass
+class _Plan:
+    """The program for one set of receivers, and this rank's part of it."""
+
+    name: str
+    cells: dict[int, ServerCell]
+    cell_of: list[int]  # cell of each receiver, by its place in the set
+    rounds: list[Round]
+    parameters: list[Tensor]
+    addresses: tuple[int, ...]  # of the parameters, which the rounds have views of
+    program: TransferProgram  # this rank's part of `update`
+    update: UpdatePlan
+
+
+class ShardTransfer:
+    """Sends this rank's boxes of the weights to receivers.
+
+    Args:
+        own: the trainer's storage.
+        planner: returns the plan for a set of receivers.
+        world: all ranks of the trainer.
+        prefix: name of the run.
+        timeout_s: deadline in seconds of each step.
+        address: address of the store for receivers; None: that of the interface that reaches the first receiver.
+    """
+
+    def __init__(
+        self,
+        own: OwnShards,
+        planner: Planner,
+        world: WorkerGroup,
+        prefix: str,
+        timeout_s: float,
+        address: str | None = None,
+    ) -> None:
+        self.own, self.planner, self.world, self.prefix, self.timeout_s = own, planner, world, prefix, timeout_s
+        self.address = address
+        self._store: dist.TCPStore | None = None
+        self._place = ("", 0)
+        self._storages: dict[str, tuple[RankStorage, ...]] = {}  # by the receiver's address
+        self._plans: dict[tuple[str, ...], _Plan] = {}  # of the last set of receivers, by their addresses
+        self._groups: dict[int, tuple[ServerCell, dist.ProcessGroup]] = {}  # by cell
+        self._updates = 0
+        first = next(iter(own.parameters.values()))
+        self._backend = "nccl" if first.is_cuda else "gloo"
+
+    def run(
+        self,
+        receivers: Sequence[ShardReceiver],
+        led: Container[int],
+        report: SyncReport,
+        checked: Container[int] = (),
+    ) -> None:
+        """Send the current weights to `receivers`, which are prepared to get tensors. Collective.
+
+        Args:
+            led: numbers of the receivers that this rank calls.
+            report: gets the bytes, seconds and failures of this rank, and the number of compared parameters.
+            checked: numbers of the receivers whose parameters are compared with what was sent, by hashes.
+
+        Raises:
+            UserError: a receiver stores a tensor in a form that boxes of the trainer's tensors do not cover.
+            WorkerError: the ranks of the trainer have different plans, a receiver cannot describe its parameters, or
+                one holds other values than were sent.
+        """
+        start = time.perf_counter()
+        self._updates += 1
+        store = self._meet(receivers)
+        self._describe(receivers, led, report)
+        failed = {number for part in self.world.all_gather_json([*report.failed]) for number in part}
+        receivers = [receiver for receiver in receivers if receiver.number not in failed]
+        if receivers:
+            plan = self._plan(store, receivers)
+            watch = CellWatch(store, f"{self.prefix}/{self._updates}", plan.cells)
+            calls = self._call(plan, watch, receivers, led, checked)
+            lost = self._rounds(plan, watch, report)
+            self._end(plan, watch, receivers, calls, lost, report)
+            self._compare(plan, receivers, led, report, checked)
+        report.send_s += time.perf_counter() - start
+
+    @property
+    def store(self) -> dist.Store:
+        """The store of the first trainer rank.
+
+        Raises:
+            ValueError: no update has begun.
+        """
+        if self._store is None:
+            raise ValueError("the store is made at the first update")
+        return self._store
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of this rank's buffers."""
+        parts = [part for plan in self._plans.values() for each in plan.rounds for part in each.parts]
+        return sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
+
+    def drop(self, url: str) -> None:
+        """Forget the receiver at `url`, because another engine may appear there."""
+        self._storages.pop(url, None)
+        self._plans = {key: plan for key, plan in self._plans.items() if url not in key}
+
+    def close(self) -> None:
+        """Leave all groups, and free the buffers."""
+        self._plans.clear()
+        for _, group in self._groups.values():
+            abort(group)
+        self._groups.clear()
+
+    def _meet(self, receivers: Sequence[ShardReceiver]) -> dist.TCPStore:
+        """Return the store of the first trainer rank, which is made at the first update."""
+        if self._store is not None:
+            return self._store
+        limit, problem = datetime.timedelta(seconds=self.timeout_s), None
+        place: list[str | int] = ["", 0]
+        if self.world.rank == 0:
+            try:
+                place = self._listen(receivers, limit)
+            except (OSError, RuntimeError) as error:
+                problem = f"cannot listen for ranks of servers (sync.address): {error}"
+        problem, place = self.world.broadcast_json([problem, place])
+        if problem is not None:
+            raise WorkerError(problem)
+        self._place = (str(place[0]), int(place[1]))
+        if self._store is None:
+            self._store = dist.TCPStore(*self._place, is_master=False, timeout=limit, wait_for_workers=False)
+        sizes = [",".join(map(str, shape)) for shape in self.own.shapes]
+        if self.world.rank == 0:
+            tables = self.own.tensors.arrays("tensors") | {"tensors.sizes": np.array(sizes, np.str_)}
+            self._store.set(f"{self.prefix}/tensors", pack(tables))  # type: ignore[arg-type]  # str in torch's stub
+        return self._store
+
+    def _listen(self, receivers: Sequence[ShardReceiver], limit: datetime.timedelta) -> list[str | int]:
+        address = self.address or address_towards(urlsplit(receivers[0].url).hostname or "")
+        listener = socket.create_server((address, 0))
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return [address, port]
+
+    def _describe(self, receivers: Sequence[ShardReceiver], led: Container[int], report: SyncReport) -> None:
+        """Have every receiver that is new described by its lead, and read the descriptions."""
+        new = [receiver for receiver in receivers if receiver.url not in self._storages]
+        step = UpdateStep("description of its parameters", self.timeout_s)
+        calls = {
+            receiver.number: in_thread(partial(receiver.describe_storage, self._meeting(receiver.number), step))
+            for receiver in new
+            if receiver.number in led
+        }
+        refused = []
+        for number, call in calls.items():
+            error = call.exception()
+            if isinstance(error, ServerError):
+                report.failed[number] = str(error)
+                refused += [str(error)] if error.status == _ANSWERED else []
+            elif error is not None:
+                raise error
+        everyone = self.world.all_gather_json([[*report.failed], refused])
+        if reasons := [reason for _, part in everyone for reason in part]:
+            raise WorkerError(f"{reasons[0]}; set sync.transport to another one")
+        failed = {number for part, _ in everyone for number in part}
+        for receiver in new:
+            if receiver.number not in failed:
+                keys = [f"{self.prefix}/storage/{receiver.number}/{rank}" for rank in range(receiver.layout.ranks)]
+                self._storages[receiver.url] = tuple(RankStorage.decode(self.store.get(key)) for key in keys)
+
+    def _meeting(self, number: int) -> ShardMeeting:
+        return ShardMeeting(self._place, self.prefix, number, self.timeout_s)
+
+    def _plan(self, store: dist.TCPStore, receivers: Sequence[ShardReceiver]) -> _Plan:
+        """Return the plan for these receivers; the last one is kept while receivers and parameters are the same."""
+        key = tuple(receiver.url for receiver in receivers)
+        names = self.own.storages[self.world.rank].parameters.names.tolist()
+        parameters = [self.own.parameters[name] for name in names]
+        addresses = tuple(parameter.data_ptr() for parameter in parameters)
+        known = self._plans.get(key)
+        if known is not None and known.addresses == addresses:
+            return known
+        self._plans.clear()
+        update = self._planned(receivers) if known is None else known.update
+        digest = update.digest if known is None else known.name
+        if known is None and len(set(self.world.all_gather_json(digest))) > 1:
+            raise WorkerError("the trainer's ranks have different plans of a weight update: an error in megarl")
+        cells, cell_of = _cells(update, [receiver.layout.ranks for receiver in receivers], self.prefix, key)
+        if self.world.rank == 0 and known is None:
+            for place, receiver in enumerate(receivers):
+                for rank in range(receiver.layout.ranks):
+                    part = update.program(receiver=(place, rank))
+                    store.set(f"{self.prefix}/program/{digest}/{place}/{rank}", part.encode())  # type: ignore[arg-type]
+        program = update.program(sender=self.world.rank)
+        rounds = rounds_of_sender(program.arrays(), parameters, self.own.tensors.dtypes.tolist())
+        self._plans[key] = plan = _Plan(digest, cells, cell_of, rounds, parameters, addresses, program, update)
+        return plan
+
+    def _planned(self, receivers: Sequence[ShardReceiver]) -> UpdatePlan:
+        same: dict[str, RankStorage] = {}
+        servers = []
+        for place, receiver in enumerate(receivers):
+            ranks = [same.setdefault(rank.digest, rank) for rank in self._storages[receiver.url]]
+            # each rank is planned as a machine of its own, because ranks of a machine do not gather stripes yet
+            places = [GpuPlace(f"{receiver.url} {place}.{rank}", 0) for rank in range(len(ranks))]
+            servers.append(ServerStorage(tuple(ranks), tuple(places)))
+        return self.planner(self.own, servers)
+
+    def _call(
+        self,
+        plan: _Plan,
+        watch: CellWatch,
+        receivers: Sequence[ShardReceiver],
+        led: Container[int],
+        checked: Container[int],
+    ) -> dict[int, Future[None]]:
+        """Call the receivers that this rank leads; return the calls by the receiver's place."""
+        step, calls = UpdateStep(_PHASE, self.timeout_s), {}
+        for place, receiver in enumerate(receivers):
+            if receiver.number not in led:
+                continue
+            cell = plan.cell_of[place]
+            update = ShardUpdate(
+                self._meeting(place),
+                str(self._updates),
+                plan.name,
+                cell,
+                plan.cells[cell].to_json(),
+                self._backend,
+                hashed=receiver.number in checked,
+            )
+            calls[place] = in_thread(partial(receiver.take_shards, update, step), partial(watch.give_up, cell))
+        return calls
+
+    def _rounds(self, plan: _Plan, watch: CellWatch, report: SyncReport) -> dict[int, str]:
+        """Run this rank's rounds; return why each cell that was given up failed."""
+        wanted = sorted({each.cell for each in plan.rounds})
+        lost: dict[int, str] = {}
+        for number in wanted:
+            cell = plan.cells[number]
+            why = watch.wait_ready(number, min(_READY_S, self.timeout_s)) or self._join(number, cell)
+            if why is not None:
+                lost[number] = why
+                watch.give_up(number, why)
+        runner = RoundRunner(plan.rounds, sends=True, look=watch.look, lost=watch.give_up, deadline_s=self.timeout_s)
+        groups = {number: self._groups[number][1] for number in wanted if number not in lost}
+        lost = runner.run(groups, plan.cells, lost)
+        for number in lost:
+            if number in self._groups:
+                abort(self._groups.pop(number)[1])
+        report.nbytes += runner.nbytes
+        return lost
+
+    def _join(self, number: int, cell: ServerCell) -> str | None:
+        """Join the group of a cell unless this rank is in it already; return why that failed, or None."""
+        if number in self._groups:
+            members, group = self._groups[number]
+            if members == cell:
+                return None
+            del self._groups[number]
+            abort(group)
+        limit = min(_READY_S, self.timeout_s)
+        try:
+            group = join(self.store, cell, cell.of_trainer(self.world.rank), self._backend, limit)
+        except RuntimeError as error:
+            return f"trainer rank {self.world.rank} could not join the group: {str(error).partition(chr(10))[0]}"
+        self._groups[number] = cell, group
+        return None
+
+    def _end(
+        self,
+        plan: _Plan,
+        watch: CellWatch,
+        receivers: Sequence[ShardReceiver],
+        calls: Mapping[int, Future[None]],
+        lost: Mapping[int, str],
+        report: SyncReport,
+    ) -> None:
+        """Wait for the answers of the receivers that this rank leads, and record which have failed."""
+        for place, receiver in enumerate(receivers):
+            cell = plan.cell_of[place]
+            why = lost.get(cell)
+            if place in calls:
+                why = watch.wait_answer(cell, calls[place], self.timeout_s) or why
+                if why is None and not watch.is_done(place, receiver.layout.ranks, plan.name):
+                    why = "a rank has answered without the weights of this update"
+            if why is not None:
+                known = why.startswith(receiver.name)  # the server's own answer
+                report.failed[receiver.number] = why if known else str(failure(receiver, _PHASE, why))
+
+    def _compare(
+        self,
+        plan: _Plan,
+        receivers: Sequence[ShardReceiver],
+        led: Container[int],
+        report: SyncReport,
+        checked: Container[int],
+    ) -> None:
+        """Compare what the receivers `checked` hold with what all ranks have sent them. Collective."""
+        wanted = [place for place, receiver in enumerate(receivers) if receiver.number in checked]
+        if not wanted:
+            return
+        storages = [self._storages[receiver.url] for receiver in receivers]
+        others = set(range(len(receivers))) - set(wanted)
+        sent = self.world.all_gather_json(sent_hashes(plan.program, plan.parameters, storages, others))
+        wrong = []
+        for place in wanted:
+            receiver = receivers[place]
+            if receiver.number not in led or receiver.number in report.failed:
+                continue
+            keys = [f"{self.prefix}/{self._updates}/hashes/{place}/{rank}" for rank in range(receiver.layout.ranks)]
+            hashes = [json.loads(self.store.get(key)) for key in keys]
+            report.verified += sum(map(len, hashes))
+            if different := differing(sent, place, hashes):
+                why = f"{len(different)} parameters differ from what was sent: {', '.join(different[:3])}"
+                wrong.append(str(failure(receiver, "verification", why)))
+        if everyone := [text for part in self.world.all_gather_json(wrong) for text in part]:
+            raise WorkerError("\n".join(everyone))
+
+
+def _cells(
+    plan: UpdatePlan, ranks: Sequence[int], prefix: str, key: Sequence[str]
+) -> tuple[dict[int, ServerCell], list[int]]:
+    """Return the members of each cell, and the cell of each server.
+
+    Args:
+        ranks: number of ranks of each server.
+        key: addresses of the servers, which are part of the names of the groups.
+    """
+    cell_of_message = plan.rounds.cell[plan.messages.round]
+    cells, cell_of = {}, [0] * len(ranks)
+    for number in sorted(set(cell_of_message.tolist())):
+        of_cell = cell_of_message == number
+        servers = sorted(set(plan.messages.server[of_cell].tolist()))
+        trainers = tuple(sorted(set(plan.messages.sender[of_cell].tolist())))
+        name = f"megarl-{prefix}-{'+'.join(key[server] for server in servers)}-{'.'.join(map(str, trainers))}"
+        cells[number] = ServerCell(name, trainers, {server: ranks[server] for server in servers})
+        for server in servers:
+            cell_of[server] = number
+    return cells, cell_of
+
+
+class CellWatch:
+    """Watches the ranks of receivers during one update, through the store.
+
+    Args:
+        name: first part of the update's keys.
+        cells: members of each cell.
+    """
+
+    def __init__(self, store: dist.Store, name: str, cells: Mapping[int, ServerCell]) -> None:
+        self._store, self._name, self._cells = store, name, cells
+        self._beats: dict[tuple[int, int], tuple[int, float]] = {}  # count of each rank, and since when
+        self._next: dict[int, float] = {}
+
+    def _ranks(self, cell: int) -> list[tuple[int, int]]:
+        return [(server, rank) for server, ranks in self._cells[cell].servers.items() for rank in range(ranks)]
+
+    def give_up(self, cell: int, why: str) -> None:
+        """Let all ranks know that a cell is given up, and why; the first reason is kept."""
+        self._store.compare_set(f"{self._name}/dead/{cell}", "", why)
+
+    def dead(self, cell: int) -> str | None:
+        """Return why a cell was given up, or None."""
+        key = f"{self._name}/dead/{cell}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def look(self, cell: int) -> str | None:
+        """Return why a cell has to be given up: another rank has, or a rank of a receiver is silent; else None."""
+        now = time.monotonic()
+        if now < self._next.get(cell, 0.0):
+            return None
+        self._next[cell] = now + _LOOK_S
+        beat()
+        if (why := self.dead(cell)) is not None:
+            return why
+        for server, rank in self._ranks(cell):
+            count = self._store.add(f"{self._name}/beat/{server}/{rank}", 0)
+            before, since = self._beats.get((server, rank), (-1, now))
+            if count != before:
+                self._beats[server, rank] = count, now
+            elif now - since > _QUIET_S and not self._store.check([f"{self._name}/done/{server}/{rank}"]):
+                return f"rank {rank} of server {server} has been silent for {now - since:.0f} s"
+        return None
+
+    def wait_ready(self, cell: int, limit_s: float) -> str | None:
+        """Wait until all ranks of the cell's receivers have begun; return why they have not, or None."""
+        keys = [f"{self._name}/ready/{server}/{rank}" for server, rank in self._ranks(cell)]
+        end = time.monotonic() + limit_s
+        while not self._store.check(keys):
+            if (why := self.dead(cell)) is not None:
+                return why
+            if time.monotonic() > end:
+                missing = [key.rpartition("/ready/")[2] for key in keys if not self._store.check([key])]
+                return f"ranks (server/rank) {', '.join(missing)} have not begun within {limit_s:g} s"
+            beat()
+            time.sleep(_POLL_S)
+        return None
+
+    def wait_answer(self, cell: int, call: Future[None], limit_s: float) -> str | None:
+        """Wait for a receiver's answer, briefly if its cell was given up; return why there is none, or None."""
+        end = time.monotonic() + limit_s
+        while not call.done():
+            if (why := self.look(cell)) is not None:
+                self.give_up(cell, why)
+                end = min(end, time.monotonic() + _GRACE_S)
+            if time.monotonic() > end:
+                return why or f"no answer within {limit_s:g} s"
+            time.sleep(_POLL_S)
+        error = call.exception()
+        if error is not None and not isinstance(error, ServerError):
+            raise error
+        return self.dead(cell) or (None if error is None else str(error))
+
+    def is_done(self, server: int, ranks: int, program: str) -> bool:
+        """Return whether all ranks of a receiver have completed this update by the same program."""
+        keys = [f"{self._name}/done/{server}/{rank}" for rank in range(ranks)]
+        return bool(self._store.check(keys)) and all(self._store.get(key).decode() == program for key in keys)
+
+
+def in_thread(call: Callable[[], None], failed: Callable[[str], None] | None = None) -> Future[None]:
+    """Run `call` in a daemon thread, which nobody waits for if it never returns; `failed` gets the error's text."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+            future.set_result(None)
+        except BaseException as error:
+            if failed is not None:
+                failed(str(error))
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="receiver", daemon=True).start()
+    return future

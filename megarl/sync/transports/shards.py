@@ -1,0 +1,100 @@
+"""Transport from shard to shard: every trainer rank sends boxes of tensors to the server ranks that store them.
+
+`WeightSync` calls `ShardTransfer.run` in place of the rounds of buckets, so of a transport's methods only those that
+release resources do something here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megarl.models.policy import PolicyModel
+from megarl.models.weight_table import Coordinate, WeightTable
+from megarl.models.weights.fill import local_shards
+from megarl.sync.receiver import Receiver, Receivers
+from megarl.sync.shards.boxes import GpuPlace, ServerStorage
+from megarl.sync.shards.plan import UpdatePlan
+from megarl.sync.shards.rounds import RoundLimits
+from megarl.sync.shards.sources import tensors_of, trainer_storages
+from megarl.sync.shards.transfer import OwnShards, Planner, ShardTransfer
+from megarl.sync.transports.base import Transport
+from megarl.system.errors import ConfigError
+
+
+class ShardsTransport(Transport):
+    """Sends whole updates by `transfer`; has no buckets."""
+
+    in_parts = False
+
+    def __init__(self, transfer: ShardTransfer) -> None:
+        self.transfer = transfer
+
+    def drop(self, receiver: Receiver) -> None:
+        """Forget how a receiver that failed stores its parameters."""
+        self.transfer.drop(receiver.url)
+        super().drop(receiver)
+
+    def close(self) -> None:
+        """Leave the groups shared with receivers."""
+        self.transfer.close()
+
+
+def own_shards(
+    chunks: Sequence[PolicyModel], table: WeightTable, ranks: Sequence[Coordinate], hosts: Mapping[int, str], wire: str
+) -> OwnShards:
+    """Return what this rank needs to know of the trainer to send from shard to shard.
+
+    Args:
+        table: the tensors to send.
+        ranks: coordinate of every trainer rank.
+        hosts: host of every trainer rank.
+        wire: dtype in which tensors are sent, such as `bfloat16`.
+    """
+    tensors = tensors_of(table, wire)
+    stored = str(chunks[0].config.params_dtype).removeprefix("torch.")
+    shapes = table.shapes()
+    seats: dict[str, int] = {}
+    places = []
+    for rank in range(len(ranks)):
+        places.append(GpuPlace(hosts[rank], seats.get(hosts[rank], 0)))
+        seats[hosts[rank]] = places[-1].gpu + 1
+    with torch.no_grad():
+        parameters = {f"{shard.chunk}/{shard.param}": param.detach() for shard, param in local_shards(chunks)}
+    return OwnShards(
+        parameters,
+        trainer_storages(table, ranks, tensors, stored),
+        places,
+        tensors,
+        [shapes[name] for name in tensors.names.tolist()],
+    )
+
+
+def planner(round_bytes: int) -> Planner:
+    """Return the planner of updates in which a rank sends or receives at most `round_bytes` bytes at a time."""
+
+    # a rank serves several peers in a round, so a message may be a part of it
+    limits = RoundLimits(nbytes=round_bytes, message=max(min(RoundLimits.message, round_bytes // RoundLimits.peers), 1))
+
+    def plan(own: OwnShards, servers: Sequence[ServerStorage]) -> UpdatePlan:
+        return UpdatePlan(own.tensors, own.storages, own.places, servers, limits)
+
+    return plan
+
+
+def refuse_shards(receivers: Receivers, *, adapters: bool) -> None:
+    """Check that weights can go from shard to shard.
+
+    Raises:
+        ConfigError: receivers take whole tensors only, or the weights to send are computed from adapters.
+    """
+    why = receivers.takes_no_shards or ("weights that are merged with adapters lie in no parameter" if adapters else "")
+    if why:
+        raise ConfigError(
+            f"{why}, so they cannot be sent from shard to shard",
+            where="sync.transport",
+            found="shards",
+            allowed="auto, tensor, distributed, disk or delta",
+            fix="set sync.transport=auto",
+        )

@@ -1,0 +1,325 @@
+"""The server's end of weight updates from shard to shard: `describe` says where its tensors lie, `receive` takes them.
+
+This file runs in the servers' own interpreter, without megarl. A server's ranks and the trainer exchange tables through
+a TCPStore of the trainer; the tables are those of megarl/sync/shards (boxes.py, program.py), as .npz files. Keys of the
+store begin with the name of the run (`prefix`):
+
+    tensors              table of all tensors, from the trainer
+    storage/S/R          description of rank R of server S, from the rank
+    program/P/S/R        the rank's part of program P, from the trainer
+    V/ready/S/R          the rank is about to run the rounds of update V
+    V/beat/S/R           counts up twice a second while the rank runs them
+    V/dead/C             why cell C was given up, from whoever saw it first
+    V/hashes/S/R         hash of each of the rank's parameters, if the trainer compares them
+    V/done/S/R           the program, when the rank has all weights
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import io
+import json
+import math
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megarl_weight_map import CannotPatch, CopyTarget, derive, map_of
+from torch import Tensor
+
+
+def _shared(name: str) -> Any:
+    """Return a file of megarl/sync/shards as a module; the file imports nothing of megarl."""
+    file = Path(__file__).resolve().parents[4] / "sync" / "shards" / f"{name}.py"
+    loader = SourceFileLoader(f"megarl_{name}", str(file))
+    module = sys.modules[loader.name] = ModuleType(loader.name)
+    loader.exec_module(module)
+    return module
+
+
+exchange, hashes = _shared("exchange"), _shared("hashes")
+
+_DIMS = 3  # dimensions of every tensor in the tables
+_COPY, _ZERO = 0, 1  # rules of boxes
+_BEAT_S = 0.5
+_LARGEST = 1 << 30  # bytes of the tables in one message
+
+
+class CannotDescribe(Exception):
+    """A parameter that is no set of boxes of tensors; the message names it."""
+
+
+@dataclass
+class _Described:
+    """A model's parameters in the order of the table that the trainer has, and where they were."""
+
+    names: list[str]
+    parameters: list[Tensor]
+    dtypes: list[str]  # of the tensors on the wire
+    zeros: list[Tensor]  # parts of parameters that are padding
+
+    def check(self, model: Any) -> None:
+        """Raise RoundFailed if a parameter has moved since it was described."""
+        now = dict(model.named_parameters())
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if name not in now or now[name].data_ptr() != parameter.data_ptr():
+                raise exchange.RoundFailed(f"parameter {name} has another address than when the server described it")
+
+
+_DESCRIBED: WeakKeyDictionary[Any, _Described] = WeakKeyDictionary()
+_STORES: dict[tuple[str, int], dist.TCPStore] = {}  # of the last trainer, by its address
+_GROUPS: dict[str, dist.ProcessGroup] = {}  # of the last cell, by its name
+_ROUNDS: dict[str, list[Any]] = {}  # of the last program, by its name
+
+
+def describe(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
+    """Write to the trainer's store which box of which tensor lies where in this rank's parameters.
+
+    Args:
+        model: model of the server, as SGLang passes it to a loader.
+        named_tensors: one entry, whose name is a JSON header: `store` (address and port), `prefix`, `server`, `rank`,
+            `timeout_s`.
+
+    Raises:
+        CannotDescribe: a parameter is no set of boxes.
+    """
+    header = json.loads(named_tensors[0][0])
+    store = _store(header)
+    tables = _unpack(store.get(f"{header['prefix']}/tensors"))
+    described, arrays = storage_of(model, tables)
+    _DESCRIBED[model] = described
+    _ROUNDS.clear()  # they have views of parameters
+    out = io.BytesIO()
+    np.savez_compressed(out, **arrays)
+    store.set(f"{header['prefix']}/storage/{header['server']}/{header['rank']}", out.getvalue())  # type: ignore[arg-type]  # str in torch's stub
+
+
+def storage_of(model: Any, tables: dict[str, Any]) -> tuple[_Described, dict[str, Any]]:
+    """Return the model's parameters that tensors are copied to, and the columns of its `RankStorage`.
+
+    Args:
+        tables: columns of the `TensorTable`, and `tensors.sizes`: str [T], the unpadded shape as "3,4,5".
+    """
+    names, dtypes = tables["tensors.names"].tolist(), tables["tensors.dtypes"].tolist()
+    shapes = [tuple(int(size) for size in text.split(",") if size) for text in tables["tensors.sizes"].tolist()]
+    known = map_of(model, dict(zip(names, zip(shapes, dtypes, strict=True), strict=True)))
+    parameters = {name: p for name, p in model.named_parameters() if p.numel()}
+    spans = sorted((p.data_ptr(), name) for name, p in parameters.items())
+    starts = np.array([start for start, _ in spans])
+    boxes: dict[str, list[tuple[Any, ...]]] = {}
+    for number, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+        try:
+            places = known.places(name)
+        except CannotPatch as error:
+            raise CannotDescribe(f"tensor {name}: {error}") from error
+        for place in places:
+            owner = spans[max(int(np.searchsorted(starts, place.target.data_ptr(), "right")) - 1, 0)][1]
+            lo, hi, strides = _box(place, shape, f"tensor {name} in parameter {owner}")
+            offset = (place.target.data_ptr() - parameters[owner].data_ptr()) // parameters[owner].itemsize
+            same = place.target.dtype == parameters[owner].dtype and parameters[owner].is_contiguous()
+            if not (same and 0 <= offset < parameters[owner].numel()):
+                raise CannotDescribe(f"tensor {name}: loading copies it to memory that is no contiguous parameter")
+            boxes.setdefault(owner, []).append((number, lo, hi, offset, strides, _COPY))
+    for name, rows in boxes.items():
+        rows += _padding(name, parameters[name], rows)
+    listed = [name for name in parameters if name in boxes]
+    rows = [(*row, number) for number, name in enumerate(listed) for row in boxes[name]]
+    described = [parameters[name] for name in listed]
+    arrays = {
+        "parameters.names": np.array(listed, np.str_),
+        "parameters.shapes": np.array([_padded(p.shape) for p in described], np.int64).reshape(-1, _DIMS),
+        "parameters.dtypes": np.array([str(p.dtype).removeprefix("torch.") for p in described], np.str_),
+        "boxes.tensor": np.array([row[0] for row in rows], np.int32),
+        "boxes.lo": np.array([row[1] for row in rows], np.int64).reshape(-1, _DIMS),
+        "boxes.hi": np.array([row[2] for row in rows], np.int64).reshape(-1, _DIMS),
+        "boxes.parameter": np.array([row[6] for row in rows], np.int32),
+        "boxes.offset": np.array([row[3] for row in rows], np.int64),
+        "boxes.strides": np.array([row[4] for row in rows], np.int64).reshape(-1, _DIMS),
+        "boxes.rule": np.array([row[5] for row in rows], np.int8),
+    }
+    zeros = [parameters[name].data.view(-1)[row[3] :] for name in listed for row in boxes[name] if row[5] == _ZERO]
+    return _Described(listed, [p.data for p in described], dtypes, zeros), arrays
+
+
+def _padded(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape of three dimensions: sizes of 1 are appended, or the last dimensions merged into one."""
+    if len(shape) <= _DIMS:
+        return (*shape, *(1,) * (_DIMS - len(shape)))
+    return (*shape[: _DIMS - 1], math.prod(shape[_DIMS - 1 :]))
+
+
+def _box(place: CopyTarget, shape: Sequence[int], what: str) -> tuple[list[int], list[int], list[int]]:
+    """Return first and last index (exclusive) of a place in each dimension of its tensor, and its strides there.
+
+    Raises:
+        CannotDescribe: the place is no box of the tensor.
+    """
+    sizes = _padded(shape)
+    steps = [math.prod(sizes[dim + 1 :]) for dim in range(_DIMS)]
+    left, lo = place.offset, []
+    for step in steps:
+        lo.append(left // step)
+        left %= step
+    hi, strides = [first + 1 for first in lo], [0] * _DIMS
+    runs = _runs(place)
+    while runs:
+        size, step, stride = runs.pop()
+        dim = next((d for d in reversed(range(_DIMS)) if sizes[d] > 1 and steps[d] == step and not strides[d]), None)
+        if dim is None or (lo[dim] + size > sizes[dim] and (lo[dim] or size % sizes[dim])):
+            raise CannotDescribe(f"{what}: loading copies a part that is no box of the tensor")
+        part = min(size, sizes[dim] - lo[dim])
+        hi[dim], strides[dim] = lo[dim] + part, stride
+        if part < size:  # all of this dimension, and more of the one before it
+            runs.append((size // part, step * part, stride * part))
+    return lo, hi, strides
+
+
+def _runs(place: CopyTarget) -> list[tuple[int, int, int]]:
+    """Return (size, stride in the tensor, stride in the parameter) of each dimension of a place; dimensions that lie
+    side by side in both are one."""
+    runs: list[tuple[int, int, int]] = []
+    for size, step, stride in zip(place.target.shape, place.strides, place.target.stride(), strict=True):
+        if size == 1:
+            continue
+        if runs and runs[-1][1] == size * step and runs[-1][2] == size * stride:
+            runs[-1] = (runs[-1][0] * size, step, stride)
+        else:
+            runs.append((size, step, stride))
+    return runs
+
+
+def _padding(name: str, parameter: Tensor, rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Return the box of zeros at the end of a parameter that tensors do not fill, if there is one.
+
+    Raises:
+        CannotDescribe: something else than zeros at the end of the parameter belongs to no tensor.
+    """
+    filled = sum(math.prod(hi - lo for lo, hi in zip(row[1], row[2], strict=True)) for row in rows)
+    if filled == parameter.numel():
+        return []
+    tail = parameter.data.view(-1)[filled:]
+    last = max(
+        row[3] + sum((hi - lo - 1) * step for lo, hi, step in zip(row[1], row[2], row[4], strict=True)) for row in rows
+    )
+    if filled > parameter.numel() or last >= filled or bool(tail.count_nonzero()):
+        raise CannotDescribe(f"parameter {name}: a part of it belongs to no tensor, and is no padding with zeros")
+    return [(-1, [0] * _DIMS, [len(tail), 1, 1], filled, [1, 0, 0], _ZERO)]
+
+
+def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
+    """Take part in the rounds of an update; return when the parameters have the new weights.
+
+    Args:
+        model: model of the server, as SGLang passes it to a loader.
+        named_tensors: one entry, whose name is a JSON header: as that of `describe`, and `version`, `program`,
+            `cell` (number), `group` (`ServerCell`), `backend`.
+
+    Raises:
+        RoundFailed: the trainer or another rank is gone; the parameters are mixed then.
+    """
+    header = json.loads(named_tensors[0][0])
+    store, server, rank = _store(header), header["server"], header["rank"]
+    prefix, number = f"{header['prefix']}/{header['version']}", header["cell"]
+    cell = exchange.ServerCell.of_json(header["group"])
+    described = _DESCRIBED.get(model)
+    if described is None:
+        raise exchange.RoundFailed("this server has not described its parameters to the trainer")
+    described.check(model)
+    if header["program"] not in _ROUNDS:
+        _ROUNDS.clear()  # frees the buffers of the program before
+        tables = _unpack(store.get(f"{header['prefix']}/program/{header['program']}/{server}/{rank}"))
+        _ROUNDS[header["program"]] = exchange.rounds_of_receiver(tables, described.parameters, described.dtypes)
+    dead = f"{prefix}/dead/{number}"
+    store.set(f"{prefix}/ready/{server}/{rank}", header["program"])
+    with _beating(header, f"{prefix}/beat/{server}/{rank}"):
+        try:
+            if cell.name not in _GROUPS:
+                _leave_groups()
+                place = cell.of_server(server, rank)
+                _GROUPS[cell.name] = exchange.join(store, cell, place, header["backend"], header["timeout_s"])
+            failed = exchange.RoundRunner(
+                _ROUNDS[header["program"]],
+                sends=False,
+                look=lambda _: store.get(dead).decode() if store.check([dead]) else None,
+                lost=lambda _, why: store.set(dead, f"rank {rank} of server {server}: {why}"),
+                deadline_s=header["timeout_s"],
+            ).run({number: _GROUPS[cell.name]}, {number: cell}, {})
+        except Exception as error:
+            failed = {number: str(error).partition("\n")[0]}
+            store.set(dead, f"rank {rank} of server {server}: {failed[number]}")
+        if failed:
+            _leave_groups()
+            raise exchange.RoundFailed(failed[number])
+        for padding in described.zeros:  # undefined after a memory saver has resumed
+            padding.zero_()
+        derive(model)
+        device = described.parameters[0].device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if header["hashed"]:
+            pairs = zip(described.names, described.parameters, strict=True)
+            of_all = {name: int(hashes.parameter_hash(parameter)) % (1 << 64) for name, parameter in pairs}
+            store.set(f"{prefix}/hashes/{server}/{rank}", json.dumps(of_all))
+        store.set(f"{prefix}/done/{server}/{rank}", header["program"])
+
+
+def _store(header: dict[str, Any]) -> dist.TCPStore:
+    """Return the connection to the trainer's store."""
+    address = (header["store"][0], header["store"][1])
+    if address not in _STORES:
+        _STORES.clear()  # of a trainer that is gone
+        _STORES[address] = _connect(header)
+    return _STORES[address]
+
+
+def _connect(header: dict[str, Any]) -> dist.TCPStore:
+    limit = datetime.timedelta(seconds=header["timeout_s"])
+    host, port = header["store"]
+    return dist.TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+
+
+def _leave_groups() -> None:
+    """Leave the group of a former cell; its other ranks may be gone."""
+    while _GROUPS:
+        exchange.abort(_GROUPS.popitem()[1])
+
+
+@contextlib.contextmanager
+def _beating(header: dict[str, Any], key: str) -> Iterator[None]:
+    """In this block, count up `key` in the store twice a second, so that a stopped process is noticed."""
+    store, stop = _connect(header), threading.Event()
+
+    def beat() -> None:
+        with contextlib.suppress(RuntimeError):  # the trainer is gone, which the rounds notice as well
+            store.add(key, 1)
+            while not stop.wait(_BEAT_S):
+                store.add(key, 1)
+
+    thread = threading.Thread(target=beat, name="beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _unpack(data: bytes) -> dict[str, Any]:
+    """Return the arrays of a .npz file; nothing is unpickled."""
+    with zipfile.ZipFile(io.BytesIO(data)) as file:
+        size = sum(info.file_size for info in file.infolist())
+    if size > _LARGEST:
+        raise ValueError(f"a message with tables has {size} bytes; allowed are at most {_LARGEST}")
+    with np.load(io.BytesIO(data)) as loaded:
+        return {name: loaded[name] for name in loaded.files}

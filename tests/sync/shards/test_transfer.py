@@ -1,0 +1,175 @@
+"""Weights from the ranks of a trainer to the ranks of servers, between processes over gloo."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.sync.receiver import ShardMeeting, ShardUpdate, UpdateStep
+from megarl.sync.sender import SyncReport
+from megarl.system.errors import ServerError
+from tests.dist import run_distributed, world
+from tests.sync.test_loader import SHAPES, Model, load_module, tensors
+
+RANKS = 2  # of a server
+
+
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < end, path
+        time.sleep(0.01)
+
+
+def write(path: Path, values) -> None:
+    path.with_suffix(".tmp").write_text(json.dumps(values))
+    path.with_suffix(".tmp").rename(path)
+
+
+class SpoolReceiver:
+    """A server whose ranks take calls from files."""
+
+    def __init__(self, number: int, spool: Path) -> None:
+        self.number, self.spool, self.name, self.url = number, spool, f"server {number}", f"http://127.0.0.1:{number}"
+        self.layout, self.calls = SimpleNamespace(ranks=RANKS), 0
+
+    def describe_storage(self, meeting: ShardMeeting, step: UpdateStep) -> None:
+        self._call("describe", dataclasses.asdict(meeting), step)
+
+    def take_shards(self, update: ShardUpdate, step: UpdateStep) -> None:
+        header = dataclasses.asdict(update)
+        self._call("receive", header.pop("meeting") | header, step)
+
+    def _call(self, loader: str, header: dict, step: UpdateStep) -> None:
+        names = [f"{self.number}.{rank}.{self.calls}" for rank in range(RANKS)]
+        self.calls += 1
+        for rank, name in enumerate(names):
+            write(self.spool / f"{name}.call", [loader, header | {"rank": rank}])
+        for name in names:
+            wait_for(self.spool / f"{name}.answer")
+            if why := json.loads((self.spool / f"{name}.answer").read_text()):
+                raise ServerError(self.name, self.url, step.phase, why, status=200)
+
+
+def be_a_server_rank(spool: str) -> dict[str, list[float]]:
+    """Take calls until the trainer is done; the parameters then, and whether none has moved."""
+    server, rank = divmod(world().rank, RANKS)
+    shards, model, calls = load_module("megarl_shards"), Model(rank), 0
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    write(Path(spool) / f"{world().rank}.up", None)
+    while True:
+        call = Path(spool) / f"{server}.{rank}.{calls}.call"
+        while not call.exists():
+            if (Path(spool) / "stop").exists():
+                assert before == [parameter.data_ptr() for parameter in model.parameters()]
+                return {name: p.float().flatten().tolist() for name, p in model.named_parameters()}
+            time.sleep(0.01)
+        loader, header = json.loads(call.read_text())
+        why = None
+        try:
+            getattr(shards, loader)(model, [(json.dumps(header), torch.empty(0, dtype=torch.uint8))])
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        write(call.with_suffix(".answer"), why)
+        calls += 1
+
+
+def own_shards(rank: int, ranks: int, held: dict[str, torch.Tensor]):
+    """What trainer rank `rank` knows: even ranks have the first half of the rows of each tensor, odd ones the other."""
+    from megarl.sync.shards.boxes import (
+        BoxTable,
+        GpuPlace,
+        ParameterTable,
+        RankStorage,
+        TensorTable,
+        padded_shape,
+        row_major,
+    )
+    from megarl.sync.shards.transfer import OwnShards
+
+    shapes = np.array([padded_shape(shape) for shape in SHAPES.values()])
+    half = shapes[:, 0] // 2
+    storages = []
+    for part in (0, 1):
+        lo, hi, size = np.zeros_like(shapes), shapes.copy(), shapes.copy()
+        lo[:, 0], hi[:, 0] = (half, shapes[:, 0]) if part else (0 * half, half)
+        size[:, 0] = hi[:, 0] - lo[:, 0]
+        count = np.arange(len(shapes))
+        boxes = BoxTable(count, lo, hi, count, 0 * count, row_major(size), 0 * count)
+        storages.append(
+            RankStorage(ParameterTable(np.array([*SHAPES]), size, np.array(["bfloat16"] * len(count))), boxes)
+        )
+    at = {name: storages[rank % 2].boxes.lo[row, 0] for row, name in enumerate(SHAPES)}
+    to = {name: storages[rank % 2].boxes.hi[row, 0] for row, name in enumerate(SHAPES)}
+    table = TensorTable(np.array([*SHAPES]), shapes, np.array(["bfloat16"] * len(SHAPES)))
+    parameters = {name: tensor[at[name] : to[name]].clone() for name, tensor in held.items()}
+    places = [GpuPlace("here", number) for number in range(ranks)]
+    return OwnShards(parameters, [storages[number % 2] for number in range(ranks)], places, table, [*SHAPES.values()])
+
+
+def be_the_trainer(spool: str, servers: int, nbytes: int) -> list:
+    """Two versions to all servers, then a third to the first of them only."""
+    from megarl.sync.shards.transfer import ShardTransfer
+    from megarl.sync.transports.shards import planner
+
+    place, group = Path(spool), world()
+    own = own_shards(group.rank, group.size, tensors(0))
+    transfer = ShardTransfer(own, planner(nbytes), group, "run", 60.0)
+    receivers = [SpoolReceiver(number, place) for number in range(servers)]
+    led = range(servers) if group.rank == 0 else ()
+    found = []
+    for version in (1, 2, 3):
+        for name, tensor in own_shards(group.rank, group.size, tensors(version)).parameters.items():
+            own.parameters[name].copy_(tensor)
+        report = SyncReport(version, "shards")
+        transfer.run(receivers[: 1 if version == 3 else servers], led, report, range(version - 1))
+        found.append([report.failed, report.nbytes, report.verified])
+    group.barrier()
+    if group.rank == 0:
+        (place / "stop").touch()
+    transfer.close()
+    return found
+
+
+def expected(version: int, rank: int) -> dict[str, list[float]]:
+    model = Model(rank)
+    model.load_weights(tensors(version).items())
+    return {name: p.float().flatten().tolist() for name, p in model.named_parameters()}
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(
+    ("trainers", "servers", "nbytes"),
+    [(2, 2, 512), pytest.param(4, 2, 256, marks=pytest.mark.campaign("teams"))],
+)
+def test_every_rank_of_every_server_gets_its_boxes(tmp_path, trainers, servers, nbytes):
+    held: list = []
+
+    def be_servers() -> None:
+        held.extend(run_distributed(be_a_server_rank, servers * RANKS, 120, str(tmp_path)))
+
+    beside = threading.Thread(target=be_servers, daemon=True)
+    beside.start()
+    for rank in range(servers * RANKS):  # ranks are started one group at a time
+        wait_for(tmp_path / f"{rank}.up")
+    reports = run_distributed(be_the_trainer, trainers, 120, str(tmp_path), servers, nbytes)
+    beside.join(120)
+    assert all(failed == {} for report in reports for failed, *_ in report)
+    parameters = len(list(Model(0).parameters()))  # all of each rank of the first server in the second and third update
+    assert [[verified for *_, verified in report] for report in reports] == [
+        [0, RANKS * parameters, RANKS * parameters] if rank == 0 else [0, 0, 0] for rank in range(trainers)
+    ]
+    whole = sum(tensor.nbytes for tensor in tensors(0).values())
+    for place, of_servers in enumerate((servers, servers, 1)):
+        sent = sum(report[place][1] for report in reports)
+        assert sent < 3 * of_servers * whole  # each rank gets its own elements, and a few bytes of alignment
+    for number, parameters in enumerate(held):
+        assert parameters == expected(3 if number < RANKS else 2, number % RANKS), number
