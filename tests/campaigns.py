@@ -22,6 +22,7 @@ marks a test, or with `pytest.param(..., marks=...)` one of its cases. Plain run
                 runs at more places than the suite has    vla-7b      published sizes of a robot policy
                                                                       and of its video encoder
     libero      runs in the real simulators               vlm-3b      a published size, one step
+    shards      drawn layouts, published models
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ import pytest
 
 CAMPAIGNS = (
     *("agents", "connectors", "durability", "exports", "families", "faults", "install", "kernels", "kills"),
-    *("libero", "lora", "memory", "servers", "slurm", "smollm2", "teams", "trl", "tutorials", "vla-7b", "vlm-3b"),
+    *("libero", "lora", "memory", "servers", "shards", "slurm", "smollm2", "teams", "trl", "tutorials"),
+    *("vla-7b", "vlm-3b"),
 )
 
 

@@ -31,6 +31,7 @@ from megarl.planning.outcome import Filled, PlannedPhase, ServerRoom, StepPlan
 from megarl.planning.oversampling import Round
 from megarl.planning.passes import Cost, ModelPass, total
 from megarl.planning.schedule import Schedule
+from megarl.planning.shard_sync import ShardUpdate, fullest_stage, shard_update_seconds
 from megarl.planning.shards import BYTES, Sizes, checkpoint_bytes, known_sizes, parameter_bytes, state_bytes
 from megarl.planning.terms import held
 from megarl.planning.vision import image_flops
@@ -310,6 +311,9 @@ class StepFormulas:
         servers = config.rollout.servers
         if servers is None and team.name == actor.name:
             return []
+        transport: str = config.sync.transport
+        if transport == "shards" and servers is not None:
+            return self._shard_update(actor, room.engines, room.ranks)
         size = self.served.parameters * BYTES[config.rollout_dtype] / room.ranks
         # If a trainer replica and the servers are in one domain of fast links, all weights are sent over these links.
         near = config.rollout.colocated or self.hardware.nodes == 1
@@ -319,6 +323,16 @@ class StepFormulas:
             Cost("W1", "weights to every engine", size / self._links.rate(inside=inside), size),
             Cost("W1", "calls", fixed),
         ]
+
+    def _shard_update(self, actor: TeamPlan, servers: int, ranks: int) -> list[Cost]:
+        """Return the costs of an update from shard to shard (formula W2 of docs/planning.md)."""
+        size = self.served.parameters * BYTES[self.config.rollout_dtype]
+        fullest = fullest_stage(self.served, actor.parallel)
+        near = self.config.rollout.colocated
+        update = ShardUpdate(size, actor.devices, fullest, servers, ranks, near)
+        fixed, seconds = shard_update_seconds(update, self._links)
+        received = update.received(self.hardware.joined)
+        return [Cost("W2", "weights from shard to shard", seconds, received), Cost("W2", "calls", fixed)]
 
     def moves(self) -> list[Cost]:
         """Return the cost, for each offloaded role, of a step's copies between device and host memory (formula T11)."""

@@ -153,6 +153,7 @@ def predicted_storage(
     wire.
 
     Args:
+        tensors: the tensors of an update; without FP8, whose scales `ServerLayout` does not describe.
         shapes: shape of each tensor by name, as in a checkpoint.
     """
     names: dict[str, int] = {}

@@ -154,7 +154,8 @@ class SenderLoads:
         self.into = np.zeros((receivers, cells))
         # what fills a sender's phase, and a receiver's phase, counts as 1
         total = np.bincount(demand.cell, demand.nbytes, cells)
-        self._per_out = (parts.senders / np.maximum(total, 1)).tolist()
+        # the fullest sender bounds the whole update, a receiver that is full in one phase only this phase
+        self._per_out = (2 * parts.senders / np.maximum(total, 1)).tolist()
         needed = np.bincount(demand.receiver, demand.nbytes, receivers)
         ways = np.ones(receivers)
         ways[demand.receiver] = parts.ways[demand.cell]

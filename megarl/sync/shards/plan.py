@@ -108,8 +108,8 @@ class UpdatePlan:
             [wire.targets.replace(box=wire.targets.box + start) for wire, start in zip(self.wires, boxes, strict=False)]
         )
         cell = np.repeat(np.arange(len(planned)), [len(shares.parts) for shares in planned])
-        fan = [wire.boxes.fan[shares.parts.row] for wire, shares in zip(self.wires, planned, strict=True)]
-        fan = np.concatenate([np.where(rows >= 0, rows + start, -1) for rows, start in zip(fan, groups, strict=False)])
+        fans = [wire.boxes.fan[shares.parts.row] for wire, shares in zip(self.wires, planned, strict=True)]
+        fan = np.concatenate([np.where(rows >= 0, rows + start, -1) for rows, start in zip(fans, groups, strict=False)])
         parts = PartTable.joined(
             [shares.parts.replace(row=shares.parts.row + start) for shares, start in zip(planned, boxes, strict=False)]
         )
@@ -119,7 +119,7 @@ class UpdatePlan:
         )
         direct = (fan < 0) & self._are_direct(parts, sender)
         sent = SentParts(cell, phase, number, sender, receiver, fan, parts.nbytes, direct)
-        messages = lay_out(sent, self.receivers, [fan for wire in self.wires for fan in wire.fans])
+        messages = lay_out(sent, self.receivers, [group for wire in self.wires for group in wire.fans])
         self.rounds, self.messages, self.fans = messages.rounds, messages.table, messages.fans
         self._parts, self._message = parts.take(messages.order), messages.message.astype(np.int32)
         self._start, self.receiver_numbers = messages.start, messages.receiver

@@ -51,7 +51,7 @@ def rounds_of(sender: Array, receiver: Array, nbytes: Array, limits: RoundLimits
         order = order[left[order] > 0]
         rows = [values[order].tolist() for values in (sender, receiver, left)]
         ends = zip(order.tolist(), *rows, strict=True)
-        for pair, size in _one_round(ends, np.count_nonzero(out), np.count_nonzero(into), limits):
+        for pair, size in _one_round(ends, int(np.count_nonzero(out)), int(np.count_nonzero(into)), limits):
             chosen.append((pair, number, size))
             left[pair] -= size
         number += 1

@@ -11,7 +11,6 @@ import io
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
@@ -21,11 +20,16 @@ Array = NDArray[Any]
 T = TypeVar("T", bound="ColumnTable")
 
 
-@cache
+#: Name, dtype and shape without the rows of each column, by the class of a table.
+_COLUMNS: dict[type, dict[str, tuple[str, tuple[int, ...]]]] = {}
+
+
 def _columns(kind: type) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return name, dtype and shape without the rows of each column of a table."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {name: (hint.__metadata__[0], hint.__metadata__[1:]) for name, hint in hints.items()}
+    if kind not in _COLUMNS:
+        hints = get_type_hints(kind, include_extras=True)
+        _COLUMNS[kind] = {name: (hint.__metadata__[0], hint.__metadata__[1:]) for name, hint in hints.items()}
+    return _COLUMNS[kind]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +106,7 @@ class ColumnTable:
 def pack(arrays: Mapping[str, Array]) -> bytes:
     """Return the bytes of a .npz file with these arrays."""
     out = io.BytesIO()
-    np.savez_compressed(out, **arrays)
+    np.savez_compressed(out, **arrays)  # type: ignore[arg-type]  # typed as if they were allow_pickle
     return out.getvalue()
 
 
