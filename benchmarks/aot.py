@@ -2,8 +2,8 @@
 
 Each kernel is compiled as the functions of `megarl.kernels` launch it, with ptxas from Triton's wheel, for compute
 capabilities 8.0, 9.0, 10.0 and 12.0. The table shows registers of a thread, bytes of shared memory of a program, and
-bytes of the stack of a thread, to which registers are spilled. The exit code is 1 if a kernel spills registers or needs
-more shared memory than a program may have.
+bytes of the stack of a thread, to which registers are spilled. Without --json the exit code is 1 if a kernel spills
+registers or needs more shared memory than a program may have.
 """
 
 from __future__ import annotations

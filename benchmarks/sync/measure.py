@@ -256,8 +256,8 @@ def _measure_shards(folder: Path) -> dict[str, Any]:
             transport.transfer.run(receivers, {0}, report)
 
         seconds = _least(_Update(send, transport, receiver))
+        buffers = transport.transfer.buffer_bytes / (BUCKET_MB * 1e6)
         transport.close()
-    buffers = transport.transfer.buffer_bytes / (BUCKET_MB * 1e6)
     return {"transport": "shards", "s": seconds, "gb_per_s": nbytes / seconds / 1e9, "mb": nbytes / 1e6,
             "buckets": buffers}  # fmt: skip
 

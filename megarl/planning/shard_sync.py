@@ -4,6 +4,7 @@
 
 Every server rank receives what it stores. Where several servers share a machine, each box crosses the network once and
 their ranks gather it over the machine's links, which takes no time of its own: it goes on while later rounds arrive.
+Runs do not gather yet (`ShardTransfer._planned`): there every rank receives all that it stores.
 """
 
 from __future__ import annotations

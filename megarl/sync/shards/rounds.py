@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,7 +16,7 @@ class RoundLimits:
 
     Attributes:
         nbytes: bytes that a rank sends or receives in a round, which is the size of a buffer.
-        message: bytes below which a message is not cut.
+        message: bytes below which a message is not cut; never more than `nbytes`.
         peers: ranks that a rank sends to, or receives from, in a round.
         cells: communicators that a trainer rank is a member of.
     """
@@ -39,6 +39,8 @@ def rounds_of(sender: Array, receiver: Array, nbytes: Array, limits: RoundLimits
     Returns:
         Of each message its round and its bytes: int64 [m] each; those of the first pair first, in order.
     """
+    # a longer message would fit into no round
+    limits = replace(limits, message=min(limits.message, limits.nbytes))
     left = nbytes.astype(np.int64).copy()
     _, sender = np.unique(sender, return_inverse=True)
     _, receiver = np.unique(receiver, return_inverse=True)
@@ -96,4 +98,4 @@ def _one_round(
 
 def _room(left: int, peers: int, limits: RoundLimits) -> int:
     """Return the bytes that a rank can still take in a round: none if they are too few for a message."""
-    return left if peers and left >= min(limits.message, limits.nbytes) else 0
+    return left if peers and left >= limits.message else 0

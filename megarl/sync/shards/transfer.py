@@ -271,7 +271,11 @@ class ShardTransfer:
         digest = update.digest if known is None else known.name
         if known is None and len(set(self.world.all_gather_json(digest))) > 1:
             raise WorkerError("the trainer's ranks have different plans of a weight update: an error in megarl")
-        cells, cell_of = _cells(update, [receiver.layout.ranks for receiver in receivers], self.prefix, key)
+        if known is not None:
+            cells, cell_of = known.cells, known.cell_of
+        else:  # groups of this plan have names of their own: keys of former groups stay in the store
+            name = f"megarl-{self.prefix}-{self._updates}"
+            cells, cell_of = _cells(update, [receiver.layout.ranks for receiver in receivers], name, key)
         if self.world.rank == 0 and known is None:
             for place, receiver in enumerate(receivers):
                 for rank in range(receiver.layout.ranks):
@@ -405,12 +409,13 @@ class ShardTransfer:
 
 
 def _cells(
-    plan: UpdatePlan, ranks: Sequence[int], prefix: str, key: Sequence[str]
+    plan: UpdatePlan, ranks: Sequence[int], first: str, key: Sequence[str]
 ) -> tuple[dict[int, ServerCell], list[int]]:
     """Return the members of each cell, and the cell of each server.
 
     Args:
         ranks: number of ranks of each server.
+        first: first part of the names of the groups, equal on all ranks.
         key: addresses of the servers, which are part of the names of the groups.
     """
     cell_of_message = plan.rounds.cell[plan.messages.round]
@@ -419,7 +424,7 @@ def _cells(
         of_cell = cell_of_message == number
         servers = sorted(set(plan.messages.server[of_cell].tolist()))
         trainers = tuple(sorted(set(plan.messages.sender[of_cell].tolist())))
-        name = f"megarl-{prefix}-{'+'.join(key[server] for server in servers)}-{'.'.join(map(str, trainers))}"
+        name = f"{first}-{'+'.join(key[server] for server in servers)}-{'.'.join(map(str, trainers))}"
         cells[number] = ServerCell(name, trainers, {server: ranks[server] for server in servers})
         for server in servers:
             cell_of[server] = number
@@ -513,9 +518,9 @@ def in_thread(call: Callable[[], None], failed: Callable[[str], None] | None = N
             call()
             future.set_result(None)
         except BaseException as error:
+            future.set_exception(error)
             if failed is not None:
                 failed(str(error))
-            future.set_exception(error)
 
     threading.Thread(target=run, name="receiver", daemon=True).start()
     return future

@@ -23,8 +23,9 @@ import json
 import math
 import sys
 import threading
+import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -53,6 +54,7 @@ exchange, hashes = _shared("exchange"), _shared("hashes")
 _DIMS = 3  # dimensions of every tensor in the tables
 _COPY, _ZERO = 0, 1  # rules of boxes
 _BEAT_S = 0.5
+_LOOK_S = 0.25  # between two looks at a key of the store while a round is in flight
 _LARGEST = 1 << 30  # bytes of the tables in one message
 
 
@@ -80,7 +82,7 @@ class _Described:
 _DESCRIBED: WeakKeyDictionary[Any, _Described] = WeakKeyDictionary()
 _STORES: dict[tuple[str, int], dist.TCPStore] = {}  # of the last trainer, by its address
 _GROUPS: dict[str, dist.ProcessGroup] = {}  # of the last cell, by its name
-_ROUNDS: dict[str, list[Any]] = {}  # of the last program, by its name
+_ROUNDS: dict[str, list[Any]] = {}  # of the last program, by the key of this rank's part of it
 
 
 def describe(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
@@ -236,10 +238,12 @@ def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     if described is None:
         raise exchange.RoundFailed("this server has not described its parameters to the trainer")
     described.check(model)
-    if header["program"] not in _ROUNDS:
+    # equal servers have programs of the same name, and this server's number may be another one than before
+    part = f"{header['prefix']}/program/{header['program']}/{server}/{rank}"
+    if part not in _ROUNDS:
         _ROUNDS.clear()  # frees the buffers of the program before
-        tables = _unpack(store.get(f"{header['prefix']}/program/{header['program']}/{server}/{rank}"))
-        _ROUNDS[header["program"]] = exchange.rounds_of_receiver(tables, described.parameters, described.dtypes)
+        tables = _unpack(store.get(part))
+        _ROUNDS[part] = exchange.rounds_of_receiver(tables, described.parameters, described.dtypes)
     dead = f"{prefix}/dead/{number}"
     store.set(f"{prefix}/ready/{server}/{rank}", header["program"])
     with _beating(header, f"{prefix}/beat/{server}/{rank}"):
@@ -249,15 +253,15 @@ def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
                 place = cell.of_server(server, rank)
                 _GROUPS[cell.name] = exchange.join(store, cell, place, header["backend"], header["timeout_s"])
             failed = exchange.RoundRunner(
-                _ROUNDS[header["program"]],
+                _ROUNDS[part],
                 sends=False,
-                look=lambda _: store.get(dead).decode() if store.check([dead]) else None,
-                lost=lambda _, why: store.set(dead, f"rank {rank} of server {server}: {why}"),
+                look=_looking(store, dead),
+                lost=lambda _, why: store.compare_set(dead, "", f"rank {rank} of server {server}: {why}"),
                 deadline_s=header["timeout_s"],
             ).run({number: _GROUPS[cell.name]}, {number: cell}, {})
         except Exception as error:
             failed = {number: str(error).partition("\n")[0]}
-            store.set(dead, f"rank {rank} of server {server}: {failed[number]}")
+            store.compare_set(dead, "", f"rank {rank} of server {server}: {failed[number]}")
         if failed:
             _leave_groups()
             raise exchange.RoundFailed(failed[number])
@@ -295,6 +299,23 @@ def _leave_groups() -> None:
         exchange.abort(_GROUPS.popitem()[1])
 
 
+def _looking(store: dist.TCPStore, key: str) -> Callable[[int], str | None]:
+    """Return a function that returns why a cell was given up, which is the value of `key`, or None.
+
+    It reads the store only if the last time is a while ago, because on a GPU it is called thousands of times a second.
+    """
+    following = 0.0
+
+    def look(_: int) -> str | None:
+        nonlocal following
+        if time.monotonic() < following:
+            return None
+        following = time.monotonic() + _LOOK_S
+        return store.get(key).decode() if store.check([key]) else None
+
+    return look
+
+
 @contextlib.contextmanager
 def _beating(header: dict[str, Any], key: str) -> Iterator[None]:
     """In this block, count up `key` in the store twice a second, so that a stopped process is noticed."""
@@ -312,7 +333,7 @@ def _beating(header: dict[str, Any], key: str) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        thread.join()
+        thread.join(2 * _BEAT_S)  # longer only if the trainer's machine is gone
 
 
 def _unpack(data: bytes) -> dict[str, Any]:
