@@ -65,7 +65,7 @@ class Mail(Protocol):
         """Wait until a text is posted under this name, and return it."""
 
     def read_together(self, name: str) -> str:
-        """Do the same for a text that every worker of the team reads."""
+        """Wait until a text that every worker of the team reads is posted under this name, and return it."""
 
 
 class NoMail:
@@ -142,7 +142,7 @@ class Message:
 
     @classmethod
     def read_together(cls, mail: Mail, *keys: str | int) -> Self:
-        """Do the same on every worker of the team, of which only the first one calls the buffer."""
+        """Wait for the message on every worker of the team, of which only the first one calls the buffer."""
         return cls.decode(mail.read_together(cls.name_of(*keys)))
 
 

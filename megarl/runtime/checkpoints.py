@@ -233,8 +233,11 @@ class Checkpoints(CheckpointPart):
         # without a node that uses the surplus, every later checkpoint would contain it again
         if parts and self._why_no_surplus() is None:
             c.context.surplus = read_surplus(c.context, source, parts)
-        if (carried := state.get("carried")) is not None and c.oversampling is not None:
-            c.oversampling.load(c.context, source, carried)
+        if c.oversampling is not None:
+            if (carried := state.get("carried")) is not None:
+                c.oversampling.load(c.context, source, carried)
+            else:
+                c.oversampling.count(c.context, c.context.step)
         load_replay(c.context, source, state.get("replay"))
         if c.context.scores is not None:
             c.context.scores.load(source)

@@ -37,7 +37,9 @@ _TIME = struct.Struct("<d")
 def local_folder(run_dir: Path) -> Path:
     """Return this machine's folder for the heartbeats of a run; only this user can read it. Raise OSError if another
     user has taken its name."""
-    name = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:24]
+    # machines may share the folder of temporary files, and process ids mean nothing on another machine
+    key = socket.gethostname().encode() + b"\0" + os.fsencode(run_dir.resolve())
+    name = hashlib.sha256(key).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / f"megarl-beats-{os.geteuid()}-{name}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -64,7 +66,8 @@ class Copier:
         last = 0.0
         with contextlib.suppress(FileNotFoundError, struct.error):
             (last,) = _TIME.unpack((self._folder / _COPIED).read_bytes())
-        return time.monotonic() - last >= self._wait_s - _EVERY_S / 2
+        age = time.monotonic() - last
+        return age < 0 or age >= self._wait_s - _EVERY_S / 2  # the clock is behind a copy from before a reboot
 
     def copy(self) -> None:
         """Copy now."""
@@ -153,11 +156,12 @@ class MachineBeats:
                     records[path.name] = data, json.loads(data[8:])
                 elif before is not None:
                     records[path.name] = before
-        self._records, self._blocks = records, {}
+        blocks: dict[int, list[bytes]] = {}
         for _, ranks in records.values():
             for rank, (block, size) in ranks.items():
-                self._blocks.setdefault(int(rank), []).append(base64.b64decode(block))
+                blocks.setdefault(int(rank), []).append(base64.b64decode(block))
                 self._sizes[int(rank)] = max(size, self._sizes.get(int(rank), 0))
+        self._records, self._blocks = records, blocks  # complete, because the thread that follows logs looks too
 
 
 _views: dict[Path, MachineBeats] = {}

@@ -63,6 +63,21 @@ def test_samples_do_not_pass_on_a_slot_that_another_one_has_taken(monkeypatch: p
     asyncio.run(play())
 
 
+def test_a_sample_that_takes_a_slot_of_another_server_passes_on_the_one_that_woke_it():
+    async def play() -> list[int]:
+        slots = Slots([0, 1], 1)
+        assert [await slots.take(sample(prompt)) for prompt in (0, 1)] == [0, 1]
+        slots.forget(1)  # server 1 has fewer prompts, so new prompts prefer it
+        waiting = [asyncio.create_task(slots.take(sample(prompt))) for prompt in (2, 2, 3)]
+        await _turn()
+        for server in (0, 1):  # both are free before any sample goes on
+            slots.give_back(server)
+        await _turn()
+        return [task.result() for task in waiting if task.done()]
+
+    assert asyncio.run(play()) == [1, 0]
+
+
 def test_every_sample_gets_a_slot_whatever_is_aborted_dropped_and_added():
     async def play(slots: Slots, each: ServedSample, alive: set[int], random_: random.Random) -> int | None:
         while True:

@@ -94,6 +94,23 @@ def test_another_rank_of_a_machine_copies_when_the_first_one_stops(tmp_path, mac
     assert due == [[True, False], [True, False], [True, True]]
 
 
+def test_a_copy_from_before_a_reboot_is_old(tmp_path, machine, monkeypatch):
+    copier = Heartbeat(tmp_path, 0)._copier
+    clock = [1e6]
+    monkeypatch.setattr(machine_beats.time, "monotonic", lambda: clock[0])
+    copier.copy()
+    clock[0] = 30.0
+    assert copier.is_due()
+
+
+def test_machines_that_share_the_folder_of_temporary_files_keep_their_own_ranks(tmp_path, machine, monkeypatch):
+    far = Heartbeat(tmp_path, 5)
+    far._map[24:32] = (2**22 + 1).to_bytes(8, "little")  # a process that this machine does not have
+    monkeypatch.setattr(machine_beats.socket, "gethostname", lambda: "near")
+    Heartbeat(tmp_path, 0)
+    assert far._path.is_file()
+
+
 def test_a_rank_that_moved_is_read_from_where_it_is(tmp_path, machine):
     old = Heartbeat(tmp_path, 1)
     old.beat("before")

@@ -2,8 +2,8 @@
 
 A busy team may take long, so a wait has no fixed limit. It ends when no other team has made progress for `deadline_s`.
 The first worker of each team reports the progress of all its workers to the buffer every few seconds; waiting is not
-progress. If all teams wait for each
-other, or the awaited team hangs, the error of every waiting worker lists the progress of the others.
+progress. If all teams wait for each other, or the awaited team hangs, the error of every waiting worker lists the
+progress of the others.
 
 A call whose connection broke is repeated, and the buffer makes each change once. When the buffer dies, every call
 raises.
@@ -112,9 +112,9 @@ class BufferClient:
         return self._wait(f"mail {name!r}", ("mail", name), "read", name)
 
     def read_together(self, name: str) -> str:
-        """Do the same for a message that every worker of the team reads: the first one reads it from the buffer, and
-        passes it on through the team's store. A worker that waits longer than the deadline calls the buffer itself,
-        whose error names the team that makes no progress."""
+        """Wait for a message that every worker of the team reads, and return it: the first worker reads it from the
+        buffer, and passes it on through the team's store. A worker that waits longer than the deadline calls the buffer
+        itself, whose error names the team that makes no progress."""
         from torch.distributed import DistStoreError
 
         if self._store is None:
@@ -310,12 +310,10 @@ class BufferClient:
         return self._call(f"the buffer to {action}", "query", method, list(arguments))
 
     def _ping(self) -> None:
-        pings, team = (
-            {self.rank: Ping(self._changes, tracing.current(), tracing.step_now, self._waits_for)},
-            self._together,
-        )
+        ping, team = Ping(self._changes, tracing.current(), tracing.step_now, self._waits_for), self._together
+        pings = {self.rank: ping}
         if team is not None:
-            team.write(pings[self.rank])
+            team.write(ping)
             if self.rank:
                 return
             pings = team.news()

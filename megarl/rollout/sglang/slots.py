@@ -34,7 +34,8 @@ class Slots:
             while not sample.aborted:
                 number = self._router.take(sample.prompt)
                 if number is not None:
-                    offered = None
+                    if number != offered:
+                        self._offer(offered)  # to another sample: this one has a slot of another server
                     return number
                 self._offer(offered)  # to another sample: this one's prompt has a server by now, which is full
                 offered = await self._wait(sample)
