@@ -18,6 +18,7 @@ import importlib
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -204,8 +205,20 @@ def _forked_module(
         main = getattr(importlib.import_module(module), "main", None)
         main() if main is not None else runpy.run_module(module, run_name="__main__")
 
+    if before is _share_memory and _has_shared_memory():
+        return subprocess.Popen(command, env=env, pass_fds=pass_fds, **options)
     becoming = functools.partial(in_child, env, pass_fds, work)
     return subprocess.Popen(command, env=env, pass_fds=pass_fds, preexec_fn=becoming, **options)
+
+
+def _has_shared_memory() -> bool:
+    """Whether torch has started its manager of shared memory here: a fork has torch's number of the connection, not the
+    connection."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as file:
+            if "torch-shm-dir" in str(file.getpeername()):
+                return True
+    return False
 
 
 def forked_program(args: list[str], *, env: dict[str, str], pass_fds: Sequence[int] = (), **options: Any) -> Any:

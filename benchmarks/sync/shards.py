@@ -148,7 +148,7 @@ def measured(case: ShardCase) -> ShardRow:
     from megarl.planning.assumptions import PlanAssumptions
     from megarl.planning.hardware import KINDS
     from megarl.planning.links import Links
-    from megarl.planning.shard_sync import ShardUpdate, fullest_stage, shard_update_seconds
+    from megarl.planning.shard_sync import ShardUpdateSize, fullest_stage, shard_update_seconds
     from megarl.sync.shards.simulate import LinkRates, simulated_seconds
 
     plan, facts, plan_s = planned(case)
@@ -156,7 +156,7 @@ def measured(case: ShardCase) -> ShardRow:
     network, machine = hardware.net_gbit / 8 * 1e9 * given.shard_share, hardware.node_gb_s * 1e9 * NVLINK_SHARE
     rates = LinkRates(network, machine, round_s=ROUND_S)
     out, into, inside = link_bytes(plan)
-    update = ShardUpdate(
+    update = ShardUpdateSize(
         float((plan.tensors.shapes.prod(1) * plan.tensors.item_bytes).sum()),
         case.ranks,
         fullest_stage(facts, ParallelConfig(pp=case.pp)),

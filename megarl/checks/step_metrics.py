@@ -24,6 +24,7 @@ _GIVEN = {
     "filter": "kept groups_kept",
     "images": "per_sample tokens/mean tokens/max",
     "logps": "chosen rejected",
+    "oversample": "started completed carried dropped dropped_tokens age/mean age/max",
     "perf": "throughput total_tokens generated_tokens flops tflops mfu max_memory_gb total_memory_gb resident_gb cpu_s "
     "wait_for_simulators",
     "preference": "loss sft_loss kl",

@@ -11,7 +11,7 @@ from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.flops import FlopCounter, token_flops
 from megarl.planning.hardware import Hardware
 from megarl.planning.links import Links
-from megarl.planning.oversampling import Round
+from megarl.planning.oversampling import OversampledRound
 from megarl.planning.passes import Cost
 from megarl.planning.shards import BYTES, key_value_bytes
 from megarl.planning.vision import image_flops
@@ -172,7 +172,7 @@ class Decoder:
             Cost("G3", f"decoding of {math.ceil(number)} samples, {math.floor(side)} side by side", seconds, read),
         ]
 
-    def generate_first(self, round_: Round, engines: int, slots: float) -> list[Cost]:
+    def generate_first(self, round_: OversampledRound, engines: int, slots: float) -> list[Cost]:
         """Return the costs of a round that ends when enough groups are complete (formula G5 of docs/planning.md).
 
         If the samples do not all run at the same time, the round takes at least as long as all of its tokens on all

@@ -21,7 +21,7 @@ _HALVINGS = 50
 
 
 @dataclass(frozen=True)
-class Round:
+class OversampledRound:
     """One round of generation of a run with `rollout.oversample`."""
 
     work: Workload  # the groups that the round completes

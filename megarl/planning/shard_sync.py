@@ -18,7 +18,7 @@ from megarl.planning.links import Links
 
 
 @dataclass(frozen=True)
-class ShardUpdate:
+class ShardUpdateSize:
     """The sizes of an update, its senders and its receivers.
 
     Attributes:
@@ -56,7 +56,7 @@ def fullest_stage(facts: ModelFacts, parallel: ParallelConfig) -> float:
     return max(stages) * parallel.pp / sum(stages)
 
 
-def shard_update_seconds(update: ShardUpdate, links: Links) -> tuple[float, float]:
+def shard_update_seconds(update: ShardUpdateSize, links: Links) -> tuple[float, float]:
     """Return (seconds of fixed costs, seconds of the fuller link)."""
     given, joined = links.given, links.hardware.joined
     rate = links.rate(inside=True) if update.near else links.hardware.net_gbit / 8 * 1e9 * given.shard_share

@@ -28,10 +28,10 @@ from megarl.planning.hardware import Hardware
 from megarl.planning.links import Links
 from megarl.planning.memory import SERVER_CACHE, GpuRoom, Memory, device_memory, server_bytes
 from megarl.planning.outcome import Filled, PlannedPhase, ServerRoom, StepPlan
-from megarl.planning.oversampling import Round
+from megarl.planning.oversampling import OversampledRound
 from megarl.planning.passes import Cost, ModelPass, total
 from megarl.planning.schedule import Schedule
-from megarl.planning.shard_sync import ShardUpdate, fullest_stage, shard_update_seconds
+from megarl.planning.shard_sync import ShardUpdateSize, fullest_stage, shard_update_seconds
 from megarl.planning.shards import BYTES, Sizes, checkpoint_bytes, known_sizes, parameter_bytes, state_bytes
 from megarl.planning.terms import held
 from megarl.planning.vision import image_flops
@@ -249,7 +249,7 @@ class StepFormulas:
                 times = self.rounds() * self.work.groups / work.groups
             rollout = self.config.rollout
             if rollout.oversamples and all_of_them:
-                round_ = Round(work, rollout.oversample, rollout.carry_steps)
+                round_ = OversampledRound(work, rollout.oversample, rollout.carry_steps)
                 parts = decoder.generate_first(round_, room.engines, room.slots)
             else:
                 parts = decoder.generate(work, room.engines, room.slots, flows=not self.config.async_.in_order)
@@ -329,7 +329,7 @@ class StepFormulas:
         size = self.served.parameters * BYTES[self.config.rollout_dtype]
         fullest = fullest_stage(self.served, actor.parallel)
         near = self.config.rollout.colocated
-        update = ShardUpdate(size, actor.devices, fullest, servers, ranks, near)
+        update = ShardUpdateSize(size, actor.devices, fullest, servers, ranks, near)
         fixed, seconds = shard_update_seconds(update, self._links)
         received = update.received(self.hardware.joined)
         return [Cost("W2", "weights from shard to shard", seconds, received), Cost("W2", "calls", fixed)]

@@ -159,7 +159,7 @@ class OffloadSchedule:
             self._further.add(name)
         elif name not in MODELS:
             raise ValueError(f"the offload schedule has no role {name!r}; allowed: {', '.join(MODELS)}")
-        leaving = leaves(model.parts, offloads)
+        leaving = leaves(model.parts, offloads) if offloads else frozenset()
         if not leaving:
             return
         self._models[name], self._staying[name] = model, frozenset(PARTS) - leaving

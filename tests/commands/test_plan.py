@@ -182,7 +182,7 @@ def test_the_memory_that_a_recipe_names_is_that_of_the_plan(capsys):
 
 
 def test_what_nearly_fills_a_device_is_said(capsys):
-    code, shown, _ = run(capsys, BIG, "rollout.sglang.memory_fraction=0.85")
+    code, shown, _ = run(capsys, BIG, "rollout.sglang.memory_fraction=0.95")
     assert code == 0
     assert "tight: generation holds more than 90% of a device" in " ".join(shown.split())
 
@@ -262,7 +262,7 @@ def test_servers_without_room_are_refused_by_dry_run_and_plan(keys, capsys):
 
 def test_a_dry_run_and_a_plan_say_the_same_of_memory(capsys):
     """With the servers' cache, which is most of it here."""
-    keys = [BIG, "rollout.sglang.memory_fraction=0.85"]
+    keys = [BIG, "rollout.sglang.memory_fraction=0.95"]
     _, shown, _ = run(capsys, *keys, "--json")
     fullest = next(one["value"] for one in json.loads(shown)["numbers"] if one["name"] == "fullest device")
     cli.main(["train", *keys, "--dry-run"])

@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from megarl.planning.lengths import Lengths
-from megarl.planning.oversampling import Round
+from megarl.planning.oversampling import OversampledRound
 from megarl.planning.passes import total
 from megarl.planning.workload import Workload
 from tests.planning.planned import IDEAL
@@ -43,7 +43,7 @@ def played(oversample: float, carry_steps: int) -> tuple[float, float]:
 def test_rounds_take_what_rounds_take_that_are_played(oversample, carry_steps):
     """A mean over 380 rounds of 64 groups. Quantiles and means over rounds differ by a few percent; the bound of
     `carry_steps`, where the longest group decides, is rougher: within a quarter."""
-    round_ = Round(Workload(GROUPS, SAMPLES, 200.0, LENGTHS), oversample, carry_steps)
+    round_ = OversampledRound(Workload(GROUPS, SAMPLES, 200.0, LENGTHS), oversample, carry_steps)
     steps, continued = played(oversample, carry_steps)
     near = 0.25 if carry_steps == 1 else 0.07
     assert round_.steps == pytest.approx(steps, rel=near)
@@ -54,14 +54,14 @@ def test_rounds_take_what_rounds_take_that_are_played(oversample, carry_steps):
 def test_without_more_groups_a_round_is_a_batch_that_is_waited_for():
     work = Workload(GROUPS, SAMPLES, 200.0, LENGTHS)
     one = decoder(given=IDEAL)
-    first = total(one.generate_first(Round(work, 1.0, 1), 1, 4 * GROUPS * SAMPLES))
+    first = total(one.generate_first(OversampledRound(work, 1.0, 1), 1, 4 * GROUPS * SAMPLES))
     assert first == pytest.approx(total(one.generate(work, 1, 4 * GROUPS * SAMPLES)), rel=1e-9)
 
 
 def test_tokens_of_a_round_are_those_of_its_groups():
     """Whatever continues: in a steady state a round decodes as many tokens as B groups have."""
     work = Workload(GROUPS, SAMPLES, 200.0, LENGTHS)
-    round_ = Round(work, 1.5, 32)
+    round_ = OversampledRound(work, 1.5, 32)
     steps = round_.steps
     points = [round_.running((at + 0.5) * steps / 2000, steps)[0] for at in range(2000)]
     assert statistics.mean(points) * steps == pytest.approx(work.number * LENGTHS.expected, rel=0.01)
@@ -71,6 +71,7 @@ def test_the_carried_are_fewer_than_what_is_dropped_costs():
     work = Workload(GROUPS, SAMPLES, 200.0, LENGTHS)
     one, slots = decoder(), 2 * GROUPS * SAMPLES
     all_, carried, dropped = (
-        total(one.generate_first(Round(work, *settings), 1, slots)) for settings in ((1.0, 1), (1.5, 8), (1.5, 0))
+        total(one.generate_first(OversampledRound(work, *settings), 1, slots))
+        for settings in ((1.0, 1), (1.5, 8), (1.5, 0))
     )
     assert carried < dropped < all_

@@ -10,7 +10,7 @@ from megarl.dag.placement import place
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.hardware import KINDS
 from megarl.planning.links import Links
-from megarl.planning.shard_sync import ShardUpdate, fullest_stage, shard_update_seconds
+from megarl.planning.shard_sync import ShardUpdateSize, fullest_stage, shard_update_seconds
 from megarl.planning.step import StepFormulas
 from tests.planning.planned import H100, read
 
@@ -29,7 +29,7 @@ SPECIFIED = {
 def test_seconds_are_those_specified(case: tuple) -> None:
     size, *sizes, seconds = case
 
-    planned = sum(shard_update_seconds(ShardUpdate(size * 1e9, *sizes), Links(KINDS["h100"], PlanAssumptions())))
+    planned = sum(shard_update_seconds(ShardUpdateSize(size * 1e9, *sizes), Links(KINDS["h100"], PlanAssumptions())))
 
     assert planned == pytest.approx(seconds, rel=0.05)
 

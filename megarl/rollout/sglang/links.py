@@ -30,6 +30,7 @@ from megarl.rollout.sglang.start import on_shared_devices, servers_key, start_se
 from megarl.sync.protocol import version_tag
 from megarl.sync.updater import SyncReport, WeightSync
 from megarl.system.device import has_cuda
+from megarl.system.offload_schedule import ACTOR
 from megarl.system.tracing import phase
 
 if TYPE_CHECKING:
@@ -232,9 +233,10 @@ def account_update(host: EngineHost, fleet: Fleet, run: str, report: SyncReport,
     record_update(host, report)
     if not report.to_probe:
         return
-    with phase("probe"), host.offload.phase("probe"):
+    with phase("probe"):
         tag, world = version_tag(report.version, run), host.layout.world
-        probes = probe_servers(fleet, report.to_probe, host.hf_config.vocab_size, limit_s, tag, world)
+        with host.offload.phase("probe"):
+            probes = probe_servers(fleet, report.to_probe, host.hf_config.vocab_size, limit_s, tag, world)
         if not probes:
             return
         fields = {
@@ -244,5 +246,6 @@ def account_update(host: EngineHost, fleet: Fleet, run: str, report: SyncReport,
         if host.config.data.image_key is not None:
             none: list[list[Any]] = [[] for _ in probes]
             fields |= image_fields(none, none, image_settings(host.hf_config))
-        ours = host.policy_logprobs(Batch(fields))
+        with host.offload.phase("score", ACTOR):  # colocated servers may have taken the room of the parameters
+            ours = host.policy_logprobs(Batch(fields))
     host.metrics.max("sync/probe_gap", probe_gap(probes, [row.tolist() for row in ours.unbind()]))
