@@ -149,12 +149,12 @@ class WorkerGroup:
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send `tensor` to rank `dst`, which calls `receive`."""
         with self._deadline(f"{self._member(dst)} to receive a tensor"):
-            dist.send(tensor, dst=self.ranks[dst], group=self.process_group)
+            dist.send(tensor, group=self.process_group, group_dst=dst)
 
     def receive(self, into: Tensor, src: int) -> Tensor:
         """Overwrite `into` with the tensor that rank `src` sends and return it."""
         with self._deadline(f"a tensor of {self._member(src)}"):
-            dist.recv(into, src=self.ranks[src], group=self.process_group)
+            dist.recv(into, group=self.process_group, group_src=src)
         return into
 
     # -- plain data ---------------------------------------------------------------------------------------------------
