@@ -67,7 +67,7 @@ class Copier:
         with contextlib.suppress(FileNotFoundError, struct.error):
             (last,) = _TIME.unpack((self._folder / _COPIED).read_bytes())
         age = time.monotonic() - last
-        return age < 0 or age >= self._wait_s - _EVERY_S / 2  # the clock is behind a copy from before a reboot
+        return age < 0 or age >= self._wait_s - _EVERY_S / 2  # below 0: a copy from before a reboot
 
     def copy(self) -> None:
         """Copy now."""
