@@ -265,6 +265,7 @@ def restored(monkeypatch, state: dict[str, Any], **sections: Any) -> tuple[Simpl
         offload=OffloadSchedule(),
         scores=None,
         replay=None,
+        oversampling=None,
     )
     c.context = c
     found = Checkpoints(c)

@@ -110,7 +110,7 @@ def of_run(run_dir, resume="auto", loader=None, roles=()):
     layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
     loader = loader or SimpleNamespace(check_state=lambda state: None)
     fields = {"run_dir": run_dir, "trained": {}, "loading": loader, "layout": layout, "team": ONE_TEAM}
-    return Checkpoints(SimpleNamespace(config=config, hf_config=None, **fields), roles)
+    return Checkpoints(SimpleNamespace(config=config, hf_config=None, oversampling=None, **fields), roles)
 
 
 def find(run_dir, resume="auto", steps=9, loader=None):
@@ -313,6 +313,7 @@ def test_a_best_value_comes_back_only_with_its_checkpoint(run_dir, monkeypatch, 
         trained={},
         scores=None,
         loading=part,
+        oversampling=None,
         frozen={},
         kl_controller=part,
         baselines=part,
