@@ -76,9 +76,8 @@ def _place() -> str:
     """The innermost line of megarl or Megatron on the stack."""
     frame: Any = sys._getframe(2)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if "/megatron/" in name or "/megarl/" in name:
-            return f"{name.rpartition('/')[2]}:{frame.f_lineno}"
+        if str(frame.f_globals.get("__name__")).startswith(("megatron.", "megarl.")):
+            return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
         frame = frame.f_back
     return "a test"
 
