@@ -37,6 +37,7 @@ from torch.distributed.distributed_c10d import (
 _POLL_S = 0.05  # between two looks at the other ranks while a round is in flight on a CPU
 _POLL_DEVICE_S = 0.0001
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_environment = threading.Lock()
 
 Tables = Mapping[str, Any]  # NumPy arrays by name
 
@@ -89,7 +90,7 @@ def join(store: dist.Store, cell: ServerCell, rank: int, backend: str, timeout_s
     """Join the group of a cell as its rank `rank`. Gloo waits here for all its ranks, nccl in the first round."""
     limit = datetime.timedelta(seconds=timeout_s)
     named: dict[str, Any] = {"group_name": cell.name, "timeout": limit}  # newer torch has a type for names
-    with _without_watchdog() if backend == "nccl" else contextlib.nullcontext():
+    with without_watchdog() if backend == "nccl" else contextlib.nullcontext():
         group, _ = _new_process_group_helper(
             cell.size, rank, [], Backend(backend), PrefixStore(cell.name, store), **named
         )
@@ -98,16 +99,17 @@ def join(store: dist.Store, cell: ServerCell, rank: int, backend: str, timeout_s
 
 
 @contextlib.contextmanager
-def _without_watchdog() -> Iterator[None]:
+def without_watchdog() -> Iterator[None]:
     """In this block, create groups without nccl's watchdog, which would end this process if a rank is gone."""
-    before = os.environ.get(_WATCHDOG)
-    os.environ[_WATCHDOG] = "0"  # torch reads this variable when it creates a group
-    try:
-        yield
-    finally:
-        del os.environ[_WATCHDOG]
-        if before is not None:
-            os.environ[_WATCHDOG] = before
+    with _environment:
+        before = os.environ.get(_WATCHDOG)
+        os.environ[_WATCHDOG] = "0"  # torch reads this variable when it creates a group
+        try:
+            yield
+        finally:
+            del os.environ[_WATCHDOG]
+            if before is not None:
+                os.environ[_WATCHDOG] = before
 
 
 @dataclass

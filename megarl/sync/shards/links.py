@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -202,12 +202,11 @@ def check_blocks(storage: RankStorage, tensors: TensorTable, where: str) -> None
         )
 
 
-def check_tiling(storage: RankStorage, where: str, untouched: Container[str] = ()) -> None:
+def check_tiling(storage: RankStorage, where: str) -> None:
     """Check that the boxes of a rank cover every element of each parameter exactly once.
 
     Args:
         where: name of server and rank, for messages.
-        untouched: names of parameters that updates do not write.
 
     Raises:
         UserError: a parameter with elements that no box, or more than one, covers.
@@ -215,8 +214,7 @@ def check_tiling(storage: RankStorage, where: str, untouched: Container[str] = (
     boxes, parameters = storage.boxes, storage.parameters
     numel = parameters.shapes.prod(1)
     covered = np.bincount(boxes.parameter, boxes.numel, len(parameters)).astype(np.int64)
-    still = np.array([name in untouched for name in parameters.names.tolist()], bool).reshape(-1)
-    for bad in np.flatnonzero((covered != numel) & ~(still & (covered == 0))).tolist():
+    for bad in np.flatnonzero(covered != numel).tolist():
         raise _wrong_cover(storage, bad, where, f"its boxes have {covered[bad]} of {numel[bad]} elements")
     last = boxes.offset + ((boxes.hi - boxes.lo - 1) * boxes.strides).sum(1)
     if len(boxes) and ((boxes.offset < 0) | (last >= numel[boxes.parameter])).any():

@@ -9,7 +9,7 @@ servers' storages   -> check_tiling, needs_of -> what each server rank needs of 
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -39,7 +39,6 @@ class UpdatePlan:
         tensors: the tensors that are sent.
         trainer: storage of each trainer rank, which runs at the place in `places`.
         servers: the servers to update.
-        untouched: names of servers' parameters that updates do not write.
 
     Attributes:
         receivers: the ranks of all servers.
@@ -58,13 +57,12 @@ class UpdatePlan:
         places: Sequence[GpuPlace],
         servers: Sequence[ServerStorage],
         limits: RoundLimits | None = None,
-        untouched: Container[str] = (),
     ) -> None:
         self.tensors, self.servers, self.places = tensors, servers, places
         limits = limits or RoundLimits()
         self.shared = share_boxes(trainer)
         self.receivers = receivers_of(servers, len(trainer), limits.cells)
-        self.needs = self._read_needs(untouched)
+        self.needs = self._read_needs()
         cells = 1 + max(receiver.cell for receiver in self.receivers)
         members: list[list[int]] = [[] for _ in range(cells)]
         for number, receiver in enumerate(self.receivers):
@@ -78,7 +76,7 @@ class UpdatePlan:
         ]
         self._join(planned)
 
-    def _read_needs(self, untouched: Container[str]) -> NeedRows:
+    def _read_needs(self) -> NeedRows:
         """Check the storages of all server ranks, and return what they need."""
         tables: list[NeedTable] = []
         span: dict[int, tuple[int, int]] = {}
@@ -87,7 +85,7 @@ class UpdatePlan:
             storage = self.servers[receiver.server].ranks[receiver.rank]
             if id(storage) not in span:
                 where = f"server {receiver.server}, rank {receiver.rank}"
-                check_tiling(storage, where, untouched)
+                check_tiling(storage, where)
                 check_blocks(storage, self.tensors, where)
                 tables.append(needs_of(storage, self.shared, self.tensors, where))
                 span[id(storage)] = rows, rows + len(tables[-1])

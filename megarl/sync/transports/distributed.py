@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -42,6 +41,7 @@ from torch.distributed.distributed_c10d import (
 from megarl.sync.plan import Bucket
 from megarl.sync.protocol import failure
 from megarl.sync.receiver import Receiver, UpdateGroup, UpdateStep
+from megarl.sync.shards.exchange import without_watchdog
 from megarl.sync.transports.base import Transport
 from megarl.system.errors import ServerError
 from megarl.system.processes import address_towards
@@ -52,8 +52,6 @@ _POLL_S = 0.001
 # shows "24 coll channels"), one multiprocessor each, and an A100 has 108 of them.
 _AT_ONCE = 108 // 24
 _GRACE_S = 1.0  # minimum time for the trainer's part of a broadcast to end after the receiver has answered
-_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-_environment = threading.Lock()
 _leaving = threading.Lock()
 
 
@@ -183,7 +181,7 @@ def join(
 ) -> dist.ProcessGroup:
     """Join the process group of a sender and a receiver, which belong to different torch.distributed worlds."""
     # gloo waits for the other ranks here; nccl does so at the first broadcast.
-    with _without_watchdog() if backend == "nccl" else contextlib.nullcontext():
+    with without_watchdog() if backend == "nccl" else contextlib.nullcontext():
         named: dict[str, Any] = {"group_name": name, "timeout": timeout}  # Any: newer torch has a type GroupName
         group, _ = _new_process_group_helper(size, rank, [], Backend(backend), PrefixStore(name, store), **named)
     _world.pg_group_ranks[group] = {member: member for member in range(size)}
@@ -216,17 +214,3 @@ def leave(group: dist.ProcessGroup) -> None:
     """Leave a group whose other ranks may be gone."""
     with _leaving:
         _abort_process_group(group)
-
-
-@contextlib.contextmanager
-def _without_watchdog() -> Iterator[None]:
-    """In this block, create groups without nccl's watchdog, which would end this process if a receiver is gone."""
-    with _environment:
-        before = os.environ.get(_WATCHDOG)
-        os.environ[_WATCHDOG] = "0"  # torch reads this variable when it creates a group
-        try:
-            yield
-        finally:
-            del os.environ[_WATCHDOG]
-            if before is not None:
-                os.environ[_WATCHDOG] = before
