@@ -186,7 +186,8 @@ def run_rounds(urls: list[str]) -> Any:
         add(stream, number, 1)
     first = first_complete(stream, layout, 3, (), {}, by_steps=True)
     second = first_complete(stream, layout, 1, [number for number in (0,) if world.rank == 0], {}, by_steps=True)
-    tokens = [samples[0].token_ids for samples in (*first.trajectories.values(), *second.trajectories.values())]
+    rounds = (first.trajectories, second.trajectories)  # in each of them, groups stand in the order of their arrival
+    tokens = [samples[0].token_ids for taken in rounds for _, samples in sorted(taken.items())]
     return [sorted(first.windows), sorted(second.windows), tokens]
 
 
