@@ -1,8 +1,10 @@
-"""Which trainer rank sends what: cells of servers, parts of the trainer, and shares of ranks that hold the same box.
+"""Chooses which trainer rank sends which bytes to which server rank.
 
-With C cells the trainer's ranks form C parts. In phase k, part (c + k) mod C sends to cell c: a Latin square, so that
-every receiver receives and every sender sends in each phase. Cells that share no sender, such as servers that use the
-trainer's GPUs, do not take turns.
+A cell is a set of servers that share one process group with the trainer ranks that send to them. With C cells the
+trainer's ranks are divided into C parts, and an update has C phases. In phase k, part (c + k) mod C sends to cell c: a
+Latin square, so that every receiver receives and every sender sends in each phase. Cells without a common sender, such
+as servers that use the trainer's GPUs, do not take turns. If several ranks hold the same box (a rectangular part of a
+tensor), each may send a share of it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from megarl.sync.shards.table import Array
 
 @dataclass(frozen=True)
 class ReceivingRank:
-    """A rank of a server, and the cell that its server belongs to."""
+    """A rank of a server, and the number of the server's cell (servers that share one process group)."""
 
     server: int
     rank: int
@@ -28,12 +30,12 @@ class ReceivingRank:
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """Bytes that one receiver needs of boxes that the same ranks may send.
+    """The bytes that have to be sent: in each row, those that one server rank needs from one set of trainer ranks.
 
     Attributes:
-        receiver, cell: int64 [G], number of the receiver, and its cell.
-        candidates: the ranks that may send to it, of each row.
-        nbytes: int64 [G].
+        receiver, cell: int64 [G], number of the server rank, and of its cell (servers that share a process group).
+        candidates: for each row the trainer ranks, each of which may send any of these bytes.
+        nbytes: int64 [G], bytes.
     """
 
     receiver: Array
@@ -44,13 +46,16 @@ class Demand:
 
 @dataclass(frozen=True, eq=False)
 class TrainerParts:
-    """The parts of the trainer that serve cells in turn. Cells that share no sender have parts of their own.
+    """Division of the trainer's ranks into parts, which send to the cells (servers that share a process group) in turn.
+
+    Cells that receive from the same trainer ranks take turns: with `ways` such cells, these ranks form `ways` parts,
+    and the update has `ways` phases.
 
     Attributes:
         part: int64 [N], part of each trainer rank.
-        index: int64 [cells], number of each cell among those that the same ranks serve.
-        ways: int64 [cells], number of these cells, of their parts and of their phases.
-        senders: int64 [cells], number of ranks that serve these cells.
+        index: int64 [cells], number of each cell among the cells with which it takes turns.
+        ways: int64 [cells], number of cells that take turns with each cell, including itself.
+        senders: int64 [cells], number of trainer ranks that send to the cells that take turns with each cell.
     """
 
     part: Array
@@ -59,13 +64,16 @@ class TrainerParts:
     senders: Array
 
     def phase(self, sender: Array, cell: int) -> Array:
-        """Return the phase in which each sender serves a cell."""
+        """Return the phase of the update in which each trainer rank in `sender` sends to a cell."""
         return (self.part[sender] - self.index[cell]) % self.ways[cell]
 
 
 def receivers_of(servers: Sequence[ServerStorage], senders: int, most: int) -> list[ReceivingRank]:
-    """Return the ranks of all servers, with cells: servers that share a machine share a cell, and there are at most
-    `most` cells and no more than `senders`."""
+    """Return the ranks of all servers, each with its cell (servers that share a process group).
+
+    Servers that share a machine share a cell. There are at most `most` cells, and at most one for each of the
+    trainer's ranks, of which there are `senders`.
+    """
     cell_of = list(range(len(servers)))
     first_on: dict[str, int] = {}
     for number, server in enumerate(servers):
@@ -85,10 +93,14 @@ def receivers_of(servers: Sequence[ServerStorage], senders: int, most: int) -> l
 
 
 def divide_trainer(demand: Demand, senders: int, receivers: int, cells: int) -> TrainerParts:
-    """Divide the trainer's ranks into parts with equal numbers of ranks.
+    """Divide the trainer's ranks into parts with equal numbers of ranks; the cells receive from the parts in turn.
 
-    Ranks that send to the same receivers go to different parts, so that each part can give every receiver the same
-    share. Ranks that hold the same box count as if each sent an equal share of it.
+    Ranks that send to the same receivers go to different parts, so that every receiver gets about as many bytes from
+    each part. If several ranks may send the same bytes, each counts as the sender of an equal share.
+
+    Args:
+        senders, receivers, cells: numbers of trainer ranks, server ranks, and cells (servers that share a process
+            group).
     """
     count = np.array([len(ranks) for ranks in demand.candidates])
     members = np.concatenate([np.array(ranks) for ranks in demand.candidates])
@@ -105,7 +117,11 @@ def divide_trainer(demand: Demand, senders: int, receivers: int, cells: int) -> 
 
 
 def _linked(serves: Array) -> list[list[int]]:
-    """Return the cells in groups that share no sender; `serves`: bool [senders, cells]."""
+    """Group the cells such that two cells in different groups have no common sender.
+
+    Args:
+        serves: bool [senders, cells], whether each rank may send to each cell.
+    """
     groups: list[tuple[Array, list[int]]] = []
     for cell in range(serves.shape[1]):
         ranks, cells = serves[:, cell], [cell]
@@ -120,7 +136,11 @@ def _linked(serves: Array) -> list[list[int]]:
 
 
 def _spread(expected: Array, parts: int) -> Array:
-    """Return a part for each rank: int64 [N]; `expected`: bytes from each rank to each receiver, float64 [N, D]."""
+    """Return a part (0 .. parts - 1) for each rank, different ones for ranks with the same receivers: int64 [N].
+
+    Args:
+        expected: bytes from each rank to each receiver, float64 [N, D].
+    """
     senders, receivers = expected.shape
     part, load, count = np.zeros(senders, np.int64), np.zeros((parts, receivers)), np.zeros(parts, np.int64)
     room = -(-senders // parts)
@@ -135,12 +155,13 @@ def _spread(expected: Array, parts: int) -> Array:
 
 
 class SenderLoads:
-    """Divides what several ranks hold among them, so that senders and receivers are busy equally in every phase.
+    """Divides bytes that several trainer ranks may send among these ranks, so that all senders and all receivers are
+    equally busy in every phase.
 
     Args:
-        parts: parts of the trainer.
+        parts: parts of the trainer, which send to the cells (servers that share a process group) in turn.
         demand: everything that is sent.
-        receivers: number of receivers.
+        receivers: number of server ranks.
 
     Attributes:
         out: bytes from each sender to each cell: float64 [senders, cells].
@@ -152,9 +173,9 @@ class SenderLoads:
         self.part = parts.part.tolist()
         self.out = np.zeros((len(parts.part), cells))
         self.into = np.zeros((receivers, cells))
-        # what fills a sender's phase, and a receiver's phase, counts as 1
+        # loads are fractions of an equal share: for senders of the cell's bytes, for receivers of their bytes per phase
         total = np.bincount(demand.cell, demand.nbytes, cells)
-        # the fullest sender bounds the whole update, a receiver that is full in one phase only this phase
+        # senders count twice: the busiest sender delays the whole update, the busiest receiver only its phase
         self._per_out = (2 * parts.senders / np.maximum(total, 1)).tolist()
         needed = np.bincount(demand.receiver, demand.nbytes, receivers)
         ways = np.ones(receivers)
@@ -162,15 +183,17 @@ class SenderLoads:
         self._per_in = (ways / np.maximum(needed, 1)).tolist()
 
     def add(self, sender: Array, receiver: Array, cell: Array, nbytes: Array) -> None:
-        """Add what only one rank holds: rows of (sender, receiver, the receiver's cell, bytes)."""
+        """Count bytes that only one rank can send; row i of the arrays [n] is one transfer."""
         np.add.at(self.out, (sender, cell), nbytes)
         np.add.at(self.into, (receiver, np.array(self.part)[sender]), nbytes)
 
     def share(
         self, holders: Sequence[int], receiver: int, cell: int, nbytes: int, grain: float
     ) -> list[tuple[int, float]]:
-        """Return how many bytes each of some `holders` sends to a receiver, by rank; none sends much less than `grain`
-        if there are several."""
+        """Divide `nbytes` for one receiver among the ranks `holders`; return (rank, bytes) of each chosen sender.
+
+        If there are several senders, none sends much less than `grain` bytes.
+        """
         out, into = self.out[:, cell], self.into[receiver]
         per_out, per_in = self._per_out[cell], self._per_in[receiver]
         by_part: dict[int, list[int]] = {}
@@ -191,7 +214,8 @@ class SenderLoads:
 
 
 def _filled(levels: list[float], slopes: list[float], amount: float, grain: float) -> list[tuple[int, float]]:
-    """Divide `amount` so that the largest `level + slope * share` is least, into at most amount / grain shares."""
+    """Divide `amount` into at most amount / grain shares such that the largest `level + slope * share` is as small as
+    possible; return (index in `levels`, share) of each."""
     order = sorted(range(len(levels)), key=lambda i: (levels[i], i))[: max(1, int(amount // max(grain, 1.0)))]
     used, height = 0, 0.0
     weight = offset = 0.0  # sum of 1 / slope, and of level / slope
@@ -205,7 +229,7 @@ def _filled(levels: list[float], slopes: list[float], amount: float, grain: floa
 
 
 def nearest(holders: Sequence[int], places: Sequence[GpuPlace], receiver: GpuPlace) -> Sequence[int]:
-    """Return which of the ranks that hold a box may send it: those on the receiver's GPU, else those on its machine,
-    else all."""
+    """Return which of the ranks `holders` may send a box that all of them hold: the ranks on the receiver's GPU; if
+    there are none, the ranks on the receiver's machine; else all."""
     here = [rank for rank in holders if places[rank].machine == receiver.machine]
     return [rank for rank in here if places[rank].gpu == receiver.gpu] or here or holders

@@ -1,10 +1,10 @@
-"""How ranks store a model: which box of which Hugging Face tensor lies where in which parameter.
+"""How ranks store a model: which box (rectangular part) of which Hugging Face tensor lies where in which parameter.
 
-The trainer's ranks and the servers' ranks are described alike, by a `RankStorage` each: the trainer's come from its
-weight table (`sources.py`), a server's ranks describe themselves.
+Each rank of the trainer and of a server is described by a `RankStorage`. Those of the trainer's ranks are computed from
+its weight table (`sources.py`), and each server rank describes itself.
 
-A tensor has exactly `DIMS` dimensions here (`padded_shape`): missing ones are added at the end with size 1, and the
-last ones of a tensor with more are merged, which no layout splits. A box is [lo, hi) in each dimension of a tensor.
+A tensor has exactly `DIMS` dimensions here (`padded_shape`). If it has fewer, dimensions of size 1 are added at the
+end; if it has more, the last dimensions, which no layout splits, are merged. A box is [lo, hi) in each dimension.
 """
 
 from __future__ import annotations
@@ -25,27 +25,25 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e
 
 
 class BoxRule(IntEnum):
-    """How a box gets its values.
+    """How a box (a rectangular part of a tensor) in a parameter gets its values.
 
     COPY: from the same box of the tensor, cast to the parameter's dtype.
-    ZERO: always zero; the box belongs to no tensor (`tensor` -1), and nothing is sent. Padding rows of an embedding.
+    ZERO: always zero, such as padding rows of an embedding. The box belongs to no tensor (`tensor` is -1), and nothing
+        is sent.
     FP8: the tensor is the float8_e4m3fn form of a weight, or its scales (named `..._scale_inv`, one element for each
-        block of 128 x 128), which the sender computes from the weight.
-    ROWS: as COPY, but where the engine's loading code joins tensors before it copies them, so that probes do not reach
-        the parameter: the rows of one tensor follow those of the others. Only a rule of the loader gives such a box.
+        block of 128 x 128). The sender computes both from the weight.
     """
 
     COPY = 0
     ZERO = 1
     FP8 = 2
-    ROWS = 3
 
 
 @dataclass(frozen=True, eq=False)
 class TensorTable(ColumnTable):
-    """The tensors that can be sent, in the trainer's export order; tables refer to them by row.
+    """The tensors that can be sent, in the trainer's export order; other tables refer to a tensor by its row here.
 
-    The trainer makes this table and sends it to servers that are to describe themselves.
+    The trainer sends this table to the servers, whose ranks use it to describe how they store the tensors.
 
     Attributes:
         names: str [T], Hugging Face names; with FP8 also those of the scales.
@@ -65,10 +63,10 @@ class TensorTable(ColumnTable):
 
 @dataclass(frozen=True, eq=False)
 class ParameterTable(ColumnTable):
-    """The parameters of one rank; tables refer to them by row.
+    """The parameters of one rank; other tables refer to a parameter by its row here.
 
     Attributes:
-        names: str [P]: a server's as in `named_parameters`; the trainer's `CHUNK/NAME`.
+        names: str [P]: on a server as in `named_parameters`; on the trainer `CHUNK/NAME`.
         shapes: int64 [P, DIMS], see `padded_shape`.
         dtypes: str [P], such as `bfloat16`.
     """
@@ -80,7 +78,7 @@ class ParameterTable(ColumnTable):
 
 @dataclass(frozen=True, eq=False)
 class BoxTable(ColumnTable):
-    """Boxes of tensors in the parameters of one rank.
+    """Boxes (rectangular parts) of tensors, and where each lies in the parameters of one rank.
 
     Element (i, j, k) of a box, counted from `lo`, is the element `offset + i * strides[0] + j * strides[1] + k *
     strides[2]` of the parameter, counted in its memory from its first element.
@@ -111,7 +109,7 @@ class BoxTable(ColumnTable):
 
 @dataclass(frozen=True, eq=False)
 class RankStorage:
-    """All parameters of one rank that an update writes or reads, and the boxes that they consist of.
+    """All parameters of one rank that an update writes or reads, and the boxes (parts of tensors) that fill them.
 
     On the wire it is one .npz file with the arrays `parameters.COLUMN` and `boxes.COLUMN` (`encode`).
     """
@@ -124,21 +122,21 @@ class RankStorage:
         return self.parameters.arrays("parameters") | self.boxes.arrays("boxes")
 
     def encode(self) -> bytes:
-        """Return the description as bytes for a store."""
+        """Return the storage as bytes, for a TCPStore."""
         return pack(self.arrays())
 
     @classmethod
     def decode(cls, data: bytes) -> RankStorage:
-        """Return the description from bytes that a rank wrote.
+        """Return the storage from the result of `encode`.
 
         Raises:
-            ValueError: `data` has another form; the message names the table and the column.
+            ValueError: `data` is not in this form; if a column is wrong, the message names it.
         """
         return cls.of_arrays(unpack(data))
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, Array]) -> RankStorage:
-        """Return the description that `arrays` gave.
+        """Return the storage from the result of `arrays`.
 
         Raises:
             ValueError: a box refers to a parameter that is not listed, or has an unknown rule.
@@ -146,21 +144,25 @@ class RankStorage:
         parameters = ParameterTable.of_arrays("parameters", arrays)
         boxes = BoxTable.of_arrays("boxes", arrays)
         if len(boxes) and not 0 <= boxes.parameter.min() <= boxes.parameter.max() < len(parameters):
-            raise ValueError(f"a box belongs to a parameter that is not one of the {len(parameters)} listed")
+            rows = f"{boxes.parameter.min()} to {boxes.parameter.max()}"
+            raise ValueError(f"boxes.parameter of a rank's storage has {rows}; allowed: below {len(parameters)}")
         if not np.isin(boxes.rule, [rule.value for rule in BoxRule]).all():
-            raise ValueError(f"a box has an unknown rule: {sorted(set(boxes.rule.tolist()))}; known: {list(BoxRule)}")
+            rules = sorted(set(boxes.rule.tolist()))
+            raise ValueError(f"boxes.rule of a rank's storage has an unknown rule: {rules}; allowed: {list(BoxRule)}")
         return cls(parameters, boxes)
 
     @property
     def digest(self) -> str:
-        """Hash of the description; ranks of servers with equal digests are planned once."""
+        """Hash of all tables; server ranks with equal hashes store the model alike, and are planned once."""
         return digest(self.arrays())
 
 
 @dataclass(frozen=True, slots=True)
 class GpuPlace:
-    """Where a rank runs: its machine, and the number of its GPU (or of its process) there, which is also the rail of
-    its network card."""
+    """Where a rank runs: its machine, and the number of its GPU there (without GPUs: of its process).
+
+    Ranks with the same GPU number are on the same rail of the network.
+    """
 
     machine: str
     gpu: int
@@ -198,7 +200,7 @@ def item_bytes(dtypes: Iterable[str]) -> Array:
 
 
 def dtype_codes(dtypes: Array) -> Array:
-    """Return a number for each dtype, by its place in `ITEM_BYTES`, or -1 if it is never sent: int8 [n]."""
+    """Return the index of each dtype in `ITEM_BYTES`, or -1 for a dtype that is never sent: int8 [n]."""
     kinds, which = np.unique(dtypes, return_inverse=True)
     known = list(ITEM_BYTES)
     return np.array([known.index(kind) if kind in known else -1 for kind in kinds.tolist()], np.int8)[which]

@@ -1,4 +1,5 @@
-"""Compare parameters of receivers with what senders have sent, by hashes that add up; no tensor is gathered."""
+"""Compares the parameters of server ranks with what the trainer's ranks sent, without gathering a tensor: the hashes of
+all parts of a parameter add up to the parameter's hash."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ def sent_hashes(
     servers: Sequence[Sequence[RankStorage]],
     skipped: Iterable[int] = (),
 ) -> Hashes:
-    """Return, for each parameter of each server rank, the hash of the boxes that this rank sends.
+    """Return, for each parameter of each server rank, the hash of the boxes (parts of it) that this trainer rank sends.
 
     Args:
-        program: this rank's part.
-        parameters: this rank's parameters, in the order of its storage.
+        program: the transfers in which this trainer rank sends.
+        parameters: this trainer rank's parameters, in the order of its storage.
         servers: storage of each rank of each server.
-        skipped: servers that are left out.
+        skipped: numbers of servers to leave out.
     """
     sums: Hashes = {}
     links, targets, left_out = program.links, program.targets, set(skipped)
@@ -48,7 +49,7 @@ def sent_hashes(
 
 
 def differing(sent: Iterable[Hashes], server: int, held: Sequence[Mapping[str, int]]) -> list[str]:
-    """Return the parameters of a server whose hashes differ from the sum of what all trainer ranks have sent.
+    """Return `NAME (rank R)` of each server parameter whose hash differs from the sum of all that was sent for it.
 
     Args:
         sent: `sent_hashes` of every trainer rank.

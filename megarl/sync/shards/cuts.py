@@ -1,4 +1,4 @@
-"""Cuts ordered boxes into parts of given bytes, at borders of boxes or between their rows."""
+"""Cuts a sequence of boxes (rectangular parts of tensors) at given bytes, between two boxes or two rows of a box."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megarl.sync.shards.table import Array, ColumnTable
 
 @dataclass(frozen=True, eq=False)
 class PartTable(ColumnTable):
-    """Parts of boxes: [first, last) of the first dimension of the box that has more than one element.
+    """Parts of boxes: the rows [first, last) along the first dimension in which the box has more than one element.
 
     Attributes:
-        row: int32 [n], row in `WireTable`.
+        row: int32 [n], row of the box in `WireTable`.
         first, last: int64 [n].
         nbytes: int64 [n], bytes on the wire.
     """
@@ -27,17 +27,17 @@ class PartTable(ColumnTable):
 
 
 def cut_parts(parts: PartTable, ends: Array, step: Array, least: int) -> tuple[PartTable, Array]:
-    """Cut parts, which follow each other in one range of bytes, near the positions `ends`.
+    """Cut a sequence of parts of boxes, seen as one range of bytes, near the positions `ends`.
 
-    A position inside of a part moves to the nearest row, or to the nearest end of the part if a piece would have fewer
-    than `least` bytes.
+    A cut inside a part moves to the nearest row of the part, or to its nearest end if one of the two pieces would have
+    fewer than `least` bytes.
 
     Args:
         ends: int64 [k], ascending, the bytes at which the ranges 0 .. k - 1 end; the last one is the sum of all bytes.
-        step: int64 [n], number of rows of a part that stay together; 128 for FP8.
+        step: int64 [n], how many rows of each part stay together: 128 for FP8, else 1.
 
     Returns:
-        The pieces in order, and the range (int64 [m], 0 .. k - 1) of each.
+        The pieces in order, and for each piece the number of its range: int64 [m], 0 .. k - 1.
     """
     starts = np.cumsum(parts.nbytes) - parts.nbytes
     total = int(parts.nbytes.sum())

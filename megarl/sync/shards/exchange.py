@@ -1,14 +1,15 @@
-"""Rounds of messages between ranks of a trainer and ranks of servers; both sides run this file.
+"""Sends and receives weights in rounds of messages between trainer ranks and server ranks; both run this file.
 
               round 0               round 1               round 2
     sender    pack A | send A, pack B | send B, pack A | ...
     receiver           receive A      | receive B, unpack A | ...          A, B: the two buffers of a rank
 
-Servers' processes, which lack megarl, load this file too, so it imports nothing of megarl. The tables are those of
-program.py, as arrays by their names on the wire (`links.offset`).
+Servers' processes, which lack megarl, load this file too, so it imports nothing of megarl. It reads the tables of
+program.py as arrays by their names on the wire (`links.offset`).
 
-Rounds are ordered, and each rank has one round in flight. So the ranks of the least unfinished round have all started
-it, and it ends. A round that cannot end because a rank is gone ends the group of its cell; rounds of other cells go on.
+All ranks run their rounds in one order, each one round at a time. So all ranks of the first unfinished round have
+started it, and it ends. If it cannot end because a rank is gone, the process group of its cell (trainer ranks, and the
+servers that they send to) is aborted; other cells continue.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-_POLL_S = 0.05  # between two looks at the other ranks while a round is in flight on a CPU
+_POLL_S = 0.05  # seconds between two checks of a round in flight on a CPU
 _POLL_DEVICE_S = 0.0001
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()
@@ -43,15 +44,15 @@ Tables = Mapping[str, Any]  # NumPy arrays by name
 
 
 class RoundFailed(Exception):
-    """A cell's rounds cannot continue; the message names round and rank."""
+    """A cell (the ranks of one process group) cannot continue its rounds; the message names the round and the rank."""
 
 
 @dataclass(frozen=True)
 class ServerCell:
-    """One process group: trainer ranks in ascending order, then all ranks of its servers in order.
+    """A cell: one process group of trainer ranks in ascending order, followed by all ranks of some servers in order.
 
     Attributes:
-        name: name of the group, never used before.
+        name: unique name of the process group.
         trainers: ranks of the trainer.
         servers: number of ranks of each server, by the server's number.
     """
@@ -66,11 +67,11 @@ class ServerCell:
         return len(self.trainers) + sum(self.servers.values())
 
     def of_trainer(self, rank: int) -> int:
-        """Return the rank in the group of rank `rank` of the trainer."""
+        """Return the group's rank of trainer rank `rank`."""
         return self.trainers.index(rank)
 
     def of_server(self, server: int, rank: int) -> int:
-        """Return the rank in the group of rank `rank` of server `server`."""
+        """Return the group's rank of rank `rank` of server `server`."""
         before = sum(ranks for number, ranks in self.servers.items() if number < server)
         return len(self.trainers) + before + rank
 
@@ -81,15 +82,18 @@ class ServerCell:
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> ServerCell:
-        """Return the cell of a JSON object."""
+        """Return the cell from the result of `to_json`."""
         servers = {int(number): int(ranks) for number, ranks in values["servers"]}
         return cls(str(values["name"]), tuple(values["trainers"]), dict(sorted(servers.items())))
 
 
 def join(store: dist.Store, cell: ServerCell, rank: int, backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """Join the group of a cell as its rank `rank`. Gloo waits here for all its ranks, nccl in the first round."""
+    """Create the process group of a cell (trainer ranks, and the servers that they send to) and join it as `rank`.
+
+    With gloo this call waits until all ranks have joined; with nccl the first messages wait.
+    """
     limit = datetime.timedelta(seconds=timeout_s)
-    named: dict[str, Any] = {"group_name": cell.name, "timeout": limit}  # newer torch has a type for names
+    named: dict[str, Any] = {"group_name": cell.name, "timeout": limit}  # newer torch has its own type for names
     with without_watchdog() if backend == "nccl" else contextlib.nullcontext():
         group, _ = _new_process_group_helper(
             cell.size, rank, [], Backend(backend), PrefixStore(cell.name, store), **named
@@ -117,8 +121,8 @@ class RoundMessage:
     """One send or receive of a round.
 
     Attributes:
-        peer: (server, rank) of the other side for a sender, (-1, rank of the trainer) for a receiver.
-        data: uint8, contiguous: a part of a buffer, or of a parameter.
+        peer: the other rank: (server, rank) if this rank sends, (-1, trainer rank) if it receives.
+        data: uint8, contiguous: a part of a buffer or of a parameter.
     """
 
     peer: tuple[int, int]
@@ -130,9 +134,10 @@ class Round:
     """One round of one rank: its messages, and what is copied between parameters and buffer.
 
     Attributes:
-        name: phase and number, for errors.
-        buffer: which of the two buffers it uses.
-        parameters, parts: equally shaped views of parameters and of the buffer.
+        cell: number of the process group.
+        name: phase and number of the round, for errors.
+        buffer: which of the rank's two buffers the round uses: 0 or 1.
+        parameters, parts: equally shaped views of parameters and of the buffer, which are copied one to the other.
     """
 
     cell: int
@@ -143,7 +148,7 @@ class Round:
     parts: list[Tensor] = field(default_factory=list)
 
     def described(self, *, sends: bool) -> str:
-        """Return the round's name and the ranks on the other side, for errors."""
+        """Return the round's name and the ranks that it sends to or receives from, for errors."""
         if sends:
             others = ", ".join(f"rank {rank} of server {server}" for server, rank in {m.peer: 0 for m in self.messages})
             return f"{self.name} to {others}"
@@ -156,10 +161,10 @@ class Round:
 
 
 def rounds_of_sender(tables: Tables, parameters: Sequence[Tensor], dtypes: Sequence[str]) -> list[Round]:
-    """Return the rounds of a trainer rank from its part of the program.
+    """Return the rounds of a trainer rank.
 
     Args:
-        tables: arrays of the program, of this rank only.
+        tables: arrays of the `TransferProgram` of this rank, by name.
         parameters: parameters in the order of the rank's `ParameterTable`.
         dtypes: dtype on the wire of each tensor in `TensorTable`.
     """
@@ -174,7 +179,7 @@ def rounds_of_receiver(tables: Tables, parameters: Sequence[Tensor], dtypes: Seq
 def _rounds(tables: Tables, parameters: Sequence[Tensor], dtypes: Sequence[str], *, sends: bool) -> list[Round]:
     at = tables["messages.send_at" if sends else "messages.receive_at"].tolist()
     sizes, number = tables["messages.nbytes"].tolist(), tables["messages.round"].tolist()
-    ends = [[0], [0]]  # of the messages in rounds with even places, and in the others, in their buffers
+    ends = [[0], [0]]  # ends of the messages in the buffer of even rounds, and in that of odd rounds
     for place, nbytes, turn in zip(at, sizes, number, strict=True):
         ends[turn % 2].append(place + nbytes if place >= 0 else 0)
     buffers = [torch.empty(max(part), dtype=torch.uint8, device=parameters[0].device) for part in ends]
@@ -209,7 +214,7 @@ def _rounds(tables: Tables, parameters: Sequence[Tensor], dtypes: Sequence[str],
 
 
 def _copies(tables: Tables, parameters: Sequence[Tensor], *, sends: bool) -> dict[int, list[Tensor]]:
-    """Return the views of parameters from which each link is packed, or into which it is unpacked, by link."""
+    """Return, for each link (a box in a message), the views of parameters that it is packed from or unpacked into."""
     table = "links" if sends else "targets"
     link = range(len(tables["links.message"])) if sends else tables["targets.link"].tolist()
     shapes = (tables["links.hi"] - tables["links.lo"]).tolist()
@@ -223,14 +228,15 @@ def _copies(tables: Tables, parameters: Sequence[Tensor], *, sends: bool) -> dic
 
 
 class RoundRunner:
-    """Runs the rounds of one rank.
+    """Runs the rounds of one rank. If a round fails, the rank gives up the round's cell (the process group of trainer
+    ranks and the servers that they send to), and continues with the rounds of other cells.
 
     Args:
-        rounds: this rank's rounds, in the order of the program.
+        rounds: this rank's rounds, in the order in which they run.
         sends: whether this rank sends; otherwise it receives.
-        look: called with a cell between rounds, and while a round is in flight; returns why the cell has to be given
-            up, or None.
-        lost: called with a cell that is given up, and why.
+        look: called with a cell's number between rounds, and while a round is in flight; returns why the rank has to
+            give up the cell, or None.
+        lost: called with the number of a cell that this rank gives up, and the reason.
         deadline_s: seconds after which a round has failed.
     """
 
@@ -251,11 +257,11 @@ class RoundRunner:
     def run(
         self, groups: Mapping[int, dist.ProcessGroup], cells: Mapping[int, ServerCell], failed: Mapping[int, str]
     ) -> dict[int, str]:
-        """Run all rounds of the cells in `groups`, and return why each cell that was given up failed.
+        """Run the rounds of all cells, and return the reason for each cell that was given up, by its number.
 
         Args:
-            cells: members of each group.
-            failed: cells that have failed before the first round.
+            groups, cells: process group of each cell, and its ranks.
+            failed: cells that have failed before the first round, with the reasons.
         """
         self.failed, self.nbytes = dict(failed), 0
         before: tuple[Round, list[dist.Work]] | None = None
@@ -282,7 +288,7 @@ class RoundRunner:
     def _start(
         self, now: Round, groups: Mapping[int, dist.ProcessGroup], cells: Mapping[int, ServerCell]
     ) -> list[dist.Work]:
-        """Start the messages of a round as one batch; return what to wait for."""
+        """Start the messages of a round as one batch, and return their handles; none if this fails."""
         if now.cell in self.failed:
             return []
         cell, group = cells[now.cell], groups[now.cell]
@@ -316,7 +322,7 @@ class RoundRunner:
         flight: tuple[Round, list[dist.Work]],
         groups: Mapping[int, dist.ProcessGroup],
     ) -> None:
-        """Wait until the messages of a round have arrived, or give up its cell."""
+        """Wait until the messages of a round have arrived; give up the round's cell if that fails."""
         now, works = flight
         if not works or now.cell in self.failed:
             return
@@ -341,14 +347,14 @@ class RoundRunner:
             self.nbytes += now.nbytes
 
     def _give_up(self, cell: int, why: str, groups: Mapping[int, dist.ProcessGroup]) -> None:
-        """Leave a cell's group, which ends what is in flight there."""
+        """Record why a cell failed, and abort its process group with all messages in flight."""
         self.failed[cell] = why
         self.lost(cell, why)
         abort(groups[cell])
 
 
 def _waited_for(works: Sequence[dist.Work]) -> Future[None]:
-    """Wait for gloo's `works` in a daemon thread, which may never return if another rank is gone."""
+    """Wait for gloo's `works` in a daemon thread, because gloo may wait forever if another rank is gone."""
     part: Future[None] = Future()
 
     def wait() -> None:
@@ -364,7 +370,11 @@ def _waited_for(works: Sequence[dist.Work]) -> Future[None]:
 
 
 def _ended(works: Sequence[dist.Work], part: Future[None] | None, poll_s: float) -> bool:
-    """Return whether all `works` have ended, after at most `poll_s` seconds; gloo's are waited for in `part`."""
+    """Wait for `poll_s` seconds at most, and return whether all `works` have ended.
+
+    Args:
+        part: with gloo, done when the thread that waits for `works` is.
+    """
     if part is not None:
         with contextlib.suppress(TimeoutError):
             part.exception(poll_s)
@@ -376,7 +386,7 @@ def _ended(works: Sequence[dist.Work], part: Future[None] | None, poll_s: float)
 
 
 def _check_device(works: Sequence[dist.Work]) -> None:
-    """Raise the error of nccl's works, which wait() does not raise, and order this stream after them."""
+    """Raise the first error of nccl's `works`, because their wait() does not; make the current stream wait for them."""
     for work in works:
         error = work.exception()
         if error is not None:
@@ -392,6 +402,6 @@ _leaving = threading.Lock()
 
 
 def abort(group: dist.ProcessGroup) -> None:
-    """Leave a group whose other ranks may be gone; what is in flight fails."""
+    """Abort a process group whose other ranks may be gone; its messages in flight fail."""
     with _leaving, contextlib.suppress(RuntimeError, ValueError):
         _abort_process_group(group)

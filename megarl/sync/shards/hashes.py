@@ -5,7 +5,8 @@
 `bits(i)` is element i as an unsigned integer, i its place in the parameter's memory, and f(i) an odd number: the
 finaliser of SplitMix64 (Steele, Lea and Flood 2014) with its lowest bit set. One changed element always changes H,
 because bits differ by less than 2**64 and f(i) is odd. For several changed elements H is equal with a probability of
-about 2**-63. So a sender can hash what it sends at the places where the receiver stores it, and nothing is gathered.
+about 2**-63. A sender computes f from the places in the receiver's parameter, so hashes of sent parts add up to the
+receiver's hash, and no tensor is gathered.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_CHUNK = 1 << 24  # elements that are hashed at once, which bounds the memory: 8 bytes for each of a few copies
+_CHUNK = 1 << 24  # elements that are hashed at once; each needs 8 bytes for each of a few temporary tensors
 
 
 def box_hash(part: Tensor, offset: int, strides: Sequence[int]) -> Tensor:
@@ -25,8 +26,8 @@ def box_hash(part: Tensor, offset: int, strides: Sequence[int]) -> Tensor:
 
     Args:
         part: the elements in the parameter's dtype, of any strides in memory.
-        offset, strides: place of the part's first element in the parameter, and the distance of neighbours in each of
-            the part's dimensions, in elements.
+        offset, strides: place of the part's first element in the parameter, and the distance in the parameter between
+            neighbours in each dimension of the part; in elements.
     """
     total = torch.zeros((), dtype=torch.int64, device=part.device)
     if not part.numel():
@@ -60,7 +61,7 @@ def _places(shape: Sequence[int], offset: int, strides: Sequence[int], like: Ten
 
 
 def _odd(places: Tensor) -> Tensor:
-    """Return f of each place, as int64 with the same bits."""
+    """Return the odd factor f of each place in a parameter: int64 with the bits of the unsigned number."""
     x = (places + 1) * _signed(_GOLDEN)
     for by, factor in ((30, _FIRST), (27, _SECOND)):
         x = x ^ _shifted(x, by)

@@ -1,4 +1,5 @@
-"""Which box a server rank needs is held by which trainer ranks, and whether the boxes cover each parameter once."""
+"""Finds the trainer ranks that hold what each server rank needs, and checks that a server rank's boxes (rectangular
+parts of tensors) cover each of its parameters once."""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ from megarl.sync.shards.table import Array, ColumnTable
 from megarl.system.errors import UserError
 
 _FIX = "set sync.transport=distributed"
-_COUNTED = 1 << 24  # parameters of up to this many elements are checked element by element if their boxes are unusual
+_COUNTED = 1 << 24  # a parameter whose boxes are not rectangular in it is checked by element, up to this size
 
 
 @dataclass(frozen=True, eq=False)
 class HeldViews(ColumnTable):
-    """Where trainer ranks store parts of boxes, see `BoxTable`; `dtype`: int8 [n], the parameter's (`dtype_codes`)."""
+    """Where trainer ranks store parts of boxes (rectangular parts of tensors). Columns as in `BoxTable`, and `dtype`:
+    int8 [n], dtype of the parameter (`dtype_codes`)."""
 
     parameter: Annotated[Array, "i4"]
     offset: Annotated[Array, "i8"]
@@ -30,13 +32,13 @@ class HeldViews(ColumnTable):
 
 @dataclass(frozen=True, eq=False)
 class SharedBoxes:
-    """The different boxes of the trainer, each with all ranks that hold it.
+    """The boxes (rectangular parts of tensors) that trainer ranks store, each listed once with all ranks that hold it.
 
     Attributes:
         tensor, lo, hi: the boxes, ordered by tensor: int32 [B], int64 [B, DIMS], int64 [B, DIMS].
-        holders: int32 [B], for each box a row of `sets`.
-        sets: the different sets of ranks that hold a box, ascending.
-        storage_of: int64 [N], number of the storage of each rank.
+        holders: int32 [B], for each box the index of its holders in `sets`.
+        sets: the different sets of ranks that hold a box, each in ascending order.
+        storage_of: int64 [N], number of each rank's storage; ranks that store the same boxes have the same number.
     """
 
     tensor: Array
@@ -53,7 +55,7 @@ class SharedBoxes:
     _dtype: Array
 
     def views(self, boxes: Array, senders: Array, lo: Array) -> HeldViews:
-        """Return where rank `senders[i]` stores the part of box `boxes[i]` that begins at `lo[i]`."""
+        """Return where trainer rank `senders[i]` stores the part of box `boxes[i]` that begins at the index `lo[i]`."""
         at = np.searchsorted(self._keys, boxes * np.int64(self.storage_of.max() + 1) + self.storage_of[senders])
         strides = self._strides[at]
         offset = self._offset[at] + ((lo - self.lo[boxes]) * strides).sum(1)
@@ -62,14 +64,15 @@ class SharedBoxes:
 
 @dataclass(frozen=True, eq=False)
 class NeedTable(ColumnTable):
-    """The needs of server ranks: parts of the trainer's boxes, and where a rank stores them.
+    """The needs of server ranks: in each row a part of a box (a rectangular part of a tensor) that trainer ranks hold,
+    and where a server rank stores this part.
 
     Attributes:
         box: int32 [n], row in `SharedBoxes`.
         tensor: int32 [n], row in `TensorTable`.
-        lo, hi: int64 [n, DIMS], the part, in indices of the tensor.
+        lo, hi: int64 [n, DIMS], the part's first index and end in each dimension of the tensor.
         nbytes: int64 [n], bytes on the wire.
-        parameter, offset, strides: where it is stored, see `BoxTable`.
+        parameter, offset, strides: where the server rank stores the part, see `BoxTable`.
         dtype: int8 [n], dtype of the parameter (`dtype_codes`).
     """
 
@@ -85,7 +88,7 @@ class NeedTable(ColumnTable):
 
 
 def share_boxes(storages: Sequence[RankStorage]) -> SharedBoxes:
-    """Return the different boxes of the trainer's ranks, whose storages these are."""
+    """Return the boxes that trainer ranks store, each once; `storages`: how each trainer rank stores the model."""
     numbers: dict[int, int] = {}
     storage_of = np.array([numbers.setdefault(id(storage), len(numbers)) for storage in storages], np.int64)
     different = {number: storage for storage, number in zip(storages, storage_of.tolist(), strict=True)}
@@ -122,8 +125,12 @@ def share_boxes(storages: Sequence[RankStorage]) -> SharedBoxes:
 
 
 def _holder_sets(storage: Array, first: Array, members: list[list[int]]) -> tuple[tuple[tuple[int, ...], ...], Array]:
-    """Return the different sets of ranks, and the set of each box, whose storages stand in `storage` from row
-    `first[b]` on."""
+    """Return the different sets of ranks that hold a box, and the index of each box's set: int32 [B].
+
+    Args:
+        storage: the storages that have each box; those of box b are `storage[first[b] : first[b + 1]]`.
+        members: the ranks with each storage.
+    """
     numbers: dict[bytes, int] = {}
     raw, width = np.ascontiguousarray(storage, np.int64).tobytes(), 8
     ends = [*first[1:].tolist(), len(storage)]
@@ -139,13 +146,13 @@ def _holder_sets(storage: Array, first: Array, members: list[list[int]]) -> tupl
 
 
 def needs_of(storage: RankStorage, shared: SharedBoxes, tensors: TensorTable, where: str) -> NeedTable:
-    """Return what a server rank with this storage needs of the trainer's boxes.
+    """Return which parts of the trainer's boxes a server rank with this storage needs.
 
     Args:
         where: name of server and rank, for messages.
 
     Raises:
-        UserError: the trainer holds no or only a part of a box.
+        UserError: the trainer's ranks do not hold each element that the server rank needs exactly once.
     """
     boxes = storage.boxes.take(storage.boxes.rule != BoxRule.ZERO)
     starts = np.searchsorted(shared.tensor, np.arange(len(tensors) + 1))
@@ -161,9 +168,9 @@ def needs_of(storage: RankStorage, shared: SharedBoxes, tensors: TensorTable, wh
         bad = int((covered != boxes.numel).argmax())
         part = [list(span) for span in zip(boxes.lo[bad].tolist(), boxes.hi[bad].tolist(), strict=True)]
         raise UserError(
-            f"{where}: its parameter {storage.parameters.names[boxes.parameter[bad]]} needs elements {part} of "
-            f"{tensors.names[boxes.tensor[bad]]}, which the trainer's ranks do not all hold once",
-            found=f"{covered[bad]} elements",
+            f"{where}: parameter {storage.parameters.names[boxes.parameter[bad]]} needs elements {part} of "
+            f"{tensors.names[boxes.tensor[bad]]}, but the trainer's ranks do not hold each of them exactly once",
+            found=f"{covered[bad]} elements on the trainer's ranks",
             allowed=f"{boxes.numel[bad]} elements",
             fix=_FIX,
         )
@@ -185,7 +192,7 @@ def check_blocks(storage: RankStorage, tensors: TensorTable, where: str) -> None
     """Check that a server rank stores whole blocks of 128 x 128 of each tensor that is sent in FP8.
 
     Raises:
-        UserError: the first box that ends inside a block; the rank would need a part of a block's scale.
+        UserError: a box ends inside a block, so that the rank would store a part of a block, which has one scale.
     """
     boxes = storage.boxes.take(storage.boxes.rule != BoxRule.ZERO)
     boxes = boxes.take(tensors.dtypes[boxes.tensor] == "float8_e4m3fn")
@@ -194,8 +201,8 @@ def check_blocks(storage: RankStorage, tensors: TensorTable, where: str) -> None
     if inside.any():
         bad = int(inside.argmax())
         raise UserError(
-            f"{where}: its parameter {storage.parameters.names[boxes.parameter[bad]]} has a part of a block of "
-            f"{FP8_BLOCK} x {FP8_BLOCK} of {tensors.names[boxes.tensor[bad]]}",
+            f"{where}: parameter {storage.parameters.names[boxes.parameter[bad]]} stores only a part of an FP8 block "
+            f"({FP8_BLOCK} x {FP8_BLOCK}) of {tensors.names[boxes.tensor[bad]]}",
             found=[list(span) for span in zip(boxes.lo[bad].tolist(), boxes.hi[bad].tolist(), strict=True)],
             allowed=f"multiples of {FP8_BLOCK}",
             fix="use fewer tensor-parallel ranks for the servers, or set sync.fp8=false",
@@ -209,7 +216,7 @@ def check_tiling(storage: RankStorage, where: str) -> None:
         where: name of server and rank, for messages.
 
     Raises:
-        UserError: a parameter with elements that no box, or more than one, covers.
+        UserError: an element of a parameter is in no box, or in several.
     """
     boxes, parameters = storage.boxes, storage.parameters
     numel = parameters.shapes.prod(1)
@@ -245,7 +252,7 @@ def _disjoint(storage: RankStorage, number: int) -> bool:
     shape = storage.parameters.shapes[number]
     size = boxes.hi - boxes.lo
     steps = row_major(shape[None])[0]
-    # dimension of the parameter along which each dimension of a box lies
+    # along[b, i, j]: whether dimension i of box b lies along dimension j of the parameter
     along = (boxes.strides[:, :, None] == steps) & (steps > 0) & (size > 1)[:, :, None]
     if (along.sum(2) != (size > 1)).any():
         return _disjoint_elements(boxes.offset, size, boxes.strides, int(shape.prod()))
@@ -263,7 +270,8 @@ def _disjoint(storage: RankStorage, number: int) -> bool:
 
 
 def _disjoint_elements(offset: Array, size: Array, strides: Array, numel: int) -> bool:
-    """Return whether no element of a parameter is in two boxes, by counting; False for parameters too large for it."""
+    """Return whether no element of a parameter is in two boxes, by counting the boxes of each element. A parameter of
+    more than `_COUNTED` elements is not checked: False."""
     if numel > _COUNTED:
         return False
     counts = np.zeros(numel, np.int32)

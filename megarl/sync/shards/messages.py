@@ -1,4 +1,5 @@
-"""Places of parts in messages, and of messages in buffers."""
+"""Assigns parts of boxes to messages, and computes where each part begins in its message, and each message in its
+buffers."""
 
 from __future__ import annotations
 
@@ -14,10 +15,15 @@ from megarl.sync.shards.table import Array
 
 @dataclass(frozen=True, eq=False)
 class SentParts:
-    """The parts of boxes that are sent, in an order that each message keeps: columns of int64 [n].
+    """The parts of boxes (rectangular parts of tensors) that are sent: columns of int64 [n]. A message contains its
+    parts in this order.
 
     Attributes:
-        fan: number of the group that gathers the part; -1: none.
+        cell, phase, number: the part's round, see `RoundTable`.
+        sender, receiver: trainer rank, and number of the server rank.
+        fan: number of the group of ranks on a machine that exchange the stripes (shares) of a box of which this part is
+            one; -1: only the receiver needs the part.
+        nbytes: bytes on the wire.
         direct: bool [n], whether the part is sent and received without buffers.
     """
 
@@ -33,12 +39,13 @@ class SentParts:
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """Rounds, messages and gathers.
+    """Rounds, messages, and gathers (exchanges of stripes between server ranks on one machine).
 
     Attributes:
-        order: int64 [n], the sent parts in the order of their messages; `message` and `start`: int64 [n], the message
-            of each of them and its first byte there.
-        receiver: int64 [M], number of each message's receiver.
+        rounds, table, fans: tables of the rounds, messages and gathers.
+        order: int64 [n], indices of the sent parts in the order of their messages.
+        message, start: int64 [n], for each part in this order its message, and its first byte in the message.
+        receiver: int64 [M], number of the server rank that receives each message.
     """
 
     rounds: RoundTable
@@ -51,7 +58,11 @@ class Messages:
 
 
 def lay_out(sent: SentParts, receivers: Sequence[ReceivingRank], fans: Sequence[Sequence[int]]) -> Messages:
-    """Return rounds and messages with the places of everything in buffers; `fans`: receivers of each group."""
+    """Return the messages of all rounds, with their places in the buffers of senders and receivers.
+
+    Args:
+        fans: for each group of server ranks that exchange stripes (shares of a box), the numbers of these ranks.
+    """
     keys = (sent.direct, sent.fan, sent.receiver, sent.sender, sent.cell, sent.number, sent.phase)
     order = np.lexsort(keys)
     direct, fan, receiver, sender, cell, number, phase = (key[order] for key in keys)
@@ -96,7 +107,7 @@ def _in_buffers(
         stripe = np.zeros(len(groups), np.int64)
         np.maximum.at(stripe, group, inside + room[stripes])
         gathers, members = _gathers(groups, stripe, receivers, fans)
-        # a rank's buffer begins with the stripes of its group
+        # a rank's receive buffer begins with the stripes of all ranks of its group
         key = gathers.round.astype(np.int64) * len(receivers) + members
         order = np.argsort(key)
         wanted = columns.round * len(receivers) + columns.receiver
@@ -113,8 +124,12 @@ def _in_buffers(
 def _gathers(
     groups: Array, stripe: Array, receivers: Sequence[ReceivingRank], fans: Sequence[Sequence[int]]
 ) -> tuple[FanTable, Array]:
-    """Return the gathers of `groups` (round * number of groups + group), whose stripes have `stripe` bytes, and the
-    number of each row's receiver."""
+    """Return the gathers, one row for each rank of each gather, and the number of the server rank of each row.
+
+    Args:
+        groups: round * len(fans) + group of each gather.
+        stripe: bytes that each rank of a gather contributes.
+    """
     rows = [
         (
             *(group // len(fans), group % len(fans), receivers[number].server, receivers[number].rank),
@@ -139,13 +154,13 @@ def _changes(*columns: Array) -> Array:
 
 
 def _starts(sizes: Array, lead: Array, group: Array) -> Array:
-    """Return the sum of the sizes before each row in its group; groups are consecutive and begin at rows `lead`."""
+    """Return for each row the sum of the sizes of the rows before it in its group; group g begins at row `lead[g]`."""
     before = np.cumsum(sizes) - sizes
     return before - before[lead][group]
 
 
 def _running(sizes: Array, round_: Array, rank: Array) -> Array:
-    """Return the sum of the sizes before each message among those of its round with the same rank."""
+    """Return for each message the sum of the sizes of earlier messages of the same rank in the same round."""
     order = np.lexsort((rank, round_))
     new = _changes(round_[order], rank[order])
     at = np.empty(len(sizes), np.int64)

@@ -1,10 +1,12 @@
-"""The plan of an update from shard to shard: who sends which box when, the same on every rank.
+"""The plan of an update from shard to shard: which rank sends which box (rectangular part of a tensor) when. Every rank
+computes the same plan.
 
 trainer's storages  -> share_boxes -> which ranks hold which box
-servers' storages   -> check_tiling, needs_of -> what each server rank needs of these boxes
-                    -> cell_wire -> what crosses the network; stripes where several ranks of a machine need a box
+servers' storages   -> check_tiling, needs_of -> which parts of these boxes each server rank needs
+                    -> cell_wire -> what crosses the network: a box that several ranks of a machine need only once,
+                                    in stripes (shares), which these ranks exchange
                     -> ShareScheduler -> who sends each byte, and in which round
-                    -> UpdatePlan.program -> what one rank does
+                    -> UpdatePlan.program -> what one rank sends or receives
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from megarl.sync.shards.schedule import CellShares, ShareScheduler
 from megarl.sync.shards.table import Array, digest
 from megarl.sync.shards.wire import NeedRows, WireTargets, cell_wire, extent_dim
 
-_DIRECT = 1 << 20  # bytes from which a box that is contiguous on both sides is sent without buffers
+_DIRECT = 1 << 20  # least bytes of a box that is sent without buffers; it must be contiguous in both parameters
 
 
 class UpdatePlan:
@@ -37,14 +39,15 @@ class UpdatePlan:
 
     Args:
         tensors: the tensors that are sent.
-        trainer: storage of each trainer rank, which runs at the place in `places`.
+        trainer, places: how each trainer rank stores the model, and where it runs.
         servers: the servers to update.
+        limits: limits of the rounds; None: the defaults.
 
     Attributes:
         receivers: the ranks of all servers.
-        parts: the parts of the trainer that take turns.
-        receiver_numbers: int64 [M], for each message its receiver's place in `receivers`.
-        rounds, messages, fans: tables of the whole program; those of links and targets are made for one rank at a time.
+        parts: the parts of the trainer, which send to the cells (servers that share a process group) in turn.
+        receiver_numbers: int64 [M], for each message the index of its receiver in `receivers`.
+        rounds, messages, fans: tables of the whole `TransferProgram`; `program` computes the other two for one rank.
 
     Raises:
         UserError: a parameter of a server is not covered exactly once, or the trainer does not hold all of it.
@@ -77,7 +80,7 @@ class UpdatePlan:
         self._join(planned)
 
     def _read_needs(self) -> NeedRows:
-        """Check the storages of all server ranks, and return what they need."""
+        """Check how all server ranks store the model, and return which parts of the trainer's boxes they need."""
         tables: list[NeedTable] = []
         span: dict[int, tuple[int, int]] = {}
         rows = 0
@@ -96,7 +99,7 @@ class UpdatePlan:
         return NeedRows(NeedTable.joined(tables), first, last, self.shared.holders, step)
 
     def _join(self, planned: Sequence[CellShares]) -> None:
-        """Lay out the messages of all cells."""
+        """Set the tables of the whole update from the parts that are sent to each cell."""
         boxes, groups = (
             np.cumsum([0, *(len(part) for part in parts)]).tolist()
             for parts in ([wire.boxes for wire in self.wires], [wire.fans for wire in self.wires])
@@ -123,7 +126,7 @@ class UpdatePlan:
         self._start, self.receiver_numbers = messages.start, messages.receiver
 
     def _corners(self, parts: PartTable) -> tuple[Array, Array]:
-        """Return lo and hi of each part: int64 [n, DIMS]."""
+        """Return the first index (lo) and the end (hi) of each part in its tensor: int64 [n, DIMS] each."""
         table, need = self.needs.table, self._box_need[parts.row]
         lo, hi = table.lo[need].copy(), table.hi[need].copy()
         dim, row = extent_dim(hi - lo), np.arange(len(lo))
@@ -132,7 +135,8 @@ class UpdatePlan:
         return lo, hi
 
     def _are_direct(self, parts: PartTable, sender: Array) -> Array:
-        """Return whether each part is large, and contiguous in the parameters of both ranks, with one dtype."""
+        """Return whether each part can be sent without buffers: bool [n]. Such a part is large, is contiguous in the
+        parameters of both ranks, and has the same dtype there and on the wire."""
         large = np.flatnonzero(parts.nbytes >= _DIRECT)
         chosen = parts.take(large)
         lo, hi = self._corners(chosen)
@@ -146,7 +150,7 @@ class UpdatePlan:
         return direct
 
     def program(self, *, sender: int | None = None, receiver: tuple[int, int] | None = None) -> TransferProgram:
-        """Return the program of trainer rank `sender`, or of `receiver` (server, rank); without both the whole program.
+        """Return the transfers of trainer rank `sender`, or of `receiver` (server, rank); without both, all transfers.
 
         The whole program of a large model has hundreds of megabytes.
         """
@@ -177,7 +181,8 @@ class UpdatePlan:
         return LinkTable(message, self._start[chosen], parts.nbytes, table.tensor[need], lo, hi, *place)
 
     def _targets_of(self, chosen: Array, keep: Array | None) -> tuple[Array, Array]:
-        """Return rows of targets of the chosen parts, and the place of each one's part in `chosen`."""
+        """Return the rows of the targets (ranks that store a box) of the chosen parts, and the index in `chosen` of
+        each target's part; `keep`: bool, the targets to look at, None: all."""
         rows = np.arange(len(self._targets)) if keep is None else np.flatnonzero(keep)
         box, wanted = self._targets.box[rows], self._parts.row[chosen]
         first, last = np.searchsorted(box, wanted), np.searchsorted(box, wanted, side="right")
@@ -186,7 +191,7 @@ class UpdatePlan:
         return rows[np.arange(len(part)) - np.repeat(np.cumsum(count) - count, count) + first[part]], part
 
     def _unpacked(self, chosen: Array, rows: Array, part: Array) -> TargetTable:
-        """Return where the targets `rows` unpack the parts of `chosen` with the places `part`."""
+        """Return where each of the targets `rows` stores its part, which has the index `part` in `chosen`."""
         table, need = self.needs.table, self._targets.need[rows]
         dim = extent_dim(table.hi[need] - table.lo[need])
         step = table.strides[need, dim]
@@ -196,7 +201,7 @@ class UpdatePlan:
         return TargetTable(part, server, rank, table.parameter[need], offset, table.strides[need])
 
     def distances(self) -> Array:
-        """Return how far each message goes: 0 on one GPU, 1 inside a machine, 2 over the network: int64 [M]."""
+        """Return how far each message goes: int64 [M], 0 on one GPU, 1 inside a machine, 2 over the network."""
         places = [*self.places, *(receiver.place for receiver in self.receivers)]
         machines = {name: number for number, name in enumerate(dict.fromkeys(place.machine for place in places))}
         table = np.array([(machines[place.machine], place.gpu) for place in places])

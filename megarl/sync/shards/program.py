@@ -1,25 +1,30 @@
-"""The form of a plan that trainer ranks and server ranks walk: rounds, messages, and the boxes in them.
+"""The transfers of an update as tables, which trainer ranks and server ranks execute.
 
     round 0 of phase 0, cell 0          a round is one NCCL group (`batch_isend_irecv`) of the cell's communicator
       message trainer 3 -> server 1, rank 2      one send and one receive of `nbytes` bytes, from buffer to buffer
-        link: a box of a tensor                  its bytes at `start` in the message
+        link: a box of a tensor                  its bytes begin at `start` in the message
           target: where the box is unpacked      one; several in a fan-out round
 
+A box is a rectangular part of a tensor. A cell is a set of servers that share one communicator with the trainer ranks
+that send to them.
+
 A rank runs the rounds in which it has messages, in the order of the rows of `rounds`, and the messages of a round in
-the order of the rows of `messages`; both sides use this order, so pairs of ranks agree on it. Rounds are ordered by
-(phase, number, cell), which no rank may change: then the first unfinished round always has all its ranks, and ends.
+the order of the rows of `messages`. So two ranks send and receive their messages in the same order. Rounds are ordered
+by (phase, number, cell). No rank may change this order, so that all ranks of the first unfinished round have started
+it, and it ends.
 
 Buffers: in every round a rank that sends packs its messages into one buffer at `send_at`, and a rank that receives has
-one buffer with its messages at `receive_at`. Links start at multiples of `ALIGN` bytes; bytes between them have no
-meaning. A link's elements lie in the row-major order of its box, in the dtype of the tensor on the wire.
+one buffer with its messages at `receive_at`. Links start at multiples of `ALIGN` bytes; bytes between two links have no
+meaning. A link's elements are in the row-major order of its box, in the dtype of the tensor on the wire.
 
 A `direct` message has one link, which is contiguous in the parameters of both ranks and has the same dtype there: it is
 sent and received without buffers (`send_at`, `receive_at` are -1).
 
-In a fan-out round several ranks of a machine store the same boxes, and each receives a stripe of them. Then the ranks
-of a group gather the stripes: the receive buffers of all begin with these, and rank `rank` of `server` has received the
-bytes [at, at + stripe), which it sends to the other ranks of the group (`FanTable`). Each rank unpacks its targets,
-which may lie in any stripe. The messages that only one rank needs lie after the stripes in its buffer.
+In a fan-out round several ranks of a machine store the same boxes, and each receives a stripe (a share) of their bytes.
+Then these ranks, a group, gather the stripes: the receive buffer of each begins with all stripes of the group, and rank
+`rank` of `server` has received the bytes [at, at + stripe), which it sends to the other ranks of the group
+(`FanTable`). Each rank unpacks its targets, which may lie in any stripe. Messages that only one rank needs lie after
+the stripes in its buffer.
 """
 
 from __future__ import annotations
@@ -40,9 +45,9 @@ class RoundTable(ColumnTable):
     """Rounds in the order in which they run.
 
     Attributes:
-        phase: int32 [R]; in a phase, each cell receives from a part of the trainer of its own.
+        phase: int32 [R], phase of the update; in one phase, no trainer rank sends to two cells.
         number: int32 [R], number of the round in its phase and cell.
-        cell: int32 [R], the communicator: its servers, and the trainer ranks with links to them.
+        cell: int32 [R], number of the communicator of some servers and the trainer ranks that send to them.
     """
 
     phase: Annotated[Array, "i4"]
@@ -57,11 +62,11 @@ class MessageTable(ColumnTable):
     Attributes:
         round: int32 [M], row of the round in `RoundTable`.
         sender: int32 [M], rank of the trainer.
-        server: int32 [M], number of the server.
+        server: int32 [M], number of the server that receives.
         receiver: int32 [M], rank of this server.
-        nbytes: int64 [M].
-        send_at: int64 [M], first byte in the sender's buffer of this round; -1: direct.
-        receive_at: int64 [M], first byte in the receiver's buffer of this round; -1: direct.
+        nbytes: int64 [M], bytes.
+        send_at: int64 [M], first byte in the sender's buffer of this round; -1: sent without buffers.
+        receive_at: int64 [M], first byte in the receiver's buffer of this round; -1: received without buffers.
     """
 
     round: Annotated[Array, "i4"]
@@ -75,7 +80,8 @@ class MessageTable(ColumnTable):
 
 @dataclass(frozen=True, eq=False)
 class LinkTable(ColumnTable):
-    """Boxes of tensors that are sent, in the order of their messages, and where the sender stores each.
+    """Links: the boxes (rectangular parts of tensors) in messages, in the order of the messages, and where the sender
+    stores each.
 
     Attributes:
         message: int32 [L], row of the message in `MessageTable`.
@@ -103,7 +109,7 @@ class LinkTable(ColumnTable):
 
 @dataclass(frozen=True, eq=False)
 class TargetTable(ColumnTable):
-    """Where received links are unpacked: one row for each link, and in fan-out rounds for each rank that stores it.
+    """Where received links (boxes in messages) are unpacked: one row for each link and each server rank that stores it.
 
     Attributes:
         link: int32 [U], row of the link in `LinkTable`.
@@ -123,11 +129,12 @@ class TargetTable(ColumnTable):
 
 @dataclass(frozen=True, eq=False)
 class FanTable(ColumnTable):
-    """The ranks of a machine that gather what each of them has received, one row for each rank and fan-out round.
+    """Gathers: in a fan-out round, each of some ranks on one machine receives a stripe (a share of the boxes that all
+    of them store), and sends it to the others. One row for each rank and round.
 
     Attributes:
         round: int32 [F], row of the round in `RoundTable`.
-        group: int32 [F]; ranks with the same number gather from each other, in the order of the rows.
+        group: int32 [F]; ranks with the same number exchange stripes, in the order of the rows.
         server: int32 [F], number of the server.
         rank: int32 [F], rank of this server.
         at: int64 [F], first byte of the rank's stripe in the buffer.
@@ -157,12 +164,12 @@ class TransferProgram:
     fans: FanTable
 
     def of_sender(self, rank: int) -> TransferProgram:
-        """Return what trainer rank `rank` sends."""
+        """Return the transfers in which trainer rank `rank` sends."""
         return self._of_messages(self.messages.sender == rank, np.zeros(len(self.fans), bool))
 
     def of_receiver(self, server: int, rank: int) -> TransferProgram:
-        """Return what a rank of a server receives, and what it unpacks: in fan-out rounds also links that other ranks
-        of its machine receive."""
+        """Return the transfers that a rank of a server receives or unpacks: in fan-out rounds also links that other
+        ranks of its machine receive."""
         targets, messages, fans = self.targets, self.messages, self.fans
         own_targets = (targets.server == server) & (targets.rank == rank)
         keep = (messages.server == server) & (messages.receiver == rank)
@@ -172,12 +179,12 @@ class TransferProgram:
         return self._of_messages(keep, np.isin(fans.round.astype(np.int64) << 32 | fans.group, groups), own_targets)
 
     def _of_messages(self, keep: Array, fans: Array, targets: Array | None = None) -> TransferProgram:
-        """Return the program of some messages and gathers.
+        """Return the transfers of some messages and gathers.
 
         Args:
-            keep: bool [M], the messages.
-            fans: bool [F], the ranks that gather.
-            targets: bool [U], the targets to keep of these messages; None: all.
+            keep: bool [M], the messages to keep.
+            fans: bool [F], the rows of gathers to keep.
+            targets: bool [U], which targets of these messages to keep; None: all.
         """
         links = keep[self.links.message]
         unpacked = links[self.targets.link]
@@ -202,15 +209,15 @@ class TransferProgram:
         return rounds | messages | links | targets | self.fans.arrays("fans")
 
     def encode(self) -> bytes:
-        """Return the program as bytes for a store."""
+        """Return the program as bytes, for a TCPStore."""
         return pack(self.arrays())
 
     @classmethod
     def decode(cls, data: bytes) -> TransferProgram:
-        """Return the program from bytes that `encode` made.
+        """Return the program from the result of `encode`.
 
         Raises:
-            ValueError: `data` has another form; the message names the table and the column.
+            ValueError: `data` is not in this form; if a column is wrong, the message names it.
         """
         arrays = unpack(data)
         return cls(
@@ -233,5 +240,5 @@ class TransferProgram:
 
 
 def _renumbered(keep: Array) -> Array:
-    """Return the new number of each row if only those in `keep` (bool) remain."""
+    """Return the new number of each row after the rows with `keep` (bool) False have been removed."""
     return np.cumsum(keep) - 1

@@ -1,4 +1,5 @@
-"""Cuts what the ranks of a part send to a cell into rounds of bounded bytes and few peers."""
+"""Divides the bytes that trainer ranks send to a cell (servers that share a process group) into rounds, in which each
+rank has bounded bytes and few peers."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ class RoundLimits:
     """Limits of rounds.
 
     Attributes:
-        nbytes: bytes that a rank sends or receives in a round, which is the size of a buffer.
-        message: bytes below which a message is not cut; never more than `nbytes`.
-        peers: ranks that a rank sends to, or receives from, in a round.
-        cells: communicators that a trainer rank is a member of.
+        nbytes: maximum bytes that a rank sends or receives in a round, which is the size of a buffer.
+        message: bytes below which a message is not cut; at most `nbytes` is used.
+        peers: maximum number of ranks that a rank sends to, or receives from, in a round.
+        cells: maximum number of cells (servers that share a process group).
     """
 
     nbytes: int = 256 << 20
@@ -28,18 +29,18 @@ class RoundLimits:
 
 
 def rounds_of(sender: Array, receiver: Array, nbytes: Array, limits: RoundLimits) -> tuple[Array, Array]:
-    """Divide the bytes of each pair of ranks over rounds.
+    """Divide the bytes between each pair of ranks among rounds.
 
-    A round takes first from the ranks with the most bytes left, so that no rank is left with many rounds at the end.
+    Each round first serves the ranks with the most bytes left, so that all ranks end at about the same time.
 
     Args:
-        sender, receiver: int64 [n], the pairs of one phase and one cell.
+        sender, receiver: int64 [n], the pairs of ranks.
         nbytes: int64 [n], bytes of each pair.
 
     Returns:
-        Of each message its round and its bytes: int64 [m] each; those of the first pair first, in order.
+        Round and bytes of each message: int64 [m] each, ordered by pair, then by round.
     """
-    # a longer message would fit into no round
+    # with a least size above the size of a round, no message would fit
     limits = replace(limits, message=min(limits.message, limits.nbytes))
     left = nbytes.astype(np.int64).copy()
     _, sender = np.unique(sender, return_inverse=True)
@@ -64,10 +65,10 @@ def rounds_of(sender: Array, receiver: Array, nbytes: Array, limits: RoundLimits
 def _one_round(
     pairs: Iterable[tuple[int, int, int, int]], senders: int, receivers: int, limits: RoundLimits
 ) -> list[tuple[int, int]]:
-    """Return (pair, bytes) of the messages of one round.
+    """Return (pair, bytes) of each message of one round.
 
     Args:
-        pairs: (pair, sender, receiver, bytes left), those to be served first at the front.
+        pairs: (pair, sender, receiver, bytes left) of each pair, in the order in which the round serves them.
         senders, receivers: how many ranks have bytes left to send, and to receive.
     """
     room_out: dict[int, int] = {}
@@ -97,5 +98,6 @@ def _one_round(
 
 
 def _room(left: int, peers: int, limits: RoundLimits) -> int:
-    """Return the bytes that a rank can still take in a round: none if they are too few for a message."""
+    """Return the bytes that a rank can still send or receive in a round: 0 if `left` is too small for a message, or if
+    the rank may have no more peers."""
     return left if peers and left >= limits.message else 0

@@ -1,4 +1,4 @@
-"""From what cells receive to who sends it, and in which round."""
+"""Chooses the sender and the round of everything that is sent to each cell (servers that share a process group)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megarl.sync.shards.wire import CellWire, NeedRows
 
 @dataclass(frozen=True, eq=False)
 class CellShares:
-    """Everything that is sent to one cell.
+    """Everything that is sent to one cell (servers that share a process group).
 
     Attributes:
-        parts: parts of the cell's boxes.
-        sender, receiver: int64 [n], trainer rank and number of the receiver.
+        parts: parts of boxes (rectangular parts of tensors), in the order in which a message contains them.
+        sender, receiver: int64 [n], trainer rank, and number of the server rank.
         kind: int64 [n], as `CellWire.kinds`.
-        phase, number: int64 [n], the round, once it is known; the parts of a round are in order.
+        phase, number: int64 [n], the round, see `RoundTable`; 0 until `ShareScheduler.rounds` has chosen it.
     """
 
     parts: PartTable
@@ -34,15 +34,20 @@ class CellShares:
     number: Array
 
     def take(self, rows: Array) -> CellShares:
-        """Return these rows."""
+        """Return the given rows: int [n], or bool for each row."""
         columns = (self.sender, self.receiver, self.kind, self.phase, self.number)
         return CellShares(self.parts.take(rows), *(values[rows] for values in columns))
 
 
 @dataclass(frozen=True, eq=False)
 class _Groups:
-    """Parts of a cell with the same receiver, set of holders and kind: their order, and the first part and the bytes of
-    each group."""
+    """Groups of the parts that are sent to a cell; parts with the same receiver, set of holders and kind form a group.
+
+    Attributes:
+        order: int64 [n], indices of the parts, group by group.
+        lead: int64 [groups], index of the first part of each group.
+        nbytes: int64 [groups], bytes of each group.
+    """
 
     order: Array
     lead: Array
@@ -56,11 +61,14 @@ class _Groups:
 
 
 class ShareScheduler:
-    """Chooses senders and rounds.
+    """Chooses which trainer rank sends each part of a box (a rectangular part of a tensor), and in which round.
 
     Args:
-        receivers: the ranks of all servers; `places`: where each trainer rank runs.
+        receivers: the ranks of all servers.
+        places: where each trainer rank runs.
         sets: the sets of trainer ranks that hold a box.
+        needs: what each server rank needs.
+        limits: limits of the rounds.
     """
 
     def __init__(
@@ -75,7 +83,7 @@ class ShareScheduler:
         self._near: dict[tuple[int, str], Sequence[int]] = {}
 
     def shares(self, wires: Sequence[CellWire]) -> tuple[TrainerParts, list[CellShares]]:
-        """Return the parts of the trainer, and what is sent to each cell by whom."""
+        """Return how the trainer's ranks take turns in sending to the cells, and what each rank sends to each cell."""
         groups = [
             _Groups.of(
                 (wire.receiver * len(self.sets) + wire.boxes.holders[wire.parts.row]) * (wire.kinds.max() + 1)
@@ -105,7 +113,7 @@ class ShareScheduler:
         return max(1, min(self.limits.message // 4, total // len(self.places) // 100))
 
     def _divide(self, demand: Demand, parts: TrainerParts, least: int) -> list[list[tuple[int, float]]]:
-        """Return (rank, bytes) of the senders of each row of `demand`."""
+        """Return the senders of each row of `demand`, as (rank, bytes)."""
         candidates, cell = demand.candidates, demand.cell
         loads = SenderLoads(parts, demand, len(self.receivers))
         count = np.array([len(ranks) for ranks in candidates])
@@ -127,7 +135,11 @@ class ShareScheduler:
         return self._near[key]
 
     def _cut(self, wire: CellWire, group: _Groups, segments: list[list[tuple[int, float]]], least: int) -> CellShares:
-        """Return what is sent to a cell if the senders of each group divide it as in `segments`."""
+        """Return what each rank sends to a cell.
+
+        Args:
+            segments: (rank, bytes) of the senders of each group; they send consecutive bytes of the group, in order.
+        """
         starts = np.cumsum(group.nbytes) - group.nbytes
         ends = [
             start + np.rint(np.cumsum([size for _, size in share])).astype(np.int64)
@@ -145,17 +157,18 @@ class ShareScheduler:
         return self.needs.step[self.needs.table.tensor[wire.boxes.need[parts.row]]]
 
     def rounds(self, cell: int, wire: CellWire, shares: CellShares, parts: TrainerParts) -> CellShares:
-        """Return the parts of a cell with their rounds, ordered by phase and pair of ranks."""
+        """Return the parts that are sent to a cell, cut where a round ends, with their rounds; ordered by phase, then
+        by pair of ranks."""
         shares = replace(shares, phase=parts.phase(shares.sender, cell))
         kinds = int(shares.kind.max()) + 1
-        # stripes of the first kind share rounds with what one rank receives; other kinds follow in rounds of their own
+        # parts that one rank needs (kind 0) and stripes of kind 1 share rounds; each other kind has rounds of its own
         stage = shares.phase * kinds + np.maximum(shares.kind, 1)
         key = ((stage * kinds + shares.kind) * len(self.places) + shares.sender) * len(self.receivers) + shares.receiver
         order = np.argsort(key, kind="stable")
         shares, stage, key = shares.take(order), stage[order], key[order]
         first = np.flatnonzero(np.diff(key, prepend=-1))
         nbytes = np.add.reduceat(shares.parts.nbytes, first)
-        # two buffers of a rank must hold the stripes of all ranks of its group
+        # smaller rounds: a rank's two buffers also have to hold the stripes that other ranks of its group received
         widest = max((len(fan) for fan in wire.fans), default=2)
         limits = replace(self.limits, nbytes=max(2 * self.limits.nbytes // widest, 1))
         ends, numbers, start = [], [], 0

@@ -1,4 +1,4 @@
-"""Seconds of a plan in virtual time: rounds wait for their ranks, and messages share the ranks' links."""
+"""Simulates how long a planned update takes: each round waits for its ranks, and messages share bandwidth."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megarl.sync.shards.plan import UpdatePlan
 
 @dataclass(frozen=True)
 class LinkRates:
-    """Rates of links.
+    """Bandwidths of ranks, and the cost of a round.
 
     Attributes:
         network: bytes per second that a rank sends, and at the same time receives, over the network.
         machine: bytes per second between ranks of one machine.
-        memory: bytes per second that a GPU copies to itself.
-        round_s: seconds that a round takes more than its bytes.
+        memory: bytes per second between ranks on one GPU.
+        round_s: seconds that each round takes in addition to the transfer of its bytes.
     """
 
     network: float
@@ -30,8 +30,9 @@ def simulated_seconds(plan: UpdatePlan, rates: LinkRates) -> float:
     """Return the seconds until the last rank has received everything.
 
     Each rank runs its rounds one after the other. A message begins when both ranks have reached its round. All messages
-    of a rank in a round share its link, so a message ends after the time that the fuller one of the two links needs for
-    all messages of the round. Stripes are gathered while the next round runs, except after the last one.
+    of a rank in a round share the rank's bandwidth, so a message takes as long as the busier of its two ranks needs for
+    all of that rank's messages. Server ranks exchange stripes (shares of boxes) while the next round runs; only the
+    exchange after the last round adds to the time.
     """
     sender, receiver = plan.messages.sender, plan.receiver_numbers
     senders, receivers = int(sender.max()) + 1, len(plan.receivers)
@@ -51,7 +52,8 @@ def simulated_seconds(plan: UpdatePlan, rates: LinkRates) -> float:
 
 
 def _last_gather(plan: UpdatePlan, rates: LinkRates) -> float:
-    """Return the seconds of the longest gather of a round, which no other round hides if it is the last one."""
+    """Return an upper bound of the seconds in which server ranks exchange stripes after the last round: those of the
+    longest exchange of any round."""
     if not len(plan.fans):
         return 0.0
     key = plan.fans.round.astype(np.int64) << 32 | plan.fans.group

@@ -20,12 +20,12 @@ Array = NDArray[Any]
 T = TypeVar("T", bound="ColumnTable")
 
 
-#: Name, dtype and shape without the rows of each column, by the class of a table.
+#: For each table class: name of each column, and its dtype and shape without the first dimension.
 _COLUMNS: dict[type, dict[str, tuple[str, tuple[int, ...]]]] = {}
 
 
 def _columns(kind: type) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return name, dtype and shape without the rows of each column of a table."""
+    """Return for each column of a table class its dtype and its shape without the first dimension, by name."""
     if kind not in _COLUMNS:
         hints = get_type_hints(kind, include_extras=True)
         _COLUMNS[kind] = {name: (hint.__metadata__[0], hint.__metadata__[1:]) for name, hint in hints.items()}
@@ -37,7 +37,7 @@ class ColumnTable:
     """A frozen dataclass whose fields are columns; the first dimension of each counts the rows.
 
     The annotation of a column is `Annotated[Array, DTYPE, *TAIL]`: an array of shape [rows, *TAIL]. With the dtype
-    `str` it has texts of any length.
+    `str` it contains texts of any length.
 
     Raises:
         ValueError: a column has another shape or kind of numbers than its annotation declares.
@@ -61,7 +61,7 @@ class ColumnTable:
         return len(getattr(self, next(iter(_columns(type(self))))))
 
     def take(self: T, rows: Array) -> T:
-        """Return the table of these rows: int [n], or bool for each row."""
+        """Return a table of the given rows: int [n], or bool for each row."""
         return type(self)(**{name: getattr(self, name)[rows] for name in _columns(type(self))})
 
     def replace(self: T, **columns: Array) -> T:
@@ -92,21 +92,24 @@ class ColumnTable:
 
     @classmethod
     def of_arrays(cls: type[T], name: str, arrays: Mapping[str, Array]) -> T:
-        """Return the table that `arrays` gave the name `name`.
+        """Return the table called `name` from the result of `arrays`.
 
         Raises:
             ValueError: a column is missing, or has another shape or kind of numbers.
         """
         missing = [key for key in _columns(cls) if f"{name}.{key}" not in arrays]
         if missing:
-            raise ValueError(f"a description of weights lacks the columns {missing} of the table {name}")
+            raise ValueError(
+                f"table {name} of a weight update lacks the columns {missing}; use the same version of megarl for the "
+                "trainer and its servers"
+            )
         return cls(**{key: arrays[f"{name}.{key}"] for key in _columns(cls)})
 
 
 def pack(arrays: Mapping[str, Array]) -> bytes:
     """Return the bytes of a .npz file with these arrays."""
     out = io.BytesIO()
-    np.savez_compressed(out, **arrays)  # type: ignore[arg-type]  # typed as if they were allow_pickle
+    np.savez_compressed(out, **arrays)  # type: ignore[arg-type]  # the stub takes **arrays for allow_pickle
     return out.getvalue()
 
 
@@ -114,17 +117,20 @@ def unpack(data: bytes, most: int = 1 << 30) -> dict[str, Array]:
     """Return the arrays of a .npz file that came over the network; nothing is unpickled.
 
     Raises:
-        ValueError: `data` is no such file, or its arrays have more than `most` bytes.
+        ValueError: `data` is not an .npz file, or its arrays have more than `most` bytes.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as file:
             size = sum(info.file_size for info in file.infolist())
         if size > most:
-            raise ValueError(f"a message with tables has {size} bytes; allowed are at most {most}")
+            raise ValueError(
+                f"the tables of a weight update have {size} bytes; allowed: at most {most}; set "
+                "sync.transport=distributed"
+            )
         with np.load(io.BytesIO(data)) as loaded:
             return {name: loaded[name] for name in loaded.files}
     except (zipfile.BadZipFile, OSError, EOFError) as error:
-        raise ValueError(f"a message with tables is no .npz file: {error}") from error
+        raise ValueError(f"the tables of a weight update are not an .npz file: {error}") from error
 
 
 def digest(arrays: Mapping[str, Array]) -> str:

@@ -1,11 +1,12 @@
-"""The trainer's end of weight updates from shard to shard; all ranks take part, and each has one `ShardTransfer`.
+"""The trainer's side of weight updates from shard to shard; every trainer rank has one `ShardTransfer`.
 
     lead of a receiver    describe (once)         take_shards: one call for the whole update .................. answer
     receiver's ranks          storage ->  store       <- program    ready ->   rounds, from all trainer ranks   done ->
     all trainer ranks                    plan, equal on all                    rounds, phase by phase
 
-A receiver whose rank is gone or silent is given up by every rank that has messages for it, and the rounds of the others
-go on. Everything other than weights goes through a TCPStore of the first trainer rank.
+The lead of a receiver is the trainer rank that calls it. A cell is a set of receivers that share one process group with
+the trainer ranks that send to them. If a receiver's rank ends or stops its heartbeat, all ranks give up its cell and
+continue with other cells. Everything other than weights goes through a TCPStore of the first trainer rank.
 """
 
 from __future__ import annotations
@@ -40,35 +41,35 @@ from megarl.system.errors import ServerError, WorkerError
 from megarl.system.processes import address_towards
 from megarl.system.tracing import beat
 
-_READY_S = 30.0  # a receiver that has not begun by then is left out
-_QUIET_S = 10.0  # ranks of receivers count up a key twice a second while they are in rounds
-_LOOK_S = 0.25
-_GRACE_S = 2.0  # for the answer of a receiver whose cell was given up
+_READY_S = 30.0  # seconds within which all ranks of a cell must be ready; else the update leaves the cell out
+_QUIET_S = 10.0  # seconds without a heartbeat after which a rank counts as gone; it sends two a second during rounds
+_LOOK_S = 0.25  # seconds between two checks of a cell's heartbeats
+_GRACE_S = 2.0  # seconds to wait for the answer of a receiver whose cell was given up
 _POLL_S = 0.02
 _PHASE = "update from shard to shard"
-_ANSWERED = 200  # HTTP status of an answer, also of one that refuses
+_ANSWERED = 200  # HTTP status with which a server refuses a call; other failures have another status or none
 
 
 class ShardReceiver(Receiver, Protocol):
-    """A receiver whose ranks take boxes of tensors directly from the trainer's ranks."""
+    """A receiver whose ranks take boxes (rectangular parts of tensors) directly from the trainer's ranks."""
 
     def describe_storage(self, meeting: ShardMeeting, step: UpdateStep) -> None:
-        """Make each rank of the engine write its `RankStorage` to the store."""
+        """Make each rank of the engine write how it stores the model (`RankStorage`) to the trainer's store."""
 
     def take_shards(self, update: ShardUpdate, step: UpdateStep) -> None:
-        """Make each rank of the engine take part in the rounds of an update; return when all have the weights."""
+        """Make each rank of the engine receive its part of an update; return when all ranks have the weights."""
 
 
 @dataclass(frozen=True)
 class OwnShards:
-    """The storage of all trainer ranks, and the parameters of this rank.
+    """How all trainer ranks store the model, and the parameters of this rank.
 
     Attributes:
-        parameters: this rank's parameters by their names in its storage.
-        storages: storage of every trainer rank.
+        parameters: this rank's parameters, by their names in its storage.
+        storages: how every trainer rank stores the model.
         places: where every trainer rank runs.
         tensors: the tensors that are sent.
-        shapes: shape of each of these tensors.
+        shapes: unpadded shape of each of these tensors.
     """
 
     parameters: Mapping[str, Tensor]
@@ -84,28 +85,29 @@ Planner = Callable[[OwnShards, Sequence[ServerStorage]], UpdatePlan]
 
 @dataclass
 class _Plan:
-    """The program for one set of receivers, and this rank's part of it."""
+    """The plan of updates for one set of receivers, and this trainer rank's part of it; reused by later updates."""
 
     name: str
     cells: dict[int, ServerCell]
-    cell_of: list[int]  # cell of each receiver, by its place in the set
+    cell_of: list[int]  # cell (receivers that share a process group) of each receiver, by its index in the set
     rounds: list[Round]
     parameters: list[Tensor]
-    addresses: tuple[int, ...]  # of the parameters, which the rounds have views of
+    addresses: tuple[int, ...]  # data pointers of `parameters`: the rounds have views of this memory
     program: TransferProgram  # this rank's part of `update`
     update: UpdatePlan
 
 
 class ShardTransfer:
-    """Sends this rank's boxes of the weights to receivers.
+    """Sends this trainer rank's boxes (rectangular parts of tensors) to receivers.
 
     Args:
-        own: the trainer's storage.
+        own: how the trainer's ranks store the model.
         planner: returns the plan for a set of receivers.
         world: all ranks of the trainer.
-        prefix: name of the run.
+        prefix: name of the run, with which all keys in the store begin.
         timeout_s: deadline in seconds of each step.
-        address: address of the store for receivers; None: that of the interface that reaches the first receiver.
+        address: address at which receivers reach the store of the first trainer rank; None: the address of the network
+            interface that reaches the first receiver.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class ShardTransfer:
         report: SyncReport,
         checked: Container[int] = (),
     ) -> None:
-        """Send the current weights to `receivers`, which are prepared to get tensors. Collective.
+        """Send the current weights to `receivers`, for which an update has begun. Collective.
 
         Args:
             led: numbers of the receivers that this rank calls.
@@ -143,9 +145,9 @@ class ShardTransfer:
             checked: numbers of the receivers whose parameters are compared with what was sent, by hashes.
 
         Raises:
-            UserError: a receiver stores a tensor in a form that boxes of the trainer's tensors do not cover.
-            WorkerError: the ranks of the trainer have different plans, a receiver cannot describe its parameters, or
-                one holds other values than were sent.
+            UserError: a receiver's parameter does not consist of boxes that the trainer's ranks hold.
+            WorkerError: the ranks of the trainer have different plans, a receiver cannot describe its parameters, or a
+                compared parameter has other values than were sent.
         """
         start = time.perf_counter()
         self._updates += 1
@@ -170,7 +172,7 @@ class ShardTransfer:
             ValueError: no update has begun.
         """
         if self._store is None:
-            raise ValueError("the store is made at the first update")
+            raise ValueError("the store of weight updates does not exist before the first update")
         return self._store
 
     @property
@@ -180,7 +182,7 @@ class ShardTransfer:
         return sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
 
     def drop(self, url: str) -> None:
-        """Forget the receiver at `url`, because another engine may appear there."""
+        """Forget how the receiver at `url` stores its parameters, because another engine may take over this address."""
         self._storages.pop(url, None)
         self._plans = {key: plan for key, plan in self._plans.items() if url not in key}
 
@@ -192,7 +194,7 @@ class ShardTransfer:
         self._groups.clear()
 
     def _meet(self, receivers: Sequence[ShardReceiver]) -> dist.TCPStore:
-        """Return the store of the first trainer rank, which is made at the first update."""
+        """Return the store of the first trainer rank; create it at the first update, and write the tensors to it."""
         if self._store is not None:
             return self._store
         limit, problem = datetime.timedelta(seconds=self.timeout_s), None
@@ -229,7 +231,11 @@ class ShardTransfer:
         return [address, port]
 
     def _describe(self, receivers: Sequence[ShardReceiver], led: Container[int], report: SyncReport) -> None:
-        """Have every receiver that is new described by its lead, and read the descriptions."""
+        """Make every new receiver describe how it stores the model, and read the descriptions from the store.
+
+        Raises:
+            WorkerError: a receiver cannot describe its parameters.
+        """
         new = [receiver for receiver in receivers if receiver.url not in self._storages]
         step = UpdateStep("description of its parameters", self.timeout_s)
         calls = {
@@ -247,7 +253,7 @@ class ShardTransfer:
                 raise error
         everyone = self.world.all_gather_json([[*report.failed], refused])
         if reasons := [reason for _, part in everyone for reason in part]:
-            raise WorkerError(f"{reasons[0]}; set sync.transport to another one")
+            raise WorkerError(f"{reasons[0]}; set sync.transport=distributed")
         failed = {number for part, _ in everyone for number in part}
         for receiver in new:
             if receiver.number not in failed:
@@ -258,7 +264,7 @@ class ShardTransfer:
         return ShardMeeting(self._place, self.prefix, number, self.timeout_s)
 
     def _plan(self, store: dist.TCPStore, receivers: Sequence[ShardReceiver]) -> _Plan:
-        """Return the plan for these receivers; the last one is kept while receivers and parameters are the same."""
+        """Return the plan for these receivers; reuse the last one if receivers and parameter addresses are the same."""
         key = tuple(receiver.url for receiver in receivers)
         names = self.own.storages[self.world.rank].parameters.names.tolist()
         parameters = [self.own.parameters[name] for name in names]
@@ -273,7 +279,7 @@ class ShardTransfer:
             raise WorkerError("the trainer's ranks have different plans of a weight update: an error in megarl")
         if known is not None:
             cells, cell_of = known.cells, known.cell_of
-        else:  # groups of this plan have names of their own: keys of former groups stay in the store
+        else:  # a new plan needs new group names, because the store still has the keys of former groups
             name = f"megarl-{self.prefix}-{self._updates}"
             cells, cell_of = _cells(update, [receiver.layout.ranks for receiver in receivers], name, key)
         if self.world.rank == 0 and known is None:
@@ -291,7 +297,7 @@ class ShardTransfer:
         servers = []
         for place, receiver in enumerate(receivers):
             ranks = [same.setdefault(rank.digest, rank) for rank in self._storages[receiver.url]]
-            # each rank is planned as a machine of its own, because ranks of a machine do not gather stripes yet
+            # each server rank is planned as a machine of its own, so that no ranks have to exchange shares of boxes
             places = [GpuPlace(f"{receiver.url} {place}.{rank}", 0) for rank in range(len(ranks))]
             servers.append(ServerStorage(tuple(ranks), tuple(places)))
         return self.planner(self.own, servers)
@@ -304,7 +310,7 @@ class ShardTransfer:
         led: Container[int],
         checked: Container[int],
     ) -> dict[int, Future[None]]:
-        """Call the receivers that this rank leads; return the calls by the receiver's place."""
+        """Start the calls of the receivers that this rank leads; return the calls by the receiver's index."""
         step, calls = UpdateStep(_PHASE, self.timeout_s), {}
         for place, receiver in enumerate(receivers):
             if receiver.number not in led:
@@ -323,7 +329,7 @@ class ShardTransfer:
         return calls
 
     def _rounds(self, plan: _Plan, watch: CellWatch, report: SyncReport) -> dict[int, str]:
-        """Run this rank's rounds; return why each cell that was given up failed."""
+        """Run this rank's rounds; return the reason for each cell that was given up, by the cell's number."""
         wanted = sorted({each.cell for each in plan.rounds})
         lost: dict[int, str] = {}
         for number in wanted:
@@ -342,7 +348,7 @@ class ShardTransfer:
         return lost
 
     def _join(self, number: int, cell: ServerCell) -> str | None:
-        """Join the group of a cell unless this rank is in it already; return why that failed, or None."""
+        """Join the process group of a cell unless this rank is in it already; return why joining failed, or None."""
         if number in self._groups:
             members, group = self._groups[number]
             if members == cell:
@@ -366,14 +372,14 @@ class ShardTransfer:
         lost: Mapping[int, str],
         report: SyncReport,
     ) -> None:
-        """Wait for the answers of the receivers that this rank leads, and record which have failed."""
+        """Wait for the answers of the receivers that this rank leads, and add all failed receivers to `report`."""
         for place, receiver in enumerate(receivers):
             cell = plan.cell_of[place]
             why = lost.get(cell)
             if place in calls:
                 why = watch.wait_answer(cell, calls[place], self.timeout_s) or why
                 if why is None and not watch.is_done(place, receiver.layout.ranks, plan.name):
-                    why = "a rank has answered without the weights of this update"
+                    why = "the server has answered, but one of its ranks does not have the weights of this update"
             if why is not None:
                 known = why.startswith(receiver.name)  # the server's own answer
                 report.failed[receiver.number] = why if known else str(failure(receiver, _PHASE, why))
@@ -386,7 +392,11 @@ class ShardTransfer:
         report: SyncReport,
         checked: Container[int],
     ) -> None:
-        """Compare what the receivers `checked` hold with what all ranks have sent them. Collective."""
+        """Compare the parameters of the receivers `checked` with all that trainer ranks sent, by hashes. Collective.
+
+        Raises:
+            WorkerError: parameters differ.
+        """
         wanted = [place for place, receiver in enumerate(receivers) if receiver.number in checked]
         if not wanted:
             return
@@ -411,12 +421,12 @@ class ShardTransfer:
 def _cells(
     plan: UpdatePlan, ranks: Sequence[int], first: str, key: Sequence[str]
 ) -> tuple[dict[int, ServerCell], list[int]]:
-    """Return the members of each cell, and the cell of each server.
+    """Return the ranks of each cell (servers that share a process group), and the cell of each server.
 
     Args:
         ranks: number of ranks of each server.
-        first: first part of the names of the groups, equal on all ranks.
-        key: addresses of the servers, which are part of the names of the groups.
+        first: first part of the groups' names, equal on all ranks.
+        key: addresses of the servers, which become part of the groups' names.
     """
     cell_of_message = plan.rounds.cell[plan.messages.round]
     cells, cell_of = {}, [0] * len(ranks)
@@ -432,11 +442,11 @@ def _cells(
 
 
 class CellWatch:
-    """Watches the ranks of receivers during one update, through the store.
+    """Watches the ranks of receivers during one update, through the trainer's store.
 
     Args:
         name: first part of the update's keys.
-        cells: members of each cell.
+        cells: ranks of each cell (receivers that share a process group), by its number.
     """
 
     def __init__(self, store: dist.Store, name: str, cells: Mapping[int, ServerCell]) -> None:
@@ -448,7 +458,7 @@ class CellWatch:
         return [(server, rank) for server, ranks in self._cells[cell].servers.items() for rank in range(ranks)]
 
     def give_up(self, cell: int, why: str) -> None:
-        """Let all ranks know that a cell is given up, and why; the first reason is kept."""
+        """Write to the store, for all ranks, that a cell is given up and why; the first reason is kept."""
         self._store.compare_set(f"{self._name}/dead/{cell}", "", why)
 
     def dead(self, cell: int) -> str | None:
@@ -457,7 +467,10 @@ class CellWatch:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def look(self, cell: int) -> str | None:
-        """Return why a cell has to be given up: another rank has, or a rank of a receiver is silent; else None."""
+        """Return why a cell has to be given up: another rank has given it up, or a receiver's rank sends no heartbeat.
+
+        None: there is no reason, or the last check was less than a quarter of a second ago.
+        """
         now = time.monotonic()
         if now < self._next.get(cell, 0.0):
             return None
@@ -475,7 +488,7 @@ class CellWatch:
         return None
 
     def wait_ready(self, cell: int, limit_s: float) -> str | None:
-        """Wait until all ranks of the cell's receivers have begun; return why they have not, or None."""
+        """Wait until all ranks of the cell's receivers are ready; return why one is not, or None."""
         keys = [f"{self._name}/ready/{server}/{rank}" for server, rank in self._ranks(cell)]
         end = time.monotonic() + limit_s
         while not self._store.check(keys):
@@ -483,7 +496,7 @@ class CellWatch:
                 return why
             if time.monotonic() > end:
                 missing = [key.rpartition("/ready/")[2] for key in keys if not self._store.check([key])]
-                return f"ranks (server/rank) {', '.join(missing)} have not begun within {limit_s:g} s"
+                return f"ranks (server/rank) {', '.join(missing)} were not ready within {limit_s:g} s"
             beat()
             time.sleep(_POLL_S)
         return None
@@ -504,13 +517,17 @@ class CellWatch:
         return self.dead(cell) or (None if error is None else str(error))
 
     def is_done(self, server: int, ranks: int, program: str) -> bool:
-        """Return whether all ranks of a receiver have completed this update by the same program."""
+        """Return whether all ranks of a receiver have completed this update, each with the program named `program`."""
         keys = [f"{self._name}/done/{server}/{rank}" for rank in range(ranks)]
         return bool(self._store.check(keys)) and all(self._store.get(key).decode() == program for key in keys)
 
 
 def in_thread(call: Callable[[], None], failed: Callable[[str], None] | None = None) -> Future[None]:
-    """Run `call` in a daemon thread, which nobody waits for if it never returns; `failed` gets the error's text."""
+    """Run `call` in a daemon thread, so that the process can end although the call never returns; return its future.
+
+    Args:
+        failed: called with the text of the error if `call` raises one.
+    """
     future: Future[None] = Future()
 
     def run() -> None:

@@ -1,4 +1,5 @@
-"""The boxes that cross the network to a cell: each once for every rank, or once for several ranks on a machine."""
+"""Chooses what crosses the network to a cell (servers that share a process group): each box (a rectangular part of a
+tensor) once for every rank that stores it, or once for all ranks of a machine, which then exchange shares of it."""
 
 from __future__ import annotations
 
@@ -14,18 +15,20 @@ from megarl.sync.shards.links import NeedTable
 from megarl.sync.shards.table import Array, ColumnTable
 
 FAN_GAIN = 1.25
-"""A machine's ranks gather stripes if one needs this many times its share of the bytes that the machine needs."""
-_STRIPE = 1 << 16  # bytes below which a box is not divided among stripes
+"""Each rank of a machine receives a stripe (an equal share) of boxes that several of them store, and they exchange the
+stripes, if otherwise one of them would receive more than this many times its equal share of the machine's bytes."""
+_STRIPE = 1 << 16  # a box (a rectangular part of a tensor) is not cut into pieces of fewer bytes at borders of stripes
 
 
 @dataclass(frozen=True, eq=False)
 class WireTable(ColumnTable):
-    """Boxes that are sent to a cell.
+    """Boxes (rectangular parts of tensors) that are sent to a cell (servers that share a process group).
 
     Attributes:
-        need: int32 [W], row of the need of the first rank that stores the box.
-        holders: int32 [W], set of ranks that hold the box.
-        fan: int32 [W], row in `CellWire.fans` of the ranks of a machine that all store the box; -1: one rank.
+        need: int32 [W], row in `NeedRows.table` of the first server rank that stores the box.
+        holders: int32 [W], number of the set of trainer ranks that hold the box.
+        fan: int32 [W], index in `CellWire.fans` of the ranks of a machine that each receive a share of the box; -1: one
+            rank receives all of it.
     """
 
     need: Annotated[Array, "i4"]
@@ -35,12 +38,12 @@ class WireTable(ColumnTable):
 
 @dataclass(frozen=True, eq=False)
 class WireTargets(ColumnTable):
-    """The ranks that store the boxes of a cell, ordered by box.
+    """The server ranks that store the boxes which are sent to a cell, ordered by box.
 
     Attributes:
         box: int32 [U], row in `WireTable`.
-        receiver: int32 [U], number of the receiver.
-        need: int32 [U], row of its need.
+        receiver: int32 [U], number of the server rank.
+        need: int32 [U], row in `NeedRows.table` with the place where the rank stores the box.
     """
 
     box: Annotated[Array, "i4"]
@@ -50,14 +53,16 @@ class WireTargets(ColumnTable):
 
 @dataclass(frozen=True, eq=False)
 class CellWire:
-    """The boxes that are sent to one cell.
+    """The boxes (rectangular parts of tensors) that are sent to one cell (servers that share a process group).
 
     Attributes:
-        boxes, targets: the boxes, and the ranks that store them.
-        parts: what receivers get of the boxes: all, or a stripe if several ranks gather the box.
-        receiver: int64, number of the receiver of each part.
-        fans: numbers of the receivers of each group that gathers.
-        kinds: int64, for each part 0, or a number above 0 if it is a stripe; groups of the same kind do not overlap.
+        boxes, targets: the boxes, and the server ranks that store them.
+        parts: the parts of boxes that each rank receives: whole boxes, and stripes, its shares of boxes that several
+            ranks of its machine store.
+        receiver: int64, number of the server rank that receives each part.
+        fans: the groups of server ranks that exchange stripes, by the ranks' numbers.
+        kinds: int64, for each part 0 if it is a whole box, or a number above 0 if it is a stripe. Groups whose stripes
+            have the same number have no rank in common.
     """
 
     boxes: WireTable
@@ -70,13 +75,14 @@ class CellWire:
 
 @dataclass(frozen=True)
 class NeedRows:
-    """The needs of all receivers of a plan: each has consecutive rows, and receivers of one storage have the same.
+    """The needs of all receivers (server ranks) of a plan. Each receiver has consecutive rows of a table; those of
+    receivers that store the model alike are the same.
 
     Attributes:
-        table: the needs of all different storages.
+        table: the parts of boxes (rectangular parts of tensors) that the receivers need.
         first, last: for each receiver its first row, and the row after its last one.
-        holders: int32, set of ranks that hold each of the trainer's boxes.
-        step: int64, for each tensor the number of rows that stay together.
+        holders: int32, for each of the trainer's boxes the number of the set of ranks that hold it.
+        step: int64, for each tensor the number of rows that are never cut apart (an FP8 block, or 1).
     """
 
     table: NeedTable
@@ -87,7 +93,7 @@ class NeedRows:
 
 
 def cell_wire(cell: Sequence[int], receivers: Sequence[ReceivingRank], needs: NeedRows) -> CellWire:
-    """Return what is sent to the receivers with the numbers `cell`, which are all those of one cell."""
+    """Return what is sent to one cell, which has the server ranks with the numbers `cell`."""
     machines: dict[str, list[int]] = {}
     for number in cell:
         machines.setdefault(receivers[number].place.machine, []).append(number)
@@ -118,7 +124,7 @@ def extent_dim(size: Array) -> Array:
 
 
 def _kinds(fans: Sequence[Sequence[int]]) -> list[int]:
-    """Return for each group the least number above 0 that no group has which shares a rank with it."""
+    """Return a number above 0 for each group of ranks; groups with a rank in common get different numbers."""
     members: list[set[int]] = []
     kinds = []
     for fan in fans:
@@ -131,7 +137,8 @@ def _kinds(fans: Sequence[Sequence[int]]) -> list[int]:
 
 
 class _MachineNeeds:
-    """The needs of the receivers of a cell on one machine, whose numbers are `members`."""
+    """Decides how the boxes that a cell's ranks on one machine need are sent to them; `members`: numbers of these
+    ranks."""
 
     def __init__(self, members: list[int], needs: NeedRows) -> None:
         self.members, self.needs = members, needs
@@ -145,7 +152,7 @@ class _MachineNeeds:
         self.extent = np.take_along_axis(size, extent_dim(size)[:, None], 1)[:, 0]
 
     def gains(self) -> bool:
-        """Return whether ranks should receive stripes and gather them."""
+        """Return whether each rank should receive stripes (shares) of the boxes, which the ranks then exchange."""
         if len(self.members) == 1:
             return False
         self.box = self._equal_boxes()
@@ -155,14 +162,15 @@ class _MachineNeeds:
         return bool(most > FAN_GAIN * unique.sum() / len(self.members))
 
     def plain(self) -> tuple[WireTable, WireTargets, PartTable, Array, list[tuple[int, ...]]]:
-        """Return boxes, targets, parts, receivers and groups if each rank receives what it stores."""
+        """Return boxes, targets, parts, receivers and groups for ranks that each receive all that they store."""
         rows = np.arange(len(self.need))
         boxes = WireTable(self.need, self.holders, np.full(len(rows), -1))
         part = PartTable(rows, np.zeros_like(rows), self.extent, self.table.nbytes)
         return boxes, WireTargets(rows, self.who, self.need), part, self.who, []
 
     def fanned(self) -> tuple[WireTable, WireTargets, PartTable, Array, list[tuple[int, ...]]]:
-        """Return boxes, targets, parts, receivers and groups if ranks that store the same boxes gather stripes."""
+        """Return boxes, targets, parts, receivers and groups for ranks that exchange stripes (shares) of boxes which
+        several of them store."""
         order = np.argsort(self.box, kind="stable")
         first = order[np.flatnonzero(np.diff(self.box[order], prepend=-1))]  # the first rank's need of each box
         stored = np.zeros((len(first), len(self.members)), bool)
@@ -192,7 +200,7 @@ class _MachineNeeds:
         return boxes, targets, PartTable.joined(parts), np.concatenate(receiver), fans
 
     def _equal_boxes(self) -> Array:
-        """Return a number for each need, equal for the same box, counted in the order of the boxes."""
+        """Number the different boxes in `table` from 0, in order; return the number of each row's box: int64 [n]."""
         corners = np.concatenate([self.table.lo, self.table.hi], 1)
         order = np.lexsort((self.member, *corners.T[::-1], self.table.box))
         box, corners = self.table.box[order], corners[order]

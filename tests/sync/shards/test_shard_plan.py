@@ -185,5 +185,5 @@ def test_overlapping_boxes_are_refused() -> None:
 def test_a_tensor_that_no_rank_holds_is_refused() -> None:
     made = job("qwen3", trainer(pp=2), 1)
 
-    with pytest.raises(UserError, match="do not all hold once"):
+    with pytest.raises(UserError, match="do not hold each of them exactly once"):
         plan_of(replace(made, trainer=made.trainer[:1]))
