@@ -23,7 +23,7 @@ from megarl.kernels.layers_gpu import swiglu
 #: Positions per program, positions read at once, warps, stages of the read pipeline.
 ATTENTION = (512, 64, 4, 3)
 WIDE_ATTENTION = (512, 32, 4, 2)  # for heads of over 256 bytes, so that reads in flight fit into shared memory
-WIDEST_ATTENTION = (512, 32, 8, 2)  # for heads of over 512 bytes, so that no registers are spilled
+WIDEST_ATTENTION = (512, 32, 8, 2)  # for heads of over 512 bytes; 8 warps, so that no registers are spilled
 #: Logits per program of `draw`, logits read at once, warps.
 DRAWING = (8192, 1024, 4)
 _LEAST = 16  # minimum number of rows of a matrix product in Triton; a product with fewer rows is padded

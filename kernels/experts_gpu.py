@@ -22,16 +22,16 @@ SUM = (2048, 8)
 
 
 class Tiles(NamedTuple):
-    """How one program of `add_products` computes a block of an expert's gradient."""
+    """The launch sizes of `add_products`, of which each program computes one block of an expert's weight gradient."""
 
-    out: int  # rows of the gradient
-    width: int  # columns of the gradient
-    tokens: int  # rows of tokens that are multiplied at a time
+    out: int  # rows of the block
+    width: int  # columns of the block
+    tokens: int  # tokens whose products are added at a time
     warps: int
-    stages: int  # blocks of tokens that are on their way
+    stages: int  # stages of the pipeline that loads the next tokens
 
 
-#: For compute capability 9.0 `python -m megarl.benchmarks.aot` finds that no register is spilled. Never timed.
+#: These sizes spill no register at compute capability 9.0 (`python -m megarl.benchmarks.aot`). They were never timed.
 PRODUCTS = Tiles(128, 128, 64, 8, 3)
 
 
@@ -75,10 +75,10 @@ def add_products(grads: Tensor, rows: Tensor, ends: Tensor, total: Tensor, tiles
     """Add grads[a:b].T @ rows[a:b] to total[e] for every expert e with rows [a, b); products and sums in float32.
 
     Args:
-        grads: [n, out], contiguous; gradients of the results, of the dtype of `rows`.
-        rows: [n, in], contiguous; bfloat16, float16 or float32, in the order of experts.
+        grads: [n, out], contiguous; gradients of the experts' outputs, in the dtype of `rows`.
+        rows: [n, in], contiguous; the experts' inputs, sorted by expert, in bfloat16, float16 or float32.
         ends: int32 [experts], index after the last row of each expert. Rows after the last expert's are not read.
-        total: float32 [experts, out, in], contiguous.
+        total: float32 [experts, out, in], contiguous; gradients of the experts' weights so far.
     """
     experts, out, width = total.shape
     if total.numel():
@@ -97,7 +97,8 @@ def _add_products(  # type: ignore[no-untyped-def]
     width,
     SIZES: tl.constexpr,
 ):
-    """Add a block of the gradient of one expert's weight; `SIZES`: the first three numbers of `Tiles`."""
+    """Compute one block of one expert's weight gradient and add it to `total`; `SIZES`: the first three numbers of
+    `Tiles`."""
     OUT: tl.constexpr = SIZES[0]
     WIDTH: tl.constexpr = SIZES[1]
     TOKENS: tl.constexpr = SIZES[2]

@@ -450,11 +450,11 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
 
 
 def _allocator_environment(config: RunConfig) -> dict[str, str]:
-    """Return the variables of torch's allocator that set expandable segments, without these, if servers share the
-    trainer's GPUs.
+    """Return the user's variables for torch's allocator that workers get without `expandable_segments`, by name; empty
+    unless servers share the trainer's GPUs.
 
-    Servers map the trainer's buffers, and memory in expandable segments can be mapped only by a process that may trace
-    this one.
+    Such servers map the trainer's buffers, and memory in expandable segments can be mapped only by a process that may
+    trace (ptrace) the process that allocated it.
     """
     changed = {}
     for name in {*_ALLOCATOR} & os.environ.keys() if config.rollout.colocated else ():
@@ -466,7 +466,7 @@ def _allocator_environment(config: RunConfig) -> dict[str, str]:
 
 
 def warn_of_removed_settings(job: Job) -> None:
-    """Warn if workers get the variables of torch's allocator without the user's expandable segments."""
+    """Warn of each variable from which `expandable_segments` is removed for the workers."""
     for name in sorted(_allocator_environment(job.config)):
         job.log.say(
             f"megarl: warning: {name}: workers start without {_EXPANDABLE}, because servers with "

@@ -139,12 +139,13 @@ def pump(pipe: IO[bytes], rank: int, log: OutputLog) -> threading.Thread:
 
 
 class Follower:
-    """A thread that copies the ranks' files LOG_DIR/rank_K.txt to the log, for ranks that are not children.
+    """A thread that copies new output of the ranks from the files LOG_DIR/rank_K.txt to the log, for ranks that are not
+    child processes of the launcher.
 
     Args:
         ranks: the ranks whose files this launcher copies.
-        size_of: returns the size of a rank's file as its machine reports it, so that only files that have grown are
-            opened; None: open all files each time.
+        size_of: returns the size of a rank's file as the rank's machine reports it, so that only files that have grown
+            are opened; None: open all files in every poll.
     """
 
     def __init__(
@@ -160,12 +161,12 @@ class Follower:
     def _follow(self) -> None:
         while not self._done.wait(_POLL_S):
             self._copy_new()
-        self._size_of = None  # machines may not have reported the last lines
+        self._size_of = None  # open all files: the reported sizes may not include the last lines
         self._copy_new()
 
     def _copy_new(self) -> None:
         for rank, path in self._paths.items():
-            # the console shows rank 0 at once
+            # the file of rank 0 is read in every poll, so that the console shows its lines at once
             if rank and self._size_of is not None and (self._size_of(rank) or 0) <= self._offsets[rank]:
                 continue
             with contextlib.suppress(FileNotFoundError), path.open("rb") as file:

@@ -114,7 +114,7 @@ def start(job: Job, *, own: bool = False) -> RayWorkers:
     RAY_ADDRESS is set. Raise UnavailableError or WorkerError if the cluster lacks devices or memory, or is too slow.
     """
     workers = RayWorkers(job, own)
-    if not own:  # the local launcher has already warned
+    if not own:  # with `own`, the local launcher calls this and has already warned
         warn_of_removed_settings(job)
     try:
         workers.launch()

@@ -23,16 +23,17 @@ _VALID = 0.2
 
 
 def make_rows(split: str = "train", proposed: bool = True, **settings: Any) -> list[dict[str, Any]]:
-    """Return the prompts of episodes, made of the sums of `megarl.recipes.arithmetic:make_rows`.
+    """Return the rows of episodes, made of the sums of `megarl.recipes.arithmetic:make_rows`.
 
     Args:
-        split: `train`, or `val` for sums that the solver is tested on.
-        proposed: training rows have the prompt of the proposer, the first number of a sum; False: the sum, for a
-            solver that is trained without a proposer. Further settings are those of `arithmetic:make_rows`.
+        split: `train`, or `val` for held-out sums, which only the solver answers.
+        proposed: the prompt of a training row is the first number of a sum, to which the proposer adds the second;
+            False: the prompt is the whole sum, for a solver that is trained without a proposer.
+        settings: the other settings of `arithmetic:make_rows`.
 
     Returns:
-        Rows with `prompt`; `answer`, empty if the sum is proposed; `attempts` of the solver; and `held_out`, the
-        second numbers of held-out sums with the first number of the prompt.
+        Rows with `prompt`; `answer`, empty if the proposer completes the sum; `attempts`, how often the solver answers;
+        and `held_out`, which the proposer must not use: second numbers of held-out sums with the same first number.
     """
     rows = arithmetic_rows(split, **settings)
     if split == "val":
@@ -59,16 +60,17 @@ def make_demonstrations(
     seed: int = 0,
     **settings: Any,
 ) -> list[dict[str, str]]:
-    """Return demonstrations of both policies: answers of sums, of which a part gives up, and proposals, partly invalid.
+    """Return demonstrations for both policies: answers for the solver, and proposed sums for the proposer.
 
-    Few of the proposals have a carry from the last digits, and sums with a carry are often given up.
+    They leave room to learn: some answers give up ("-"), some proposals are invalid, and few proposals have a carry.
 
     Args:
-        split: `train` or `val`. Further settings are those of `megarl.recipes.arithmetic:make_rows`.
-        given_up: share of the sums with a carry that are answered with "-".
+        split: `train` or `val`.
+        given_up: share of the sums with a carry (from the last digits) that are answered with "-".
         proposals: number of proposals, as a share of the sums.
-        carries: share of the sums with a carry that may be proposed; all others may.
-        valid: share of proposals that begin with the number of their prompt.
+        carries: share of the sums with a carry that may be proposed; sums without a carry always may.
+        valid: share of proposals that begin with the number in their prompt, as the task demands.
+        settings: the other settings of `megarl.recipes.arithmetic:make_rows`.
     """
     rows, rng = arithmetic_rows(split, seed=seed, **settings), random.Random(f"demonstrations {seed}")
     proposable = [row for row in rows if not has_carry(*_numbers(row)) or rng.random() < carries]
@@ -92,7 +94,7 @@ def _numbers(row: dict[str, str]) -> tuple[str, str]:
 
 
 def play(task: dict[str, Any]) -> dict[str, Any]:
-    """Play one episode and return the rewards of the policies that it called."""
+    """Play one episode; return its rewards by policy, and numbers for the metrics."""
     row = task["row"]
     if row["answer"]:
         return {"rewards": {"solver": _solve(row["prompt"], row["answer"], row["attempts"])}}
@@ -109,7 +111,7 @@ def play(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _solve(prompt: str, answer: str, attempts: int) -> list[float]:
-    """Return the rewards of the solver's attempts at a sum."""
+    """Let the solver answer a sum `attempts` times; return the reward of each attempt, 1 for the right answer."""
     return [float(text == answer) for text in _complete("solver", prompt, attempts)]
 
 

@@ -16,17 +16,18 @@ from megarl.algorithms.lazy import Tensor, torch
 
 @dataclass(frozen=True)
 class Decisions:
-    """The decision of each of N packed tokens."""
+    """Which decision each of N packed tokens belongs to; a decision is a span of tokens that share a critic's value."""
 
-    start: Tensor  # int64 [N], the first token of the token's decision; -1: the token belongs to none
+    start: Tensor  # int64 [N], index of the first token of each token's decision; -1: the token is in no decision
 
     @classmethod
     def of(cls, starts: Tensor, offsets: Tensor) -> Decisions:
-        """Return the decisions that begin at the tokens `starts`, bool [N]; each ends before the next one of its row.
+        """Return the decisions of N packed tokens. Each decision lasts until the next start or the end of its row.
 
         Args:
-            offsets: int64 [B + 1], the first token of each row, and N. Tokens of a row before its first start belong
-                to no decision.
+            starts: bool [N], whether a decision begins at the token. Tokens before the first start of a row are in no
+                decision.
+            offsets: int64 [B + 1], index of the first token of each row, and N at the end.
         """
         places = torch.arange(len(starts), device=starts.device)
         latest = torch.where(starts, places, -1).cummax(0).values if len(starts) else places
@@ -34,10 +35,11 @@ class Decisions:
         return cls(torch.where(latest >= first, latest, -1))
 
     def gather(self, values: Tensor) -> Tensor:
-        """Sum the values [N] of each decision at its first token; zero elsewhere."""
+        """Return [N] with the sum of a decision's `values` [N] at the decision's first token, and 0 elsewhere."""
         known = self.start >= 0
         return torch.zeros_like(values).index_add_(0, self.start[known], values[known])
 
     def spread(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Repeat the value of each decision's first token at its tokens in `mask`, bool [N]; zero elsewhere."""
+        """Return [N] with the value of a decision's first token at each of its tokens where `mask`, bool [N], is true,
+        and 0 elsewhere."""
         return torch.where(mask & (self.start >= 0), values[self.start.clamp(min=0)], 0)

@@ -91,9 +91,10 @@ class ProgressReport:
         return counts.tolist(), edges.tolist()
 
     def rank_correlations(self, progress: Tensor, groups: Sequence[Hashable] | None = None) -> dict[Hashable, float]:
-        """Return Spearman's correlation of score and true progress over the `shaped` failures of each task or group.
+        """Return Spearman's correlation of score and true progress for each task or group.
 
-        Tasks with fewer than two such failures, or with equal scores or equal progress, are missing.
+        Only failed episodes that are scored by distance (`shaped`) count. A task with fewer than two of these
+        episodes, or with equal scores or equal progress, is missing.
 
         Args:
             progress: float [B]; NaN where it is unknown.

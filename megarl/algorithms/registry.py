@@ -39,9 +39,9 @@ class Settings(Section):
 
 @dataclass(frozen=True)
 class Spec:
-    """The declaration of a component."""
+    """The declaration with which a loss, estimator or other component is registered."""
 
-    settings: type[Settings] = Settings  # model of the component's keys
+    settings: type[Settings] = Settings  # pydantic model of the component's recipe keys
     reads: tuple[str, ...] = ()  # batch fields that the component receives as keyword arguments of these names
 
 

@@ -18,30 +18,30 @@ from typing import Any
 
 from megarl.system.errors import ConfigError
 
-#: The section of a policy's config.json.
+#: The section of a policy's config.json with the sizes of its action expert.
 SECTION = "action_expert"
-#: Model type of the expert's layers, and the only one of the language model that provides keys for them.
+#: The only model type of a language model whose keys and values an action expert can read.
 _LANGUAGE_MODEL = "llama"
 _SIZES = ("hidden_size", "intermediate_size", "action_dim", "state_dim")
-_MIN_PERIOD, _MAX_PERIOD = 4e-3, 4.0  # pi0's
+_MIN_PERIOD, _MAX_PERIOD = 4e-3, 4.0  # the periods of pi0
 _PERIODS = {"min_period": _MIN_PERIOD, "max_period": _MAX_PERIOD}
 
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The sizes of an action expert. Layers, heads and RoPE are those of the language model, whose keys it reads."""
+    """The sizes of an action expert. Its layers, heads and RoPE match the language model, whose keys it attends to."""
 
     width: int  # width of the expert's hidden states
     mlp: int  # width of the hidden layer of its MLPs
-    action: int  # numbers of an action, D
-    state: int  # numbers of the robot's state
+    action: int  # length of an action vector, D
+    state: int  # length of the robot's state vector
     layers: int
     heads: int
     groups: int  # number of key and value heads
     head: int  # width of a head
     theta: float  # base of RoPE's frequencies
-    min_period: float = _MIN_PERIOD  # shortest period of the sinusoids of the flow time, which is from 0 to 1
-    max_period: float = _MAX_PERIOD  # longest period
+    min_period: float = _MIN_PERIOD  # shortest period of the sinusoids that encode the flow time (0 to 1)
+    max_period: float = _MAX_PERIOD  # longest period of these sinusoids
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -66,7 +66,8 @@ class ExpertShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: str) -> ExpertShape | None:
-        """Return the expert that `config`, a policy's config.json, describes; None if it has no such section."""
+        """Return the sizes of the action expert in `config`, a policy's config.json; None if it has no section
+        `action_expert`."""
         section, text = config.get(SECTION), config.get("text_config")
         if section is None:
             return None
@@ -82,7 +83,7 @@ class ExpertShape:
             _check_size(section[name], f"{place}.{name}")
         if section["hidden_size"] % 2:
             raise ConfigError(
-                "the expert's width must be even, because half of the flow time's sinusoids are sines",
+                "the action expert's width must be even: one half encodes the flow time as sines, the other as cosines",
                 where=f"{place}.hidden_size",
                 found=section["hidden_size"],
                 allowed="an even integer",
@@ -95,7 +96,7 @@ class ExpertShape:
         shape = cls(width, mlp, action, state, layers, heads, groups, head, theta, low, high)
         if not 0 < shape.min_period < shape.max_period:
             raise ConfigError(
-                "the periods of the flow time's sinusoids are not in order",
+                "invalid periods of the sinusoids that encode the flow time",
                 where=f"{place}.min_period",
                 found=(shape.min_period, shape.max_period),
                 allowed="0 < min_period < max_period",
@@ -104,21 +105,25 @@ class ExpertShape:
 
 
 def _attention(text: Mapping[str, Any], where: str) -> tuple[int, int, int, int, float]:
-    """Return layers, heads, key and value heads, width of a head, and RoPE's base of the language model."""
+    """Return the language model's number of layers, of heads, and of key/value heads, the head width, and RoPE's base.
+
+    Raise ConfigError at `where` if an action expert cannot read the keys of the language model with config `text`.
+    """
     kind = text.get("model_type", _LANGUAGE_MODEL)
     if kind != _LANGUAGE_MODEL:
         raise ConfigError(
-            "an action expert reads the keys of a language model with plain attention in every layer",
+            "a policy with an action expert needs a language model with plain attention in every layer",
             where=f"{where}.model_type",
             found=kind,
             allowed=_LANGUAGE_MODEL,
         )
     if not text.get("tie_word_embeddings", False):
         raise ConfigError(
-            "the language model of a policy with an action expert predicts no tokens, so it has no output embedding",
+            "a policy with an action expert predicts no tokens, so its language model cannot have an output embedding",
             where=f"{where}.tie_word_embeddings",
             found=text.get("tie_word_embeddings"),
             allowed="true",
+            fix="set tie_word_embeddings to true",
         )
     for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
         _check_size(text.get(name), f"{where}.{name}")
@@ -126,7 +131,7 @@ def _attention(text: Mapping[str, Any], where: str) -> tuple[int, int, int, int,
     rope = text.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default" or text.get("rope_scaling"):
         raise ConfigError(
-            "an action expert reads keys of plain RoPE only",
+            "a policy with an action expert needs a language model with default RoPE",
             where=f"{where}.rope_parameters",
             found=rope.get("rope_type") or text.get("rope_scaling"),
             allowed="rope_type: default",

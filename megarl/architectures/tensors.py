@@ -45,7 +45,7 @@ VALUE_BIAS = WeightRule("output_layer.bias", "head", COPY, (WeightSource("score.
 
 
 def is_of_value_head(name: str) -> bool:
-    """Return whether a checkpoint's tensor belongs to a value head. In a robot policy's files its name has a prefix.
+    """Return whether a checkpoint's tensor belongs to a value head. The name may have a prefix, as for robot policies.
 
     >>> is_of_value_head("language_model.score.weight"), is_of_value_head("lm_head.weight")
     (True, False)

@@ -80,13 +80,13 @@ _AFTER_BLOCKS = ("norm.", "fc_norm.", "attn_pool.", "head.")
 
 @dataclass(frozen=True)
 class VisionShape:
-    """The parts of a policy beside its language model: vision, and the action expert if it has one."""
+    """The sizes of a robot policy's parts other than its language model: vision towers, projectors, action expert."""
 
     # one or two towers with the same number of patches; each gets all pictures in its own normalisation
     towers: tuple[TowerShape, ...]
     hidden: int  # width of the language model
     state: int = 0  # length of the robot's state vector, which becomes one more embedding; 0: the policy reads no state
-    expert: ExpertShape | None = None  # the part that predicts velocities of actions; None: actions are tokens
+    expert: ExpertShape | None = None  # the action expert of a flow-matching policy; None: actions are tokens
 
     @property
     def patches(self) -> int:

@@ -17,7 +17,7 @@ from megarl.architectures.decoders import decoder_config, decoder_section, prefi
 from megarl.architectures.values import read_keys, rotated_width
 from megarl.system.errors import ConfigError
 
-#: Frames of a temporal patch of a video, in all published models.
+#: Number of frames in one temporal patch of a video, in all published models.
 TEMPORAL = 2
 _COMMON = {"num_heads": 16, "in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": TEMPORAL}
 _CLIP = {
@@ -26,7 +26,7 @@ _CLIP = {
     "image_mean": (0.48145466, 0.4578275, 0.40821073),
     "image_std": (0.26862954, 0.26130258, 0.27577711),
 }
-#: The older keys of a video's pixels, and the keys of `size` that they replace.
+#: Former name of a video's pixel limit -> its present name in `size`. If a processor's file has both, the former wins.
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _HALF = {"min_pixels": 65536, "max_pixels": 16777216, "image_mean": (0.5,) * 3, "image_std": (0.5,) * 3}
 
@@ -342,15 +342,16 @@ class VideoSettings:
     def of(
         cls, encoder: VisionEncoder, processor: Mapping[str, Any] | None, least: int | None, most: int | None
     ) -> VideoSettings:
-        """Build the settings from those of a model's video processor.
+        """Build the settings from the file of a model's video processor.
 
         Args:
-            processor: content of its file; None: the defaults of transformers' processor.
-            least, most: other limits on pixels; None keeps the model's.
+            processor: content of the file; None: the defaults of transformers' video processor.
+            least, most: the recipe's limits on pixels (`data.video_min_pixels`, `data.video_max_pixels`), which replace
+                those of the file; None: keep the file's.
         """
         if encoder.temporal != TEMPORAL:
             raise ConfigError(
-                "videos need an encoder with temporal patches of another number of frames",
+                "videos need a vision encoder whose temporal patches have the allowed number of frames",
                 where="vision_config.temporal_patch_size",
                 found=encoder.temporal,
                 allowed=str(TEMPORAL),
@@ -358,7 +359,7 @@ class VideoSettings:
             )
         family, given = FAMILIES[encoder.model_type], processor or {}
         size = dict(given.get("size") or {})
-        if not family.timestamps:  # transformers' class reads the older keys only for models without timestamps
+        if not family.timestamps:  # transformers reads the former names only for models without timestamps
             size |= {edge: given[key] for key, edge in _EDGES.items() if given.get(key) is not None}
         settings = cls(
             patch=encoder.patch,
@@ -375,12 +376,17 @@ class VideoSettings:
 
 
 def _check_limits(settings: ImageSettings | VideoSettings, picture: str, least: str, most: str) -> None:
-    """Raise ConfigError unless an image or a frame (`picture`) fits between the limits of keys `least` and `most`."""
+    """Raise ConfigError if no image size is within the limits on pixels.
+
+    Args:
+        picture: `image` or `frame`, for the message.
+        least, most: recipe keys of the lower and the upper limit, for the message.
+    """
     unit = (settings.patch * settings.merge) ** 2
     if settings.min_pixels > settings.max_pixels or settings.max_pixels < unit:
         raise ConfigError(
             f"no {picture} size is within these limits",
             where=f"{least}, {most}",
             found=[settings.min_pixels, settings.max_pixels],
-            allowed=f"{least} <= {most}, and {most} >= {unit}, the pixels of one feature",
+            allowed=f"{least} <= {most}, and {most} >= {unit}, the pixels that one feature covers",
         )

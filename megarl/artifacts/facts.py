@@ -102,11 +102,11 @@ class ModelFacts:
 
     @cached_property
     def _hash(self) -> int:
-        # Of every layer's mixer, too: a search of plans would compute it twenty thousand times.
+        # Cached: it covers every layer's mixer, and a search of plans needs it about 20,000 times.
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def __getstate__(self) -> dict[str, object]:
-        # Strings have other hashes in other processes.
+        # Without the cached hash: strings have different hashes in other processes.
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     @property

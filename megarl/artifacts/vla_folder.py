@@ -23,7 +23,7 @@ VLA_TYPE = "openvla"
 #: The file that describes how pictures become pixels.
 PREPROCESSOR = "preprocessor_config.json"
 VIDEO_PREPROCESSOR = "video_preprocessor_config.json"
-#: What a processor of transformers 5 saves: the settings of its parts, by name.
+#: The file in which a processor of transformers 5 saves the settings of its parts, by the part's name.
 _PROCESSOR = "processor_config.json"
 #: Separate files of OpenVLA-OFT; a policy that has one computes something that is not supported.
 _OTHER_PARTS = {
@@ -109,15 +109,18 @@ def read_preprocessor(folder: Path) -> dict[str, Any] | None:
 
 
 def read_video_preprocessor(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of a model's video processor, from the file from which transformers takes them: the part
-    `video_processor` of processor_config.json, else video_preprocessor_config.json, else preprocessor_config.json; None
-    if the model has none of them.
+    """Return the settings of a model's video processor; None if the model has none.
+
+    As in transformers, they are `video_processor` in processor_config.json, else the content of
+    video_preprocessor_config.json, else of preprocessor_config.json.
     """
     nested = (read_mapping(folder / _PROCESSOR) or {}).get("video_processor")
     if nested is not None:
         if not isinstance(nested, dict):
             where = f"{folder / _PROCESSOR}: video_processor"
-            raise ConfigError("these settings must be a mapping", where=where, found=nested, allowed="a mapping")
+            raise ConfigError(
+                "the settings of the video processor must be a mapping", where=where, found=nested, allowed="a mapping"
+            )
         return nested
     videos = read_mapping(folder / VIDEO_PREPROCESSOR)
     return read_preprocessor(folder) if videos is None else videos

@@ -49,7 +49,7 @@ def _check_estimator(config: RunConfig, checks: Checklist) -> None:
         given = [*required, *chosen.spec.settings.model_fields]
         check_signature(chosen.function, ADVANTAGES.key, (), given, checks)
     alone = isinstance(settings, GroupSettings) and n < 2 and not settings.allow_singleton
-    if alone and not config.policies:  # estimators of several policies are checked with them
+    if alone and not config.policies:  # checks/policies.py checks the group sizes of several policies
         checks.of("group size").fail(
             "rollout.sampling.n",
             f"{name} compares the samples of a prompt with each other, but there is only one",

@@ -39,7 +39,7 @@ def with_steps(config: RunConfig, job: str = "train", *, dry: bool = False) -> R
             allowed="null",
             fix="set sft.steps, and sft.epochs=null",
         )
-    if dry and not config.task.writes_text:  # the rows are those of a program, which a dry run does not start
+    if dry and not config.task.writes_text:  # a simulator lists the training rows, and a dry run does not start it
         return config.with_uncounted(["trainer"])
     if not dry:
         check_hub(config, job, ask=True)  # the packages that read from the hub would retry for minutes

@@ -317,7 +317,7 @@ def check_reward_is_named(config: RunConfig, job: str, roles: Roles, checks: Che
 
 
 def _check_function(config: RunConfig, place: str, reward: RewardConfig, checks: Checklist) -> None:
-    """Check the function that the section `place` names."""
+    """Check the reward function that the recipe's section `place` names."""
     name, included = reward.name, reward.name in REWARDS.names()
     key, whole = f"{place}.name", place == "reward"
     if included or is_file_reference(name) or is_module_reference(name):

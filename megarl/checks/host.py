@@ -84,7 +84,8 @@ def _team_memory(config: RunConfig, sizes: Sizes, facts: ModelFacts, team: TeamP
         away = ranks * offloaded_bytes(config, sizes, team)
         offloaded = [term("offloaded state", away, "actor.engine.offload, critic.engine.offload")] if away else []
         if Role.ROLLOUT in team.roles and config.rollout.colocated and config.rollout.sglang.releases_graphs:
-            offloaded.append(_times(ranks, graphs()))  # SGLang copies what graphs have allocated
+            # while the GPU memory of CUDA graphs is released, SGLang keeps a copy of it in host memory
+            offloaded.append(_times(ranks, graphs()))
         # The buffers are on the device, so none of the host memory is certain.
         buffers = response_terms(config, dp, job) if Role.ROLLOUT in team.roles else []
         responses = [replace(_times(ranks, part), least=0.0) for part in buffers]

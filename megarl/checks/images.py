@@ -50,7 +50,8 @@ def check_images(config: RunConfig, facts: ModelFacts | None, checks: Checklist)
 
 
 def _vision_problem(config: RunConfig, facts: ModelFacts | None) -> ConfigError | None:
-    """Return the error if `model.vision`, `data.image_key` or `data.video_key` does not suit the model."""
+    """Return the error if the model cannot read the images or videos of the recipe, or has no encoder for
+    `model.vision`; None if they fit."""
     (key, column), vision = config.data.shows, config.model.vision
     nouns = "videos" if key == "data.video_key" else "images"
     models = f"a vision-language model: {', '.join(DECODERS)}"

@@ -200,7 +200,8 @@ def _check_devices(
 
 
 def _check_fraction(config: RunConfig, memory: Memory, room: GpuRoom, checks: Checklist) -> None:
-    """Warn of colocated servers without a share of the memory, and name the one that the plan gives them."""
+    """Warn if servers on the trainer's GPUs have no `rollout.sglang.memory_fraction`, and suggest the value that the
+    memory plan leaves them."""
     if config.rollout.sglang.memory_fraction is None:
         share = planned_fraction(memory, TIGHT * room.bytes)
         checks.warn(

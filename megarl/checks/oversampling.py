@@ -17,7 +17,8 @@ KEY, CARRY, ROUND = "rollout.oversample", "rollout.carry_steps", "rollout.round_
 def check_oversampling(
     config: RunConfig, graph: TaskGraph | None, placement: Placement | None, checks: Checklist
 ) -> None:
-    """Check teams, task graph and settings of a run that has more groups in flight than a round needs."""
+    """Check `rollout.round_prompts`, and the teams, task graph and settings of a run with `rollout.oversample` above 1
+    (more prompt groups in flight than a round of generation completes)."""
     _check_round(config, checks)
     if not config.rollout.oversamples:
         return
@@ -53,7 +54,7 @@ def check_oversampling(
 
 
 def _check_round(config: RunConfig, checks: Checklist) -> None:
-    """Check that rounds smaller than a batch are repeated until the batch is full."""
+    """Check that `rollout.round_prompts` is not above a batch and that dynamic sampling repeats smaller rounds."""
     size, batch = config.rollout.round_prompts, config.data.batch_size
     if size is None:
         return
@@ -77,7 +78,7 @@ def _check_round(config: RunConfig, checks: Checklist) -> None:
 
 
 def _conflicts(config: RunConfig) -> list[Conflict]:
-    """Return the settings that do not go with oversampling."""
+    """Return the settings that cannot be combined with `rollout.oversample` above 1, each with the reason."""
     rollout = config.rollout
     minimum = rollout.sampling.min_new_tokens
     return [

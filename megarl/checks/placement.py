@@ -56,7 +56,8 @@ def extra_models(config: RunConfig, job: str) -> frozenset[Role]:
 
 
 def _check_parts(config: RunConfig, checks: Checklist) -> None:
-    """Check that the parameters of models that train leave the device only with the rest of their training state."""
+    """Check that trained models other than the policy offload their parameters only together with gradients and
+    optimizer state."""
     engines = {"critic": config.critic.engine}
     engines |= {f"models.{name}": further.engine for name, further in config.models.items() if further.train}
     for section, engine in engines.items():
@@ -125,7 +126,8 @@ def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -
 
 
 def _check_offload(config: RunConfig, placement: Placement, checks: Checklist) -> None:
-    """Check that offloading makes room for other roles in the same team, and that streamed state is offloaded."""
+    """Warn of offloading in a team with one role, where it frees memory for no other model, and check the settings that
+    streamed optimizers need."""
     for name, further in config.models.items():
         _check_streamed(f"models.{name}.engine", further.engine, checks)
     for role, engine in ((Role.ACTOR, config.actor.engine), (Role.CRITIC, config.critic.engine)):
@@ -142,7 +144,7 @@ def _check_offload(config: RunConfig, placement: Placement, checks: Checklist) -
 
 
 def _check_streamed(section: str, engine: EngineConfig, checks: Checklist) -> None:
-    """Check the settings that an optimizer whose state passes through the GPU in pieces needs."""
+    """Check the settings that `stream_optimizer` needs, which moves the optimizer's state through the GPU in pieces."""
     if not engine.stream_optimizer:
         return
     offload = "true" if engine.offloaded == frozenset(PARTS) else str(engine.offload).lower()

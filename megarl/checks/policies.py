@@ -61,7 +61,7 @@ def check_policies(config: RunConfig, job: str, facts: ModelFacts | None, checks
 
 
 def _check_rewards(config: RunConfig, checks: Checklist) -> None:
-    """Check the reward functions of policies; `check_reward` finds and loads them."""
+    """Check that each policy with a `reward` section may have one; `check_reward` checks the functions themselves."""
     model = "a reward model scores the samples of all policies"
     for name, section in config.policy_rewards.items():
         key = f"policies.{name}.reward"
@@ -176,7 +176,7 @@ def _conflicts(config: RunConfig) -> list[Conflict]:
 
 
 def _why_no_reference(config: RunConfig) -> str:
-    """Return why the run's reference is not that of every policy; empty: it is."""
+    """Return why the run's reference model cannot be the reference of every policy; empty if it can."""
     for name, policy in config.policies.items():
         if policy.model in config.models and config.models[policy.model].path is not None:
             return f"{name} does not begin as the run's policy, and there is one reference"

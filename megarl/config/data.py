@@ -102,7 +102,7 @@ class ReplayConfig(Section):
         return round(self.share / (1 - self.share) * fresh)
 
 
-#: The value of `image_key` in recipes that set only `video_key`.
+#: The column of images that a recipe with `video_key` and without `image_key` gets.
 IMAGES_BESIDE = "images"
 
 
@@ -220,7 +220,8 @@ class DataConfig(Section):
 
     @property
     def shows(self) -> tuple[str, str | None]:
-        """The recipe key that lets prompts show something, for messages, and its value; None: prompts are text."""
+        """The recipe key that adds images or videos to prompts, for messages, and its column; None: prompts are text
+        only."""
         if self.video_key is not None and self.image_key in (None, IMAGES_BESIDE):
             return "data.video_key", self.video_key
         return "data.image_key", self.image_key
@@ -298,7 +299,7 @@ class RewardConfig(Section):
     def with_function(
         self, name: str, kwargs: dict[str, Any], mode: Literal["batch", "sequential"] | None
     ) -> RewardConfig:
-        """Return this section with another function in place of its own, in the same mode if `mode` is None."""
+        """Return a copy of this section with another reward function and no parts; None keeps the section's mode."""
         return self.model_copy(update={"name": name, "kwargs": kwargs, "mode": mode or self.mode, "parts": {}})
 
     @property

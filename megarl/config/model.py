@@ -89,7 +89,8 @@ class ModelConfig(Section):
         return "base" in re.split(r"[-_.]", name.lower())
 
     def freeze_problem(self, others: Collection[ModelPart]) -> ConfigError | None:
-        """Return the error for an invalid `freeze`, or None; `others`: the model's parts beside the language model."""
+        """Return the error for an invalid `freeze`, None if it is valid; `others`: the model's parts other than the
+        language model."""
         parts = [part for part in get_args(ModelPart) if part in {*others, "language_model"}]
         missing = [part for part in self.freeze if part not in parts]
         frozen, where = list(self.freeze), "model.freeze"

@@ -31,8 +31,8 @@ FreeName = Annotated[str, AfterValidator(_is_free)]
 
 
 class FurtherModelPlace(ModelPlace):
-    """Where a further model comes from, its layout, and whether it is trained; a base class, so that its keys come
-    first.
+    """Where a model of the section `models` comes from, its layout, and whether it is trained. These keys come first in
+    the section, so they are in a base class.
     """
 
     train: bool = Field(False, description="train the model: it has an optimizer, and checkpoints and exports hold it")

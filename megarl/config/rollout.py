@@ -143,16 +143,16 @@ class RolloutConfig(Section):
 
     @property
     def oversamples(self) -> bool:
-        """Whether a round of generation has more groups in flight than it needs."""
+        """Whether a round of generation has more prompt groups in flight than it has to complete (`oversample`)."""
         return self.oversample > 1
 
     @property
     def carries(self) -> bool:
-        """Whether groups that a step leaves unfinished continue in the next one."""
+        """Whether prompt groups that are unfinished at the end of a step continue in the next step (`carry_steps`)."""
         return self.oversamples and self.carry_steps > 0
 
     def in_flight(self, groups: int) -> int:
-        """Return how many groups are in flight in a round of generation that needs `groups` groups.
+        """Return how many prompt groups are in flight in a round of generation that has to complete `groups` groups.
 
         >>> RolloutConfig(oversample=1.5).in_flight(5), RolloutConfig(oversample=1.1).in_flight(10)
         (8, 11)

@@ -337,7 +337,7 @@ class RunConfig(Section):
 
     @property
     def round_prompts(self) -> int:
-        """The number of prompt groups that a round of generation completes."""
+        """The number of prompt groups that a round of generation has to complete."""
         return self.rollout.round_prompts or self.data.batch_size
 
     @property
@@ -385,7 +385,7 @@ class RunConfig(Section):
 
     @property
     def cache_dtype(self) -> str:
-        """Precision of generation's keys and values: `fp8` with `rollout.sglang.kv_cache_dtype`, else as
+        """Precision of the KV cache during generation: `fp8` if `rollout.sglang.kv_cache_dtype` sets one, else
         `rollout_dtype`."""
         servers = self.rollout.servers
         return "fp8" if servers is not None and servers.kv_cache_dtype != "auto" else self.rollout_dtype

@@ -178,10 +178,10 @@ class SGLangConfig(Section):
 
     @property
     def releases_graphs(self) -> bool:
-        """Whether servers on GPUs free the memory of their CUDA graphs with their cache.
+        """Whether servers on the trainer's GPUs release the memory of their CUDA graphs together with the KV cache.
 
-        SGLang can do so with its default graphs of decoding steps only. `extra_args` that choose graphs take
-        precedence.
+        SGLang can release only the default graphs of decode steps, so servers with `extra_args` that choose graphs keep
+        theirs.
         """
         chosen = any("cuda-graph" in argument for argument in self.extra_args if argument.startswith("--"))
         return self.colocated and not chosen

@@ -120,7 +120,7 @@ class Task:
         return []
 
     def generation_terms(self, config: RunConfig, facts: ModelFacts, team: TeamPlan) -> list[Term]:
-        """Return the memory terms of generation on a device, of a task that writes no texts."""
+        """Return the memory terms of generation on a device; only for tasks whose policy writes no text."""
         return []
 
     def score_terms(self, config: RunConfig, *, gpu: bool) -> list[Term]:
@@ -136,7 +136,7 @@ class Task:
         return 0
 
     def count_rows(self, config: RunConfig) -> int | None:
-        """Return the number of training rows that this task makes itself; None: they are those of the data's files."""
+        """Return the number of training rows that this task makes itself; None: the rows are read from data files."""
         return None
 
     def prompt_fields(self, config: RunConfig) -> list[str]:

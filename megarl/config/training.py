@@ -114,7 +114,8 @@ class EngineConfig(Section):
 
     @property
     def offloaded(self) -> frozenset[str]:
-        """The parts (`megarl.system.offload_schedule.PARTS`) that may leave the device."""
+        """The parts of the training state (of `megarl.system.offload_schedule.PARTS`) that are moved to host memory
+        while they are not used."""
         if isinstance(self.offload, bool):
             return frozenset(PARTS if self.offload else ())
         return frozenset(self.offload)
@@ -137,7 +138,7 @@ class MtpConfig(Section):
 
 
 class TrainingConfig(Section):
-    """How a model is trained; the sections of actor, critic and further models have these keys."""
+    """How a model is trained; these keys are in the sections `actor`, `critic` and those of `models`."""
 
     engine: EngineConfig = Field(default_factory=EngineConfig, description="memory and speed of training")
     optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer")
@@ -151,7 +152,7 @@ class TrainingConfig(Section):
 
 
 class ActorLayout(Section):
-    """The layout of the policy; a base class, so that its key comes first."""
+    """The layout of the policy. The key comes first in the section `actor`, so it is in a base class."""
 
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="layout")
 
@@ -166,7 +167,8 @@ class ActorConfig(TrainingConfig, ActorLayout):
 
 
 class ModelPlace(Section):
-    """Where a model other than the policy comes from, and its layout; a base class, so that its keys come first."""
+    """Where a model other than the policy comes from, and its layout. These keys come first in the model's section, so
+    they are in a base class."""
 
     path: str | None = Field(None, description="Hugging Face folder or hub name")
     parallel: ParallelConfig | None = Field(

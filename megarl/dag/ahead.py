@@ -118,8 +118,8 @@ def _refuse_keys(config: RunConfig) -> None:
         )
     if policy_of(config).copies and config.actor.engine.offloaded:
         raise ConfigError(
-            "weights that wait for the rollout's team are copied to host memory, and offloading together with these "
-            "copies has not been tested",
+            f"actor.engine.offload has not been tested with {KEY} above 1, where copies of weights that have yet to be "
+            "sent to the rollout's team are in host memory",
             where="actor.engine.offload",
             found=config.actor.engine.offload,
             allowed=f"false with {KEY} above 1",

@@ -65,7 +65,8 @@ class Mail(Protocol):
         """Wait until a text is posted under this name, and return it."""
 
     def read_together(self, name: str) -> str:
-        """Wait until a text that every worker of the team reads is posted under this name, and return it."""
+        """Wait until a text is posted under this name, and return it. All workers of the team must call this, so that
+        one of them reads the text for all."""
 
 
 class NoMail:
@@ -142,7 +143,8 @@ class Message:
 
     @classmethod
     def read_together(cls, mail: Mail, *keys: str | int) -> Self:
-        """Wait for the message on every worker of the team, of which only the first one calls the buffer."""
+        """Wait for the message whose first fields have the values `keys`, and return it. All workers of the team must
+        call this, so that one of them reads the message for all."""
         return cls.decode(mail.read_together(cls.name_of(*keys)))
 
 

@@ -74,7 +74,7 @@ def rebalance(lengths: Lengths, owners: Sequence[int] | np.ndarray, k: int) -> n
     """
     sizes, owners = np.asarray(lengths, dtype=np.int64), np.asarray(owners, dtype=np.int64)
     counts = np.bincount(owners, minlength=k)
-    # As many free places as the fullest part has items: parts of few long items may take many short ones.
+    # Each part has as many free places as the fullest part has items: a part of few long items may get many short ones.
     table = np.full((k, 2 * int(counts.max(initial=0)) + 1), -1, dtype=np.int64)
     order = np.argsort(owners, kind="stable")
     table[owners[order], np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)] = order

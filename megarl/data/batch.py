@@ -128,7 +128,7 @@ class Batch:
         return Batch(fields, columns, size=size)
 
     def alike(self, other: Batch) -> Batch:
-        """Return the samples of `other` as a batch of this one's kind: where this batch refuses fields, so does it."""
+        """Return the samples of `other` as a batch of this batch's class, with the same restrictions on its fields."""
         return self._like(other.fields, other._columns, len(other))
 
     def copy(self) -> Batch:

@@ -38,7 +38,7 @@ SOURCE, EXPERT_MASK = "source", "expert_mask"
 #: Values of `source`.
 POLICY, EXPERT = "policy", "expert"
 
-#: The field of tokens at which a critic's values are read, where these are not all response tokens.
+#: The field that marks the tokens at which a critic's values are used; without the field, all response tokens count.
 VALUE_MASK = "value_mask"
 
 _MODEL_DTYPE = "float32 or bfloat16"

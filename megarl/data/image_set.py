@@ -227,7 +227,7 @@ def clip_of(clip: VideoClip, settings: VideoSettings) -> list[ImageSet]:
 
 
 def _resized(frame: npt.NDArray[np.uint8], size: tuple[int, int]) -> npt.NDArray[np.uint8]:
-    """Resize a frame of a video [height, width, 3] as torchvision does it for transformers' processors of videos."""
+    """Resize a video frame [height, width, 3] to `size` with the interpolation of transformers' video processors."""
     if frame.shape[:2] == size:
         return frame
     pixels = torch.from_numpy(frame)[None].permute(0, 3, 1, 2)

@@ -117,8 +117,7 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
     except Image.DecompressionBombError as error:
         raise _too_large(str(error), where) from error
     check_size(image.height, image.width, where)
-    # further frames of an MPO file, a phone's JPEG, are previews
-    # (`n_frames` would read the whole file)
+    # The other frames of an MPO file, a phone's JPEG, are previews. (`n_frames` would read the whole file.)
     if image.format != "MPO" and getattr(image, "is_animated", False):
         raise DataError(
             "the image has several frames",
@@ -131,7 +130,7 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
 
 
 def ignore_size_warnings() -> None:
-    """Keep PIL from warnings above a number of pixels of its own; `check_size` compares with `MOST_PIXELS`."""
+    """Turn off PIL's warning about images with many pixels; `check_size` applies this module's limit, `MOST_PIXELS`."""
     from PIL import Image
 
     # The filter stays: `warnings.catch_warnings` would change the filters of all threads when it ends.
@@ -141,7 +140,8 @@ def ignore_size_warnings() -> None:
 
 @contextmanager
 def readable(where: str, noun: str = "image") -> Iterator[None]:
-    """Convert every exception that PIL raises for damaged files to a DataError at `where`; `noun`: what is read."""
+    """Convert every exception that PIL raises for a damaged file to a DataError at `where`; `noun`: `image` or `video`,
+    for the message."""
     try:
         yield
     except (MemoryError, MegarlError):
@@ -158,7 +158,7 @@ def check_size(height: int, width: int, where: str, noun: str = "image") -> None
     """Raise a DataError at `where` if an image has too many pixels, or sides that no encoder accepts.
 
     Args:
-        noun: what has the size, for the message.
+        noun: `image` or `video`, for the message.
     """
     short, long = min(width, height), max(width, height)
     if width * height > MOST_PIXELS:
@@ -220,13 +220,16 @@ def _decoded(url: str, where: str) -> bytes:
 
 
 def path_of(text: str, folder: Path | None, where: str, noun: str = "image", forms: str = FORMS) -> Path:
-    """Return the path of an image or video, which may be a URL with file://; `folder`: what it is relative to.
+    """Return the path of an image or video.
 
     Args:
-        noun, forms: what is read, and its allowed forms, for messages.
+        text: a path, or a URL with file://.
+        folder: the folder to which a relative path is relative; None: the working folder.
+        noun: `image` or `video`, for messages.
+        forms: the allowed forms of a value in the data, for messages.
 
     Raises:
-        DataError: the text is not a path, or leads to the network.
+        DataError: the text is not a path, or it is the address of a server.
     """
     text = text.removeprefix(_FILE_URL)
     if text.startswith(_OF_NETWORK):
@@ -264,7 +267,7 @@ def opened(file: Path, where: str, noun: str = "image", forms: str = FORMS) -> B
             where=where,
             found=str(file),
             allowed=forms,
-            fix="check the path, and data.image_dir, which it is relative to",
+            fix="check the path, and data.image_dir, the folder of relative paths",
         ) from error
 
 

@@ -11,15 +11,16 @@ from megarl.data.read_ahead import Indexed
 
 
 class InFlightLoader(PromptLoader):
-    """The iterator over the new prompts of each round of generation, of which `batch_size` become complete.
+    """A prompt loader for rounds of generation that have more than `batch_size` prompt groups in flight and end when
+    `batch_size` groups are complete. Each batch holds the new prompts of this rank for one round.
 
     The next prompt goes to the rank with the fewest groups in flight, so that all ranks have about equally many. The
-    prompts of a round depend on the state and on `in_flight` and `needed`, which whoever generates sets.
+    prompts of a round depend on the loader's state and on `in_flight` and `needed`, which the generating stage sets.
 
     Attributes:
-        in_flight: number of groups in flight on each rank, which the next round continues.
-        needed: number of groups that all remaining rounds train on, beyond which none begins; None: unknown.
-        numbers: numbers of the prompts that this rank got last.
+        in_flight: number of unfinished groups on each rank that the next round continues.
+        needed: number of groups that the run has yet to complete; no more than these are in flight. None: unknown.
+        numbers: numbers of the prompts in this rank's last batch.
     """
 
     _knows_next: ClassVar[bool] = False
@@ -28,9 +29,9 @@ class InFlightLoader(PromptLoader):
         """Start at the first epoch.
 
         Args:
-            batch_size: groups that a round needs.
-            place, options: further arguments of `PromptLoader`.
-            most: groups in flight at the beginning of a round.
+            batch_size: groups that a round has to complete.
+            place, options: the other arguments of `PromptLoader`.
+            most: groups in flight at the beginning of a round, over all ranks.
         """
         super().__init__(dataset, batch_size, *place, **options)
         self.most = most
@@ -50,17 +51,21 @@ class InFlightLoader(PromptLoader):
 
     @property
     def used(self) -> int:
-        """Number of prompts drawn so far whose groups are complete."""
+        """Number of prompts drawn so far, without those whose groups are in flight."""
         return self.number - sum(self.in_flight)
 
     @property
     def rank_most(self) -> int:
-        """Largest number of groups that a rank has in flight."""
+        """Upper limit of the groups in flight on one rank in a round: an equal share of `most`, or more where a rank
+        continues more."""
         return max(-(-self.most // self.dp_size), *self.in_flight)
 
 
 def deal(in_flight: Sequence[int], new: int) -> list[int]:
-    """Return the rank of each of `new` groups: that with the fewest groups in flight, on a tie the first.
+    """Return the rank that gets each of `new` groups: the rank with the fewest groups in flight, the first of several.
+
+    Args:
+        in_flight: number of groups that each rank has in flight already.
 
     >>> deal([0, 0], 4), deal([2, 0, 1], 4)
     ([0, 1, 0, 1], [1, 1, 2, 0])

@@ -111,7 +111,7 @@ class PromptLoader:
 
     @property
     def used(self) -> int:
-        """Number of samples drawn so far, without those on which work has not ended."""
+        """Number of samples drawn so far whose generation is over; this class counts every sample that was drawn."""
         return self.number
 
     def go_to(self, number: int) -> None:

@@ -29,17 +29,18 @@ _SHAREGPT = {
     "observation": "tool",
     **{role: role for role in ("system", "user", ASSISTANT, "tool")},
 }
-#: Type of a part of a message that stands for the next video of `data.video_key`.
+#: The `type` of a message part that stands for the row's next video in the column `data.video_key`.
 _VIDEO = "video"
 _FORM = 'text, or chat messages [{"role": "user", "content": "..."}, ...]'
 
 
 def read_messages(value: Any, row: Row, column: str, *, images: bool = False, videos: bool = False) -> list[Message]:
-    """Return the messages in `value`, an entry of a row's column; plain text becomes one message of the user.
+    """Return the chat messages in `value`, the entry of `column` in `row`; plain text becomes one message of the user.
 
     Args:
-        images: convert image parts to `<image>`, except in the assistant's messages; if false, they are errors.
-        videos: convert parts {"type": "video"} to `<video>` likewise.
+        images: convert image parts to the text `<image>`; if false, an image part is an error, as it always is in the
+            assistant's messages.
+        videos: convert parts {"type": "video"} to the text `<video>`; the same errors as for images.
     """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
@@ -78,7 +79,7 @@ def prompt_messages(
     Args:
         value: value of the prompt's column.
         whole: the column holds conversations with the responses to learn; the prompt is the part before the responses.
-        images, videos: convert parts to `<image>` and `<video>`; if false, they are errors.
+        images, videos: convert image parts to `<image>`, video parts to `<video>`; if false, such parts are errors.
     """
     messages = read_messages(value, row, column, images=images, videos=videos)
     if not whole and messages[-1]["role"] == ASSISTANT:
@@ -150,7 +151,7 @@ def response_messages(
         row: the row, for error messages.
         prompt: messages of the row's prompt. If the response begins with them, they are removed, and so are messages
             after the assistant's last one.
-        images, videos: the prompt may contain images or videos; the response never may.
+        images, videos: whether the prompt may contain images or videos; a response that contains any is an error.
         setting: the recipe key that names the column, for error messages.
     """
     if isinstance(value, str):
@@ -167,9 +168,9 @@ def response_messages(
     noun = next((noun for mark, noun in marks if any(mark in message["content"] for message in messages)), None)
     if noun is not None:
         raise DataError(
-            f"the response in column {key!r} holds {noun}, and only prompts may",
+            f"the response in column {key!r} holds {noun}, which only prompts may contain",
             where=row.where,
-            fix="end the conversation before it, or remove the row",
+            fix=f"end the conversation before the message with {noun}, or remove the row",
         )
     before = before_assistant(messages)
     if before and before != messages:
@@ -258,7 +259,7 @@ def _joined(parts: list[Any], number: int, row: Row, column: str, images: bool, 
         if images and is_image(part):
             texts.append(MARK)
             continue
-        # tables store every key in every row, as null
+        # a table stores each key in all parts, as null where the part does not have it
         more = [key for key, item in part.items() if key != "type" and item not in (None, "", [], {})]
         if videos and part["type"] == _VIDEO and not more:
             texts.append(VIDEO_MARK)  # the next video of data.video_key
@@ -276,7 +277,7 @@ def _joined(parts: list[Any], number: int, row: Row, column: str, images: bool, 
 
 
 def _fix_of(part: dict[str, Any], videos: bool) -> str:
-    """Return the remedy for a part that is not text."""
+    """Return the fix of the error for a message part that is not text."""
     video = part["type"].startswith(_VIDEO)
     if video and videos:
         return f'put the video into the column of data.video_key, and leave {{"type": "{_VIDEO}"}} in the message'

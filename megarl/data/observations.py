@@ -41,8 +41,8 @@ def separate_images(observation: Any, images: ImagePrompts | None) -> tuple[Any,
     def plain(text: str) -> str:
         if images is None:
             return text
-        # In linear time, whatever a stranger wrote: a removal may join two parts to the token again, which becomes a
-        # blank; a blank cannot join parts.
+        # Two passes take linear time for any text. Removing a token may join the text around it to the same token; the
+        # second pass replaces such a token by white space, which cannot join text to a token.
         token = images.token_text
         return text.replace(token, "").replace(token, "\n" if " " in token else " ")
 

@@ -14,12 +14,14 @@ from megarl.data.trajectory import Trajectory
 
 
 def partials_to_json(partials: Mapping[int, Sequence[Trajectory]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the trajectories of groups, by number, as JSON values without images."""
+    """Return the unfinished trajectories of prompt groups, by the group's number, as JSON values without the pixels of
+    their images."""
     return {str(number): [trajectory.to_json() for trajectory in group] for number, group in partials.items()}
 
 
 def patches_of(groups: Iterable[Sequence[Trajectory]]) -> bytes | None:
-    """Return the patches of all images of the trajectories, each image once; None: there are no images."""
+    """Return a safetensors file with the patches of all images of the trajectories, each image once; None if there are
+    no images."""
     patches: dict[int, Tensor] = {}  # patches by digest, because samples of a group share images
     for trajectory in chain.from_iterable(groups):
         for images in (lane.images for lane in trajectory.all_lanes):
@@ -29,10 +31,11 @@ def patches_of(groups: Iterable[Sequence[Trajectory]]) -> bytes | None:
 
 
 def partials_from_json(content: Mapping[str, Sequence[dict[str, Any]]], images: Path) -> dict[int, list[Trajectory]]:
-    """Return the groups of `partials_to_json`, by number.
+    """Return the unfinished trajectories of prompt groups, by the group's number.
 
     Args:
-        images: the file with the result of `patches_of`; it need not exist.
+        content: the result of `partials_to_json`.
+        images: the file with the result of `patches_of`; it does not exist if there were no images.
     """
     patches = {int(key): patch for key, patch in load(images.read_bytes()).items()} if images.is_file() else {}
     return {

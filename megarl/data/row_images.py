@@ -18,7 +18,7 @@ from megarl.system.errors import DataError, count
 
 #: The placeholder of an image in a prompt's text.
 MARK = "<image>"
-#: The placeholder of a video (`megarl.data.videos`).
+#: The placeholder of a video in a prompt's text (`megarl.data.videos`).
 VIDEO_MARK = "<video>"
 #: Type of an image part in a message -> the keys where the image may be.
 _KINDS = {"image": ("image", "url", "path"), "image_url": ("image_url",)}

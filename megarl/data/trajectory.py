@@ -66,8 +66,8 @@ class Trajectory:
     # [start, stop] in `token_ids` of the observations' own tokens, without the chat template's; recorded for ECHO only
     bodies: list[list[int]] = field(default_factory=list)
     segments: int = 0  # segments of all turns that sampled at least one token
-    # number of each turn among all turns of the episode, which may have other sequences, too; the turn that is being
-    # sampled has one if others are sampled at the same time
+    # number of each turn, counted over all sequences of the episode. The turn that is being sampled is included only if
+    # other turns of the episode are sampled at the same time.
     turn_numbers: list[int] = field(default_factory=list, compare=False)
     # factor of the advantages of each turn; empty: 1
     turn_shares: list[float] = field(default_factory=list)
@@ -118,7 +118,8 @@ class Trajectory:
         self.finish_reason = finish_reason
 
     def number_turn(self) -> None:
-        """Give the next turn its number. A turn that is not numbered before has the next number when it ends."""
+        """Number the turn that begins now; a turn that is not numbered when it begins gets the next number at its end.
+        Turns that are sampled at the same time are numbered when they begin."""
         self.turn_numbers.append(self._next_number())
 
     def add_observation(
@@ -148,17 +149,19 @@ class Trajectory:
         images: ImageSet | None = None,
         version: int = 0,
     ) -> Trajectory:
-        """Return the trajectory of the sequence in which the episode goes on; this one becomes one of its `lanes`.
+        """Return the trajectory of the sequence in which the episode continues after the turn `after`. This trajectory
+        becomes one of its `lanes` (the episode's other sequences).
 
-        The sequence that ends with the turn `after` is taken up again; otherwise the turns up to it are copied.
+        A sequence that ends with the turn `after` is continued. If there is none, the turns up to `after` are copied
+        into a new sequence.
 
         Args:
-            after: number of a turn; None: `token_ids` begin a sequence.
+            after: number of a turn; None: `token_ids` begin a new sequence.
             token_ids: tokens that follow the turn, not sampled by the policy.
             most: maximum tokens of a new sequence's prompt; the tokens after them become its first observation.
-            policy: name of the policy that goes on.
-            images: the images of `token_ids`, by their places in them; None: there are none.
-            version: weight version of the tokens, if this sequence has no token after its prompt.
+            policy: name of the policy that samples the next turn.
+            images: the images of `token_ids`, with their positions in `token_ids`; None: there are none.
+            version: weight version to record for `token_ids` if this sequence has no token after its prompt.
         """
         version = self.versions[-1][0] if self.versions else version
         others = [replace(self, lanes=[]), *self.lanes]

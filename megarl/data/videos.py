@@ -31,7 +31,7 @@ FORMS = "a list of frames, {frames, fps}, {path, fps}, or the path of a .npy or 
 _MOST_FRAMES = 10_000
 _MOST_RATIO = 200
 _NOUN = "video"
-#: Limit of the pixels of all chosen frames: decoding a small file could otherwise take minutes.
+#: Maximum number of pixels of all chosen frames together; without a limit, decoding a small file could take minutes.
 _MOST_PIXELS = 1_000_000_000
 
 
@@ -72,7 +72,7 @@ class VideoClip:
         return [(times[i] + times[i + temporal - 1]) / 2 for i in range(0, len(times), temporal)]
 
     def frames(self) -> Iterator[Image]:
-        """Decode the chosen frames one after the other; yields RGB images of one size."""
+        """Decode and yield the chosen frames one after the other, as RGB images of the same size."""
         frames: Iterator[Image]
         if isinstance(self.source, Path):
             frames = _frames_of_file(self.source, self.chosen, self.where)
@@ -124,13 +124,14 @@ def check_video_marks(text: str, videos: int, key: str | None, row: Row) -> None
 
 
 def open_video(value: Any, folder: Path | None, fps: float, most: int | None, where: str) -> VideoClip:
-    """Read the number of frames and their size.
+    """Return a row's video, of which only the number and size of the frames are read, with the frames that the model
+    gets.
 
     Args:
-        value: a video of a row.
-        folder: `data.image_dir`.
-        fps: frames per second if the video does not name them.
-        most: maximum number of frames; a longer video is reduced to frames at equal distances. None: no limit.
+        value: the video in the data: frames, the path of a file, or a mapping with one of these and `fps`.
+        folder: `data.image_dir`, the folder of relative paths.
+        fps: frames per second of a video that does not state them.
+        most: maximum number of frames that the model gets, chosen at equal distances; None: all frames.
         where: row and column, for errors.
 
     Raises:
@@ -190,7 +191,7 @@ def _read_head(file: Path, where: str) -> tuple[int, tuple[int, int], float | No
             _check_total(total, where)
             for number in range(total):
                 gif.seek(number)
-                check_size(gif.height, gif.width, where, _NOUN)  # a frame may be larger than the file's head says
+                check_size(gif.height, gif.width, where, _NOUN)  # a frame may be larger than the file's header says
                 durations += gif.info.get("duration", 0)
             return total, (gif.height, gif.width), 1000 * total / durations if durations else None
 
@@ -222,13 +223,14 @@ def _frames_of_file(file: Path, chosen: Sequence[int], where: str) -> Iterator[I
 
 
 def fitting_frames(count: int, height: int, width: int, settings: VideoSettings, where: str) -> tuple[int, int]:
-    """Return the height and width of a video's frames for the model, both multiples of a feature's side.
+    """Return the height and width to which the frames of a video are resized for the model: multiples of a feature's
+    side (patch * merge), within the limits on pixels.
 
     Source: `smart_resize` of transformers' video processors of Qwen2-VL and Qwen3-VL, 5.23.
 
     Args:
         count: number of frames.
-        height, width: sides of a frame in pixels, above 0.
+        height, width: sides of the original frames in pixels, above 0.
         where: row and column, for errors.
     """
     unit, frames = settings.patch * settings.merge, count if settings.whole else 1
@@ -237,7 +239,7 @@ def fitting_frames(count: int, height: int, width: int, settings: VideoSettings,
         height, width = int(height * scale), int(width * scale)
     if max(height, width) > _MOST_RATIO * min(height, width):
         raise DataError(
-            "the frames are too long for their other side",
+            "the frames of a video are too long and narrow",
             where=where,
             found=f"{width} x {height}",
             allowed=f"the longer side at most {_MOST_RATIO} times the shorter",

@@ -213,8 +213,12 @@ class HostSession:
         return any(answer.done() for answer in self._answers.values())
 
     def dropped(self, turns: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return those of the turns in flight, given as (episode, place in `Environment.dropped_turns`), of which the
-        environment needs no more."""
+        """Return those of `turns` in flight that the environment has dropped (`Environment.dropped_turns`), so that
+        their remaining tokens need not be sampled.
+
+        A turn is given as (number of the episode, position among the episode's turns that are sampled at the same
+        time).
+        """
         episodes = self._episodes
         return [(number, at) for number, at in turns if number in episodes and at in episodes[number].dropped_turns]
 
@@ -246,7 +250,7 @@ class HostSession:
         return self._take({number for number, answer in self._answers.items() if answer.done()})
 
     def forget(self, number: int) -> None:
-        """Drop an episode, with the reply that it may still owe."""
+        """Drop an episode; if its environment still computes a reply, that call is cancelled."""
         if (answer := self._answers.pop(number, None)) is not None:
             answer.cancel()
         environment = self._episodes.pop(number, None)

@@ -49,7 +49,7 @@ class Action:
             follows.
         turn: number of the turn, from 0.
         logprobs: log-prob of each token, as the engine sampled it.
-        beside: the turns of `Continuation.beside`, which were sampled together with this one, in their order.
+        beside: the other turns that were sampled at the same time, in the order of `Continuation.beside`.
     """
 
     text: str
@@ -63,18 +63,17 @@ class Action:
 
 @dataclass(frozen=True)
 class Continuation:
-    """An observation of an environment that keeps a tree of turns: the tokens of the next turn's input.
+    """The observation of an environment that keeps a tree of turns: the input of the next turn, as tokens.
 
     Attributes:
-        token_ids: tokens after the turn `after`, or a whole input.
-        after: number of the turn that they follow, counted over all turns of the episode; None: the input begins a
-            sequence of its own.
-        room: maximum tokens of the next turn; None: no limit of its own.
+        token_ids: tokens that follow the turn `after`, or the whole input of a new sequence.
+        after: number of a turn, counted over all turns of the episode; None: the input begins a new sequence.
+        room: maximum tokens of the next turn; None: only the run's limits.
         stop: strings that end the next turn with the token that completes one of them.
-        policy: name of the policy that goes on; empty: the run has one.
-        images: the images of `token_ids`, by their places in them; None: there are none.
-        beside: further turns that are sampled at the same time, none of which reads another's tokens. They have the
-            next numbers, in their order. `step` is called once, when all of them have ended.
+        policy: name of the policy that takes the next turn; empty: the run has only one.
+        images: the images of `token_ids`, with their positions in `token_ids`; None: there are none.
+        beside: the inputs of other turns that are sampled at the same time; no turn reads another's tokens. These turns
+            get the next numbers, in their order. `step` is called once, when all of them have ended.
     """
 
     token_ids: list[int]
@@ -154,20 +153,20 @@ class Environment:
     objects.
 
     Attributes:
-        Settings: model of the recipe's keys for it.
+        Settings: pydantic model of the environment's recipe keys.
         scores: the environment gives the rewards. If false, the recipe's reward function scores the episode, with the
             last turn of the policy as the response.
         replayable: the same row, seed and actions give the same replies, and repeating the actions does no harm. If
             true, a run that is resumed plays the recorded turns of an unfinished episode into a new object and goes on
             from there; if false, the episode begins again from its prompt.
-        times_itself: the environment ends its own calls in time (`EnvSettings.longest_s`), so the run does not.
-        plays_policies, needs_policies: several policies (the section `policies`) may play it, or must.
-        services: the parts of the run that the environment may use; a host sets it.
+        times_itself: the environment limits the time of its own calls (`EnvSettings.longest_s`), so the run does not.
+        plays_policies, needs_policies: several policies (the section `policies`) may, or must, play this environment.
+        services: the parts of the run that the environment may use; the host sets this attribute.
         is_waiting: this object waits until other episodes end, so a batch must not wait for it.
-        may_drop_turns, dropped_turns: the environment may end turns in flight, and ends these now, by their places
-            among the turns that are sampled at the same time (0 if there is only one): nobody needs their rest, so
-            `step` is called with the tokens that they have.
-        has_simultaneous_turns: a `Continuation` of the environment may have turns beside it, which are sampled with it.
+        may_drop_turns: the environment may end turns while they are sampled.
+        dropped_turns: the turns that the environment ends now, as positions among the turns that are sampled at the
+            same time (0 if there is only one). `step` is called with the tokens sampled so far.
+        has_simultaneous_turns: the environment may return a `Continuation` with turns in `beside`.
     """
 
     Settings: ClassVar[type[EnvSettings]] = EnvSettings

@@ -45,12 +45,12 @@ class Ask:
 
 @dataclass(frozen=True)
 class EpisodeRewards:
-    """The end of an episode.
+    """The return value that ends an episode of several policies.
 
     Attributes:
-        rewards: for each policy a number, or a list with one number for each of its conversations; ignored if the class
-            sets `scores = False`.
-        info: numbers, whose means over episodes are the metrics `env/<name>`.
+        rewards: by policy, its reward, or a list with a reward for each of its conversations; ignored if the
+            environment's class sets `scores = False`.
+        info: numbers by name; their means over episodes are the metrics `env/<name>`.
     """
 
     rewards: Mapping[str, float | list[float]] = field(default_factory=dict)
@@ -63,10 +63,11 @@ def check_rewards(
     policies: Mapping[str, AgentPolicyConfig],
     begun: Mapping[str, int],
 ) -> None:
-    """Check the rewards of an episode.
+    """Check the rewards of an episode of several policies.
 
     Args:
-        name_of_all: how messages name `rewards`.
+        name_of_all: the name of `rewards` in messages.
+        rewards: by policy, its reward, or a list with a reward for each of its conversations.
         begun: number of conversations of each policy in the episode.
 
     Raises:
@@ -162,7 +163,7 @@ class SeveralPolicies(Environment):
         """Return the next policy's input, or the end."""
         now, turns = self._now, self.services.turns
         now.last, self._turns = self._turns, self._turns + 1
-        ids = action.token_ids  # none if the time was up before the turn's first token
+        ids = action.token_ids  # empty if the time was up before the turn's first token
         now.tokens, now.ended = now.tokens + len(ids), bool(ids) and turns.is_ended(ids)
         if not self.services.policies[now.policy].train:
             self._untrained.append(now.last)

@@ -184,20 +184,21 @@ def raise_part_problems(cfg: RewardConfig) -> None:
 
 
 def place_of_part(label: str) -> str:
-    """Return the section of the recipe that names the function of the part `label`; empty: there are no parts."""
+    """Return the recipe's section with the reward function of the part `label`: `reward.parts.LABEL`, or `reward` if
+    the label is empty because the reward has no parts."""
     return f"{_SECTION}.parts.{label}" if label else _SECTION
 
 
 def functions_of(config: RunConfig) -> dict[str, RewardConfig]:
-    """Return a `reward` section for each reward function of the recipe, by the section that names it: `reward`,
-    `reward.parts.NAME`, `policies.NAME.reward`."""
+    """Return the settings of each reward function of the recipe in the form of the section `reward`, by the section
+    that names the function: `reward`, `reward.parts.NAME` or `policies.NAME.reward`."""
     functions = {place_of_part(label): section for label, section in config.reward.functions.items()}
     return functions | {f"policies.{name}.reward": section for name, section in config.policy_rewards.items()}
 
 
 @contextmanager
 def located(place: str) -> Iterator[None]:
-    """Make errors raised inside the block, which name keys of `reward`, name those of the section `place`."""
+    """Relocate the ConfigErrors that the block raises: keys of `reward` in them become keys of the section `place`."""
     try:
         yield
     except ConfigError as error:

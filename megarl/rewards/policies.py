@@ -12,19 +12,20 @@ from megarl.rewards.scoring import Result, Sample
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
 
-_POLICY = "policy"  # key of a sample with the name of its policy
+_POLICY = "policy"  # the key of a sample's dict that holds the name of its policy
 
 
 @dataclass(frozen=True, eq=False)
 class SubmittedByPolicy(Submitted):
-    """A batch that is being scored: by policy (empty: those without a function of their own) the places of its samples
-    and their submission."""
+    """A batch of samples of several policies that is being scored."""
 
+    # by policy, the positions of its samples in the batch and their submission; under the empty name, those of all
+    # policies without a reward function of their own
     parts: Mapping[str, tuple[list[int], Submitted]] = field(default_factory=dict)
 
 
 class PolicyRewards(Rewards):
-    """Scores each sample with the function of its policy, or with those of the section `reward`.
+    """Scores each sample with the reward function of its policy, or with the section `reward` if the policy has none.
 
     Raises:
         ConfigError: a function cannot be found or loaded, or does not accept its arguments.
@@ -47,7 +48,7 @@ class PolicyRewards(Rewards):
         return super().uses_images or any(rewards.uses_images for rewards in self._own.values())
 
     def submit(self, samples: list[Sample], images: Sequence[list[str]] | None = None) -> SubmittedByPolicy:
-        """Start scoring a batch, as `Rewards.submit` does."""
+        """Start scoring a batch and return the handle for `result`; arguments are those of `Rewards.submit`."""
         places: dict[str, list[int]] = {}
         for place, sample in enumerate(samples):
             name = sample.get(_POLICY, "")
@@ -61,7 +62,7 @@ class PolicyRewards(Rewards):
         return SubmittedByPolicy(handles, len(samples), parts)
 
     def result(self, handle: Submitted) -> list[Result]:
-        """Wait for a batch; return one dict per sample, in the order of the batch, as `Rewards.result` does."""
+        """Wait until a batch is scored; return one dict per sample in the batch's order, as `Rewards.result` does."""
         assert isinstance(handle, SubmittedByPolicy), "the batch was submitted here"
         results: dict[int, Result] = {}
         for name, (places, part) in handle.parts.items():

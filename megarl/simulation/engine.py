@@ -26,7 +26,8 @@ from megarl.simulation.system import SimTeam, System
 
 Steps: TypeAlias = Generator[simpy.Event, Any, None]
 _BLOCK = 256  # number of groups whose lengths are sampled at once
-_BALANCED = 1.02  # tokens of the fullest replica over the mean, if groups or samples are shared by tokens
+# assumed ratio of the fullest replica's tokens to the mean, if groups or samples are divided by their tokens
+_BALANCED = 1.02
 
 
 @dataclass(frozen=True)

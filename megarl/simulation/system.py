@@ -37,7 +37,7 @@ class System:
     max_staleness: int  # largest number of off-policy steps, `async.max_staleness` (k)
     order: str  # order in which groups are trained on, `async.order`
     partial: bool  # whether samples are interrupted for a weight update, `async.partial`
-    balances: bool  # whether replicas exchange samples before a pass (`actor.engine.balance_replicas`)
+    balances: bool  # whether replicas exchange samples for equal work (`actor.engine.balance_replicas`)
     shares_tokens: bool  # whether `placement.share` is tokens
     servers: int  # number of generating replicas: engines or servers
     server_devices: int  # devices per replica

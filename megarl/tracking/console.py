@@ -127,8 +127,9 @@ class ConsoleView:
         return (ended - began) / (last - first) * (self._total - step)
 
     def validation_lines(self, step: int, metrics: dict[str, float]) -> list[str]:
-        """Return the lines about a validation: accuracy, pass@k, maj@k, loss, number of prompts, and how it compares
-        with the best so far. Of equal ones the later counts as the best, as for `hf_best`.
+        """Return the console's lines about a validation: accuracy, pass@k, maj@k, loss, number of prompts, and a
+        comparison with the best validation so far. Of two equally good validations the later is the best, as for
+        `hf_best`.
         """
         if _ACCURACY not in metrics:
             return []

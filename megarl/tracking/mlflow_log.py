@@ -351,7 +351,7 @@ def _text(error: Exception) -> str:
 
 
 def logged_to(id_file: Path) -> str | None:
-    """Return the address of the store that has the MLflow run of `id_file`; None if there is no such run."""
+    """Return the address of the MLflow store that `id_file` records for the run; None if it records no MLflow run."""
     return read_record(id_file, _ID_NEEDS).get("uri")
 
 

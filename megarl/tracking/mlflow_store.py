@@ -96,7 +96,8 @@ def default_store(folder: Path) -> tuple[str, str]:
 
 
 def folder_of_default_store(uri: str) -> Path | None:
-    """Return the folder of the default store at `uri`; None if `uri` is another kind of store, or its file is gone."""
+    """Return the folder of megarl's default MLflow store (a SQLite file) at `uri`; None if `uri` is another kind of
+    store, or if the file is gone."""
     file = _sqlite_file(uri)
     return file.parent if file is not None and file.name == _FILE and file.is_file() else None
 

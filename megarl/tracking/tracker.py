@@ -237,7 +237,7 @@ class Tracker:
         uri, artifacts, id_file = self._cfg.mlflow_uri, None, self.run_dir / f"mlflow.{self._stage}.json"
         if uri is None:
             earlier = logged_to(id_file) if about.resumed else None
-            # A run may be resumed from another folder, where the same relative `tracking.dir` is another one.
+            # The run may be resumed in another working folder, where a relative `tracking.dir` names another store.
             given = Path(self._cfg.dir).absolute()
             store = (earlier and folder_of_default_store(earlier)) or given
             if store.resolve() != given.resolve():

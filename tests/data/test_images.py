@@ -286,7 +286,7 @@ def test_an_image_in_a_message_is_refused_where_nothing_sees_it():
     for part, what in (({"type": "image", "image": "a.png"}, "an image"), ({"type": "video"}, "a video")):
         talk = [*parts("a?"), {"role": "assistant", "content": "b"}, *parts(part)]
         talk.append({"role": "assistant", "content": "c"})
-        with pytest.raises(DataError, match=f"holds {what}, and only prompts may"):
+        with pytest.raises(DataError, match=f"holds {what}, which only prompts may contain"):
             response_of(Row({"talk": talk}, "rows", 1), "talk", "talk", images=True, videos=True)
 
 
