@@ -394,8 +394,7 @@ class _Rows:
                     f"samples have no field {name!r}, which the reward {reward.name} is set to read",
                     where=row.where,
                     found=f"{place}.kwargs: {name}",
-                    allowed=f"columns here: {', '.join(row)}; fields of all samples: "
-                    f"{', '.join(sorted(sample_keys))}",
+                    allowed=f"columns here: {', '.join(row)}; fields of all samples: {', '.join(sorted(sample_keys))}",
                     fix=f"did you mean {near[0]!r}?" if near else None,
                 )
 

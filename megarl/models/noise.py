@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: Numbers of noise that are computed at once on a CPU.
+#: How many random numbers are computed at a time on a CPU, so that they stay in its cache.
 _CACHED = 1 << 17
 
 
@@ -27,7 +27,7 @@ def _mix64(x: Tensor) -> Tensor:
 
 
 def _mix32_(x: Tensor, scratch: Tensor) -> Tensor:
-    """Apply a 32-bit finaliser with low bias (C. Wellons' lowbias32) to int32, in place; `scratch` is overwritten."""
+    """Hash int32 numbers in place with C. Wellons' lowbias32; `scratch`, of the same shape, is overwritten."""
     x ^= torch.bitwise_right_shift(x, 16, out=scratch).bitwise_and_(0xFFFF)
     x *= _signed(0x7FEB352D, 32)
     x ^= torch.bitwise_right_shift(x, 15, out=scratch).bitwise_and_(0x1FFFF)
@@ -65,7 +65,7 @@ def exponential_noise(seeds: Tensor, index: Tensor, vocab_ids: Tensor) -> Tensor
         vocab_ids: int64 [V].
     """
     noise = seeds.new_empty(len(seeds), vocab_ids.shape[-1], dtype=torch.float32)
-    # on a CPU a few rows at a time, which stay in its cache
+    # on a CPU, compute a few rows at a time, so that they stay in its cache
     rows = max(1, _CACHED // noise.shape[1]) if noise.is_cpu and noise.numel() else max(1, len(noise))
     for begin in range(0, len(noise), rows):
         part = slice(begin, begin + rows)

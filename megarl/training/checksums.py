@@ -21,7 +21,7 @@ from megarl.system.tracing import beat
 #: Bytes and checksum of a file.
 FileChecksum: TypeAlias = list[int | str]
 _CHUNK = 16 << 20
-_NUMBER = re.compile(r"_(\d+)\.")  # of the worker that wrote a file
+_NUMBER = re.compile(r"_(\d+)\.")  # in the name of a file: the number of the worker that wrote it
 
 
 def checksum_of(file: BinaryIO) -> FileChecksum:
@@ -61,12 +61,16 @@ def faults(
     foreign_reason: Callable[[Path], str | None] = lambda path: None,
     per_machine: bool = False,
 ) -> list[str]:
-    """List the files of `folder` that differ from their checksums, one line each; equal on all ranks.
+    """Return one line for each file of `folder` that is missing or differs from its checksum; the same on all ranks.
 
-    Collective over `world`: all ranks together read every byte once. A rank reads the files with its number in their
-    names, which it will load if the layout is the same: the bytes are in its machine's memory then. With `per_machine`
-    the ranks of each machine read every byte once, because each machine may have its own folder.
-    `foreign_reason(path)` may return a more precise message for a changed file.
+    Collective over `world`: the ranks share the files, so that all of them together read every byte once. A rank reads
+    the files with its own number in their names: if the layout has not changed, it loads the same files next, which are
+    then in its machine's page cache.
+
+    Args:
+        checksums: size and checksum of each file, by name.
+        foreign_reason: returns a more precise message for a changed file, or None.
+        per_machine: the ranks of each machine read every byte once, because each machine may have its own folder.
     """
     names = _share(sorted(checksums), world, per_machine)
     lines = [line for name in names if (line := _fault(folder / name, checksums[name], foreign_reason))]

@@ -178,7 +178,7 @@ class MegatronEngine:
         self.optim, self.total_steps, self.step = optim, total_steps, 0
         self._count_tokens(optim)
         self._build_optimizer(optim)
-        if self._away.pop(OPTIMIZER, None) is not None:  # the state of the optimizer that this one replaces
+        if self._away.pop(OPTIMIZER, None) is not None:  # the former optimizer was offloaded: offload the new one
             self._away[OPTIMIZER] = self._leave(OPTIMIZER)
 
     def _build_optimizer(self, optim: OptimConfig) -> None:
@@ -265,9 +265,10 @@ class MegatronEngine:
         return outputs.like(tokens.long()), outputs.like(logp.contiguous())
 
     def evaluate(self, batch: Batch, head: Head) -> Jagged:
-        """Return the outputs [N, outputs] of `head` for the response tokens of rows, on every rank of the replica.
+        """Run the model without gradients; return the outputs [N, outputs] of `head` for the N response tokens of
+        `batch`, on every rank of the replica.
 
-        Collective over the ranks of a replica; replicas may call it at different times.
+        Collective over the ranks of a replica; different replicas may call this method at different times.
         """
         return self._evaluate(batch, head, together=False)
 
@@ -332,7 +333,8 @@ class MegatronEngine:
         return Jagged.from_lengths(rows.to(responses.device), lengths).select(back)
 
     def _policy_head(self, temperature: float, entropy: bool = True) -> Head:
-        """Return the head that computes log-probs of this layout's response tokens."""
+        """Return the head that computes log-probs of response tokens: the sequence layout's own, or that of the
+        vocabulary."""
         return self.sequences.head(entropy=entropy) or self._log_probs(temperature, entropy)
 
     def _log_probs(self, temperature: float, entropy: bool = True) -> LogProbs:
@@ -548,14 +550,15 @@ class MegatronEngine:
             data_iterator=iterators if many else iterators[0],
             model=self.wrapped if many else self.wrapped[0],
             num_microbatches=len(micros),
-            seq_length=length,  # not used if the stages send shapes along with tensors
+            seq_length=length,  # ignored with `variable_seq_lengths`, where stages send shapes along with tensors
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
 
     def _exchange(self, batch: Batch, unit: int = 1) -> RowExchange | None:
-        """Return the exchange of rows between the replicas before a pass; None: they do not exchange any."""
+        """Plan which rows the data-parallel replicas exchange before a pass, so that all have about equally many
+        tokens; None without `balance_replicas`. `unit`: rows per sample that stay together."""
         if self.layout.dp_size == 1 or not self.config.balance_replicas:
             return None
         budget, patch_tokens = self.config.micro_batch_tokens, self._patch_tokens
@@ -563,10 +566,10 @@ class MegatronEngine:
         return RowExchange.of(*units, self.layout.dp_group)
 
     def _sent(self, exchange: RowExchange, batch: Batch) -> Batch:
-        """Return the rows that this replica computes.
+        """Exchange rows with the other replicas, and return the rows that this replica computes.
 
         Raises:
-            ConfigError: a column cannot be sent.
+            ConfigError: a column has values that cannot be sent.
         """
         try:
             return exchange.send(batch)
@@ -575,7 +578,7 @@ class MegatronEngine:
                 f"samples cannot be sent to other replicas: {error}",
                 where=f"{self._where}.balance_replicas",
                 found=True,
-                allowed="true if samples have only tensors and columns of JSON values; false",
+                allowed="false; true only if samples have no columns other than tensors and JSON values",
                 fix=f"set {self._where}.balance_replicas=false",
             ) from error
 
@@ -594,7 +597,7 @@ class MegatronEngine:
     def _build(self, batch: Batch, groups: list[list[int]]) -> tuple[list[MicroBatch], int]:
         unit = fp8_unit(self.config)
         micros, length = microbatch.build_all(batch, groups, self.layout, self.device, self.sequences, unit)
-        # Megatron's schedule reads this in every pass. Without equal lengths its stages send shapes first.
+        # Megatron's schedule reads this flag in every pass: if set, pipeline stages send the shape of each tensor.
         self.model_config.variable_seq_lengths = length is None
         return micros, length or 1
 
@@ -631,7 +634,7 @@ class MegatronEngine:
                 "its parameters"
             )
         if self._stream is not None and GRADIENTS in wanted:
-            wanted -= {OPTIMIZER}  # an update takes it piece by piece
+            wanted -= {OPTIMIZER}  # the optimizer step itself moves the state through the device, piece by piece
         for part in reversed(PARTS):
             if part in self.parts - wanted and part not in self._away:
                 self._away[part] = self._leave(part)
@@ -642,11 +645,12 @@ class MegatronEngine:
 
     @property
     def _needed_to_step(self) -> tuple[str, ...]:
-        """The parts that have to be on the device before an optimizer step; a streamed optimizer moves its state."""
+        """The parts that have to be on the device before an optimizer step. A streamed optimizer's state need not be,
+        because the step moves it through the device."""
         return PARTS if self._stream is None else (PARAMETERS, GRADIENTS)
 
     def _leave(self, part: str) -> offload.OffloadedPart | StreamedOptimizer:
-        """Move a part off the device; `restore` of what is returned moves it back."""
+        """Move a part off the device; return an object whose `restore` moves it back."""
         if part == OPTIMIZER and self._stream is not None:
             self._stream.leave()
             return self._stream

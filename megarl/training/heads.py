@@ -146,12 +146,12 @@ class SampledTokens:
 
 
 def over_columns(local: Tensor, shard: tuple[int, int], columns: tuple[int, int], group: WorkerGroup) -> Tensor:
-    """Return the logits [n, columns] of a range of the vocabulary in float32, on every tensor-parallel rank.
+    """Gather the float32 logits [n, last - first] of the token ids first to last - 1, on every tensor-parallel rank.
 
     Args:
-        local: logits [n, v] of this rank's tokens, or of some of them.
-        shard: first and one past the last token of these logits.
-        columns: first and one past the last token of the range.
+        local: logits [n, v] of some of the token ids in this rank's shard of the vocabulary.
+        shard: first and one past the last token id of `local`.
+        columns: (first, last), the range of token ids to return.
     """
     start, stop = shard
     first, last = (min(max(column, start), stop) for column in columns)
@@ -167,8 +167,8 @@ def draw(logits: Tensor, first: int, seeds: Tensor | None, index: Tensor) -> tup
 
     Args:
         first: token id of the first column.
-        seeds: int64 [n], a seed of each row; None: the most likely tokens.
-        index: int64 [n], number of the token within its sample; noise depends on it and on the seed.
+        seeds: int64 [n], one seed per row; None: take the most likely tokens.
+        index: int64 [n], number of the token within its sample. A row's noise depends only on its seed and its index.
     """
     score = logits
     if seeds is not None:

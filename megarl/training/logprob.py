@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-_CACHED = 1 << 18  # logits that torch operations process at once on a CPU: float32 copies of them stay in its cache
+_CACHED = 1 << 18  # how many logits a CPU processes at a time, so that their float32 copies stay in its cache
 _ALIGNED = 16  # columns of a block are a multiple of this, so that rows begin at multiples of 32 bytes
 
 
@@ -154,7 +154,7 @@ def _by_tokens(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of hidden states and weight, computed for `shard.chunk` tokens at a time."""
     hidden = rows.hidden
-    if kept_logits is not None:  # a single chunk: there is nothing to add
+    if kept_logits is not None:  # all tokens are one chunk, so there is no sum over chunks
         grad_logits = _grad_logits(kept_logits, rows, shard, True, weight.dtype)
         return grad_logits @ weight if wants[0] else None, grad_logits.t() @ hidden if wants[1] else None
     grad_hidden = torch.empty_like(hidden) if wants[0] else None
@@ -240,7 +240,7 @@ def reduce_logits(logits: Tensor, targets: Tensor, shard: VocabularyShard, out: 
 
 
 def _reduce_rows(logits: Tensor, targets: Tensor, shard: VocabularyShard, out: Tensor, keep: bool) -> None:
-    """Write the four numbers of `reduce_logits` by torch operations."""
+    """Write the four numbers per token of `reduce_logits` to `out`, computed with torch operations."""
     logits = _scaled(logits, shard, keep)
     column, here = local_columns(targets, shard.start, logits.shape[1])
     torch.mul(logits.gather(1, column[:, None])[:, 0], here, out=out[3])
@@ -255,7 +255,8 @@ def _reduce_rows(logits: Tensor, targets: Tensor, shard: VocabularyShard, out: T
 
 
 def _cached_rows(logits: Tensor) -> list[slice]:
-    """Return the rows [C, V] that torch operations process at once: on a CPU as many as stay in its cache."""
+    """Divide the rows of logits [C, V] into slices that are processed one after the other: on a CPU so small that a
+    slice stays in its cache, elsewhere one slice."""
     step = max(1, _CACHED // max(1, logits.shape[1])) if logits.is_cpu else max(1, len(logits))
     return [slice(begin, begin + step) for begin in range(0, len(logits), step)]
 
@@ -305,7 +306,7 @@ def capped_gradient(
 
 
 def _row_gradients(logits: Tensor, rows: LogprobRows, shard: VocabularyShard, keep: bool) -> Tensor:
-    """Return the gradient of `capped_gradient` by torch operations, in the dtype of `log_z`."""
+    """Return the gradient that `capped_gradient` describes, computed with torch operations, in the dtype of `log_z`."""
     logp = _scaled(logits, shard, keep).sub_(rows.log_z[:, None])
     grad_logp, grad = rows.grad_logp, logp.exp()
     if rows.grad_entropy is not None and rows.entropy is not None:

@@ -23,7 +23,7 @@ from megarl.models.packing import PackedSequences, PackedStream, SharedPrefixes,
 from megarl.training.parallel import Layout
 from megarl.training.sequence_layout import TEXT, PackedRows, SequenceLayout
 
-#: Share of padding up to which the stages of a pipeline get equally long micro-batches on a GPU.
+#: On GPUs, pipeline stages get micro-batches of equal length if the padding adds at most this share of their tokens.
 PADDING = 0.05
 
 
@@ -81,7 +81,7 @@ def plan(
 def indivisible(
     batch: Batch, budget: int, sequences: SequenceLayout = TEXT, *, unit: int = 1, patch_tokens: float = 0.0
 ) -> tuple[list[list[int]], list[int]]:
-    """Return the rows that `plan` puts into one micro-batch together, as indices, and the tokens of each such set."""
+    """Return the sets of rows that `plan` keeps together in one micro-batch, as row indices, and each set's tokens."""
     joined, lengths = bundles(*_costs(batch, sequences.lengths(batch).view(-1, unit), sequences, patch_tokens), budget)
     return [[number * unit + i for number in part for i in range(unit)] for part in joined], lengths
 
@@ -213,13 +213,13 @@ def build_all(
     sequences: SequenceLayout = TEXT,
     multiple: int = 1,
 ) -> tuple[list[MicroBatch], int | None]:
-    """Return all micro-batches, and their packed tokens if they are equally long by padding, else None.
+    """Return all micro-batches, and their number of tokens if they are padded to equal length, else None.
 
     Interleaved pipeline stages exchange tensors of one fixed shape, so all micro-batches are padded to the longest.
     Megatron's exchange of variable shapes would hang, because stages wait for each other's shapes in different calls.
 
-    Other pipeline stages send the shape ahead of each tensor. On a GPU the host waits for the device twice by that, and
-    then starts the next micro-batch on a device without work. There micro-batches are padded too, if that adds at most
+    Other pipeline stages send the shape ahead of each tensor. On a GPU this makes the host wait for the device twice
+    per tensor, and the device runs out of work. So micro-batches are padded on GPUs too, if the padding adds at most
     `PADDING` of their tokens.
     """
     total = None
@@ -235,7 +235,8 @@ def build_all(
 def _packed_tokens(
     batch: Batch, groups: Sequence[Sequence[int]], layout: Layout, sequences: SequenceLayout
 ) -> list[int]:
-    """Return the packed tokens of each micro-batch; fillers count once, if there are any."""
+    """Return the number of packed tokens of each micro-batch with rows, and once that of a filler if any micro-batch
+    has no rows."""
     unit = _unit(layout)
     padded = -(-sequences.lengths(batch) // unit) * unit
     if sequences.prompts(batch):

@@ -27,14 +27,14 @@ from megarl.training.offload import OffloadedPart, kept_in
 from megarl.training.optimizer import parts
 
 _STATE_BYTES = MOMENT_BYTES + MASTER_BYTES["bf16"]
-# What Megatron's distributed optimizer keeps of the parameters that a rank owns: its own, and the model's, in the same
-# order; masters of bf16 parameters, and float32 parameters, which are their own masters.
+# Attributes of Megatron's distributed optimizer with a rank's share of the parameters: (float32 master copies, the
+# model's parameters in the same order), for bf16 parameters and for float32 ones, which are their own master copies.
 _OWNED = (("shard_fp32_from_float16_groups", "model_float16_groups"), ("shard_fp32_groups", "model_fp32_groups"))
 
 
 @dataclass
 class _Piece:
-    """Parameters (as the optimizer has them) whose state moves together."""
+    """Some of the optimizer's parameters (master copies), whose state is moved together."""
 
     parameters: list[Tensor]
     arena: HostArena = field(default_factory=HostArena)
@@ -47,11 +47,12 @@ class _Piece:
 
 
 class StreamedOptimizer:
-    """Steps Megarl's optimizer piece by piece, and moves its state.
+    """Keeps the state of Megatron's distributed optimizers in host memory and steps them piece by piece on the device.
 
     Args:
         wrapped: the model's chunks; state that shares memory with their parameters is not moved.
         optimizer: chain of Megatron's distributed optimizers.
+        piece_bytes: maximum bytes of state that are moved to the device at a time.
     """
 
     def __init__(self, wrapped: Sequence[Any], optimizer: Any, piece_bytes: int = STREAMED_BYTES) -> None:
@@ -59,21 +60,21 @@ class StreamedOptimizer:
         self._pieces = [(part, list(_pieces(part, piece_bytes))) for part in parts(optimizer)]
 
     def leave(self) -> None:
-        """Move the state to host memory."""
+        """Move the optimizer's state to host memory."""
         shared = {p.untyped_storage().data_ptr() for chunk in self._wrapped for p in chunk.parameters()}
         for part, pieces in self._pieces:
             for piece in pieces:
                 self._leave(part, piece, shared)
 
     def restore(self) -> None:
-        """Move the state to the device."""
+        """Move the optimizer's whole state to the device."""
         for _, pieces in self._pieces:
             for piece in pieces:
                 piece.restore()
 
     def step(self) -> None:
-        """Take a step with the gradients that are ready, as `step_with_ready_grads` does; the state is then in host
-        memory."""
+        """Take an optimizer step with the gradients that are ready, as Megatron's `step_with_ready_grads` does; leave
+        the state in host memory."""
         shared = {p.untyped_storage().data_ptr() for chunk in self._wrapped for p in chunk.parameters()}
         with ExitStack() as replaced:
             for part, pieces in self._pieces:
@@ -82,7 +83,7 @@ class StreamedOptimizer:
                     _replaced(part.optimizer, "step", partial(self._step, part, pieces, *whole, shared))
                 )
                 replaced.enter_context(_replaced(part, "_copy_main_params_to_model_params", lambda: None))
-            self._optimizer.step_with_ready_grads()  # also by ranks whose optimizers have no parameters
+            self._optimizer.step_with_ready_grads()  # collective: also on ranks whose optimizers have no parameters
 
     def _step(
         self, part: Any, pieces: list[_Piece], step: Callable[[], Any], copy: Callable[[], None], shared: set[int]
@@ -95,7 +96,7 @@ class StreamedOptimizer:
                 copy()
             counts += groups
             self._leave(part, piece, shared)
-        for group, stepped in counts:  # optimizers that count steps for each group have counted in its copies
+        for group, stepped in counts:  # an optimizer that counts a group's steps has counted in the group's copy
             group.update({name: value for name, value in stepped.items() if name != "params"})
 
     @staticmethod
@@ -110,12 +111,13 @@ class StreamedOptimizer:
 
 
 def moves(tensor: Tensor) -> bool:
-    """Return whether a tensor of the state is moved: the whole state of a model on a GPU, except its step counts."""
+    """Return whether a tensor of the optimizer's state is moved: if it is on a GPU and not a single number, such as a
+    step count."""
     return tensor.is_cuda and tensor.numel() > 1
 
 
 def _pieces(part: Any, piece_bytes: int) -> Iterator[_Piece]:
-    """Yield consecutive parameters of an optimizer, up to `piece_bytes` of state each."""
+    """Divide an optimizer's parameters into consecutive pieces with up to `piece_bytes` of state each."""
     parameters, size = list[Tensor](), 0
     for parameter in itertools.chain.from_iterable(group["params"] for group in part.param_groups):
         nbytes = parameter.numel() * _STATE_BYTES
@@ -130,8 +132,8 @@ def _pieces(part: Any, piece_bytes: int) -> Iterator[_Piece]:
 
 @contextmanager
 def _only(part: Any, parameters: Sequence[Tensor]) -> Iterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
-    """Let an optimizer have only these of its parameters inside the block; yield each of its groups with the copy that
-    it has there."""
+    """Restrict an optimizer to `parameters` inside the block; yield pairs of a parameter group and the copy, with only
+    these parameters, that takes its place."""
     chosen, inner = set(map(id, parameters)), part.optimizer
     groups, owned = inner.param_groups, {name: getattr(part, name) for pair in _OWNED for name in pair}
     present = [(group, [p for p in group["params"] if id(p) in chosen]) for group in groups]
@@ -154,7 +156,7 @@ def _only(part: Any, parameters: Sequence[Tensor]) -> Iterator[list[tuple[dict[s
 
 @contextmanager
 def _replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method of one object inside the block."""
+    """Replace the method `name` of the object `owner` inside the block."""
     setattr(owner, name, method)
     try:
         yield

@@ -22,20 +22,21 @@ from megarl.data.balance import rebalance
 from megarl.data.batch import Batch, Jagged
 from megarl.system.comm import WorkerGroup
 
-# Rows stay where they are while the fullest replica has at most this many times the mean.
+# No rows are exchanged while the replica with the most tokens has at most this many times the mean.
 _EVEN = 1.02
 
 
 @dataclass(frozen=True)
 class RowExchange:
-    """Which rows this replica keeps, sends and receives in one exchange.
+    """Which rows this data-parallel replica keeps, sends and receives, so that all replicas have about equally many
+    tokens.
 
     Attributes:
-        group: one rank of every replica.
-        staying: positions of the rows that stay, ascending.
-        leaving: for each replica, positions of the rows that it gets.
-        coming: for each replica, the number of rows that it sends to this one.
-        before, after: tokens of the fullest replica over the mean, without and with the exchange.
+        group: the group of the exchange, with one rank of every replica.
+        staying: positions of the rows that stay here, ascending.
+        leaving: for each replica, the positions of the rows that this replica sends to it.
+        coming: for each replica, the number of rows that this replica receives from it.
+        before, after: ratio of the fullest replica's tokens to the mean, without and with the exchange.
     """
 
     group: WorkerGroup
@@ -50,8 +51,8 @@ class RowExchange:
         """Plan the exchange. Collective over the replicas.
 
         Args:
-            units: positions of this replica's rows in units that stay together; every row is in one unit.
-            tokens: tokens of each unit.
+            units: sets of this replica's rows that must stay together, as positions; every row is in one set.
+            tokens: number of tokens of each set.
         """
         local = np.array([list(tokens), list(map(len, units))], dtype=np.int64)
         shares = [
@@ -80,8 +81,8 @@ class RowExchange:
         return self.after < self.before
 
     def send(self, batch: Batch) -> Batch:
-        """Return the rows that this replica computes: those that stay, then those that come, by sending replica.
-        Collective.
+        """Exchange rows, and return the rows that this replica computes: its rows that stay, then the received rows in
+        the order of the sending replicas. Collective.
 
         Raises:
             ValueError: a column has values that cannot be sent.
@@ -91,8 +92,14 @@ class RowExchange:
         return batch.alike(Batch.concat([batch.select(self.staying), *self._swap(batch, self.leaving)]))
 
     def restore(self, outputs: Jagged) -> Jagged:
-        """Return the outputs of this replica's own rows, in their first order, from `outputs` of the rows that it
-        computed. Collective."""
+        """Send the outputs of received rows back. Collective.
+
+        Args:
+            outputs: outputs of the rows that `send` returned.
+
+        Returns:
+            The outputs of this replica's own rows, in the order before the exchange.
+        """
         if not self.moves:
             return outputs
         computed = Batch({"outputs": outputs})
@@ -104,7 +111,7 @@ class RowExchange:
         return restored
 
     def _swap(self, batch: Batch, parts: Sequence[Sequence[int]]) -> list[Batch]:
-        """Send the rows `parts[i]` to replica i, and return what comes from each replica that sends rows."""
+        """Send the rows `parts[i]` to replica i, and return the batch from each replica that sends rows to this one."""
         spans = batch.to_blocks([rows for rows in parts if rows])
         blocks = [next(spans).block.tobytes() if rows else b"" for rows in parts]
         where = next((value.device for value in batch.fields.values()), torch.device("cpu"))
@@ -112,6 +119,6 @@ class RowExchange:
 
 
 def _fullest(sizes: np.ndarray, owners: np.ndarray, parts: int) -> float:
-    """Return the largest total of a part over the mean; 1 without tokens."""
+    """Return the ratio of the largest total of `sizes` in a part to the mean total; 1 if all sizes are 0."""
     totals = np.bincount(owners, weights=sizes, minlength=parts)
     return float(totals.max() * parts / max(totals.sum(), 1)) if totals.sum() else 1.0

@@ -40,7 +40,7 @@ class PackedRows:
     # routes to replay: their form (`megarl.data.routes`), and uint8 or int16 [T, layers * chosen]; None: no replay
     routes: tuple[RouteForm, Tensor] | None = None
     following: Tensor | None = None  # int64 [T], the token after each of a row, 0 after its last; None: not needed
-    keeps_keys: bool = False  # whether a head reads the keys and values of the layers
+    keeps_keys: bool = False  # whether a head (an action expert) reads the attention keys and values of the layers
 
 
 class SequenceLayout(Protocol):
@@ -81,8 +81,8 @@ class SequenceLayout(Protocol):
         """Return a row without effect that uses every parameter, for a rank without samples that must take part."""
 
     def head(self, *, entropy: bool) -> Head | None:
-        """Return the head that computes log-probs (and the entropy) of response tokens that are not of the vocabulary;
-        None: they are.
+        """Return the head that computes log-probs (and the entropy) of response tokens that are not in the vocabulary,
+        such as continuous actions; None: all response tokens are in the vocabulary.
         """
 
 
@@ -171,7 +171,7 @@ class TextLayout:
         return self._with_following(replace(self._pack(token, token), routes=routes))
 
     def head(self, *, entropy: bool) -> None:
-        """Return None, because response tokens are of the vocabulary."""
+        """Return None, because response tokens are in the vocabulary."""
 
     def _with_following(self, packed: PackedRows) -> PackedRows:
         if not self.drafts:

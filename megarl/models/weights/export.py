@@ -111,8 +111,14 @@ def _gathered(
     world: WorkerGroup,
     to: Mapping[str, int] | None = None,
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the tensors of `shapes`, gathered from their owners on the rank that `to` names, by default rank 0; None on
-    other ranks. `read` reads this rank's parameters."""
+    """Yield (name, tensor) for each tensor of `shapes`: on one rank the whole tensor, gathered from its owners, and on
+    all other ranks None.
+
+    Args:
+        owners: by tensor, the ranks that send its pieces, and their pieces.
+        read: functions that read this rank's parameters.
+        to: by tensor, the rank that gets it; None: rank 0 gets all.
+    """
     for name, shape in shapes.items():
         beat()
         dtype, target = dtypes[name], _WRITER if to is None else to[name]
@@ -137,15 +143,14 @@ def _gathered(
 def iter_on_all_ranks(
     chunks: Sequence[PolicyModel], world: WorkerGroup, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield Hugging Face tensors in export order, whole, on `device` of every rank; they may share a parameter's
-    memory.
+    """Yield (name, tensor) for each Hugging Face tensor of the model in export order: the whole tensor, on every rank.
 
-    Collective over `world`, all ranks that hold the model or one pipeline stage of it (`stage_group`), whose tensors
-    are then the ones that are yielded. Broadcasts do not open a connection for each pair of ranks, as messages to one
-    rank would. One tensor at a time is gathered. Values are exactly those of the parameters, with adapters merged in.
+    Collective over `world`. One tensor at a time is broadcast, which needs no connection for each pair of ranks. Values
+    are exactly those of the parameters, with adapters merged in; a tensor may share a parameter's memory.
 
     Args:
-        device: device of the parameters, or the CPU.
+        world: all ranks of the model; or the ranks of one pipeline stage (`stage_group`), to yield only its tensors.
+        device: where the yielded tensors are: the device of the parameters, or the CPU.
     """
     shapes, owners, read = _sources(chunks, world)
     dtypes = tensor_dtypes(chunks)
@@ -176,9 +181,10 @@ def iter_on_all_ranks(
 
 @contextlib.contextmanager
 def stage_group(chunks: Sequence[PolicyModel], world: WorkerGroup) -> Iterator[WorkerGroup]:
-    """Make a group of the ranks that hold the same pipeline stage as this one; `world` itself if there is one stage.
+    """Inside the block, provide the group of all ranks with the same pipeline stage as this rank.
 
-    Each tensor is whole in one of the groups. Collective over `world`, also at the end of the block.
+    The group is `world` itself if there is one stage, or if a tensor is spread over several stages: each group can
+    gather all its tensors. Collective over `world` at the beginning and at the end of the block.
     """
     layout = layout_of_all(coordinate(chunks), world)
     stages = sorted({at.pp_rank for at in layout})
@@ -191,7 +197,7 @@ def stage_group(chunks: Sequence[PolicyModel], world: WorkerGroup) -> Iterator[W
     [stage] = [group for group in groups if group is not None]
     try:
         yield stage
-        world.barrier()  # a group that is closed must not be in use on another rank
+        world.barrier()  # close a group only when no other rank uses it any more
     finally:
         stage.close()
 
@@ -214,8 +220,8 @@ def export_weights(
     The folder appears under its name when it is complete; an existing folder is replaced.
 
     Args:
-        world: all ranks that hold the model. Each writes some of the files, and the first one the rest, so `out_dir` is
-            on a file system that they share.
+        world: all ranks of the model. Several ranks write tensor files, and the first rank all other files, so
+            `out_dir` must be on a file system that all ranks share.
         dtype: dtype of the written tensors, except those that are float32 in every model; None: the parameters'
             dtype.
         max_shard_gb: largest size of a file (10**9 bytes).
@@ -252,12 +258,13 @@ def export_weights(
 
 @dataclasses.dataclass(frozen=True)
 class _Content:
-    """The tensors of an exported folder, in their order.
+    """The tensors of an exported folder, in the order in which they are written.
 
     Attributes:
         sources: name in the folder -> name of the model's tensor; without the tensors of `draft`.
-        shapes, dtypes: of every tensor in the folder, by its name there.
-        draft: the draft head that is copied from the model's source, on the first rank; None: none, or another rank.
+        shapes, dtypes: shape and dtype of every tensor in the folder, by its name in the folder.
+        draft: the draft head that the first rank copies from the model's source; None: there is none to copy, or this
+            is another rank.
     """
 
     sources: dict[str, str]
@@ -276,7 +283,7 @@ class _Content:
         *,
         keep_draft: bool,
     ) -> _Content:
-        """Return the content of the export; only the first rank reads the model's source. Collective over `world`."""
+        """Determine the tensors of the export; only the first rank reads `source`. Collective over `world`."""
         table, draft, copies = chunks[0].weight_table, None, dict[str, list[str]]()
         more: dict[str, list[int]] = {}
         if world.rank == _WRITER:
@@ -319,14 +326,15 @@ class FilePlan:
         sources: Mapping[str, str],
         files: Mapping[str, int],
     ) -> FilePlan:
-        """Divide the files among the replicas of the model, and inside a replica among the ranks that hold their
-        tensors: each of them gathers the tensors of its files from the others, at the same time as other replicas do.
+        """Divide the files among the replicas of the model, and the files of a replica among the ranks that hold their
+        tensors. All replicas write at the same time; a rank gathers the tensors of its files within its replica.
 
         Args:
-            layout: coordinates of all ranks.
-            slices: returns the shards of a coordinate.
+            layout: parallel coordinates of all ranks, by rank.
+            slices: returns the shards that a rank with the given coordinates has.
             sources: name in the folder -> name of the model's tensor.
-            files: name in the folder -> number of its file. The first rank writes files that have further names.
+            files: name in the folder -> number of its file. The first rank writes every file that also has tensors
+                which are not in `sources`.
         """
         twins: dict[Coordinate, list[int]] = {}
         for rank, at in enumerate(layout):
@@ -346,7 +354,10 @@ class FilePlan:
 def _write_files(
     chunks: Sequence[PolicyModel], writer: FolderWriter, content: _Content, world: WorkerGroup
 ) -> OSError | None:
-    """Write this rank's files of an export; return the error if they cannot be written. Collective over `world`."""
+    """Write the tensor files of an export that fall to this rank; return the error if writing fails, else None.
+
+    Collective over `world`; after an error the rank still takes part in sending.
+    """
     layout, table, kinds = layout_of_all(coordinate(chunks), world), chunks[0].weight_table, tensor_dtypes(chunks)
     files = {name: writer.file_of(name) for name in content.shapes}
     plan = FilePlan.of(layout, table.shards, content.sources, files)
@@ -360,6 +371,6 @@ def _write_files(
         if tensor is not None and problem is None:
             try:
                 writer.add(name, tensor)
-            except OSError as error:  # go on: other ranks send and receive the remaining tensors
+            except OSError as error:  # continue, because other ranks still send to and receive from this one
                 problem = error
     return problem

@@ -344,15 +344,16 @@ class SafetensorsWriter:
 class FolderWriter:
     """Writes sharded safetensors into a folder that appears under its name only when it is complete.
 
-    Several processes may write its files together: the first makes the temporary folder, and each adds all tensors of
-    the files that it writes (`file_of`).
+    Several processes may write the folder together: one process creates the temporary folder and calls `finish`, and
+    each process adds all tensors of the files that it writes (`file_of`).
 
     Args:
+        folder: the final folder; an existing one is replaced.
         shapes: all tensors by name, in the order in which they are added.
         dtypes: one dtype, or one per tensor. A stack of experts gets the widest dtype of its matrices.
         max_bytes: largest size of a file.
         stacked: write the matrices of all experts of a layer as one tensor (`megarl.artifacts.stacked_experts`).
-        temporary: the temporary folder of the process that calls `finish`; None: this process makes it.
+        temporary: the temporary folder that another process has created; None: create it.
     """
 
     def __init__(
@@ -388,11 +389,11 @@ class FolderWriter:
         return "model.safetensors" if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
 
     def file_of(self, name: str) -> int:
-        """Return the number of the file in which a tensor is."""
+        """Return the number, from 0, of the file that holds the tensor `name`."""
         return self._files[self._names[name]]
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Append the next tensor, in the order of `shapes`, of the files that this process writes."""
+        """Append a tensor to its file. A process adds the tensors of its files in the order of `shapes`."""
         tensor = tensor.to(self._dtypes[self._names[name]])
         for whole in [(name, tensor)] if self._stacks is None else self._stacks.add(name, tensor):
             self._write(*whole)
@@ -410,7 +411,11 @@ class FolderWriter:
             self._writer, self._in_group = None, 0
 
     def finish(self) -> None:
-        """Write the index and rename the folder to its final name, replacing an older one. All files are written."""
+        """Write the index file and rename the temporary folder to `folder`, replacing an older folder.
+
+        Raises:
+            ValueError: a file is missing or incomplete.
+        """
         written = [self._file_name(number) for number in range(len(self._groups))]
         missing = [name for name in written if not (self.temporary / name).is_file()]
         if missing or self._writer is not None:

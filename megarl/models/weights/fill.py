@@ -171,7 +171,7 @@ def draw_tensor(hf: PretrainedConfig, name: str, shape: tuple[int, ...], seed: i
         return torch.ones(shape)
     if "norm" in name:
         centered = not any(part in name for part in ("linear_attn.", "visual.")) and wiring_of(hf).zero_centered
-        # an action expert's layers are Gemma's
+        # an action expert (dit) has Gemma's norms, which multiply by 1 + weight
         return torch.zeros(shape) if centered or name.startswith("model.dit.") else torch.ones(shape)
     if ".ln_q." in name or name.endswith(".scale_factor"):
         return torch.ones(shape)

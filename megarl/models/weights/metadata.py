@@ -239,7 +239,8 @@ def _write_vision_language(folder: Path, hf_config: PretrainedConfig, dtype: str
             "temporal_patch_size": config.vision_config.temporal_patch_size,
         }
     (folder / PREPROCESSOR).write_text(json.dumps(processor, indent=2) + "\n")
-    if hf_config.video_preprocessor not in (None, hf_config.preprocessor):  # transformers reads it from the other file
+    # without this file transformers takes a video processor's settings from preprocessor_config.json
+    if hf_config.video_preprocessor not in (None, hf_config.preprocessor):
         (folder / VIDEO_PREPROCESSOR).write_text(json.dumps(hf_config.video_preprocessor, indent=2) + "\n")
 
 

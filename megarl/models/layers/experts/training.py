@@ -120,8 +120,11 @@ class GroupedLinear(MegatronModule):
         return weight.view(self.experts, -1, weight.shape[1])
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Call `grouped_linear` with the experts' weights. On GPUs where this is one kernel the weights' gradients are
-        added to the buffer that Megatron's data parallelism has for them, without a gradient in bf16."""
+        """Apply each expert's weight to the expert's rows of `x` (`grouped_linear`).
+
+        On GPUs where `grouped_linear` is one kernel, the backward pass adds the weights' gradients directly to the
+        float32 buffer that Megatron's data parallelism has for them (`main_grad`), without a gradient in bf16.
+        """
         buffer = getattr(self.weight, "main_grad", None) if self.weight.requires_grad else None
         kernels = gpu.expert_kernels(x)
         if buffer is None or kernels is None or not len(x) or not is_one_kernel(self.stacked, x.dtype):
@@ -148,7 +151,8 @@ class _AddingLinear(torch.autograd.Function):
         of_x = F.grouped_mm(grad, weight.view(shape), offs=ends) if ctx.needs_input_grad[0] else None
         ctx.kernels.add_products(grad, x.contiguous(), ends, weight.main_grad.view(shape))
         weight.grad_added_to_main_grad = True
-        # Megatron's hook runs when a gradient arrives; it adds none that is in its buffer already.
+        # Megatron's hook on the weight runs only if there is a gradient. It ignores the values of this one, because
+        # `grad_added_to_main_grad` is set.
         return of_x, torch.empty_like(weight), None, None, None
 
 
@@ -263,17 +267,17 @@ class TokenDispatcher(MoETokenDispatcher):
         """Exchange rows over the expert-parallel ranks."""
         if self._alone:
             return rows, probs
-        numbers = self._sizes.tolist()  # the host waits for them here
+        numbers = self._sizes.tolist()  # here the host waits until the device has sent the sizes
         self._sent, self._received = numbers[: self.ep_size], numbers[self.ep_size : 2 * self.ep_size]
         self._gathered = numbers[2 * self.ep_size :]
         sizes = (self._received, self._sent)
         return all_to_all(self.ep_group, rows, *sizes), all_to_all(self.ep_group, probs, *sizes)
 
     def _exchange_counts(self, counts: Tensor) -> None:
-        """Exchange between ranks how many rows each sends to each expert, and start to copy the sums to the host.
+        """Gather how many rows each rank sends to each expert, and start to copy the resulting split sizes to the host.
 
         Args:
-            counts: int64 [all experts], rows that this process has for each expert.
+            counts: int64 [all experts], number of this rank's rows for each expert.
         """
         # In the group's order of ranks, the expert-tensor-parallel rank changes fastest.
         every = gather_from_sequence_parallel_region(counts, group=self.tp_ep_group)
