@@ -468,7 +468,8 @@ def _verl_reward(source: OtherSettings, made: Translation) -> None:
 
 
 def _rollout(source: OtherSettings, made: Translation, engine: Any) -> None:
-    """Note that the engine and its tensor parallel size are not translated; `megarl init --engine` sets the engine."""
+    """Add notes to the translated recipe: the generation engine and its tensor parallel size are left out, because
+    `megarl init --engine` sets the engine."""
     if engine is not None:
         made.note("engine of generation", engine, "use megarl init --engine sglang or embedded; vLLM is not supported")
     size = source.take("rollout.tensor_model_parallel_size", "vllm_cfg.tensor_parallel_size")

@@ -56,8 +56,8 @@ class PackedSequences(PackedSeqParams):
     # experts to replay, uint8 or int16 [t, layers * chosen]: those of this rank's tokens (`megarl.data.routes`); None:
     # routers choose
     routes: Tensor | None = None
-    # number of a layer -> its keys (after RoPE) and values [t, groups, head], which attention stores here for a head that
-    # reads them (an action expert); None: they are not stored
+    # number of a layer -> its keys (after RoPE) and values [t, groups, head], which attention stores here for a head
+    # that reads them (an action expert); None: they are not stored
     layer_keys: dict[int, tuple[Tensor, Tensor]] | None = None
     cp_size: int = 1
     cp_rank: int = 0

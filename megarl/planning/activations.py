@@ -233,8 +233,8 @@ class Activations:
         each = max(self._logit, FULL * self.logit_copies)
         if self.facts.wiring.logit_cap is not None:
             each += (2 if self.gpu else 1) * FULL  # the soft-cap's derivative, and on a GPU the unrounded gradient
-        # The weight's gradient: one product, and on a CPU a float32 sum if there are several chunks of tokens. A GPU
-        # then computes it in blocks of the vocabulary (`linear_logprob`): each writes its own rows, so there is no sum.
+        # The weight's gradient is one matrix product. With several chunks of tokens a CPU also needs a float32 sum over
+        # the chunks; a GPU computes the gradient in blocks of the vocabulary instead (`linear_logprob`), without a sum.
         summed = self.logit_copies > 0 or (not self.gpu and n > self.engine.logits_chunk_tokens)
         return each * self._logits + ((FULL if summed else 0) + element) * weight + rows
 

@@ -102,8 +102,9 @@ class PlanAssumptions:
     host_share: float = 0.8  # share of the link to host memory that is reached
     server_memory: float = 0.85  # share of a GPU's free memory that a server takes, if the recipe does not set it
     server_push_ms: float = 5.0  # time of the calls to a server for new weights
-    shard_share: float = 0.85  # share of the link to other machines that updates from shard to shard reach
-    shard_fixed_s: float = 0.09  # fixed seconds of an update from shard to shard: calls, the first and last round
+    # share of the network's bandwidth that a weight update from trainer shards to server shards reaches
+    shard_share: float = 0.85
+    shard_fixed_s: float = 0.09  # fixed seconds of such an update, whatever its size: calls, the first and last round
     push_fixed_s: float = 0.5  # fixed seconds of a weight update, whatever its size
     step_s: float = 0.5  # seconds of a step outside all phases: metrics, files, Python
     disk_gb_s: float = 2.0  # GB/s at which a machine writes a checkpoint

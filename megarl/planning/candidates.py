@@ -62,7 +62,7 @@ class Spread:
         return text
 
 
-#: What training engines offload, as `actor.engine.offload` has it: everything or nothing, or these parts.
+#: A value of `actor.engine.offload`: true (offload everything), false (nothing), or the names of the offloaded parts.
 Offload = bool | tuple[str, ...]
 
 
@@ -74,7 +74,7 @@ class Choice:
     parallel: ParallelConfig
     micro_batch_tokens: int  # tokens per micro-batch of the training engines
     recompute: str  # recomputation in the training engines
-    offload: Offload  # what the training engines offload
+    offload: Offload  # what the training engines move to host memory
     # memory fraction of servers on the trainer's devices; None: as in the recipe
     memory_fraction: float | None = field(default=None, compare=False)
 
@@ -294,13 +294,13 @@ class Space:
         return [layout for layout in whole if self._fits_others(layout, spread)]
 
     def _stages(self, pp: int) -> list[Mapping[str, Any]]:
-        """Return the ways to divide layers among pipeline stages: evenly, in chunks that take turns, and with fewer in
-        the last stage, so that all take about as long although it also has the head."""
+        """Return the layout settings to try for `pp` pipeline stages: an even division of the layers, interleaved
+        stages (`vpp`), and fewer layers in the last stage, which also computes the head (`last_stage_layers`)."""
         if pp == 1:
             return [{}]
         layers, counter = self.facts.layers, FlopCounter.of(self.facts)
         ways: list[Mapping[str, Any]] = [{}, *({"vpp": vpp} for vpp in (2, 4) if layers % (pp * vpp) == 0)]
-        head = counter.per_head_token / (counter.per_token / layers)  # its work in layers
+        head = counter.per_head_token / (counter.per_token / layers)  # the head's work, as a number of layers
         even = -(-layers // pp)
         longest = {last: max(last + head, -(-(layers - last) // (pp - 1))) for last in range(even, 0, -1)}
         last = min(longest, key=lambda number: longest[number])
@@ -342,17 +342,17 @@ class Space:
     # -- engines -------------------------------------------------------------------------------------------------
 
     def budgets(self, spread: Spread) -> list[tuple[int, Offload]]:
-        """Return the pairs (tokens per micro-batch, what engines offload) to try with the placement `spread`."""
+        """Return the pairs (tokens per micro-batch, what the training engines offload) to try with a placement."""
         given = self.config.actor.engine
         tokens = sorted({max(1, int(given.micro_batch_tokens * times)) for times in _MICRO_BATCHES})
         # Offloading helps only models that take turns on a GPU, so not an actor in a team of its own. On a CPU the
         # recipe's value stays.
         by_itself = bool(spread.teams) and spread.teams[0][1] == (Role.ACTOR.value,)
-        # The checks refuse offloading together with copies of weights that wait to be sent (async.order=in_order).
+        # The checks refuse offloading if copies of older weights wait to be sent to servers (async.order=in_order).
         copied = policy_of(self.config).copies > 0
         written = given.offload if isinstance(given.offload, bool) else tuple(given.offload)
         offloads: list[Offload] = [False] if by_itself or copied else [False, True]
-        if spread.colocated and len(offloads) > 1:  # short samples do not need the room that parameters leave
+        if spread.colocated and len(offloads) > 1:  # if samples are short, the parameters may stay on the device
             offloads.append((GRADIENTS, OPTIMIZER))
         # A streamed optimizer needs offloading, so no other value would pass the checks.
         if any(getattr(self.config, role).engine.stream_optimizer for role in self.trains):

@@ -25,7 +25,7 @@ class Decoder:
     """One engine or server: the ranks that decode the same samples."""
 
     facts: ModelFacts
-    dtype: str  # dtype of weights
+    dtype: str  # dtype of the weights
     tp: int  # ranks that share every layer
     pp: int  # pipeline stages, which work one after the other
     ep: int  # ranks that share the experts of a layer
@@ -33,7 +33,7 @@ class Decoder:
     given: PlanAssumptions
     etp: int = 0  # ranks that share an expert of an embedded engine; 0: a server, whose experts tp always divides
     vpp: int = 1  # parts of each stage, which take turns
-    cache_dtype: str = ""  # dtype of keys and values; empty: that of weights
+    cache_dtype: str = ""  # dtype of the KV cache; empty: the dtype of the weights
 
     @cached_property
     def _counter(self) -> FlopCounter:
@@ -173,10 +173,11 @@ class Decoder:
         ]
 
     def generate_first(self, round_: OversampledRound, engines: int, slots: float) -> list[Cost]:
-        """Return the costs of a round that ends when enough groups are complete (formula G5 of docs/planning.md).
+        """Return the costs of a round of generation that ends when enough groups are complete (formula G5 of
+        docs/planning.md).
 
-        If the samples do not all run at the same time, the round takes at least as long as all of its tokens on all
-        slots.
+        With fewer slots (samples that an engine decodes at the same time) than samples, the round takes at least
+        all its tokens divided by the slots.
         """
         work, prompt, shortest = round_.work, round_.work.prompt, round_.steps
         side = max(1.0, min(slots, round_.oversample * work.number / engines))

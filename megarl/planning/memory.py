@@ -56,7 +56,7 @@ from megarl.system.offload_schedule import (
 
 SERVER_CACHE, _SERVER_WEIGHTS = "a server's cache, per rank of it", "a server's weights, per rank of it"
 _FRACTIONS, _MOST = 20, 0.9  # `memory_fraction` is a multiple of 1/20, at most 0.9
-_SERVER = "a server"  # name of the moment of a server that has its GPUs to itself
+_SERVER = "a server"  # name of the `Moment` with the memory of a server on GPUs of its own
 PACK_LIMIT_BYTES, PACK_STEPS = 1 << 30, 16
 """On a CPU the embedded engine repacks weights up to this size once, if it decodes at least this many tokens."""
 # Bytes per generated token: Python numbers that ranks exchange, and the fields of a batch.
@@ -224,14 +224,15 @@ def compared_width(config: RunConfig, sizes: Sizes) -> int:
 def cache_bytes(
     config: RunConfig, facts: ModelFacts, parallel: ParallelConfig, dp: int, job: str = "train"
 ) -> tuple[float, float]:
-    """Return the bytes of keys and values of one full-length sequence, and of those that a rank decodes at once, at
-    most `rollout.max_running`. An episode whose calls may be generated side by side counts as two sequences."""
+    """Return the KV-cache bytes of one full-length sequence, and of all sequences that a rank decodes at the same time,
+    at most `rollout.max_running`. An episode of an agent counts as two sequences, because its calls may be generated at
+    the same time."""
     if job == "train":
         sampling, rows = config.rollout.sampling, config.data.batch_size
     else:
         sampling, rows = config.validation_sampling, _held_out(config) or config.rollout.max_running * dp * parallel.cp
     share = -(-rows * sampling.n // (dp * parallel.cp))
-    if config.env.get("name") in BRANCHING:  # the generator has as many further slots for these calls
+    if config.env.get("name") in BRANCHING:  # an agent, whose calls may be generated at the same time
         share *= 2
     tokens = config.data.max_prompt_tokens + config.response_tokens(sampling)
     element = BYTES[config.rollout_dtype]
@@ -317,8 +318,8 @@ def beside_servers(moment: Moment) -> float:
 
 
 def planned_fraction(memory: Memory, limit: float) -> float:
-    """Return `memory_fraction` for servers on the trainer's devices, from what generation leaves them of `limit` bytes
-    of a device; a multiple of 0.05, or 0 where nothing is left."""
+    """Return the `memory_fraction` with which servers on the trainer's devices fill a device up to `limit` bytes during
+    generation, rounded down to a multiple of 0.05; 0 if nothing is left for servers."""
     generation = next(moment for moment in memory.moments if moment.name == "generation")
     if memory.free <= 0:
         return 0.0
@@ -351,7 +352,7 @@ def device_memory(
 def _device_memory(
     config: RunConfig, sizes: Sizes, team: TeamPlan, *, gpu: bool, job: str, room: GpuRoom | None
 ) -> Memory:
-    """Estimate the device memory without connections between ranks."""
+    """Estimate the device memory as `device_memory` does, but without NCCL's connections between ranks."""
     servers = _server_weights(config, sizes) if gpu and Role.ROLLOUT in team.roles else []
     shared = servers if config.rollout.colocated else []
     models = _Models(config, sizes, team, shared, gpu=gpu)
@@ -470,7 +471,7 @@ class _Models:
                 what = f"{name} parameters" + (" (if as large as the policy)" if sizes.get(role) is None else "")
                 size = parameter_bytes(facts, team.parallel, dtype, value_head=role is Role.REWARD_MODEL)
                 if role is Role.TEACHER and (several := len(config.teacher.models)) > 1:
-                    # with offloading only one teacher at a time is on the device
+                    # if the parameters are offloaded, only one teacher at a time is on the device
                     in_turn = PARAMETERS in config.actor.engine.offloaded and gpu
                     what += f" (the largest of {several})" if in_turn else f" ({several}, all as large as the largest)"
                     size *= 1 if in_turn else several
@@ -506,7 +507,8 @@ class _Models:
 
     @staticmethod
     def _piece(optimizer: Term) -> Term:
-        """Return the term for the part of an optimizer's state that is on the device at a time during an update."""
+        """Return the memory term for one piece of a streamed optimizer's state, which is all of the state that is on
+        the device at a time during an update."""
         size = min(optimizer.bytes, STREAMED_BYTES)
         return Term(f"{optimizer.what}, a piece", size, optimizer.keys, least=0.0)
 

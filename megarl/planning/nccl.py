@@ -29,7 +29,7 @@ PEER_BYTES = 32 * CHANNEL_BYTES
 
 
 def rings(parallel: ParallelConfig, replicas: int, *, mixture: bool) -> list[str]:
-    """Return the groups of more than one rank, of which a rank is a part, that run collectives."""
+    """Return the names of a rank's process groups that run collectives over more than one rank."""
     sizes = {
         "all ranks (norms, metrics of the device, verified weights)": parallel.model_parallel_size * replicas,
         "tensor parallel": parallel.tp,
@@ -44,19 +44,19 @@ def rings(parallel: ParallelConfig, replicas: int, *, mixture: bool) -> list[str
 
 
 def peers(parallel: ParallelConfig, replicas: int, here: int, *, mixture: bool) -> dict[str, int]:
-    """Return with how many ranks of its machine a rank exchanges messages, by purpose.
+    """Return the number of ranks on the same machine to which a rank sends messages (not collectives), by purpose.
 
     Args:
-        here: ranks of the team on one machine.
+        here: number of the team's ranks on one machine.
     """
-    stage = parallel.tp * parallel.cp * replicas  # the next stage's rank is this far away
+    stage = parallel.tp * parallel.cp * replicas  # difference between the ranks of neighbouring pipeline stages
     experts = max(1, min(parallel.ep, here // parallel.expert_tp)) if mixture else 1
     ranks = {"stages": min(2, parallel.pp - 1) if stage < here else 0, "experts": experts - 1}
     return {purpose: number for purpose, number in ranks.items() if number}
 
 
 def nccl_terms(parallel: ParallelConfig, replicas: int, here: int, *, mixture: bool) -> list[Term]:
-    """Return the memory terms of a rank's connections to the other ranks of its team; empty for a single rank."""
+    """Return the memory terms of a rank's NCCL connections to the other ranks of its team; empty for a single rank."""
     terms = []
     if groups := rings(parallel, replicas, mixture=mixture):
         terms.append(

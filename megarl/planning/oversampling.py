@@ -16,26 +16,26 @@ from dataclasses import dataclass
 
 from megarl.planning.workload import Workload
 
-_ROUNDS = 64  # at most as many rounds of a group are counted
+_ROUNDS = 64  # maximum number of rounds that a group is assumed to continue in
 _HALVINGS = 50
 
 
 @dataclass(frozen=True)
 class OversampledRound:
-    """One round of generation of a run with `rollout.oversample`."""
+    """One round of generation, in a steady state, of a run with `rollout.oversample`."""
 
-    work: Workload  # the groups that the round completes
+    work: Workload  # the prompt groups that the round has to complete
     oversample: float
-    carry_steps: int  # 0: unfinished groups are dropped
+    carry_steps: int  # how many more steps an unfinished group may continue in; 0: unfinished groups are dropped
 
     @property
     def begun(self) -> float:
-        """Number of samples that begin in a round."""
+        """Number of samples that begin in each round."""
         return self.work.number * (1.0 if self.carry_steps else self.oversample)
 
     @property
     def steps(self) -> float:
-        """Decoding steps of the round, T, if all of its samples run at the same time."""
+        """Number of decoding steps of the round, T, if all samples in flight are decoded at the same time."""
         longest = self.work.lengths.longest_of(self.begun)
         if self.oversample == 1:
             return longest
@@ -49,8 +49,8 @@ class OversampledRound:
         return max(high, longest / (self.carry_steps + 1)) if self.carry_steps else high
 
     def running(self, step: float, steps: float) -> tuple[float, float]:
-        """Return the number of samples that run at decoding step `step` of a round of `steps`, and their mean number of
-        response tokens: those that began in this round, and of each earlier round those that are longer."""
+        """Return how many samples are still decoded at decoding step `step` of a round of `steps` steps, and their mean
+        number of response tokens. Samples of earlier rounds that are not finished count, too."""
         ages = [step + steps * before for before in range(self._most(steps))]
         counts = [self.begun * self.work.lengths.above(age) for age in ages]
         number = sum(counts)
@@ -59,8 +59,8 @@ class OversampledRound:
         return number, sum(count * age for count, age in zip(counts, ages, strict=True)) / number
 
     def continued(self, steps: float) -> tuple[float, float]:
-        """Return how many samples of earlier rounds a round of `steps` decoding steps continues, and their mean number
-        of response tokens, which are prefilled again."""
+        """Return how many unfinished samples of earlier rounds continue in a round of `steps` decoding steps, and the
+        mean number of response tokens that they have, which are prefilled again."""
         ages = [steps * before for before in range(1, self._most(steps))]
         counts = [self.begun * self.work.lengths.above(age) for age in ages]
         number = sum(counts)
@@ -68,9 +68,9 @@ class OversampledRound:
         return number, tokens / number if number else 0.0
 
     def _are_too_few(self, steps: float) -> bool:
-        """Return whether fewer groups than a round needs are complete after `steps` decoding steps.
+        """Return whether a round of `steps` decoding steps completes fewer groups than it has to.
 
-        The mean number of rounds at whose end a group is unfinished is then too large.
+        It does if the mean number of rounds at whose end a group is unfinished is above what `oversample` allows.
         """
         if not steps:
             return True
@@ -79,7 +79,7 @@ class OversampledRound:
         return unfinished > (self.oversample - 1 if self.carry_steps else 1 - 1 / self.oversample)
 
     def _most(self, steps: float) -> int:
-        """Return the largest number of rounds in which a sample runs."""
+        """Return the largest number of rounds of `steps` decoding steps over which one sample is decoded."""
         if self.oversample == 1 or not steps:
             return 1
         return max(1, min(_ROUNDS, self.carry_steps + 1, math.ceil(self.work.lengths.longest / steps)))

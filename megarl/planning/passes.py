@@ -70,7 +70,8 @@ class ModelPass:
     value_head: bool = False  # the model has one value per token in place of a vocabulary
     lora: LoraConfig | None = None  # adapters are trained instead of the weights
     of_draft: bool = False  # this is the layer of a draft head, for which the head's weight is a constant
-    # the pipeline stage whose seconds are computed: the last one, which has the head, or the fullest of the others
+    # which pipeline stage `_stage` computes: the last one, which has the head; False: the one with most layers of the
+    # others
     of_last: bool = True
 
     @cached_property
@@ -150,14 +151,14 @@ class ModelPass:
         return costs
 
     def _micro_batch(self, share: Share, *, train: bool) -> list[Cost]:
-        """Return the costs of a micro-batch on the slowest stage: the last one, which has the head, or the fullest of
-        the others if these have more layers."""
+        """Return the costs of a micro-batch on the slowest pipeline stage: the last one, which has the head, or another
+        one if that has more layers and takes longer."""
         counts = self.parallel.stage_layers(self.facts.layers)
         stages = [self] if counts[-1] == max(counts) else [self, replace(self, of_last=False)]
         return max((stage._stage(share, train=train) for stage in stages), key=total)
 
     def _stage(self, share: Share, *, train: bool) -> list[Cost]:
-        """Return the costs of a micro-batch on the stage `of_last`."""
+        """Return the costs of a micro-batch on the pipeline stage that `of_last` selects."""
         again = train and self.engine.recompute == "full"
         passes = 3 + again if train else 1
         facts, given = self.facts, self.given
@@ -214,7 +215,8 @@ class ModelPass:
         return max(0.0, seconds - self._head_work(share, train=train) / ranks / rate)
 
     def _head_work(self, share: Share, *, train: bool) -> float:
-        """Return the FLOPs of the head, over all ranks that share it; 0 for a stage without it."""
+        """Return the FLOPs of the head (vocabulary or value), summed over the ranks that share it; 0 on a stage without
+        a head."""
         if not self.of_last:
             return 0.0
         tokens = share.samples * share.response
@@ -259,7 +261,8 @@ class ModelPass:
 
     @cached_property
     def _stages(self) -> float:
-        """The model's number of layers divided by that of the stage `of_last`; pp if all stages are equal."""
+        """The model's number of layers divided by the number of layers of the stage that `of_last` selects; pp if all
+        stages have equally many."""
         *others, last = self.parallel.stage_layers(self.facts.layers)
         return self.facts.layers / (last if self.of_last else max(others))
 
@@ -336,7 +339,7 @@ class ModelPass:
             return []
         ep, etp, layers = parallel.ep, parallel.expert_tp, facts.copies["router"] / self._stages
         times, copies = forwards + train, float(facts.experts_per_token)
-        if parallel.dispatch == "deepep":  # one for each rank that has some of a token's experts
+        if parallel.dispatch == "deepep":  # one copy of a token for each rank that has some of its experts
             copies = ep * (1 - (1 - 1 / ep) ** copies)
         routed = share.tokens / (parallel.cp * parallel.tp) * copies * facts.hidden * self._element
         sent = times * layers * 2 * routed * (ep - 1) / ep
@@ -364,9 +367,9 @@ class ModelPass:
         return stage_parameters(self.facts, self.parallel, value_head=self.value_head, trained=True)
 
     def _gradients(self) -> Cost:
-        """Return the cost of adding a micro-batch's gradients of weights to their float32 buffers, beside their
-        products: read and write both, or only the buffers where the product adds its result itself. Assumed shares of a
-        CPU include it."""
+        """Return the cost on a GPU of adding a micro-batch's weight gradients to their float32 buffers, in addition to
+        the matrix products that compute them: the bytes of reading the gradient and of reading and writing the buffer;
+        where the product itself adds to the buffer, the buffer's alone, less the gradient that is not written."""
         dense, expert = self._trained
         apart, within = self._element + 2 * GRADIENT, 2 * GRADIENT - self._element
         te = self.engine.layers == "te" or self.engine.fp8 != "none"

@@ -117,7 +117,7 @@ class Search:
         given, config = self._given, self._config
         rate = self._hardware.peak(config.model.dtype) * max(given.gemm_share, given.expert_share)
         trains, generates = self._training_flops / (rate * spread.trainers()), 0.0
-        if spread.servers and not config.rollout.oversamples:  # rounds that overlap have no simple bound
+        if spread.servers and not config.rollout.oversamples:  # oversampled rounds overlap, without a simple bound
             servers, work = config.rollout.sglang, Workload.of(config, given)
             ep = math.gcd(servers.ep_size, spread.tp_size)
             sizes = config.rollout_dtype, spread.tp_size, 1, ep
@@ -157,13 +157,18 @@ class Search:
         return None
 
     def _retimed(self, choice: Choice, formulas: StepFormulas) -> _Timed:
-        """Return `choice` with its seconds; it has the placement and layout of `formulas`, which are computed once."""
+        """Return `choice` with the predicted seconds of its step. `formulas` are those of another choice with the same
+        placement and layout; what the two have in common is not computed again."""
         other = formulas.again(choice.apply_engine(formulas.config, self.space.trains))
         return _Timed(other.step_seconds(), choice, other)
 
     def _state_fits(self, spread: Spread, parallel: ParallelConfig) -> bool:
-        """Return whether the actor's parameters, gradients and optimizer state fit together, as every choice needs. Of
-        a streamed optimizer an update needs only a piece, and a checkpoint all of it without the gradients."""
+        """Return whether the actor's parameters, gradients and optimizer state fit on a device together, as they must
+        with every choice.
+
+        With a streamed optimizer, an update needs only a piece of the optimizer state on the device, and a checkpoint
+        needs all of it but no gradients.
+        """
         replicas = spread.trainers() // parallel.model_parallel_size
         engine, dtype = self._config.actor.engine, self._config.model.dtype
         lora = self._config.model.lora

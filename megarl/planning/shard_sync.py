@@ -19,13 +19,14 @@ from megarl.planning.links import Links
 
 @dataclass(frozen=True)
 class ShardUpdateSize:
-    """The sizes of an update, its senders and its receivers.
+    """The sizes that decide how long a weight update from shard to shard takes.
 
     Attributes:
-        model: bytes of the model on the wire.
-        senders: ranks of the trainer.
-        fullest: bytes that the trainer's fullest pipeline stage holds, over the mean of the stages.
-        servers, ranks: number of servers, and of ranks of one.
+        model: bytes of the whole model as it is sent.
+        senders: number of the trainer's ranks.
+        fullest: ratio of the bytes of the trainer's fullest pipeline stage to the mean of its stages.
+        servers: number of servers.
+        ranks: number of ranks of each server.
         near: whether the servers run on the trainer's devices.
     """
 
@@ -37,17 +38,23 @@ class ShardUpdateSize:
     near: bool = False
 
     def received(self, joined: int) -> float:
-        """Return the bytes that a server rank receives; `joined`: devices that fast links join."""
+        """Return the bytes that each server rank receives over the network.
+
+        Args:
+            joined: number of devices that fast links connect, such as NVLink; servers on them share what they receive.
+        """
         return self.model / max(self.ranks, min(joined, self.servers * self.ranks))
 
     def sent(self, joined: int) -> float:
-        """Return the bytes that a rank of the fullest pipeline stage sends."""
+        """Return the bytes that a trainer rank of the fullest pipeline stage sends over the network; `joined` as in
+        `received`."""
         return self.received(joined) * self.servers * self.ranks / self.senders * self.fullest
 
 
 def fullest_stage(facts: ModelFacts, parallel: ParallelConfig) -> float:
-    """Return the bytes of the fullest pipeline stage over the mean of the stages. In a mixture only experts count,
-    because they have most of the bytes.
+    """Return the ratio of the bytes of the fullest pipeline stage to the mean of the stages.
+
+    Layers stand for bytes. In a mixture of experts only layers with experts count, because they have most of the bytes.
     """
     chunks = parallel.chunk_layers(facts.layers)
     layers = iter([not facts.is_moe or facts.has_experts(layer) for layer in range(facts.layers)])
@@ -57,7 +64,8 @@ def fullest_stage(facts: ModelFacts, parallel: ParallelConfig) -> float:
 
 
 def shard_update_seconds(update: ShardUpdateSize, links: Links) -> tuple[float, float]:
-    """Return (seconds of fixed costs, seconds of the fuller link)."""
+    """Return the fixed seconds of a weight update, and the seconds of the link with most bytes: a sending trainer
+    rank's or a receiving server rank's."""
     given, joined = links.given, links.hardware.joined
     rate = links.rate(inside=True) if update.near else links.hardware.net_gbit / 8 * 1e9 * given.shard_share
     return given.shard_fixed_s, max(update.sent(joined), update.received(joined)) / rate

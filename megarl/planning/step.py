@@ -232,7 +232,8 @@ class StepFormulas:
         return ServerRoom(engines, ranks, weights, slots * row, tokens, float(slots), self._longest)
 
     def rounds(self) -> float:
-        """Return how often a step generates a batch of samples, as some groups are filtered out (formula G4)."""
+        """Return how many batches of groups a step generates on average until enough groups pass the filters of dynamic
+        sampling (formula G4); 1 without dynamic sampling."""
         filters = any(node.declared.refills for node in self.graph)
         return 1 / self.given.kept_groups if filters and self.config.algorithm.dynamic_sampling.enabled else 1.0
 
@@ -325,7 +326,8 @@ class StepFormulas:
         ]
 
     def _shard_update(self, actor: TeamPlan, servers: int, ranks: int) -> list[Cost]:
-        """Return the costs of an update from shard to shard (formula W2 of docs/planning.md)."""
+        """Return the costs of a weight update in which trainer ranks send their shards directly to the server ranks
+        that store them (formula W2 of docs/planning.md)."""
         size = self.served.parameters * BYTES[self.config.rollout_dtype]
         fullest = fullest_stage(self.served, actor.parallel)
         near = self.config.rollout.colocated

@@ -49,8 +49,9 @@ def picture_flops(vision: VisionShape) -> float:
 
 
 def expert_flops(expert: ExpertShape, numbers: int) -> float:
-    """Return the FLOPs of one forward pass of an action expert over chains of `numbers` numbers, without its attention
-    and its tokens of states, which are small in comparison.
+    """Return the FLOPs of one forward pass of an action expert over action chunks with `numbers` numbers in total.
+
+    Attention and the tokens of the robot's state are left out, because they take little in comparison.
     """
     each = sum(2.0 * math.prod(shape) for _, shape in expert.tensors.values() if len(shape) > 1)
     return each * numbers / expert.action

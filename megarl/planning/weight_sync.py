@@ -77,7 +77,7 @@ class WeightSyncMemory:
             cells = min(self.config.rollout.sglang.servers, _MOST_CELLS, self.team.devices)
             groups = f"NCCL's groups with {count(cells, 'cell')} of servers"
             terms.append(Term(groups, cells * CELL_BYTES, "rollout.sglang.servers", 0.0))
-            return terms  # no slices go between ranks, and no memory is mapped
+            return terms  # trainer ranks send straight to server ranks: no slices between them, no mapped memory
         if near:
             ranks = f"NCCL's connections for slices of weights to {count(near, 'rank')}"
             terms.append(Term(ranks, near * PEER_BYTES, "actor.parallel.tp", 0.0))
@@ -109,7 +109,7 @@ class WeightSyncMemory:
 
 
 def graphs() -> Term:
-    """Return the term of the CUDA graphs of a server that shares the device."""
+    """Return the memory term of the CUDA graphs of a server that shares the device with the trainer."""
     return Term("a server's CUDA graphs", GRAPH_BYTES, "rollout.sglang.colocated", 0.0)
 
 

@@ -96,7 +96,8 @@ class Workload:
     samples: int  # samples per group
     prompt: float
     lengths: Lengths
-    even: bool = False  # replicas compute on equal tokens (`engine.balance_replicas` or `placement.share=tokens`)
+    # all replicas compute about equally many tokens (`engine.balance_replicas` or `placement.share=tokens`)
+    even: bool = False
     patches: float = 0.0  # image patches per prompt, or per episode
     apart: bool = False  # samples of a group have different images, which an environment shows
     replayed: int = 0  # groups of earlier steps that a step trains on again (`data.replay`)

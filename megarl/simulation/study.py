@@ -45,11 +45,11 @@ class StudyRow:
 
 @dataclass(frozen=True)
 class Study:
-    """The settings of a simulation study."""
+    """The settings of a study: simulations of a run's time and throughput, one per row of a table."""
 
     recipe: str  # name or file of a recipe, or a run folder
     overrides: tuple[str, ...] = ()  # overrides `key.path=value` for all rows
-    # for each further row: overrides `key.path=value`, and assumptions `name=value`
+    # for each row after the recipe's own: overrides `key.path=value`, and assumptions `name=value`
     what_if: tuple[tuple[str, ...], ...] = ()
     assumed: tuple[str, ...] = ()  # assumptions `name=value` for all rows
     run_dir: Path | None = None  # run folder with measurements; None: times come from formulas

@@ -99,7 +99,7 @@ class CallLayout:
     chunk: int  # number of actions per call, K
     cameras: int = 1  # number of pictures per call
     state: bool = False  # whether one column stands for the robot's own state
-    parallel: bool = True  # whether all slots are predicted in one pass; otherwise one after another
+    parallel: bool = True  # whether one pass predicts all action tokens; otherwise one after another
 
     def __post_init__(self) -> None:
         # The shortest prompt is BOS, which the pictures follow, and a token that predicts the first action token.
