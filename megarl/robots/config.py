@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FRAMES, END_FRAMES = "frames/", "end_frames/"
 #: Prefix of clips: frames of the whole episode as the simulator rendered them, for scores by a video encoder.
 CLIP = "clip/"
-#: Denoising chains of a flow-matching policy's calls, and the flow time of examples that such a policy clones.
+#: Fields of a flow-matching policy: the denoising chains of its calls, and the flow time of examples to clone.
 CHAIN, FLOW_TIME = "chain", "flow_time"
 
 #: Entry of `data.train_files` and `data.val_files` for start states of the simulator.
@@ -222,17 +222,17 @@ def robot_of(config: RunConfig) -> RobotConfig:
 
 
 def refuse_other_tasks(held_out_tasks: Sequence[str], tasks: Sequence[str]) -> None:
-    """Raise ConfigError if a task that is only measured is none of `tasks`, or if no other task is trained on."""
+    """Raise ConfigError if a held-out task (only for validation) is not in `tasks`, or if all tasks are held out."""
     for name in held_out_tasks:
-        problem = "a task that is only measured is not among the tasks that are played"
+        problem = "a task that is held out for validation is not among the simulator's tasks"
         choose({task: task for task in tasks}, name, problem, where="robot.held_out_tasks")
     if held_out_tasks and not set(tasks) - set(held_out_tasks):
         raise ConfigError(
-            "all tasks are only measured, and none is trained on",
+            "all tasks are held out for validation, so there is none to train on",
             where="robot.held_out_tasks",
             found=list(held_out_tasks),
             allowed=f"at most {len(tasks) - 1} of {len(tasks)} tasks",
-            fix="take a task out, or add one to robot.simulator.tasks",
+            fix="remove a task from robot.held_out_tasks, or add one to robot.simulator.tasks",
         )
 
 

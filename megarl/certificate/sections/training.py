@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _MODELS = ("dense", "tied", "mixture", "critic")
 _STEPS = 4
-#: Limits of the relative difference between a model's outputs before training and the float64 reference. Sums in float32
-#: have a different order (5e-7 measured on a CPU); bf16 keeps 8 bits, over four layers (0.01 measured on a CPU).
+#: Limits of the relative difference between a model's outputs before training and the float64 reference. Sums in
+#: float32 have a different order (5e-7 on a CPU); bf16 keeps 8 bits, over four layers (0.01 measured on a CPU).
 _NUMBERS = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 #: Limits of the relative difference between loss and gradient norm of training steps and the reference. In bf16 a token
 #: may be routed to another expert than in float64, which changes its gradient (0.08 measured on a CPU).

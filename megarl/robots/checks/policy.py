@@ -105,7 +105,7 @@ def _check_shown(files: list[str], robot: RobotConfig) -> None:
 def _check_columns(robot: RobotConfig, shape: VisionShape, limit: int) -> None:
     """Check that a policy call with the shortest prompt fits `limit` positions; instructions are not known yet."""
     pictures = shape.patches * len(robot.cameras)
-    # An action expert's state and actions have the same positions in every denoising step.
+    # The state and actions that an action expert reads have the same positions in every denoising step.
     actions = 1 + robot.chunk if robot.family == FLOW else action_columns(robot)
     columns = _LEAST_PROMPT + pictures + bool(shape.state) + actions
     if columns > limit:

@@ -191,10 +191,11 @@ def _check_surroundings(config: RunConfig, placement: Placement | None, checks: 
 
 
 def _check_flow(config: RunConfig, checks: Checklist, refuse: Callable[[bool, str, object, object, str], None]) -> None:
-    """Report every setting that conflicts with a policy that denoises its actions, or that only such a policy reads."""
+    """Report the settings that a policy that denoises its actions (family pi0) does not support; for other families,
+    report settings of `robot.flow`, which they do not read."""
     robot, actor = robot_of(config), config.actor
     if robot.family != FLOW:
-        # A run's config.yaml has every key, most of them with their defaults.
+        # Defaults are allowed, because the config.yaml of a run has every key.
         if given := sorted(name for name, value in robot.flow if value != getattr(FlowConfig(), name)):
             checks.fail(
                 "robot.flow",

@@ -20,9 +20,10 @@ class Advice:
 
 @dataclass(frozen=True)
 class Failure:
-    """An episode that cannot be scored; its slot is free.
+    """The answer for an episode that failed and cannot be scored; its slot is free for the next episode.
 
-    The process has been replaced, unless it has many environments and only this one failed (`state`, `differs`).
+    The simulator's process has been replaced, unless it has many environments and only this one failed (the kinds
+    `state` and `differs`).
 
     Attributes:
         task, trial: the episode's task and start state.

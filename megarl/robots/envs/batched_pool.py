@@ -35,18 +35,20 @@ from megarl.system.plain import Malformed
 from megarl.system.processes import how_it_ended
 from megarl.system.tracing import beat
 
-_EXIT_S = 2.0  # seconds in which the process may end by itself before it is killed
+_EXIT_S = 2.0  # seconds that the process has to exit before it is killed
 
 
 class BatchedPool:
-    """The environments of one simulator process.
+    """One simulator process with many environments, one for each slot. The calls of several slots are sent to it in one
+    message, a turn.
 
     Args:
         settings: the simulator, and the number of environments.
-        cuda_device: this rank's CUDA device, as `settings.egl_devices` numbers it; None: it has none.
+        where: dotted path of the recipe's section with `settings`, for messages.
+        cuda_device: this rank's CUDA device, as `settings.egl_devices` numbers it; None: the rank has none.
 
     Attributes:
-        together: whether all episodes in flight are stepped together.
+        together: true, because all episodes in flight are stepped together.
         settings: the argument `settings`.
         tasks: available tasks, by name.
         counts: counters so far.
@@ -59,11 +61,11 @@ class BatchedPool:
         self.settings, self._where, self._cuda_device = settings, where, cuda_device
         self.counts = PoolCounts()
         self._episodes: dict[int, SlotEpisode] = {}  # episodes in flight, by slot
-        # slots of the turn that the process works on, by the kind of their calls, in the order of the answer
+        # (slot, kind) of each call in the turn that the process works on, in the order of the answers
         self._asked: list[tuple[int, str]] = []
-        self._replay = 0  # number of turns that remain to be replayed
-        self._stride = 0  # bytes of each slot's pictures in the shared memory
-        self._failures = 0  # failures of processes since the last finished or dropped episode
+        self._replay = 0  # number of earlier turns that the process, started after a failure, still has to replay
+        self._stride = 0  # bytes in the shared memory for the pictures of one slot
+        self._failures = 0  # how often the process has failed since an episode was last finished or dropped
         self._process = self._start()
         try:
             self.tasks = first_answer(self._process, settings, where)
@@ -99,7 +101,8 @@ class BatchedPool:
         self._episodes[slot] = SlotEpisode(task, trial, record=record)
 
     def act(self, slot: int, actions: NDArray[Any]) -> None:
-        """Execute a chunk of actions [K, D] in the slot's unfinished episode; K is the same in all slots."""
+        """Request the execution of a chunk of actions [K, D] in the slot's unfinished episode; K must be the same in
+        all slots."""
         assert slot not in self.busy, f"slot {slot} has not answered its last call"
         episode = self._episodes[slot]
         chunk, task = np.array(actions, np.float32), self.tasks[episode.task]
@@ -115,10 +118,10 @@ class BatchedPool:
         self._episodes[slot].advice = True
 
     def answers(self, wait_s: float) -> dict[int, Answer]:
-        """Send the calls since the last turn, unless the process works on one. Wait up to `wait_s` seconds for answers,
-        and return those that have arrived, by slot.
+        """Send the requested calls as one turn, unless the process still works on a turn. Wait up to `wait_s` seconds,
+        and return the answers that have arrived, by slot.
 
-        A slot answers every call once. After a final Outcome, or a Failure, it is idle.
+        Each call of a slot gets one answer. After a final Outcome, or a Failure, the slot is idle.
         """
         until = time.monotonic() + wait_s
         while True:
@@ -130,7 +133,7 @@ class BatchedPool:
                 return answers
 
     def abandon(self) -> None:
-        """Drop all episodes; wait until the process works on no turn."""
+        """Drop all episodes, after waiting until the process has answered its current turn."""
         while self._process.waiting:
             self._collect(time.monotonic() + BEAT_S)
             beat()
@@ -146,9 +149,10 @@ class BatchedPool:
         return SimulatorProcess(self.settings, self._where, self._cuda_device)
 
     def _send_turn(self) -> bool:
-        """Send the next turn, of a replay or of the calls that have no answer; return whether there is one."""
+        """Send the next turn: calls to replay in a process that was started after a failure, else the calls without an
+        answer. Return whether there are such calls."""
         playing = dict(sorted(self._episodes.items()))
-        # The longest episode may have failed in the replay.
+        # The longest episode may have failed in the replay, and the others need fewer turns.
         self._replay = min(self._replay, max((len(episode.sums) for episode in playing.values()), default=0))
         if self._replay:
             kinds = {
@@ -185,11 +189,12 @@ class BatchedPool:
         ]
 
     def _played(self, slot: int) -> int:
-        """Return the number of answers of the slot's episode before the current turn."""
+        """Return how many calls of the slot's episode come before its call in the current (or replayed) turn."""
         return len(self._episodes[slot].sums) - self._replay
 
     def _collect(self, until: float) -> dict[int, Answer]:
-        """Wait for messages, at the latest until `until` or the deadline; return the slots' answers."""
+        """Wait for messages of the process, at most until `until`; return the answers for the pool's caller, by slot. A
+        process that misses its deadline is replaced."""
         process, now = self._process, time.monotonic()
         key = "construct_s" if process.waiting[0] in ("open", "construct") else "answer_s"
         seconds = getattr(self.settings, key)
@@ -210,7 +215,7 @@ class BatchedPool:
                 if "error" in header:
                     check_refusal(header, opening=during == "open")
                     return self._failed(header["error"], f"{header['text']} (during {during})")
-                if during == "open":  # of a process that replaced another one
+                if during == "open":  # the first answer of a process that was started after a failure
                     check_answer("open", header, arrays, None, 0)
                 elif during == "construct":
                     check_construct(header)
@@ -233,9 +238,13 @@ class BatchedPool:
         return answers
 
     def _take(self, turn: TurnAnswers) -> dict[int, Answer]:
-        """Process a turn; return the answers for the pool's caller, which are none for calls of a replay."""
+        """Process the answer to a turn; return the answers for the pool's caller, by slot.
+
+        Answers to replayed calls are only compared with those to the original calls; an episode for which they differ
+        fails.
+        """
         entries, replayed, answers = turn.entries, self._replay, dict[int, Answer]()
-        if not replayed:  # first of all, because these may be malformed
+        if not replayed:  # before any counter changes, because these answers may be malformed
             seen = (entry for entry in entries if entry["kind"] in ("reset", "step"))
             answers = {entry["slot"]: self._answer(entry, turn.states[entry["slot"]]) for entry in seen}
         for name, spent in turn.seconds.items():
@@ -265,7 +274,7 @@ class BatchedPool:
         return answers
 
     def _answer(self, entry: dict[str, Any], state: NDArray[np.float32]) -> Observation | Outcome:
-        """Return the answer of a reset or a chunk."""
+        """Return the Observation after a reset, or the Outcome of a chunk, from the slot's entry in the answer."""
         slot = entry["slot"]
         episode, base = self._episodes[slot], slot * self._stride
         task = self.tasks[episode.task]
@@ -279,12 +288,17 @@ class BatchedPool:
         return dataclasses.replace(Outcome(observation, *values), clip=clip)
 
     def _drop(self, slot: int, kind: str, text: str) -> Failure:
-        """End the slot's episode, and return its Failure."""
+        """End the slot's failed episode, and return its Failure with this kind and text."""
         episode = self._episodes.pop(slot)
         return Failure(kind, text, episode.task, episode.trial, max(0, len(episode.sums) - 1), "")
 
     def _failed(self, kind: str, text: str) -> dict[int, Answer]:
-        """Replace the failed process; return a Failure of each episode that is not replayed."""
+        """Replace the failed process, and plan the replay of its episodes; return a Failure for each episode that has
+        failed too often to be replayed, by slot.
+
+        Raises:
+            SimulatorError: the simulator cannot be constructed, or the process has failed too often in a row.
+        """
         constructing = bool(self._process.waiting) and self._process.waiting[0] in ("open", "construct")
         begun = [self._episodes[slot].task for slot, wanted in self._asked if wanted == "reset"]
         output = self._process.kill()
@@ -295,7 +309,7 @@ class BatchedPool:
             slot: Failure(kind, text, episode.task, episode.trial, max(0, len(episode.sums) - 1), output)
             for slot, episode in sorted(self._episodes.items())
         }
-        first = next(iter(ended.values()), None)  # None: a process without episodes failed when it was opened
+        first = next(iter(ended.values()), None)  # None: the process failed at its start, before any episode
         if kind == "raised" and constructing and any(not self.counts.constructions[task] for task in begun):
             raise pool_error(self.settings, self._where, "the simulator could not be constructed", first)
         if self._failures >= self.settings.max_restarts:

@@ -27,7 +27,7 @@ class SlotEpisode:
 
     @property
     def next_call(self) -> str:
-        """The call that the process still has to answer: `reset`, `step` or `expert`."""
+        """The kind of the next call that the process has to answer: `reset`, `step` or `expert`."""
         if not self.sums:
             return "reset"
         return "step" if len(self.sums) <= len(self.chunks) else "expert"

@@ -59,7 +59,7 @@ def check_answer(
 
 
 def check_construct(header: Mapping[str, Any]) -> None:
-    """Check the answer of a process with many environments that its simulators are ready.
+    """Check the answer with which a process with many environments reports that its simulators are constructed.
 
     Raises:
         Malformed: the answer is invalid.
@@ -71,12 +71,12 @@ def check_construct(header: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class TurnAnswers:
-    """The answers of a turn of a process with many environments."""
+    """The answer of a process with many environments to one turn, a message with the calls of several slots."""
 
-    entries: list[dict[str, Any]]  # one for each slot that was called, in the order of the calls
+    entries: list[dict[str, Any]]  # the answer to each call, in the order of the calls
     states: dict[int, NDArray[np.float32]]  # the robots' states [state_dim], by slot
-    advice: dict[int, NDArray[np.float32]]  # the experts' actions [D], by slot; empty: there is no expert
-    seconds: dict[str, float]  # spent seconds, by kind of work
+    advice: dict[int, NDArray[np.float32]]  # the scripted experts' actions [D], by slot; empty: there is no expert
+    seconds: dict[str, float]  # seconds that the turn took, by kind of work
 
 
 def check_turn(
@@ -86,13 +86,13 @@ def check_turn(
     tasks: Mapping[int, TaskSpec],
     chunks: Mapping[int, int],
 ) -> TurnAnswers:
-    """Check the answers of a turn.
+    """Check the answer to one turn, a message with the calls of several slots.
 
     Args:
-        header, arrays: the answer's message.
-        asked: slots and calls (step, reset or expert) of the turn, in their order.
-        tasks: the tasks of their episodes, by slot.
-        chunks: numbers of actions of the chunks, by slot.
+        header, arrays: the parts of the answer's message.
+        asked: slot and kind (step, reset or expert) of each call of the turn, in their order.
+        tasks: by slot, the task of its episode.
+        chunks: by slot with a call `step`, the number of actions in its chunk.
 
     Raises:
         Malformed: the answer is invalid.
@@ -100,14 +100,16 @@ def check_turn(
     _check_call(header, "turn")
     entries = header.get("entries")
     if not isinstance(entries, list) or len(entries) != len(asked):
-        raise Malformed(f"a turn of {len(asked)} calls must have as many entries, not {short(entries)}")
+        raise Malformed(f"the answer to {len(asked)} calls must have a list of as many entries, not {short(entries)}")
     for entry, (slot, kind) in zip(entries, asked, strict=True):
         allowed = (kind,) if kind == "expert" else (kind, "failed")
         if not isinstance(entry, dict) or entry.get("slot") != slot or entry.get("kind") not in allowed:
-            raise Malformed(f"slot {slot} must have an entry of the kind {' or '.join(allowed)}, not {short(entry)}")
+            raise Malformed(f"the entry of slot {slot} must be of the kind {' or '.join(allowed)}, not {short(entry)}")
         if entry["kind"] == "failed":
             if entry.get("problem") != "state":
-                raise Malformed(f"the problem of a slot must be 'state', not {short(entry.get('problem'))}")
+                raise Malformed(
+                    f"the field `problem` of a failed slot must be 'state', not {short(entry.get('problem'))}"
+                )
             text(entry.get("text"), _TEXT, "the text of an error")
         elif kind != "expert":
             whole(entry.get("sum"), _SUM, "a checksum")
@@ -126,7 +128,7 @@ def check_turn(
 
 
 def _parts(arrays: Mapping[str, NDArray[Any]], name: str, sizes: Mapping[int, int]) -> dict[int, NDArray[np.float32]]:
-    """Cut the array `name` into parts of these sizes, by slot."""
+    """Cut the array `name` into the parts of the slots, with the sizes `sizes`; return them by slot."""
     _check_array(arrays.get(name), name, sum(sizes.values()))
     ends = np.cumsum([0, *sizes.values()])
     return {slot: arrays[name][start:end] for slot, start, end in zip(sizes, ends, ends[1:], strict=False)}
@@ -138,7 +140,8 @@ def _check_call(header: Mapping[str, Any], expected: str) -> None:
 
 
 def check_refusal(header: Mapping[str, Any], *, opening: bool) -> None:
-    """Check an answer with an error; `opening`: it is a process's first answer, which may refuse a setting.
+    """Check an answer that reports an error; `opening`: whether it is a process's first answer, which alone may refuse
+    a setting.
 
     Raises:
         Malformed: the answer is invalid.

@@ -19,11 +19,12 @@ from megarl.system.plain import Malformed
 from megarl.system.processes import how_it_ended
 from megarl.system.tracing import beat
 
-BEAT_S = 1.0  # seconds between two signs of life while a rank waits for simulators
+BEAT_S = 1.0  # seconds between two heartbeats of a rank that waits for simulators
 
 
 def first_answer(process: SimulatorProcess, settings: SimulatorSettings, where: str) -> dict[str, TaskSpec]:
-    """Wait until a simulator's process has sent its list of tasks; return those of the recipe, by name.
+    """Wait until a simulator's process has sent its list of tasks; return the tasks that the recipe names, or all if it
+    names none, by name.
 
     Args:
         where: dotted path of the recipe's section with `settings`.
@@ -62,12 +63,13 @@ def first_answer(process: SimulatorProcess, settings: SimulatorSettings, where: 
 def pool_error(
     settings: SimulatorSettings, where: str, what: str, failure: Failure | None, text: str = "", output: str = ""
 ) -> SimulatorError:
-    """Return the error that ends the run.
+    """Return the error about a simulator that ends the run.
 
     Args:
+        where: dotted path of the recipe's section with `settings`.
         what: the problem, in one clause.
-        failure: the episode whose failure ends the run; None: no episode was played.
-        text, output: the reason and the process's last lines, without `failure`.
+        failure: the episode whose failure ends the run; None: no episode was in flight.
+        text, output: the reason and the last lines that the process printed; ignored if there is a `failure`.
     """
     lines = [("reason", failure.text if failure else text)]
     if failure:

@@ -53,14 +53,15 @@ class _Slot:
 
 
 class SimulatorPool:
-    """A pool of processes of one simulator.
+    """A pool of simulator processes, one for each slot; a process plays one episode at a time.
 
     Args:
         settings: the simulator, and the number of processes.
-        cuda_device: this rank's CUDA device, as `settings.egl_devices` numbers it; None: it has none.
+        where: dotted path of the recipe's section with `settings`, for messages.
+        cuda_device: this rank's CUDA device, as `settings.egl_devices` numbers it; None: the rank has none.
 
     Attributes:
-        together: whether all episodes in flight are stepped together; here each slot is independent.
+        together: false, because each episode in flight is stepped independently of the others.
         settings: the argument `settings`.
         tasks: available tasks, by name.
         counts: counters so far.
@@ -142,7 +143,7 @@ class SimulatorPool:
                 return answers
 
     def abandon(self) -> None:
-        """Drop all episodes; wait until no process works on a call."""
+        """Wait until all processes have answered their calls, without using the answers."""
         while self.busy:
             self.answers(BEAT_S)
 

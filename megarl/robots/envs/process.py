@@ -83,15 +83,19 @@ class SimulatorProcess:
     def ask(
         self, header: Mapping[str, Any], answers: Sequence[str], arrays: Mapping[str, NDArray[Any]] | None = None
     ) -> None:
-        """Send a call whose answers are of the kinds `answers`, which takes at most `answer_s` seconds.
+        """Send a call to the process; return after at most `answer_s` seconds, even if the process does not read it.
 
-        If the process is dead, `read` raises later. If it does not take the call, its answer is never there in time.
+        Errors are left to `read`: it raises EOFError for a dead process, and the answer to an unread call never comes.
+
+        Args:
+            header, arrays: the message.
+            answers: the kinds of the answers that the call gets, in order.
         """
         if not self.waiting:
             self.since = time.monotonic()
         self.waiting.extend(answers)
-        with contextlib.suppress(OSError):  # also of a closed socket
-            self.socket.settimeout(self._send_s)  # a call may be larger than the socket's buffer
+        with contextlib.suppress(OSError):  # also raised if the socket is closed
+            self.socket.settimeout(self._send_s)  # sending may block: a call may be larger than the socket's buffer
             self.socket.sendall(pack(header, arrays))
         with contextlib.suppress(OSError):
             self.socket.setblocking(False)
@@ -123,18 +127,22 @@ class SimulatorProcess:
                 self.since = time.monotonic()
 
     def frames(self, spec: TaskSpec, base: int = 0) -> dict[str, Frame]:
-        """Return copies of the pictures in the last answer, by camera; `base`: their first byte in the memory.
+        """Return copies of the pictures of the last answer, by camera; `base`: where they begin in the shared memory,
+        in bytes.
 
         Raises:
-            Malformed: the shared memory is too small for them.
+            Malformed: the shared memory is too small for the pictures.
         """
         layout, size = places(spec)
         memory = self._mapped(base + size)
         return {camera: np.ndarray(shape, np.uint8, memory, base + at).copy() for camera, (at, shape) in layout.items()}
 
     def clip(self, spec: TaskSpec, recording: Recording, counts: Any, base: int = 0) -> dict[str, NDArray[np.uint8]]:
-        """Return a copy of the clip in the last answer: uint8 [n, H, W, 3] by camera, with n from `counts`; `base`: the
-        first byte of the episode's pictures in the memory.
+        """Return a copy of the last answer's clip, the recorded frames of an episode: uint8 [n, H, W, 3] by camera.
+
+        Args:
+            counts: number of frames n by camera, as the process sent it.
+            base: where the episode's pictures begin in the shared memory, in bytes.
 
         Raises:
             Malformed: the clip has other cameras or more frames than requested, or the shared memory is too small.
@@ -212,15 +220,19 @@ class _Tail:
 
 
 def environment(settings: SimulatorSettings, where: str, cuda_device: int | None) -> dict[str, str]:
-    """Return the environment variables of a simulator's process.
+    """Return the environment variables for a simulator's process.
 
-    A process of many environments sees only this rank's CUDA device.
+    A process with many environments (`batched`) sees only this rank's CUDA device.
 
     Args:
-        cuda_device: this rank's CUDA device, as the recipe's `egl_devices` numbers it; None: it has none.
+        where: dotted path of the recipe's section with `settings`, for messages.
+        cuda_device: this rank's CUDA device, as the recipe's `egl_devices` numbers it; None: the rank has none.
+
+    Raises:
+        ConfigError: `egl_devices` lacks the device.
     """
     made = {**os.environ, **as_parent(), **dict.fromkeys(_THREADS, str(settings.threads))}
-    if settings.batched and cuda_device is not None:  # which it simulates on, as its device 0
+    if settings.batched and cuda_device is not None:  # the process simulates on this device, its device 0
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         made["CUDA_VISIBLE_DEVICES"] = visible[cuda_device].strip() if visible[0] else str(cuda_device)
     if not settings.egl_devices or cuda_device is None:

@@ -39,14 +39,15 @@ class SimulatorSettings(ComponentSection):
     )
 
     def check(self, where: str) -> None:
-        """Check the simulator's name, and whether it has many environments in one process."""
+        """Raise ConfigError at `where` if the simulator is unknown, or does not support this value of `batched`."""
         if not is_known(self.name):
             names = dict.fromkeys((*sorted(SIMULATORS | BATCHED), *FORMS))
             choose(names, self.name, "unknown simulator", where=f"{where}.name")
         if (problem := batched_problem(self.name, batched=self.batched)) is not None:
             allowed, fix = problem
             raise ConfigError(
-                f"simulator {self.name!r} has {'no' if self.batched else 'only a'} batched form",
+                f"simulator {self.name!r} has {'no' if self.batched else 'only a'} batched form (many environments in "
+                "one process)",
                 where=f"{where}.batched",
                 found=self.batched,
                 allowed=allowed,
