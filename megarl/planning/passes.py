@@ -369,7 +369,7 @@ class ModelPass:
     def _gradients(self) -> Cost:
         """Return the cost on a GPU of adding a micro-batch's weight gradients to their float32 buffers, in addition to
         the matrix products that compute them: the bytes of reading the gradient and of reading and writing the buffer;
-        where the product itself adds to the buffer, the buffer's alone, less the gradient that is not written."""
+        where the product itself adds to the buffer, only the buffer's, less the gradient that is not written."""
         dense, expert = self._trained
         apart, within = self._element + 2 * GRADIENT, 2 * GRADIENT - self._element
         te = self.engine.layers == "te" or self.engine.fp8 != "none"

@@ -42,10 +42,11 @@ def call_columns(robot: RobotConfig, vision: VisionShape) -> int:
 
 
 def action_columns(robot: RobotConfig) -> int:
-    """Return the columns of a policy call's actions: K * D slots, and a stop token if one pass predicts all of them.
+    """Return how many columns (positions) the actions of a policy call take: K * D action tokens, and a stop token if
+    one pass predicts all of them.
 
-    An action expert has its tokens beside the sequence; those of each denoising step (the state, K actions) count as
-    columns, because micro-batches are filled by them.
+    The tokens of an action expert are not in the language model's sequence. They count here all the same (the state and
+    K actions in each denoising step), because micro-batches are filled by this number.
     """
     if robot.family == FLOW:
         return robot.flow.steps * (1 + robot.chunk)
@@ -53,15 +54,18 @@ def action_columns(robot: RobotConfig) -> int:
 
 
 def response_numbers(robot: RobotConfig) -> int:
-    """Return the number of response tokens of a policy call: action tokens, or the numbers of a denoising chain."""
+    """Return the number of response tokens of a policy call: its action tokens, or the numbers that all steps of its
+    denoising chain produce."""
     return robot.chunk * robot.dim * (robot.flow.steps if robot.family == FLOW else 1)
 
 
 def expert_bytes(robot: RobotConfig, vision: VisionShape, element: int) -> float:
-    """Return the bytes of an action expert's activations for one policy call, which are kept for the backward pass.
+    """Return the bytes of the activations that an action expert keeps for the backward pass of one policy call; 0 for a
+    policy without one.
 
-    Per layer and token: inputs of both norms (in float32, with the normalised values) and of the linear layers, the
-    MLP's three hidden vectors, queries, keys and values; and per call the prefix's keys and values joined with its own.
+    Per layer and token, these are the inputs of both norms (in float32, with the normalised values) and of the linear
+    layers, the MLP's three hidden vectors, queries, keys and values. Per layer and call, they are also the copies of
+    the language model's keys and values, which are joined with the expert's. `element`: bytes of a number.
     """
     expert = vision.expert
     if expert is None:

@@ -349,8 +349,8 @@ def open_robots(
 
 
 def count_start_states(config: RunConfig) -> int:
-    """Return the number of start states for training. One process of the simulator starts for its list of tasks, and
-    ends again; no task is constructed."""
+    """Return the number of start states for training. A process of the simulator is started to list the tasks, and
+    ended again; it constructs no task."""
     settings = settings_at("robot.simulator", robot_of(config).simulator, SimulatorSettings)
     alone = settings.model_copy(update={"workers": 1})
     with open_pool(alone, where="robot.simulator") as pool:
@@ -360,7 +360,7 @@ def count_start_states(config: RunConfig) -> int:
 def _split_trials(
     config: RunConfig, robot: RobotConfig, tasks: Mapping[str, TaskSpec]
 ) -> dict[Split, list[tuple[str, int]]]:
-    """Split the start states of all tasks into training and validation."""
+    """Split the start states of all tasks into training and validation, by the keys of the section `robot`."""
     refuse_other_tasks(robot.held_out_tasks, list(tasks))
     return part_trials(
         tasks.values(),
@@ -385,7 +385,7 @@ def _refuse_other_task(robot: RobotConfig, shape: VisionShape, task: TaskSpec) -
     state = state_numbers(shape)
     if state and task.state_dim != state:
         raise ConfigError(
-            f"the model needs a robot state of a different size than {task.name} has",
+            f"the policy reads a robot state of another size than the task {task.name} has",
             where="model: proprio_dim or state_dim",
             found=state,
             allowed=str(task.state_dim),

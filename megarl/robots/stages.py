@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     role=Role.REWARD,
 )
 def episode_reward(c: StepContext, samples: Batch) -> Batch:
-    """Score episodes by `robot.reward`; the score is the reward of the last executed action token.
+    """Score episodes by `robot.reward`; an episode's score is the token reward of its last executed action token.
 
-    With `robot.reward.per_call` the change of progress in each policy call is a reward of the call's last executed
-    token. Collective over the team, because the scores `progress` compare the episodes of all ranks.
+    With `robot.reward.per_call` the change of progress in each policy call, times this factor, is added to the reward
+    of the call's last executed token. Collective over the team, because the reward `progress` compares the episodes of
+    all ranks.
     """
     assert c.scores is not None, "a run with the section `robot` has it"
     score = c.scores.score(samples, c.step, c.metrics)
@@ -51,15 +52,20 @@ def episode_reward(c: StepContext, samples: Batch) -> Batch:
 
 
 def call_offsets(samples: Batch) -> Tensor:
-    """Return the first token of each policy call among all tokens of the samples, and the number of tokens, int64."""
+    """Return, int64 [calls + 1], the index of each policy call's first token among the response tokens of all samples,
+    and at the end the number of these tokens."""
     mask, ends = samples["response_mask"], samples["turn_ends"]
     last = torch.repeat_interleave(mask.offsets[:-1], ends.lengths) + ends.values
     return torch.cat([last.new_zeros(1), last])
 
 
 def _last_executed(mask: Tensor, offsets: Tensor) -> Tensor:
-    """Return the place of the last token in `mask` of each part of the tokens, int64; of a part without one, which is
-    not trained on, its last token.
+    """Return the index of the last token of each part for which `mask` is true, int64 [parts]; for a part without such
+    a token, which is not trained on, the index of its last token.
+
+    Args:
+        mask: bool [tokens], tokens of executed actions.
+        offsets: int64 [parts + 1], index of the first token of each part, and the number of tokens at the end.
     """
     places, count = torch.arange(len(mask)), len(offsets) - 1
     parts = torch.repeat_interleave(torch.arange(count), offsets.diff())
@@ -68,7 +74,8 @@ def _last_executed(mask: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _gains(samples: Batch) -> Tensor:
-    """Return the change of progress in each policy call, float32 [calls]; the progress before an episode is 0.
+    """Return the change of the simulator's progress (completed part of the task) in each policy call, float32 [calls];
+    an episode begins with 0.
 
     Raises:
         ConfigError: the simulator does not measure progress.
@@ -84,7 +91,7 @@ def _gains(samples: Batch) -> Tensor:
             fix="set robot.reward.per_call=0",
         )
     before = progress.values.roll(1)
-    before[progress.offsets[:-1]] = 0.0  # every episode has a policy call
+    before[progress.offsets[:-1]] = 0.0  # an episode's first call; every episode has one
     return (progress.values - before).nan_to_num(0.0)
 
 
@@ -96,11 +103,11 @@ def _gains(samples: Batch) -> Tensor:
     role=Role.CRITIC,
 )
 def call_value(c: StepContext, samples: Batch, *, critic: CriticRole) -> Batch:
-    """Predict the return at every policy call, at the column of the prompt's last token.
+    """Predict the return once for each policy call, with the critic's output at the prompt's last token.
 
-    This column predicts the call's first action token, so the value stands at this token, and those at other tokens are
-    not read (`value_mask`). It depends on what the policy sees, not on the call's actions. Calls whose first token is
-    not trained on have no value.
+    This output precedes the call's first action token, so the value is stored at that token, and `value_mask` excludes
+    the values at all other tokens. The value depends on what the policy sees, not on the call's actions. Calls whose
+    first token is not trained on have no value.
     """
     samples.set("values", critic.values(samples))
     mask, first = samples["response_mask"], call_offsets(samples)[:-1]

@@ -68,9 +68,10 @@ def refuse_other_state(data: DatasetStatistics, state: int) -> None:
 
 
 def refuse_other_family(robot: RobotConfig, shape: VisionShape) -> None:
-    """Raise ConfigError if `robot.family` does not suit the model: only policies with an action expert denoise actions.
+    """Raise ConfigError if `robot.family` does not fit the model: the family pi0 needs an action expert, and the other
+    families a model without one.
 
-    The expert's sizes must be those of the recipe's actions, and of the state that the language model may also read.
+    The expert's sizes must match the recipe's actions, and the robot's state if the language model reads it, too.
     """
     expert = shape.expert
     if (expert is None) == (robot.family == FLOW):
@@ -80,14 +81,18 @@ def refuse_other_family(robot: RobotConfig, shape: VisionShape) -> None:
             else "the model's actions come from an action expert, not from tokens",
             where="robot.family",
             found=robot.family,
-            allowed=f"a family of tokens, or a model with {SECTION}" if expert is None else FLOW,
-            fix=f"set robot.family=small, or add {SECTION} to the model" if expert is None else f"set it to {FLOW}",
+            allowed=f"a family that predicts action tokens, or a model whose config.json has the section {SECTION}"
+            if expert is None
+            else FLOW,
+            fix=f"set robot.family=small, or add {SECTION} to the model"
+            if expert is None
+            else f"set robot.family={FLOW}",
         )
     if expert is None:
         return
     if expert.action != robot.dim:
         raise ConfigError(
-            "the action expert has a different number of action values",
+            "the model's action expert predicts actions with another number of values",
             where="robot.dim",
             found=robot.dim,
             allowed=str(expert.action),
@@ -95,7 +100,7 @@ def refuse_other_family(robot: RobotConfig, shape: VisionShape) -> None:
         )
     if shape.state not in (0, expert.state):
         raise ConfigError(
-            "the language model and the action expert need robot states of different sizes",
+            "the language model and the action expert read robot states of different sizes",
             where="model: state_dim",
             found=shape.state,
             allowed=f"0, or {expert.state} as {SECTION}.state_dim",
@@ -103,7 +108,7 @@ def refuse_other_family(robot: RobotConfig, shape: VisionShape) -> None:
 
 
 def state_numbers(shape: VisionShape) -> int:
-    """Return how many numbers of the robot's state the policy reads; 0: none."""
+    """Return the length of the robot's state vector that the policy reads; 0: it reads none."""
     return shape.state if shape.expert is None else shape.expert.state
 
 

@@ -73,7 +73,7 @@ class RobotTask(Task):
         return None if facts.vision is None else (call_columns(robot, facts.vision), response_numbers(robot))
 
     def update_terms(self, config: RunConfig, facts: ModelFacts, role: str, passes: Passes) -> list[Term]:
-        """Return the device memory of the activations of vision towers, and of an action expert, in a micro-batch."""
+        """Return the device memory terms of a micro-batch's activations in the vision towers and the action expert."""
         if facts.vision is None:
             return []
         robot, element, calls = robot_of(config), BYTES[config.model.dtype], passes.tokens // passes.longest
@@ -85,8 +85,8 @@ class RobotTask(Task):
         )
 
     def generation_terms(self, config: RunConfig, facts: ModelFacts, team: TeamPlan) -> list[Term]:
-        """Return the key/value cache of policy calls whose tokens are predicted one after another; empty for policies
-        that predict all of them in one pass.
+        """Return the memory term of the key/value cache, for policies that predict action tokens one after another;
+        empty for policies that predict all tokens of a call in one pass.
         """
         robot, parallel = robot_of(config), team.parallel
         if robot.family != "openvla" or facts.vision is None:
@@ -130,7 +130,7 @@ class RobotTask(Task):
         return len(robot_of(config).cameras)
 
     def count_rows(self, config: RunConfig) -> int | None:
-        """Return the number of start states for training, which a process of the simulator lists."""
+        """Return the number of start states for training; a process of the simulator is started to list them."""
         from megarl.robots.setup import count_start_states
 
         return count_start_states(config)
@@ -146,7 +146,8 @@ class RobotTask(Task):
         return [*EPISODE_FIELDS, *_chain_fields(config), *pictures, *clip_fields(config)]
 
     def model_fields(self, config: RunConfig) -> list[str]:
-        """Return the fields with pictures, states, denoising chains, and where each policy call starts and ends."""
+        """Return the fields that the model reads in addition to tokens: pictures, states, denoising chains, and where
+        each policy call starts and ends."""
         pictures = [FRAMES + camera for camera in robot_of(config).cameras]
         return ["turn_starts", "turn_ends", "states", *_chain_fields(config), *pictures]
 
@@ -197,5 +198,5 @@ class RobotTask(Task):
 
 
 def _workers(robot: RobotConfig) -> int:
-    """Return the number of episodes that a replica's simulator plays at a time."""
+    """Return how many episodes the simulators of one replica play at the same time."""
     return int(robot.simulator.get("workers", SimulatorSettings.model_fields["workers"].default))

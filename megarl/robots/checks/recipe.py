@@ -210,11 +210,11 @@ def _check_flow(config: RunConfig, checks: Checklist, refuse: Callable[[bool, st
         for name in ("tp", "pp") if role == "actor" or config.reference.parallel is not None else ():
             size = getattr(config.parallel_of(role), name)
             refuse(size > 1, f"{role}.parallel.{name}", size, 1, why)
-    why = "an action expert reads the layers' keys, which recomputation would cut off from their gradients"
+    why = "an action expert attends to the layers' keys and values, whose gradients would be lost with recomputation"
     refuse(engine.recompute not in ("none", []), "actor.engine.recompute", engine.recompute, "none", why)
-    why = "an action expert cannot read the keys of Transformer Engine's layers"
+    why = "an action expert needs each layer's attention keys and values, which Transformer Engine does not provide"
     refuse(engine.layers == "te", "actor.engine.layers", engine.layers, "local", why)
-    why = "an action expert sees the whole prefix, which has no block of actions"
+    why = "a policy with an action expert has no action tokens, to which this key limits attention in both directions"
     refuse(robot.block_only, "robot.block_only", True, False, why)
     warmth, why = config.rollout.sampling.temperature, "robot.flow.noise sets how much an action expert explores"
     refuse(warmth != 1, "rollout.sampling.temperature", warmth, 1, why)

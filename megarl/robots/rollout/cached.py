@@ -29,11 +29,13 @@ if TYPE_CHECKING:
 
 
 class CachedSampling:
-    """A `SampleTokens` over the parameters of a training engine; every rank of a replica makes the same calls.
+    """Samples the action tokens of policy calls one after another with a key/value cache (a `SampleTokens`).
+
+    Every rank of a replica makes the same calls.
 
     Args:
-        engine: the policy's engine, whose weights are read without a copy.
-        sequences: the layout of its policy calls.
+        engine: the policy's training engine, whose weights are used without a copy.
+        sequences: the layout of the policy's calls.
     """
 
     def __init__(self, engine: MegatronEngine, sequences: VLALayout) -> None:
@@ -43,16 +45,16 @@ class CachedSampling:
         """Sample the K * D tokens of each policy call.
 
         Args:
-            batch: policy calls; of `response_ids` only the number of tokens is used.
+            batch: rows of policy calls; of `response_ids` only the number of tokens is used.
             seeds: int64 [B], one for each call.
-            temperature: 0: the most likely tokens.
+            temperature: sampling temperature; 0: take the most likely tokens.
 
         Returns:
-            Tokens int64, and their log-probs float32 at the temperature, over the action tokens only.
+            Tokens int64, and their log-probs float32 at the temperature, normalised over the action tokens only.
         """
         engine = self._engine
         engine.require(PARAMETERS)
-        # Packed weights would be copied again for each call, so none are packed (`steps`).
+        # steps=0: no weights are packed for decoding, because the packed copies would have to be made for each call
         stage = DecoderStage(engine.chunks, self._mesh, engine.dtype, rows=len(batch), steps=0)
         parts = [
             self._sample(stage, batch.select(rows), seeds[rows].to(engine.device), temperature)
@@ -64,7 +66,8 @@ class CachedSampling:
 
     @torch.inference_mode()
     def _sample(self, stage: DecoderStage, calls: Batch, seeds: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return tokens and log-probs [n, K * D] of n policy calls, which are in the cache together."""
+        """Sample the tokens of n policy calls, whose keys and values fit in one cache; return tokens and log-probs
+        [n, K * D]."""
         slots, columns = self._sequences.dim * self._sequences.chunk, self._sequences.columns
         caches, token, position = self._read(stage, calls, slots)
         model, group = self._engine.chunks[-1], self._engine.layout.tp_group
@@ -82,13 +85,16 @@ class CachedSampling:
         return torch.stack(tokens, 1), self._mesh.from_last_stage(torch.stack(logprobs, 1))
 
     def _read(self, stage: DecoderStage, calls: Batch, slots: int) -> tuple[Caches, Tensor, Tensor]:
-        """Put the columns before the last token of each prompt into a new cache.
+        """Prefill a new cache with all columns (positions) of each call before the prompt's last token.
+
+        Args:
+            slots: number of action tokens of a call, K * D.
 
         Returns:
-            The cache, and of each call the prompt's last token and its position, int64 [n].
+            The cache, and for each call the prompt's last token and the token's position, int64 [n].
         """
         packed, device = self._sequences.pack(calls), stage.device
-        lengths = [length - slots - 1 for length in packed.lengths]  # columns of each call that this pass reads
+        lengths = [length - slots - 1 for length in packed.lengths]  # number of columns of each call to prefill
         longest = max(lengths) + slots
         fixed = device.type == "cuda"
         room = Room(
@@ -97,9 +103,9 @@ class CachedSampling:
         caches = allocate(stage.mixers, room)
         caches.reserve(0, longest)
         ends = torch.tensor(packed.lengths).cumsum(0)
-        last = ends - slots - 1  # the last token of each prompt, in the stream
+        last = ends - slots - 1  # index of each prompt's last token in the packed stream
         read = torch.cat([torch.arange(n) < limit for n, limit in zip(packed.lengths, lengths, strict=True)])
-        places = read.cumsum(0) - 1  # of the columns that are read, in the stream without the others
+        places = read.cumsum(0) - 1  # index of each prefilled column among all prefilled columns
         seen = replace(
             packed.seen, places=places[packed.seen.places], state_places=places[packed.seen.state_places]
         ).to(device)
@@ -115,7 +121,8 @@ class CachedSampling:
 
 
 def _groups(lengths: list[int], budget: int) -> list[list[int]]:
-    """Return consecutive rows in groups whose lengths add up to at most `budget`, or of one row.
+    """Divide rows into groups of consecutive rows whose lengths add up to at most `budget`; a longer row is a group of
+    its own.
 
     >>> _groups([3, 3, 9, 2], 6)
     [[0, 1], [2], [3]]

@@ -16,15 +16,17 @@ from megarl.training.heads import Head
 
 
 class DenoisingPolicy:
-    """An `ActingPolicy` that denoises the actions of all calls as one batch.
+    """An `ActingPolicy` that denoises the actions of all calls as one batch (flow matching).
 
     Args:
         evaluate: returns a head's outputs for a batch; see `MegatronEngine.evaluate`.
-        cameras: names, in the policy's order.
-        chunk: actions of a call, K.
+        codec: converts the policy's numbers to the simulator's actions.
+        process: the denoising process.
+        cameras: names of the cameras, in the policy's order.
+        chunk: number of actions per policy call, K.
 
     Attributes:
-        temperature: 0: the ODE (greedy); else the SDE.
+        temperature: 0: denoise by the ODE, without exploration; any other value: by the SDE.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class DenoisingPolicy:
         self.blank = Chunk([0] * tokens, [0.0] * tokens, codec.to_actions(zeros[0]), zeros)
 
     def act(self, calls: Sequence[PolicyCall]) -> list[Chunk]:
-        """Denoise the actions of all `calls`, and return one chunk for each call, in order."""
+        """Denoise the actions of all `calls`, and return one chunk of actions for each call, in order."""
         seeds = torch.tensor([call.seed for call in calls], dtype=torch.int64)
         tokens = len(self.blank.token_ids)
         rows = rows_of(calls, self._cameras, torch.zeros(len(calls) * tokens, dtype=torch.int64))

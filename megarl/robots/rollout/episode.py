@@ -48,7 +48,7 @@ class Episode:
     seen: list[Observation] = field(default_factory=list)  # observations before the policy calls
     chunks: list[Chunk] = field(default_factory=list)  # the policy's output in each call
     executed: list[int] = field(default_factory=list)  # number of executed environment steps of each chunk
-    # completed part of the task after each chunk, as `progress`
+    # completed part of the task after each chunk, 0 to 1; NaN: the simulator does not measure it
     progresses: list[float] = field(default_factory=list)
     end: Observation | None = None  # the observation after the last action; None: the episode is in flight
     success: bool = False
@@ -96,8 +96,8 @@ class Episode:
             self.progresses.append(math.nan)
 
     def executed_tokens(self) -> NDArray[np.bool_]:
-        """Return which of the episode's tokens (K * D per call, or per denoising step of a call) belong to executed
-        actions, bool [tokens]; none if the simulator failed.
+        """Return which of the episode's response tokens belong to executed actions, bool [tokens]; none of them if the
+        simulator failed. A policy call, or each denoising step of a call, has K * D tokens.
         """
         made = [
             np.arange(len(chunk.token_ids)) % chunk.actions.size < steps * self.spec.action_dim

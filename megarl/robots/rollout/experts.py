@@ -125,7 +125,7 @@ class _Stage:
                 if shown is not None:
                     yield shown
         except (GeneratorExit, ConfigError):
-            self._pool.abandon()  # so that the pool can be used again
+            self._pool.abandon()  # the pool can be used again only without episodes in flight
             raise
 
     def _begin(self, slot: int) -> None:

@@ -109,13 +109,14 @@ class PlayCounts:
 
 
 class Player:
-    """The player of episodes on one rank of a replica. Collective over the replica.
+    """Plays episodes with the policy of one model replica, on all of its ranks. Collective over the replica.
 
     Args:
-        pool: the simulators; None except on the first rank of a replica.
-        prompt_ids: returns the prompt's tokens for an episode's own instruction.
-        halves: simulate one half of the slots while the policy acts for the other half, if slots are independent.
-        on_error: `fail` ends the run when a simulator fails, `mark` only the episode.
+        pool: the simulators, on the first rank of the replica; None on all other ranks.
+        prompt_ids: returns the prompt's tokens for an instruction, for episodes with an instruction of their own.
+        halves: simulate one half of the slots while the policy acts for the other half, if the simulator's slots are
+            independent.
+        on_error: what to do when a simulator fails: `fail` ends the run, `mark` only marks the episode as failed.
     """
 
     def __init__(

@@ -32,8 +32,8 @@ class Chunk:
     token_ids: list[int]  # tokens of all actions, one action after another
     logprobs: list[float]  # log-probs of these tokens at the sampling temperature
     actions: Numbers  # float32 [K, D], as the simulator takes them
-    # float32 [S + 1, K, D], the points of the denoising chain, whose log-probs are those of the S * K * D tokens; None:
-    # actions are tokens
+    # float32 [S + 1, K, D], the points of the denoising chain; `logprobs` are then those of its S * K * D sampled
+    # numbers. None: actions are tokens
     chain: Numbers | None = None
 
 
@@ -48,7 +48,8 @@ class ActingPolicy(Protocol):
 
 
 def rows_of(calls: Sequence[PolicyCall], cameras: Sequence[str], responses: Tensor) -> Batch:
-    """Return one row per policy call, with equal shares of the response tokens `responses`, for the engine."""
+    """Return policy calls as a batch for the engine, one row per call; `responses`, the response tokens of all calls,
+    are divided into equal parts."""
     fields: dict[str, Tensor | Jagged] = {
         "prompt_ids": Jagged.from_list([call.prompt_ids for call in calls], dtype=torch.int64),
         "response_ids": Jagged.from_lengths(responses, [len(responses) // len(calls)] * len(calls)),
@@ -60,10 +61,11 @@ def rows_of(calls: Sequence[PolicyCall], cameras: Sequence[str], responses: Tens
 
 
 class SampleTokens(Protocol):
-    """The function that samples the tokens of policy calls: `MegatronEngine.sample`, or `CachedSampling`."""
+    """A function that samples the response tokens of policy calls, such as `MegatronEngine.sample` or an object of
+    `CachedSampling`."""
 
     def __call__(self, batch: Batch, seeds: Tensor, temperature: float) -> tuple[Jagged, Jagged]:
-        """Return the tokens and their log-probs."""
+        """Return the sampled tokens and their log-probs; of the tokens in `batch` only the number is used."""
         ...
 
 
@@ -71,9 +73,10 @@ class SamplingPolicy:
     """An `ActingPolicy` that samples the action tokens of all calls as one batch.
 
     Args:
-        sample: samples all response tokens of a batch, whose present ones only give their number.
-        cameras: names, in the policy's order.
-        chunk: actions of a call, K.
+        sample: samples the response tokens of a batch.
+        codec: converts tokens to the simulator's actions.
+        cameras: names of the cameras, in the policy's order.
+        chunk: number of actions per policy call, K.
 
     Attributes:
         temperature: sampling temperature of the next calls; 0: greedy.

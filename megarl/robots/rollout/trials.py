@@ -35,7 +35,8 @@ class Trials:
     texts: Mapping[str, str]
     # (task, start state) -> name of its validation set, for pairs whose data source is not just the task's name
     sets: Mapping[tuple[str, int], str] = field(default_factory=dict)
-    sources: Mapping[str, str] = field(default_factory=dict)  # task -> data source that it shares with other tasks
+    # task -> name of the data source under which it is measured together with other tasks
+    sources: Mapping[str, str] = field(default_factory=dict)
     fingerprint: str = field(init=False)  # hash of tasks, prompts and start states
 
     def __post_init__(self) -> None:
@@ -85,17 +86,21 @@ def part_trials(
 
     Args:
         held_out: number of start states of each task that are only for validation.
-        trained: number of start states of each task for training; None: all others.
-        val_trained: number of training start states that validation also measures.
-        val_evaluation: number of start states from the simulator's evaluation list to measure; None: all.
-        held_out_tasks: names of tasks that are only for validation, by their held-out start states.
+        trained: number of start states of each task for training; None: all that are not held out.
+        val_trained: number of training start states that are also used for validation.
+        val_evaluation: number of start states from the simulator's evaluation list for validation; None: all.
+        held_out_tasks: names of tasks that are not trained on; `held_out` start states of each are for validation.
+
+    Returns:
+        (task, start state) of the training and of the validation set.
     """
     pairs: dict[Split, list[tuple[str, int]]] = {"train": [], "val": []}
     for task in tasks:
         available = task.trials - task.evaluation  # number of start states that may be trained on
         if held_out_tasks and task.part:
             raise ConfigError(
-                f"{task.name} already belongs to the set of tasks {task.part!r}, and is measured with it",
+                "tasks cannot be held out, because the simulator already divides its tasks into sets for validation: "
+                f"{task.name} belongs to {task.part!r}",
                 where="robot.held_out_tasks",
                 found=list(held_out_tasks),
                 allowed="[], for a simulator whose tasks belong to sets",
@@ -122,20 +127,21 @@ def part_trials(
 
 
 def _order(task: TaskSpec, seed: int, count: int) -> NDArray[np.int64]:
-    """Return the task's first `count` start states in an order that depends on the seed and the task's name."""
+    """Return the numbers of the task's first `count` start states in a random order, which depends only on the seed and
+    the task's name."""
     generator = np.random.Generator(np.random.PCG64([seed % 2**64, zlib.crc32(task.name.encode())]))
     return generator.permutation(count)
 
 
 def _only_measured(task: TaskSpec, seed: int, held_out: int, available: int) -> list[tuple[str, int]]:
-    """Return the start states of a task that is not trained on."""
+    """Return the start states for validation of a task that is not trained on."""
     if not 0 < held_out <= available:
         raise ConfigError(
-            f"{task.name} is only measured, by start states that are held out, and has {available}",
+            f"the held-out task {task.name} needs start states for validation, of which it has {available}",
             where="robot.held_out",
             found=held_out,
             allowed=f"1 to {available}",
-            fix="set robot.held_out, or take the task out of robot.held_out_tasks",
+            fix="set robot.held_out to an allowed number, or remove the task from robot.held_out_tasks",
         )
     return [(task.name, int(trial)) for trial in np.sort(_order(task, seed, available)[:held_out])]
 
@@ -145,10 +151,11 @@ def val_sets(
     parted: Mapping[Split, Sequence[tuple[str, int]]],
     held_out_tasks: Collection[str] = (),
 ) -> dict[tuple[str, int], str]:
-    """Return the name of a validation start state's set, by (task, start state): the set of its task
-    (`TaskSpec.part`), else `eval_ood` for a task's last ones, which are only for evaluation (`TaskSpec.evaluation`),
-    and `train_iid` for those that are also trained on. Other held-out ones are left out, or with `held_out_tasks` in
-    `ood` (of these tasks) and `iid` (of the others).
+    """Return the validation set to which each validation start state belongs, by (task, start state).
+
+    The first of these that applies: the set of its task (`TaskSpec.part`); `eval_ood` for the task's last start states,
+    which are only for evaluation (`TaskSpec.evaluation`); `train_iid` for a start state that is also trained on; and,
+    if there are `held_out_tasks`, `ood` for these tasks and `iid` for the others. All other start states are in no set.
     """
     parts = {task.name: task.part for task in tasks}
     first = {task.name: task.trials - task.evaluation for task in tasks}
@@ -175,8 +182,12 @@ def limited(
     sets: Mapping[tuple[str, int], str] | None = None,
     sources: Mapping[str, str] | None = None,
 ) -> list[tuple[str, int]]:
-    """Return at most `limit` of `pairs` in their order, evenly over tasks and sets (`data.max_val_samples`); tasks of
-    the same source, by task in `sources`, count as one.
+    """Return at most `limit` of `pairs` in their order, chosen evenly over tasks and sets (`data.max_val_samples`).
+
+    Args:
+        pairs: (task, start state).
+        sets: the validation set of a pair; pairs that are missing belong to no set.
+        sources: task -> name of its data source; tasks with the same source count as one.
 
     >>> limited([("a", 1), ("a", 5), ("a", 7), ("b", 2)], 3)
     [('a', 1), ('a', 5), ('b', 2)]

@@ -23,21 +23,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlowCalls(Seen):
-    """The inputs of B policy calls: those of the language model, and those of the action expert."""
+    """The inputs of B policy calls in addition to tokens: the language model's (`Seen`), and the action expert's."""
 
-    lengths: Tensor  # int64 [B], columns of each call in the packed stream
-    robot: Tensor  # float32 [B, state], the robot's states
-    # float32 [B, steps + 1, K, D], the points of the chains; of examples of a cold start: noise and actions
+    lengths: Tensor  # int64 [B], number of columns (positions) of each call in the packed stream
+    robot: Tensor  # float32 [B, state], the robot's state in each call
+    # float32 [B, steps + 1, K, D], the points of the denoising chains; [B, 2, K, D] for demonstrations to clone: noise
+    # and actions
     chain: Tensor
-    times: Tensor  # float32 [B], flow times of examples of a cold start; [0] for recorded chains
+    times: Tensor  # float32 [B], flow times of demonstrations to clone; [0] for recorded chains
 
 
 @dataclass(frozen=True)
 class ChainLogProbs:
-    """Computes the log-density of each number of recorded chains, and the entropy.
+    """The head that computes the log-density and the entropy of each number that the steps of recorded denoising chains
+    sampled.
 
-    For examples of a cold start the log-prob is -(v - (e - a))^2 / 2, the log-density of the velocity under a normal
-    distribution of variance 1 but for a constant: its negative is pi0's flow-matching loss (Lipman et al. 2023).
+    For demonstrations to clone, the log-prob of a number is -(v - (e - a))^2 / 2, with the expert's velocity v, noise e
+    and action a: the log-density of e - a under a normal distribution with mean v and variance 1, without its constant.
+    Its negative is pi0's flow-matching loss (Lipman et al. 2023).
     """
 
     process: Denoising
@@ -49,7 +52,7 @@ class ChainLogProbs:
         return 2 if self.entropy else 1
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """Return (log-probs [n],) or (log-probs [n], entropies [n]), float32."""
+        """Return (log-probs [n],) or (log-probs [n], entropies [n]) of the micro-batch's n numbers, float32."""
         calls: FlowCalls = micro.packed.seen
         expert, prefix = _parts(model, micro)
         if len(calls.times):
@@ -64,22 +67,24 @@ class ChainLogProbs:
             times = calls.chain.new_tensor(self.process.times).expand(len(starts), -1)
             logp = self.process.log_probs(calls.chain, expert(prefix, calls.robot, starts, times).float())
             entropy = self.process.entropies(logp)
-        # Parameters after the last keys of the prefix get a gradient of zero, because replicas sum all gradients.
+        # The language model's parameters after its last keys have no effect. They get a gradient of zero, because the
+        # sum of gradients over replicas expects one for each parameter.
         logp = logp.flatten() + 0.0 * hidden.sum().float()
         return (logp, entropy.flatten()) if self.entropy else (logp,)
 
 
 @dataclass(frozen=True)
 class SampledChains:
-    """Samples the chain of each policy call; returns each number of each step's result, and its log-prob."""
+    """The head that samples the denoising chain of each policy call; its outputs are all numbers of the points after
+    each step, and their log-probs."""
 
     process: Denoising
     seeds: Tensor  # int64 [B], seed of each row of the batch
-    stochastic: bool  # False: the ODE from noise that the seed draws, with log-probs of 0
+    stochastic: bool  # True: the SDE; False: the ODE, which starts from random noise too, with log-probs of 0
     outputs: ClassVar[int] = 2
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """Return the numbers [n] and their log-probs [n], float32."""
+        """Return the sampled numbers [n] and their log-probs [n], float32; n = B * S * K * D."""
         calls: FlowCalls = micro.packed.seen
         expert, prefix = _parts(model, micro)
         seeds = self.seeds.to(hidden.device)[list(micro.samples)] if micro.samples else hidden.new_zeros(1).long()
@@ -96,12 +101,13 @@ class SampledChains:
         return chain[:, 1:].flatten(), (logp if self.stochastic else torch.zeros_like(logp)).flatten()
 
     def noise(self, seeds: Tensor, chunk: torch.Size) -> Tensor:
-        """Return the normal numbers float32 [B, S + 1, K, D] of chains: the first points, and what the steps add."""
+        """Return standard normal numbers, float32 [B, S + 1, K, D]: each chain's first point, and each step's noise."""
         shape = (self.process.steps + 1, *chunk)
         return normal_noise(seeds, torch.Size(shape).numel()).view(-1, *shape)
 
 
 def _parts(model: PolicyModel, micro: MicroBatch) -> tuple[ActionExpert, PrefixKeys]:
-    """Return the model's expert, and the keys that it reads of the micro-batch's prefixes."""
+    """Return the model's action expert, and the keys and values that it reads: those of the language model for the
+    prefix (pictures and instruction) of each call in the micro-batch."""
     keys = PrefixKeys.of_stream(micro.packed.layer_keys or {}, micro.packed.seen.lengths)
     return model.vision.expert, keys

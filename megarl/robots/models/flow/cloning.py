@@ -17,9 +17,10 @@ from megarl.robots.models.vla.cloning import CloningExamples
 
 
 class FlowExamples(CloningExamples):
-    """Examples with the fields `chain` [B, 1, 2, K, D], noise and actions, and `flow_time` [B, 1].
+    """Demonstrations for a flow-matching policy to clone: each example has the field `chain` [1, 2, K, D], noise and
+    actions, and the field `flow_time` [1].
 
-    Noise and flow time of an example depend on its number and the epoch only, so a resumed run repeats them.
+    Noise and flow time of an example depend only on its number and the epoch, so they are the same in a resumed run.
     """
 
     codec: NumberCodec
@@ -29,7 +30,8 @@ class FlowExamples(CloningExamples):
         return self.codec.to_numbers(actions[:, None])[:, 0]
 
     def targets(self, actions: NDArray[Any], indices: Sequence[int], epoch: int) -> dict[str, Tensor]:
-        """Return the noise and the actions, the flow time, and zeros for the response tokens."""
+        """Return the fields from which the policy learns: `chain` (noise and actions), `flow_time`, and `response_ids`,
+        which only have the right number of tokens."""
         numbers = torch.from_numpy(actions)
         seeds = torch.tensor(indices, dtype=torch.int64) + epoch * len(self)
         noise = normal_noise(seeds, numbers[0].numel()).view_as(numbers)
@@ -40,5 +42,6 @@ class FlowExamples(CloningExamples):
         }
 
     def settings(self) -> list[str]:
-        """Return the name of the examples' form: numbers do not depend on a vocabulary."""
+        """Return what the examples' fingerprint includes in addition to the data: only that actions are numbers, since
+        these examples use no tokens for actions."""
         return ["flow"]

@@ -20,19 +20,20 @@ from megarl.architectures.action_expert import ExpertShape
 
 @dataclass(frozen=True)
 class PrefixKeys:
-    """The keys and values of B policy calls that an expert reads, from prefixes of up to L columns."""
+    """The language model's keys and values that an action expert attends to, for the prefixes (pictures and
+    instruction) of B policy calls, with up to L columns (positions) each."""
 
     # keys (after RoPE) and values of each layer, [B, groups, L, head] each
     layers: list[tuple[Tensor, Tensor]]
-    lengths: Tensor  # int64 [B], columns of each prefix; keys after them are not read
+    lengths: Tensor  # int64 [B], number of columns of each prefix; later columns are padding
 
     @classmethod
     def of_stream(cls, layers: dict[int, tuple[Tensor, Tensor]], lengths: Tensor) -> PrefixKeys:
-        """Take the prefixes out of a packed stream.
+        """Take the prefixes out of a packed stream, at whose beginning they stand end to end.
 
         Args:
-            layers: by number of the layer, keys and values [t, groups, head] of the stream.
-            lengths: int64 [B], columns of the prefixes, which are the stream's first ones.
+            layers: number of a layer -> keys and values [t, groups, head] of the stream.
+            lengths: int64 [B], number of columns of each prefix.
         """
         longest = int(lengths.max())
         place = torch.arange(longest, device=lengths.device)
@@ -43,7 +44,12 @@ class PrefixKeys:
 
 
 class ActionExpert(nn.Module):
-    """The expert of the sizes in `shape`; parameters have the dtype `dtype`, and frequencies are float32."""
+    """The action expert of pi0: a transformer that predicts velocities of noisy actions.
+
+    Args:
+        shape: its sizes.
+        dtype: dtype of its parameters; the frequencies of RoPE and of the flow time's sinusoids stay float32.
+    """
 
     def __init__(self, shape: ExpertShape, dtype: torch.dtype) -> None:
         super().__init__()
@@ -67,7 +73,7 @@ class ActionExpert(nn.Module):
             min_period=shape.min_period,
             max_period=shape.max_period,
         )
-        config.dit_config.vocab_size, config.dit_config.pad_token_id = 1, None  # no table of tokens is used
+        config.dit_config.vocab_size, config.dit_config.pad_token_id = 1, None  # the expert has no token embeddings
         self.dit = AutoModel.from_config(config.dit_config)
         self.dit.embed_tokens = None
         self.embed_action_time = PI0ActionTimeEmbedding(config)
@@ -77,8 +83,13 @@ class ActionExpert(nn.Module):
         self.dtype = dtype
 
     def forward(self, prefix: PrefixKeys, states: Tensor, noisy: Tensor, times: Tensor) -> Tensor:
-        """Return the velocities [B, n, K, D] of `noisy` actions [B, n, K, D] at n flow times [B, n] of each call, whose
-        robot has the `states` [B, state].
+        """Return the velocities [B, n, K, D] of noisy actions.
+
+        Args:
+            prefix: keys and values of the B policy calls.
+            states: [B, state], the robot's state in each call.
+            noisy: [B, n, K, D], for each call n chunks of noisy actions, computed independently of each other.
+            times: [B, n], the flow time of each chunk.
         """
         from transformers import DynamicCache
 
@@ -98,7 +109,8 @@ class ActionExpert(nn.Module):
 
     @staticmethod
     def _mask(prefix: PrefixKeys, blocks: int, chunk: int) -> Tensor:
-        """Return which keys (of the prefix, then of the blocks) each token of the blocks sees, bool [B, 1, q, k]."""
+        """Return which keys each of the expert's tokens attends to, bool [B, 1, q, k]: keys of the prefix, then keys of
+        the token's own block, the state and one chunk of actions. The state does not attend to the actions."""
         longest, where = prefix.layers[0][0].shape[2], prefix.lengths.device
         place = torch.arange(blocks * (1 + chunk), device=where)
         block, is_action = place // (1 + chunk), place % (1 + chunk) > 0

@@ -30,10 +30,10 @@ _ALPHA, _SCALE, _SHIFT = 1.5, 0.999, 0.001
 
 @dataclass(frozen=True)
 class Denoising:
-    """The steps of the process. Tensors of chunks are [..., K, D]."""
+    """The denoising process from noise to actions, as an SDE or an ODE. A chunk of actions is a tensor [..., K, D]."""
 
     steps: int  # number of denoising steps, S
-    noise: float  # level of the SDE's noise, c
+    noise: float  # factor c of the noise that a step of the SDE adds
 
     @property
     def times(self) -> list[float]:
@@ -50,8 +50,12 @@ class Denoising:
         return self.noise * math.sqrt(time / rest)
 
     def mean(self, noisy: Tensor, velocity: Tensor, step: int, *, stochastic: bool) -> Tensor:
-        """Return the mean of the next point of a chain, from its present point `noisy` and the velocity there; without
-        `stochastic` the next point itself.
+        """Return the mean of a chain's next point under the SDE; if not `stochastic`, the next point of the ODE.
+
+        Args:
+            noisy: the chain's present point.
+            velocity: the expert's velocity at this point.
+            step: number of the step, from 0.
         """
         time, length = 1 - step / self.steps, 1 / self.steps
         moved = noisy - length * velocity
@@ -61,7 +65,7 @@ class Denoising:
         return moved - drift * (noisy + (1 - time) * velocity)
 
     def log_probs(self, chain: Tensor, velocities: Tensor) -> Tensor:
-        """Return the log-density of each number of each step's result under the SDE.
+        """Return the log-density under the SDE of each number of the points that the steps produced.
 
         Args:
             chain: [B, S + 1, K, D], the points of chains, noise first.
@@ -79,21 +83,21 @@ class Denoising:
         return torch.stack(parts, 1)
 
     def entropies(self, like: Tensor) -> Tensor:
-        """Return the entropy of each number of each step's result, [B, S, K, D] like `like`: it depends on the step
-        only.
+        """Return the entropy of each number that a step of the SDE samples, in the shape [B, S, K, D] and dtype of
+        `like`. It depends only on the step.
         """
         each = [math.log(self.deviation(step)) + 0.5 * math.log(2 * math.pi * math.e) for step in range(self.steps)]
         return like.new_tensor(each).view(1, -1, 1, 1).expand_as(like)
 
 
 def normal_noise(seeds: Tensor, count: int) -> Tensor:
-    """Return normal numbers float32 [B, count]; row b depends only on `seeds[b]` (int64 [B])."""
+    """Return standard normal numbers, float32 [B, count]; row b depends only on `seeds[b]` (int64 [B])."""
     ids = torch.arange(2 * count, device=seeds.device)
     radius, angle = uniforms(seeds, torch.zeros_like(seeds), ids).chunk(2, 1)
-    return (-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()  # Box and Muller 1958
+    return (-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()  # Box-Muller transform (1958)
 
 
 def example_times(seeds: Tensor) -> Tensor:
-    """Return the flow times float32 [B] of training examples as pi0 draws them; each depends on its seed only."""
+    """Return random flow times, float32 [B], from pi0's distribution for training; each depends only on its seed."""
     drawn = uniforms(seeds, torch.ones_like(seeds), torch.zeros(1, dtype=torch.int64, device=seeds.device))[:, 0]
     return _SHIFT + _SCALE * drawn ** (1 / _ALPHA)  # x^alpha is the distribution function of Beta(alpha, 1)

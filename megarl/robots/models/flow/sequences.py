@@ -30,13 +30,15 @@ from megarl.training.sequence_layout import PackedRows
 
 @dataclass(frozen=True)
 class FlowLayout:
-    """The layout of policy calls: rows with `prompt_ids`, `response_ids`, `frames/CAMERA`, `states`, and `chain`.
+    """The layout of a flow-matching policy's calls: rows with `prompt_ids`, `response_ids`, `frames/CAMERA`, `states`,
+    and `chain`, the recorded denoising chain.
 
-    `chain` is absent in calls that are not sampled yet.
+    The packed columns (positions) are only the language model's: pictures and instruction. Calls that are still to be
+    sampled have no `chain`.
     """
 
-    shape: VisionShape  # the policy's vision part
-    expert: ExpertShape  # its action expert
+    shape: VisionShape  # sizes of the policy's vision part
+    expert: ExpertShape  # sizes of its action expert
     normalise: Normalisation  # turns pictures into the pixels of the policy's towers
     cameras: Sequence[str]  # names of the cameras, in the policy's order
     chunk: int  # actions of a call, K
@@ -48,13 +50,13 @@ class FlowLayout:
         return calls_of(samples) if "turn_ends" in samples else samples
 
     def sample_columns(self, samples: Batch) -> list[list[int]]:
-        """Return the number of the language model's columns of each policy call of each sample."""
+        """Return, for each sample, the number of the language model's columns in each of its policy calls."""
         calls, prompts = samples["turn_ends"].lengths.tolist(), samples["prompt_ids"].lengths.tolist()
         return [[self._columns(prompt)] * count for prompt, count in zip(prompts, calls, strict=True)]
 
     def lengths(self, batch: Batch) -> Tensor:
-        """Return the columns of the language model and the action expert's tokens of each policy call, int64 [B], by
-        which micro-batches are filled.
+        """Return the size of each policy call by which micro-batches are filled, int64 [B]: the columns of the language
+        model plus the action expert's tokens in all denoising steps.
         """
         return batch["prompt_ids"].lengths.cpu() + self._columns(0) + self.process.steps * (1 + self.chunk)
 
@@ -71,8 +73,11 @@ class FlowLayout:
         return ChainLogProbs(self.process, entropy)
 
     def pack(self, rows: Batch) -> PackedRows:
-        """Pack policy calls end to end. Raise ValueError if a call has another number of response tokens than its chain
-        has numbers.
+        """Pack policy calls end to end.
+
+        Raises:
+            ValueError: a chain has the wrong shape, or a call has not one response token for each number that the steps
+                of its chain produced.
         """
         shape = (self.process.steps + 1, self.chunk, self.expert.action)
         chain = rows[CHAIN] if CHAIN in rows else torch.zeros(len(rows), *shape)
@@ -83,14 +88,15 @@ class FlowLayout:
             count = rows["response_ids"].lengths.tolist()[int(wrong[0]) if len(wrong) else 0]
             steps, *sizes = chain.shape[1:]
             raise ValueError(
-                f"a chain of {steps - 1} steps of {' x '.join(map(str, sizes))} numbers has {count} response tokens; "
-                f"a step must have {shape[1]} x {shape[2]} numbers, and such a chain {wanted} response tokens"
+                f"a policy call has a denoising chain of {steps - 1} steps of {' x '.join(map(str, sizes))} numbers "
+                f"and {count} response tokens; allowed: steps of {shape[1]} x {shape[2]} numbers, and {wanted} "
+                "response tokens for this many steps"
             )
         pictures = torch.stack([rows[FRAMES + camera] for camera in self.cameras], 1).flatten(0, 1)
         return self._pack([ids.cpu() for ids in rows["prompt_ids"].unbind()], pictures, rows["states"], chain, times)
 
     def filler(self) -> PackedRows:
-        """Return a dummy policy call with black pictures, and zeros as its state and chain."""
+        """Return a dummy policy call with black pictures, a state of zeros and a chain of zeros."""
         side, count = self.shape.towers[0].image, len(self.cameras)
         pictures = torch.zeros(count, side, side, 3, dtype=torch.uint8)
         states = torch.zeros(1, self.expert.state)
@@ -98,7 +104,8 @@ class FlowLayout:
         return self._pack([torch.zeros(2, dtype=torch.int64)], pictures, states, chain, torch.zeros(0))
 
     def _layout(self, prompt: int) -> CallLayout:
-        """Return the columns of a call; those from `text.stop` on do not exist."""
+        """Return which columns of a call hold pictures, state and prompt. The call ends at `text.stop`: the columns of
+        actions, which a `CallLayout` has after it, are not used here."""
         return CallLayout(prompt, self.shape.patches, 1, 1, len(self.cameras), self.shape.state > 0, parallel=False)
 
     def _columns(self, prompt: int) -> int:

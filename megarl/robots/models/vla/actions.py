@@ -192,7 +192,8 @@ class ActionCodec:
 
 @dataclass(frozen=True)
 class NumberCodec:
-    """Converts between the numbers that a policy learned (about -1 to 1) and the actions that a simulator executes."""
+    """Converts between the normalised numbers that a policy predicts (about -1 to 1) and the actions that a simulator
+    executes."""
 
     statistics: ActionStatistics
     gripper: GripperRule = GripperRule()
@@ -203,11 +204,11 @@ class NumberCodec:
         return self.statistics.dim
 
     def to_actions(self, numbers: ArrayLike) -> Floats:
-        """Convert a policy's numbers [..., K, D] to actions float32 for the simulator."""
+        """Convert a policy's normalised numbers [..., K, D] to actions for the simulator, float32."""
         return self.gripper.to_simulator(self.statistics.denormalise(np.asarray(numbers, np.float32)))
 
     def to_numbers(self, actions: ArrayLike) -> Floats:
-        """Convert recorded actions [..., K, D] to numbers float32, to train a policy on."""
+        """Convert recorded actions [..., K, D] to normalised numbers to train a policy on, float32."""
         numbers = self.statistics.normalise(self.gripper.to_policy(actions))
         allowed = "finite numbers"
         _refuse(numbers, ~np.isfinite(numbers), "a value of an action is not a finite number", "actions", allowed)

@@ -33,11 +33,11 @@ class PolicyFamily:
     parallel: bool = True  # whether the slots of a call are predicted in one pass
 
 
-#: The family of policies that denoise actions.
+#: The name of the family of policies that denoise their actions (flow matching).
 FLOW = "pi0"
 
-#: How families of policies write prompts and predict actions. `small`: new policies with a tokenizer of their own,
-#: whose prompt is only the instruction. `pi0` predicts no tokens (megarl/robots/models/flow).
+#: Name of a family of policies -> how it writes prompts and predicts actions. `small`: new policies with a tokenizer of
+#: their own, whose prompt is only the instruction. `pi0` predicts no tokens (megarl/robots/models/flow).
 FAMILIES = {
     "openvla-oft": PolicyFamily(),
     "openvla": PolicyFamily(parallel=False),

@@ -54,23 +54,24 @@ def cloning_statistics(
 
 
 class CloningExamples:
-    """The policy calls to learn, with D numbers per action; a data set for a `PromptLoader`.
+    """The demonstrations as examples for behaviour cloning, one policy call for each environment step; a data set for a
+    `PromptLoader`.
 
-    States and actions are in memory. Pictures are processed when an example is first used, and kept until they
-    take `keep` bytes; pictures of further examples are processed each time.
+    States and actions are in memory. The pictures of an example are processed when it is first used, and kept as long
+    as all kept pictures take at most `keep` bytes; pictures of other examples are processed each time.
 
     Args:
         demonstrations: demonstrations with at least one environment step in total.
         prompts: tokens of the instruction, by task.
-        codec: converts recorded actions to what the policy learns: to tokens, or in a subclass to numbers.
+        codec: converts recorded actions to tokens, or in a subclass to normalised numbers, for the policy to learn.
         pictures: turns frames into the policy's pictures, [size, size, 3] each.
-        cameras: names, in the policy's order.
-        chunk: actions of a call, K.
+        cameras: names of the cameras, in the policy's order.
+        chunk: number of actions per policy call, K.
         states: converts recorded states [N, S] to the policy's, float32 [N, S].
         keep: maximum number of bytes of pictures in memory.
 
     Attributes:
-        fingerprint: fingerprint of actions, states, prompts and settings; frames are not read for it.
+        fingerprint: hash of actions, states, prompts and settings; frames do not count, so they need not be read.
     """
 
     def __init__(
@@ -103,12 +104,13 @@ class CloningExamples:
         return len(self._actions)
 
     def encode(self, actions: NDArray[np.float32]) -> NDArray[Any]:
-        """Return what the policy learns of the action of each environment step, [N, D]: its tokens."""
+        """Convert the recorded actions of N environment steps, [N, D], to the tokens that the policy learns, [N, D]."""
         assert isinstance(self.codec, ActionCodec), "other policies have a subclass"
         return self.codec.to_tokens(actions[:, None])
 
     def targets(self, actions: NDArray[Any], indices: Sequence[int], epoch: int) -> dict[str, Tensor]:
-        """Return the fields, one entry per example, from which `actions` [B, K, D] (of `encode`) are learned."""
+        """Return the fields, with one entry per example, from which the policy learns its actions; `actions` [B, K, D]
+        are in the form that `encode` returns."""
         return {"response_ids": torch.from_numpy(actions).flatten(1)}
 
     def describe(self) -> str:
@@ -124,10 +126,10 @@ class CloningExamples:
         )
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
-        """Return the examples at `indices`, as episodes of one policy call (megarl/robots/rollout/episode.py).
+        """Return the examples at `indices`, each as an episode with one policy call (megarl/robots/rollout/episode.py).
 
-        prompt_ids; response_ids and response_mask [K * D]; turn_starts and turn_ends; `frames/CAMERA` uint8
-        [1, size, size, 3]; `states` [1, S]; further fields of `targets`; and the columns uid, sample_id and task.
+        The fields are prompt_ids; response_ids and response_mask [K * D]; turn_starts and turn_ends; `frames/CAMERA`
+        uint8 [1, size, size, 3]; `states` [1, S]; the other fields of `targets`; and the columns uid, sample_id, task.
         """
         places = np.asarray(indices, np.int64)
         owner = np.searchsorted(self._starts, places, side="right") - 1
@@ -193,7 +195,7 @@ class CloningExamples:
                     raise DataError(problem, where=shown.where, found=camera, allowed=shown.cameras)
 
     def settings(self) -> list[str]:
-        """Return further settings on which examples depend."""
+        """Return what the fingerprint includes in addition to data and prompts: how actions become tokens."""
         assert isinstance(self.codec, ActionCodec), "other policies have a subclass"
         return [repr(self.codec.tokens)]
 

@@ -34,9 +34,9 @@ _PER_CALL = ("states", CHAIN, FLOW_TIME)
 def calls_of(samples: Batch) -> Batch:
     """Return one row per policy call of `samples`.
 
-    Fields with one number per response token are split at the calls' borders. `frames/CAMERA`, `states` and denoising
-    chains already have one entry per call. The end of the episode (`end_...`) and its clip are left out, and all other
-    fields are repeated.
+    Fields with one number per response token are split into the numbers of each call. `frames/CAMERA`, `states` and
+    denoising chains already have one entry per call. The end of the episode (`end_...`) and its clip are left out. All
+    other fields are repeated for each call.
     """
     ends, starts = samples["turn_ends"], samples["turn_starts"]
     calls, tokens = ends.lengths, samples["response_ids"].lengths
@@ -131,7 +131,7 @@ class VLALayout:
         return self._pack([torch.zeros(2, dtype=torch.int64)], targets, pictures, torch.zeros(1, self.shape.state))
 
     def head(self, *, entropy: bool) -> None:
-        """Return None, because action tokens are of the vocabulary."""
+        """Return None, because action tokens are in the vocabulary."""
 
     def _layout(self, prompt: int) -> CallLayout:
         parallel, state = self.family.parallel, self.shape.state > 0

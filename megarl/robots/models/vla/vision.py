@@ -107,12 +107,14 @@ class _Block(nn.Module):
 
 
 class Vision(nn.Module):
-    """The vision towers of a robot policy, the projectors of their features, and its action expert, if it has one.
+    """The parts of a robot policy other than its language model: vision towers, projectors of features and of the
+    robot's state, and the action expert, if the policy has one.
 
     Args:
+        shape: the sizes of these parts.
         dtype: dtype of parameters and features.
-        sequence_parallel: whether each tensor-parallel rank has only a part of a stream's columns, so that gradients
-            must be summed over ranks.
+        sequence_parallel: whether each tensor-parallel rank has only a part of a stream's columns (positions), so that
+            gradients must be summed over the ranks.
     """
 
     def __init__(self, shape: VisionShape, dtype: torch.dtype, *, sequence_parallel: bool) -> None:
@@ -176,7 +178,8 @@ class VlaModel(PolicyModel):
         super().__init__(hf, config, spec, **settings)
         if shape.expert is not None and config.layers != "local":
             raise ConfigError(
-                "an action expert cannot read the keys of Transformer Engine's layers",
+                "an action expert needs the attention keys and values of each layer, which Transformer Engine's layers "
+                "do not provide",
                 where="actor.engine.layers",
                 found=config.layers,
                 allowed="local",
@@ -192,8 +195,9 @@ class VlaModel(PolicyModel):
         return self.vision.insert(hidden, packed.seen, slice(first, first + len(hidden)))
 
     def insert_for_decoding(self, hidden: Tensor, seen: Seen) -> list[Tensor]:
-        """Write the embeddings of pictures and states into the embeddings [n, hidden] in place; return no features of
-        later layers, of which these policies have none.
+        """Write the embeddings of pictures and states into the embeddings `hidden` [n, hidden] in place.
+
+        Return an empty list: in these policies no later layer gets image features.
         """
         hidden.copy_(self.vision.insert(hidden[:, None], seen, slice(0, len(hidden)))[:, 0])
         return []
