@@ -162,7 +162,7 @@ def test_a_bad_video_is_named(value, message, tmp_path):
 
 def test_sizes_that_a_model_cannot_use_are_located():
     encoder, settings = settings_of("qwen2_5_vl")
-    with pytest.raises(DataError, match="a row: the frames are too long"):
+    with pytest.raises(DataError, match="a row: the frames of a video are too long"):
         fitting_frames(2, 10, 4000, settings, "a row")
     with pytest.raises(ConfigError, match="temporal_patch_size"):
         VideoSettings.of(replace(encoder, temporal=1), None, 784, 10**6)

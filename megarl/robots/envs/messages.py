@@ -140,7 +140,7 @@ def _check_call(header: Mapping[str, Any], expected: str) -> None:
 
 
 def check_refusal(header: Mapping[str, Any], *, opening: bool) -> None:
-    """Check an answer that reports an error; `opening`: whether it is a process's first answer, the only one that may refuse
+    """Check an answer that reports an error; `opening`: whether it is a process's first answer, which may also refuse
     a setting.
 
     Raises:

@@ -205,8 +205,8 @@ STEP = {"kind": "step", "slot": 0, "executed": 2, "success": False, "over": Fals
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"entries": []}, "must have as many entries"),
-        ({"entries": [STEP | {"slot": 1}]}, "slot 0 must have an entry"),
+        ({"entries": []}, "must have a list of as many entries"),
+        ({"entries": [STEP | {"slot": 1}]}, "the entry of slot 0 must be"),
         ({"entries": [STEP | {"executed": 3}]}, "the number of actions executed"),
         ({"entries": [STEP | {"success": True}]}, "succeeded but is not over"),
         ({"entries": [{"kind": "failed", "slot": 0, "problem": "crash", "text": ""}]}, "problem of a slot"),
