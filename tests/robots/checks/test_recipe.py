@@ -87,8 +87,16 @@ def test_a_missing_interpreter_of_the_simulator_is_refused_where_the_run_starts(
         ("sft.train_files=null", "sft.train_files", "needs demonstrations"),
         ("robot.simulator.name=reech", "robot.simulator.name", "unknown simulator"),
         ("robot.simulator.workers=0", "robot.simulator.workers", "workers"),
-        ("robot={simulator: {tasks: [left]}, held_out_tasks: [right]}", "robot.held_out_tasks", "not among the simulator's tasks"),
-        ("robot={simulator: {tasks: [left]}, held_out_tasks: [left]}", "robot.held_out_tasks", "there is none to train on"),
+        (
+            "robot={simulator: {tasks: [left]}, held_out_tasks: [right]}",
+            "robot.held_out_tasks",
+            "not among the simulator's tasks",
+        ),
+        (
+            "robot={simulator: {tasks: [left]}, held_out_tasks: [left]}",
+            "robot.held_out_tasks",
+            "there is none to train on",
+        ),
         ("robot.simulator={name: metaworld, batched: true}", "robot.simulator.batched", "has no batched form"),
         ("robot.simulator.answer_s=210", "robot.simulator.answer_s", "cluster.timeout_s"),
         ("robot.reward.srpo={raduis: fixed}", "robot.reward.srpo.raduis", "raduis"),
