@@ -23,8 +23,8 @@ def recipe(tmp_path: Path) -> Path:
     ("override", "key", "text"),
     [
         ("robot.family=small", "robot.family", "come from an action expert"),
-        ("robot.dim=3", "robot.dim", "different number of action values"),
-        ("robot.block_only=true", "robot.block_only", "whole prefix"),
+        ("robot.dim=3", "robot.dim", "another number of values"),
+        ("robot.block_only=true", "robot.block_only", "has no action tokens"),
         ("rollout.sampling.temperature=0.7", "rollout.sampling.temperature", "robot.flow.noise"),
         ("validation.sampling={temperature: 0.5}", "validation.sampling.temperature", "robot.flow.noise"),
         ("algorithm.loss.entropy_coef=0.01", "algorithm.loss.entropy_coef", "robot.flow.noise"),

@@ -209,7 +209,7 @@ STEP = {"kind": "step", "slot": 0, "executed": 2, "success": False, "over": Fals
         ({"entries": [STEP | {"slot": 1}]}, "the entry of slot 0 must be"),
         ({"entries": [STEP | {"executed": 3}]}, "the number of actions executed"),
         ({"entries": [STEP | {"success": True}]}, "succeeded but is not over"),
-        ({"entries": [{"kind": "failed", "slot": 0, "problem": "crash", "text": ""}]}, "problem of a slot"),
+        ({"entries": [{"kind": "failed", "slot": 0, "problem": "crash", "text": ""}]}, "`problem` of a failed slot"),
         ({"seconds": {"physics": "long"}}, 'seconds of "physics"'),
         ({"call": "step"}, "but turn was called"),
     ],
