@@ -6,7 +6,7 @@ by itself, and has these numbers.
 
 Of each kind the suite has one case: the actor in test_ahead.py and test_flow.py, the rollout in test_ahead.py, the
 critic in test_critic_apart.py, the launcher and a run that starts again by itself in test_durability.py. All of them
-take about an hour on two cores: 140 of 3 to 5 s, and 60 of 15 to 70 s in a Ray of their own.
+take about an hour on two cores: 180 of 3 to 5 s, and 60 of 15 to 70 s in a Ray of their own.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import pytest
 from tests.disaggregated import test_as_ready_loop as test_flow
 from tests.disaggregated import test_in_order_loop as test_ahead
 from tests.runtime import harness, test_algorithms
+from tests.runtime.harness import of_training
 
 pytestmark = [pytest.mark.procs, pytest.mark.wide, pytest.mark.timeout(900), pytest.mark.campaign("kills")]
 
@@ -134,6 +135,23 @@ def test_policies_with_weights_of_their_own_go_on_as_if_nothing_had_happened(
         os.kill(begun[seed % 2], signal.SIGKILL)
     harness.finish(process)
     assert harness.train(recipe, tmp_path, *self_play) == whole
+
+
+@pytest.fixture(scope="module")
+def apart(recipe: Path, self_play: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, float, Any]:
+    """Settings of teams of which `solver` generates for both policies and `proposer` only trains, and their run."""
+    teams = {"solver": (["actor", "rollout"], 1), "proposer": (["proposer"], 1)}
+    settings, began = (*self_play, *test_algorithms.placed(teams)), time.monotonic()
+    whole = harness.train(recipe, tmp_path_factory.mktemp("timed"), *settings)
+    return settings, time.monotonic() - began, whole
+
+
+@pytest.mark.parametrize("team", ["solver", "proposer"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_policy_s_own_team_may_die(recipe, apart, tmp_path, team, seed):
+    settings, seconds, whole = apart
+    kill_one(lambda work: harness.train(recipe, tmp_path, *settings, work=work), tmp_path, team, seed, seconds)
+    assert of_training(harness.train(recipe, tmp_path, *settings)) == of_training(whole)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
