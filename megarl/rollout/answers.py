@@ -69,7 +69,8 @@ class EpisodeRules:
         texts: decodes turns; returns their texts without and with special tokens.
         share: broadcasts a JSON value from the replica's first rank; collective over the replica.
         on_error: when an environment fails, `fail` ends the run and `mark` ends only the episode.
-        replayable, may_drop_turns, has_simultaneous_turns: those of `Environment`.
+        limits: limits of an episode.
+        replayable, may_drop_turns, has_simultaneous_turns: the attributes of the run's `Environment` class.
         images: inserts the images of observations; None: observations are text only.
     """
 
@@ -95,10 +96,10 @@ class Answer(NamedTuple):
         reply: the environment's reply, without its observation.
         token_ids: tokens of the observation; None: `reset` kept the data's prompt, or the episode has no next turn.
         images: images of the observation, by their positions in its tokens.
-        differs: the replayed turns got answers that differ from the recorded ones, or an error.
+        differs: whether the environment answered replayed turns differently than recorded, or with an error.
         bodies: [start, stop] in `token_ids` of the observation's own text; empty unless `EpisodeRules.bodies` is set.
         branch: where the next turn belongs, if the environment keeps a tree of turns; else None.
-        beside: further turns that are sampled at the same time, with their tokens, images and branches.
+        beside: the other turns that are sampled at the same time as the next turn, each with tokens, images and branch.
     """
 
     reply: Reply
@@ -150,11 +151,11 @@ class Answers:
             self._session.begin(number, copy.deepcopy(row), seed, actions)
 
     def ask(self, episodes: Mapping[int, Sequence[Trajectory]]) -> None:
-        """Send turns to their environments.
+        """Send the last turns of episodes to their environments.
 
         Args:
-            episodes: the sequences of each episode whose last turns are sent together; the episode continues in the
-                last one.
+            episodes: by episode number, the sequences whose last turns are sent together: one, or several if an
+                environment has simultaneous turns. The last sequence is the one in which the episode continues.
         """
         self.awaited.update({number: lanes[-1] for number, lanes in episodes.items()})
         if self._session is not None and episodes:
@@ -169,8 +170,11 @@ class Answers:
         return self._session is not None and self._session.any_answer()
 
     def dropped(self, turns: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return which of the turns in flight, given as (episode, place among those of the same time), an environment
-        on this rank no longer needs."""
+        """Return which of the given turns in flight an environment on this rank no longer needs.
+
+        Args:
+            turns: (episode, index of the turn among the turns of this episode that are sampled at the same time).
+        """
         return [] if self._session is None or not self.rules.may_drop_turns else self._session.dropped(turns)
 
     def take(self, wait_s: float | None, to: Iterable[int]) -> dict[int, Answer]:
@@ -372,17 +376,17 @@ def end_without_turn(trajectory: Trajectory, answer: Answer, end_token: int, ver
 
 
 def apply_branch(trajectory: Trajectory, answer: Answer, branch: Branch, prompt: int, version: int) -> list[Trajectory]:
-    """Add an answer of an environment that keeps a tree of turns; return the sequences whose next turns are sampled at
-    the same time, in the order of their numbers. The episode continues in the last one.
+    """Add an answer of an environment that keeps a tree of turns, and return the sequences whose next turns are sampled
+    at the same time, in the order of the turns. The episode continues in the last sequence.
 
-    Such an environment keeps the limits itself, and ends the episode.
+    The environment itself enforces the episode's limits.
 
     Args:
-        prompt: maximum tokens of a prompt; more tokens count as an observation.
-        version: weight version of tokens before the first sampled one.
+        prompt: maximum tokens of a prompt; tokens after these count as an observation.
+        version: weight version to record for tokens before the first sampled token.
     """
     reply, ids, images = answer.reply, answer.token_ids or [], answer.images
-    for lane in trajectory.lanes:  # their turns were sampled together with the last one
+    for lane in trajectory.lanes:  # sequences whose turns were sampled at the same time
         lane.turn_rewards += [0.0] * (lane.turns - len(lane.turn_rewards))
     if trajectory.is_unanswered:
         trajectory.turn_rewards.append(reply.reward)
@@ -407,10 +411,10 @@ def apply_branch(trajectory: Trajectory, answer: Answer, branch: Branch, prompt:
 
 
 def _beside(trajectory: Trajectory, others: Sequence[Answer], prompt: int, version: int) -> list[Trajectory]:
-    """Return the sequence of the next turn, and of the `others` that are sampled at the same time.
+    """Return the sequences of the next turn and of the turns `others`, all of which are sampled at the same time.
 
-    The sequences lie in the episode as if their turns were sampled one after the other. Each gets the segment number,
-    and so the seed, that its turn would then have.
+    They are added to the episode as if their turns were sampled one after the other. So each turn gets the segment
+    number, which determines its seed, that it would have then.
     """
     segments = trajectory.segments
     for other in others:

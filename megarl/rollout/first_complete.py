@@ -2,11 +2,12 @@
 
     replica 0   |-- window --|-- window --|-- window --|  interrupt
     replica 1   |-- window --|-- window --|-- window --|  interrupt
-                             ^            ^            ^  meet: the numbers of the groups that became complete
+                             ^            ^            ^  all replicas exchange how many groups became complete
 
-An engine that decodes only inside `wait` decodes `WINDOW_STEPS` steps in a window, so which groups are complete first
-does not depend on the speed of the machine: a second run of the same layout repeats it. On servers a window takes a few
-tenths of a second, replicas do not meet but count in the run's store, and the clock decides.
+A window is a period of generation between two such exchanges. An engine that decodes only inside `wait` decodes
+`WINDOW_STEPS` steps in a window, so the speed of the machine does not decide which groups are complete first: a second
+run of the same layout repeats the order. On servers a window takes a few tenths of a second, replicas add to counters
+in the run's store instead of waiting for each other, and the order depends on time.
 """
 
 from __future__ import annotations
@@ -23,31 +24,33 @@ if TYPE_CHECKING:
     from megarl.rollout.groups import GroupGenerator
     from megarl.training.parallel import Layout
 
-#: Decode steps between two meetings of the replicas. A meeting costs about a millisecond.
+#: Decode steps after which the replicas exchange how many groups are complete, which takes about a millisecond.
 WINDOW_STEPS = 16
-_IDLE_S = 0.1  # seconds between two looks of a replica that has no groups in flight on servers
-_rounds = itertools.count()  # every rank begins its rounds in the same order
-_LOOK_STEPS = 8  # decode steps between two calls of the function that `GroupGenerator.wait` gets
+_IDLE_S = 0.1  # seconds between two reads of the counters by a replica without groups in flight on servers
+_rounds = itertools.count()  # for keys in the store; all ranks begin their rounds in the same order
+_LOOK_STEPS = 8  # `GroupGenerator.wait` calls `enough` after every so many decode steps
 
 
 class Complete(NamedTuple):
-    """The groups that are complete.
+    """The prompt groups that are complete at the end of a round of generation.
 
     Attributes:
-        trajectories: trajectories of this replica's groups, by number.
-        windows: the window in which each group of any replica became complete, by number.
+        trajectories: trajectories of this replica's complete groups, by the group's number.
+        windows: for each complete group of all replicas, by its number, the window (period of generation, counted
+            from 1) in which it became complete; 0: before this round.
     """
 
     trajectories: dict[int, list[Trajectory]]
     windows: dict[int, int]
 
     def first(self, wanted: int, begun: Callable[[int], int]) -> list[int]:
-        """Return the numbers of the `wanted` groups to train on, ascending: in the order in which they became complete.
+        """Return the numbers of the `wanted` groups to train on, ascending.
 
-        Groups of one window, and those that an earlier step left over, go by number.
+        Groups with a lower `begun` value are chosen first, then groups that became complete in an earlier window, then
+        groups with lower numbers.
 
         Args:
-            begun: returns a value by which groups come first, whenever they became complete.
+            begun: called with a group's number, returns the step in which it began or a later one.
         """
         order = sorted(self.windows, key=lambda number: (begun(number), self.windows[number], number))
         return sorted(order[:wanted])
@@ -63,13 +66,14 @@ def first_complete(
     by_steps: bool,
     advance: Callable[[int], None] = ignore_progress,
 ) -> Complete:
-    """Generate until `wanted` groups over all replicas, and all `required` ones, are complete; return all complete
-    groups. Every rank of all replicas calls this.
+    """Generate until `wanted` groups over all replicas, and each replica's `required` groups, are complete; return all
+    complete groups. Collective over all ranks of all replicas.
 
     Args:
-        groups: the groups in flight of this replica; the generator is not open, before and after the call.
+        groups: has this replica's groups in flight; it must not be open before the call, and is not open after it.
+        wanted: number of groups over all replicas.
         required: numbers of this replica's groups that must be complete.
-        ready: complete groups of this replica that no step has used, by number.
+        ready: this replica's groups that became complete in earlier rounds and were not used, by number.
         by_steps: whether rounds of turns wait for all environments, see `GroupGenerator.wait`.
         advance: called with the number of samples that have just finished.
 
@@ -77,7 +81,7 @@ def first_complete(
         EpisodeError: an environment failed, and `on_error` is `fail`.
     """
     complete = dict(ready)
-    complete |= groups.wait()  # an interruption may have found a group complete
+    complete |= groups.wait()  # groups that became complete when the last round was interrupted
     windows, missing = dict.fromkeys(complete, 0), set(required) - complete.keys()
     shares = layout.dp_group.all_gather_json([len(complete), len(missing)])
     left = wanted - sum(number for number, _ in shares), sum(number for _, number in shares)
@@ -98,29 +102,30 @@ def first_complete(
 
 
 class _Tally:
-    """Counts complete groups over all replicas, which wait for each other after every window.
+    """Counts complete groups over all replicas by a collective after every window (period of generation).
 
     Args:
-        left: how many groups, and how many required ones, have to become complete.
+        left: how many groups have to become complete, and how many of the required groups.
     """
 
     def __init__(self, layout: Layout, left: tuple[int, int]) -> None:
         self._layout, self._left = layout, left
 
     def add(self, ended: int, required: int) -> bool:
-        """Count groups, and required ones, that became complete on this replica; return whether enough are complete."""
+        """Add how many groups, and how many required groups, became complete on this replica; return whether enough are
+        complete over all replicas."""
         shares = self._layout.dp_group.all_gather_json([ended, required])
         groups, missing = self._left
         self._left = groups - sum(number for number, _ in shares), missing - sum(number for _, number in shares)
         return max(self._left) <= 0
 
     def close(self) -> None:
-        """End the round. Every rank has read the counts for the last time."""
+        """End the round; called when no rank will use the counts again."""
 
 
 class _StoreTally(_Tally):
-    """Counts complete groups in the run's store. Replicas on servers must not wait for each other while they generate,
-    because any of them may have called a meeting of all ranks (`megarl.system.meetings`)."""
+    """Counts complete groups by counters in the run's store. Replicas on servers must not wait for each other while
+    they generate, because a replica may already be waiting for all ranks in a meeting (`megarl.system.meetings`)."""
 
     def __init__(self, layout: Layout, left: tuple[int, int]) -> None:
         super().__init__(layout, left)
@@ -129,7 +134,10 @@ class _StoreTally(_Tally):
         self._keys = [f"complete/{round_}/{name}" for name in ("groups", "required")]
 
     def add(self, ended: int, required: int) -> bool:
-        """Count this replica's groups; the counts of all replicas grow, so each of them sees enough at some time."""
+        """Add this replica's groups to the counters; return whether enough groups are complete over all replicas.
+
+        Replicas may see this at different times, but all do, because the counters only grow.
+        """
         enough = None
         if self._layout.is_lead:
             counts = [self._store.add(key, n) for key, n in zip(self._keys, (ended, required), strict=True)]
@@ -144,7 +152,8 @@ class _StoreTally(_Tally):
 
 
 def _window(groups: GroupGenerator, *, by_steps: bool) -> dict[int, list[Trajectory]]:
-    """Generate for one window, and return the groups that became complete."""
+    """Generate for one window (a number of decode steps, or on servers a short time), and return the groups that became
+    complete, by number."""
     looks = itertools.count(1)
     is_over = False
 

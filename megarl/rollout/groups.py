@@ -106,9 +106,10 @@ class _Sample:
 
     Attributes:
         place: index of the sample in its group.
-        slot: its slot; further turns that are sampled at the same time have other slots, too.
+        slot: the sample's slot (its place in the engine). If several of its turns are sampled at the same time, the
+            others have slots of their own.
         round: the turns that are being sampled at the same time; None: there is only one.
-        read: number of input tokens of all its turns.
+        read: number of input tokens of all turns.
         cached: how many of the `read` tokens were in the prefix cache.
     """
 
@@ -128,7 +129,8 @@ class _Sample:
         return self.trajectory if self.round is None else self.round.running[slot]
 
     def turn(self, slot: int) -> tuple[int, int]:
-        """Return the episode's slot, and the place of the turn in `slot` among those sampled at the same time."""
+        """Return the episode's slot, and the index of the turn in `slot` among the episode's turns that are sampled at
+        the same time."""
         return self.slot, 0 if self.round is None else self.round.place(slot)
 
 
@@ -148,8 +150,8 @@ class GroupGenerator:
         sampling: `n` is not read. `min_new_tokens` counts from the start of each segment, so callers that interrupt
             must reject it.
         eos_ids: end tokens in addition to those of `sampling`, the tokenizer's own first.
-        slots: maximum number of samples in flight. Environments whose episodes may have several turns in flight get as
-            many further slots for these turns.
+        slots: maximum number of samples in flight, each of which has a slot in the engine. If episodes may have several
+            turns in flight, there are as many additional slots for these turns.
         longest: maximum number of tokens of a prompt and its sample together.
         rules: rules of episodes; None: samples have no environment.
         strings: the stop strings of `sampling`; None: no stop strings.
@@ -171,11 +173,11 @@ class GroupGenerator:
         self._seconds = None if rules is None else rules.limits.seconds
         self._stop_ids = frozenset() if sampling.ignore_eos else frozenset([*eos_ids, *sampling.stop_token_ids])
         self._groups: dict[int, _InFlightGroup] = {}
-        self._samples: dict[int, _Sample] = {}  # samples by slot; several slots may sample turns of one episode
+        self._samples: dict[int, _Sample] = {}  # by slot; an episode with several turns in flight has several
         self._free = list(range(slots))  # the free slots, as a heap
         sides = slots if rules is not None and rules.has_simultaneous_turns else 0
         self._all_slots = slots + sides
-        self._free_sides = list(range(slots, self._all_slots))  # free slots for further turns of an episode, as a heap
+        self._free_sides = list(range(slots, self._all_slots))  # heap of free slots for an episode's simultaneous turns
         self._answers = None if rules is None else Answers(rules)
         self._generation: Generation | None = None
         self._submitted: set[int] = set()  # slots whose turns were submitted to the generation
@@ -198,7 +200,7 @@ class GroupGenerator:
 
     @property
     def is_batched(self) -> bool:
-        """Whether each `wait` of the open engine is a round that finishes all turns."""
+        """Whether each `wait` of the open engine finishes all turns in flight, as one batch."""
         return self._generation is not None and self._generation.is_batched
 
     @property
@@ -260,7 +262,7 @@ class GroupGenerator:
         """Start to generate with the current weights, and continue interrupted samples.
 
         Args:
-            whole: in an engine that decodes only inside `wait`, first wait for all environments, see `wait`.
+            whole: whether an engine that decodes only inside `wait` first waits for all environments, see `wait`.
 
         Raises:
             RuntimeError: the generator is open already.
@@ -269,7 +271,7 @@ class GroupGenerator:
             raise RuntimeError("the generator is open already; call interrupt() or close() first")
         generation = self._engine.open(self._sampling, self._eos_ids, self._all_slots, self._longest)
         while whole and not generation.is_async and self._answers is not None and self._answers.awaited:
-            self._take_answers(None, self._samples)  # nothing is submitted before `_generation` is set
+            self._take_answers(None, self._samples)  # submits no turns, as `_generation` is not set
         self._generation = generation
         now = time.monotonic()
         for in_flight in self._groups.values():
@@ -291,10 +293,10 @@ class GroupGenerator:
         generator is not open, complete groups are returned at once.
 
         Args:
-            enough: called repeatedly; True ends the waiting. Collective over the replica, with equal results on its
-                ranks. Not called on servers and in batched generation.
-            whole: in an engine that decodes only inside `wait`, wait for all environments after every round of turns,
-                so that the result does not depend on their speed.
+            enough: called repeatedly; this method returns when the result is True. `enough` is collective over the
+                replica, and returns the same on all its ranks. Not called on servers and in batched generation.
+            whole: whether an engine that decodes only inside `wait` waits for all environments after every round of
+                turns, so that the result does not depend on the environments' speed.
 
         Raises:
             EpisodeError: an environment failed, and `on_error` is `fail`.
@@ -303,7 +305,7 @@ class GroupGenerator:
         if generation is None:
             return self._take_complete()
         if generation.is_async:
-            # The replica's ranks synchronize once per call, with or without turns in flight. Generation continues.
+            # The replica's ranks synchronize once per call, also without turns in flight, while servers generate.
             self._continue(generation, lambda: True)
         elif generation.is_batched:
             if generation.any_busy(bool(self._in_turn)):
@@ -661,9 +663,9 @@ class GroupGenerator:
             self._forget(slot)  # the slot's cache belongs to another sequence of the episode
 
     def _begin_round(self, turns: TurnRound, sample: _Sample) -> None:
-        """Sample the next turns of an episode side by side, as far as there are slots.
+        """Submit the next turns of an episode, which are sampled at the same time if there are enough free slots.
 
-        The sequence in which the episode continues has the episode's own slot, which keeps its cache.
+        The sequence in which the episode continues keeps the episode's own slot, and so its KV cache.
         """
         turns.start(sample.slot, last=True)
         self._submit(sample.slot)
@@ -674,7 +676,8 @@ class GroupGenerator:
             self._submit(slot)
 
     def _is_last_of_round(self, turns: TurnRound, sample: _Sample, slot: int) -> bool:
-        """Give the slot of a turn that has ended to one that waits, or free it; return whether all turns have ended."""
+        """Give the slot of a turn that has ended to a waiting turn, or free the slot; return whether all turns of the
+        round have ended."""
         lane = turns.running.pop(slot)
         if turns.waiting or lane is not turns.lanes[-1]:
             self._forget(slot)
@@ -689,7 +692,7 @@ class GroupGenerator:
         return turns.is_over
 
     def _forget(self, slot: int) -> None:
-        """Free what the engine has cached for the slot."""
+        """Free the engine's cache of the slot."""
         if slot in self._submitted and self._generation is not None:
             self._generation.forget(slot)
             self._submitted.discard(slot)

@@ -1,11 +1,11 @@
-"""Turns of one episode that are sampled side by side, such as the attempts at a problem or the calls of sub-agents.
+"""Turns of one episode that are sampled at the same time, such as attempts at a problem, or calls of sub-agents.
 
-    turn 4   slot of the episode       .--> all have ended: the environment gets them together
+    turn 4   slot of the episode       .--> when all have ended, the environment gets all turns
     turn 2   another slot             -'
     turn 3   waits for a slot
 
-Every turn has the seed that it would have if they were sampled one after the other, so its tokens do not depend on the
-number of slots.
+Every turn has the seed that it would have if the turns were sampled one after the other, so its tokens do not depend on
+the number of slots (places for turns in the engine).
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class TurnRound:
-    """The turns of an episode that are sampled side by side.
+    """The turns of an episode that are sampled at the same time, as far as there are slots (places in the engine).
 
     Attributes:
-        lanes: their sequences, in the order of the turns; the episode continues in the last one.
-        running: slot -> the sequence whose turn it samples.
-        waiting: sequences without a slot.
+        lanes: the sequences of tokens to which the turns belong, in the order of the turns. The episode continues in
+            the last one.
+        running: slot -> the sequence whose turn is sampled in it.
+        waiting: sequences whose turns have no slot yet.
     """
 
     lanes: list[Trajectory]
@@ -33,26 +34,26 @@ class TurnRound:
 
     def __post_init__(self) -> None:
         self.waiting = list(self.lanes)
-        self._segments = self.lanes[-1].segments + 1  # segments of the episode, those of this round included
+        self._segments = self.lanes[-1].segments + 1  # number of the next new segment
 
     @property
     def is_over(self) -> bool:
-        """Whether all turns have ended."""
+        """Whether all turns of the round have ended."""
         return not self.running and not self.waiting
 
     def place(self, slot: int) -> int:
-        """Return the place of the turn that `slot` samples."""
+        """Return the index, in this round, of the turn that is sampled in `slot`."""
         return next(place for place, lane in enumerate(self.lanes) if lane is self.running[slot])
 
     def start(self, slot: int, *, last: bool = False) -> None:
-        """Give `slot` to the first waiting sequence, or to the last one."""
+        """Give `slot` to the first waiting sequence, or to the last one if `last`."""
         self.running[slot] = self.waiting.pop(-1 if last else 0)
 
     def interrupted(self, lane: Trajectory) -> None:
-        """Note that a turn with tokens continues in a further segment, whose number no other segment has."""
+        """Give a new segment number, which determines the seed, to a turn that was interrupted after some tokens."""
         lane.segments = self._segments
         self._segments += 1
 
     def end(self) -> None:
-        """Set the number of segments of the episode."""
+        """Set the episode's number of segments after the round, so that its next turn gets a new one."""
         self.lanes[-1].segments = self._segments

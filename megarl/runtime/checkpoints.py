@@ -74,7 +74,7 @@ class Checkpoints(CheckpointPart):
         self._withdraws = self._continues = self._begun = False
         self._save_by = SaveBy(c.config.trainer.save_by_s)
         self._early_stop = EarlyStop(c.config.trainer.early_stop)
-        self._epochs_end: str | None = None  # why the passes over the prompts are over
+        self._epochs_end: str | None = None  # why `trainer.epochs` ends the run
         self._decided: tuple[int, bool] = (-1, False)
         self._requests = save_requests(c.run_dir)
 
@@ -346,12 +346,13 @@ class Checkpoints(CheckpointPart):
         return requested or due_now or early or step == trainer.steps or (bool(trainer.save_every) and validated)
 
     def ends_early(self, step: int, others: Callable[[], Iterable[Metrics]] = tuple) -> bool:
-        """Return whether `after_step` will end the run because of a training metric of `step`, or of the prompts used.
+        """Return whether `after_step` will end the run: because of a training metric of `step` (`trainer.early_stop`),
+        or because enough prompts were used (`trainer.epochs`).
 
         Called before the end of the step, so that the last step is validated even if the run ends early.
 
         Args:
-            others: waits for the other teams' metrics of the step; called only if the answer depends on them.
+            others: waits for the other teams' metrics of the step; called only if the result depends on them.
         """
         if self._find_epochs_end() is not None:
             return True
@@ -365,7 +366,7 @@ class Checkpoints(CheckpointPart):
 
     @property
     def stopped_early(self) -> bool:
-        """Whether `trainer.early_stop`, or the end of `trainer.epochs`, has ended the run."""
+        """Whether `trainer.early_stop` or `trainer.epochs` has ended the run before `trainer.steps`."""
         return self._early_reason() is not None
 
     def _early_reason(self) -> str | None:
@@ -374,7 +375,7 @@ class Checkpoints(CheckpointPart):
         return self._epochs_end if reason is None else f"trainer.early_stop: {reason}"
 
     def _find_epochs_end(self) -> str | None:
-        """Return why the passes over the prompts are over; None: they are not, or another team draws the prompts."""
+        """Return why `trainer.epochs` ends the run now; None: it does not, or another team draws the prompts."""
         loader = self._c.loader if self._samples_again else None
         return None if loader is None else epochs_end(self._c.config, loader.used, len(loader.dataset))
 

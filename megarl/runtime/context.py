@@ -85,7 +85,8 @@ class StepContext:
         return facts_with_draft(self.config, facts_of(self.hf_config))
 
     def vision_flops(self, samples: Batch) -> float:
-        """Return the FLOPs of one forward pass over the samples' images, each counted once, and of an action expert."""
+        """Return the FLOPs of one forward pass of the vision encoder over the samples' images, each image counted once,
+        and of the action expert if the model has one."""
         vision, encoder = self._facts.vision, self._facts.encoder
         if vision is not None:
             calls = sum(map(len, self.sequences.sample_columns(samples)))
@@ -105,7 +106,7 @@ class StepContext:
         times = 3 if train and "tower" not in self.config.model.freeze else 1
         seen = times * self.vision_flops(samples)
         acts = self._facts.vision is not None and self._facts.vision.expert is not None
-        tokens = int(responses.sum()) if head and not acts else 0  # an action expert predicts no tokens
+        tokens = int(responses.sum()) if head and not acts else 0  # an action expert has no output layer
         flops = count(lengths, head_tokens=tokens) + seen
         if train and head:  # an update of the policy, which may have a draft head
             flops += self.flops.train_draft(lengths, tokens)

@@ -1,6 +1,7 @@
-"""The end of a run whose steps take as many prompts as they need: `trainer.epochs` counts prompts there, not steps.
+"""Ends a run with dynamic sampling after `trainer.epochs`. Its steps use different numbers of prompts, so the passes
+over the data are counted in prompts instead of steps.
 
-`trainer.steps` is then the largest possible number of steps, that of a run whose groups are all trained on.
+`trainer.steps` is then the largest possible number of steps, which is reached if all groups are trained on.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ if TYPE_CHECKING:
 
 
 def prompts_used(state: Mapping[str, Any]) -> int:
-    """Return how many prompts a run has generated for, from the state of a checkpoint; groups in flight do not
-    count."""
+    """Return for how many prompts a run has generated samples, from `state.json` of a checkpoint. Prompts whose groups
+    are still in flight do not count."""
     loader, carried = state["loader"], state.get("carried") or {}
     number: int = loader["epoch"] * loader["samples"] + loader["position"]
     return number - int(carried.get("groups", 0))
 
 
 def epochs_end(config: RunConfig, used: int, samples: int) -> str | None:
-    """Return why the passes over the prompts are over; None: they are not, or the number of steps says so.
+    """Return why `trainer.epochs` ends the run now. None: the run continues, or its number of steps ends it (without
+    dynamic sampling).
 
     Args:
-        used: prompts that the run has generated for.
+        used: number of prompts for which the run has generated samples.
         samples: number of training prompts.
     """
     epochs = config.trainer.epochs

@@ -126,8 +126,8 @@ class GroupPool:
         """Add those groups of this replica's new `samples` whose entry in `keep` (one per group) is True.
 
         Args:
-            numbers: ascending numbers of this replica's groups, by which the new groups of all replicas are ordered;
-                None: the first groups of all replicas come first, then the second ones, and so on.
+            numbers: number of each of this replica's groups, ascending; the new groups of all replicas are ordered by
+                these numbers. None: the first groups of all replicas come first, then the second ones, and so on.
         """
         groups = [group if kept else [] for group, kept in zip(group_places(samples["uid"]), keep, strict=True)]
         tokens = [0] * len(samples) if self._cuts is None else tokens_of(samples, share=self._once)

@@ -75,7 +75,8 @@ class Beat:
 
 
 class Heartbeat:
-    """Records the heartbeats of this process in RUN_DIR/heartbeats/rank_K, or for its machine's copier."""
+    """Records the heartbeats of this process in RUN_DIR/heartbeats/rank_K. In a run on several machines, records
+    them in a local file that a `Copier` copies to the run folder."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         path, self._copier = _beat_path(run_dir, rank), None
@@ -132,7 +133,7 @@ class Heartbeat:
         self._over, self._looked = True, -math.inf
         self.beat(tracing.current())
         if self._copier is not None:
-            with contextlib.suppress(OSError):  # the launcher reports a lost run folder
+            with contextlib.suppress(OSError):  # if the run folder is gone, the launcher reports it
                 self._copier.copy()
 
 
@@ -141,7 +142,7 @@ def _beat_path(run_dir: Path, rank: int) -> Path:
 
 
 def _remove_dead(folder: Path) -> None:
-    """Remove the heartbeats of processes of this machine that have ended; their ranks may be on another machine now."""
+    """Remove heartbeat files of processes of this machine that have ended; their ranks may run elsewhere now."""
     for path in folder.glob("rank_*"):
         with contextlib.suppress(OSError):
             beat = _parse(path.read_bytes())
@@ -150,7 +151,7 @@ def _remove_dead(folder: Path) -> None:
 
 
 def forget_dead(run_dir: Path) -> None:
-    """Remove the heartbeats that an earlier command left on this machine, of a run on several machines."""
+    """Remove heartbeat files that ended processes of this run left on this machine, if it is on several machines."""
     if machines_of(run_dir) is not None:
         _remove_dead(local_folder(run_dir))
 
@@ -159,7 +160,7 @@ def read_beat(run_dir: Path, rank: int) -> Beat | None:
     """Return the last heartbeat of `rank`; None before the first. Reads again if the rank was writing meanwhile."""
     if (machines := machines_of(run_dir)) is not None:
         beats = [beat for block in machines.blocks(rank) if (beat := _parse(block)) is not None]
-        return max(beats, key=lambda beat: beat.time, default=None)  # a rank may have moved to another machine
+        return max(beats, key=lambda beat: beat.time, default=None)  # a rank that has moved has one on each machine
     path = _beat_path(run_dir, rank)
     for _ in range(1000):
         try:
@@ -172,7 +173,7 @@ def read_beat(run_dir: Path, rank: int) -> Beat | None:
 
 
 def _parse(block: bytes) -> Beat | None:
-    """Return the heartbeat in a file's bytes, of which zeros at the end may be missing; None: it was being written."""
+    """Return the heartbeat from a file's bytes, whose zeros at the end may be missing; None: it was being written."""
     data = block.ljust(_SIZE, b"\0")
     sequence, changes, step, pid, unix_time, length, over = _HEADER.unpack_from(data)
     if sequence % 2:
@@ -377,7 +378,7 @@ class Watch:
         self._run_dir, self._timeout_s, self._start_timeout_s = run_dir, timeout_s, start_timeout_s
         self._names = names
         self._seen: dict[int, tuple[int, float]] = {}
-        self._before: dict[int, tuple[str, int]] = {}  # rank -> host and pid of the process that it had before
+        self._before: dict[int, tuple[str, int]] = {}  # rank -> host and pid of its former process
         self.stuck: list[int] = []
         self._looked = 0.0
         self.begin_again(ranks)
@@ -386,7 +387,7 @@ class Watch:
         """Forget the heartbeats of `ranks`, which are being started or restarted, and measure their silence from
         now."""
         for rank in ranks:
-            # another machine may report the old process's heartbeat until it starts a new one
+            # its machine's file may contain the old process's heartbeat until that machine writes the file again
             if rank in self._seen and (beat := read_beat(self._run_dir, rank)) is not None:
                 self._before[rank] = beat.host, beat.pid
             self._seen[rank] = -1, time.monotonic()
@@ -394,7 +395,7 @@ class Watch:
     def check(self, live: Iterable[int]) -> str | None:
         """Return a sentence that names the `live` ranks that are late or stuck; None: all make progress."""
         live, now = sorted(live), time.monotonic()
-        if machines_of(self._run_dir) is not None:  # so often that a hang is noticed on time
+        if machines_of(self._run_dir) is not None:  # read these shared files less often
             if now - self._looked < min(LOOK_S, self._timeout_s / 10, self._start_timeout_s / 10):
                 return None
             self._looked = now

@@ -6,8 +6,8 @@
                          for a report of a failure, if they were read more than a second ago
 
 So a launcher of 1,024 ranks opens 128 files in five seconds, not 2,048 ten times a second, and the ranks' pages are
-never mapped over a network. Any rank of the machine takes over when the one that copies stops: every second each rank
-looks when the last copy was made, and waits the longer the higher its number on the machine is.
+never mapped over a network. If the rank that copies stops, another rank of the machine takes over: every second each
+rank checks when the last copy was made, and ranks with higher numbers on the machine wait longer before they copy.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ from pathlib import Path
 
 BY_MACHINE = "MEGARL_BEATS_BY_MACHINE"  # set for workers of runs on several machines
 _EVERY_S = 1.0
-#: Seconds between two looks at all machines in a run in which nothing fails.
+#: Seconds after which a launcher reads the files of all machines again while nothing fails.
 LOOK_S = 5.0
-_TURN_S = 1.0  # seconds that the next rank of a machine waits longer before it copies
-_COPIED = "copied"  # local file with the monotonic time of the last copy, which is the same clock for all processes
+_TURN_S = 1.0  # seconds that each rank of a machine waits longer than the one before it until it takes over copying
+_COPIED = "copied"  # local file with the time of the last copy, on the monotonic clock that a machine's processes share
 _TIME = struct.Struct("<d")
 
 
 def local_folder(run_dir: Path) -> Path:
-    """Return this machine's folder for the heartbeats of a run; only this user can read it. Raise OSError if another
-    user has taken its name."""
-    # machines may share the folder of temporary files, and process ids mean nothing on another machine
+    """Return this machine's folder for the heartbeats of a run, which only this user can read.
+
+    Raises:
+        OSError: a folder of this name belongs to another user.
+    """
+    # by host, because machines may share the folder of temporary files, and heartbeats have ids of local processes
     key = socket.gethostname().encode() + b"\0" + os.fsencode(run_dir.resolve())
     name = hashlib.sha256(key).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / f"megarl-beats-{os.geteuid()}-{name}"
@@ -49,7 +52,8 @@ def local_folder(run_dir: Path) -> Path:
 
 
 class Copier:
-    """Copies the heartbeats of this machine's ranks to the shared file system, in turn with the other ranks here.
+    """Copies the heartbeats of all ranks of this machine into one file on the shared file system, once a second. Each
+    rank has a copier, but copies only if the ranks with lower numbers have not done so.
 
     Args:
         turn: this rank's number on its machine.
@@ -62,7 +66,7 @@ class Copier:
         threading.Thread(target=self._keep_copying, name="copy-beats", daemon=True).start()
 
     def is_due(self) -> bool:
-        """Return whether the last copy of this machine's ranks is so old that it is this rank's turn."""
+        """Return whether the machine's last copy is so old that this rank has to copy."""
         last = 0.0
         with contextlib.suppress(FileNotFoundError, struct.error):
             (last,) = _TIME.unpack((self._folder / _COPIED).read_bytes())
@@ -70,20 +74,20 @@ class Copier:
         return age < 0 or age >= self._wait_s - _EVERY_S / 2  # below 0: a copy from before a reboot
 
     def copy(self) -> None:
-        """Copy now."""
+        """Copy the heartbeats of all ranks of this machine, and the sizes of their logs, now."""
         temporary = self._folder / f".{_COPIED}.{os.getpid()}"
         temporary.write_bytes(_TIME.pack(time.monotonic()))
         temporary.rename(self._folder / _COPIED)
         ranks = {}
         for path in self._folder.glob("rank_*"):
-            with contextlib.suppress(OSError):  # a file that is just being removed
+            with contextlib.suppress(OSError):  # the file was removed meanwhile
                 rank = path.name.partition("_")[2]
                 log = self._run_dir / "logs" / f"rank_{rank}.txt"
                 size = log.stat().st_size if log.exists() else 0
                 if (block := _whole(path)) is not None:
                     ranks[rank] = [base64.b64encode(block.rstrip(b"\0")).decode(), size]
         data = json.dumps(ranks).encode()
-        # in place, since readers on other machines may keep a renamed file's name in their cache for a minute
+        # not by renaming: on a network file system, other machines may read the old file for up to a minute
         handle = os.open(self._target, os.O_WRONLY | os.O_CREAT, 0o666)
         with os.fdopen(handle, "wb") as file:
             file.write(b"%08x" % zlib.crc32(data) + data)
@@ -92,14 +96,14 @@ class Copier:
     def _keep_copying(self) -> None:
         while True:
             time.sleep(_EVERY_S)
-            # a lost run folder or a full disk: the launcher reports it, or the next copy succeeds
+            # if the run folder is gone, the launcher reports it; after other errors the next copy may succeed
             with contextlib.suppress(OSError):
                 if self.is_due():
                     self.copy()
 
 
 def _whole(path: Path) -> bytes | None:
-    """Return the bytes of a heartbeat file; None: its rank wrote to it all the time."""
+    """Return the bytes of a heartbeat file between two writes; None: the rank was writing at each of 100 attempts."""
     for _ in range(100):
         data, again = path.read_bytes(), path.read_bytes()
         if data == again and data[0] % 2 == 0:  # the sequence number is odd while a rank writes
@@ -108,7 +112,7 @@ def _whole(path: Path) -> bytes | None:
 
 
 class MachineBeats:
-    """A launcher's view of all ranks' heartbeats."""
+    """The heartbeats of all ranks of a run, as a launcher reads them from the machines' files."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder, self._local = run_dir / "heartbeats", local_folder(run_dir)
@@ -119,8 +123,8 @@ class MachineBeats:
         self._read = 0.0
 
     def blocks(self, rank: int) -> list[bytes]:
-        """Return the copies of a rank's heartbeat file: that of this machine, or those of other machines, of which more
-        than one has a copy if the rank has moved."""
+        """Return the contents of a rank's heartbeat file: for a rank on this machine the file itself, else the copies
+        in other machines' files. After a rank has moved, several machines have one."""
         self._refresh(_EVERY_S)
         if rank in self._here or rank not in self._blocks:
             with contextlib.suppress(OSError):
@@ -134,13 +138,14 @@ class MachineBeats:
         return self._sizes.get(rank)
 
     def forget(self, rank: int | None = None) -> None:
-        """Remove this machine's heartbeat of `rank`, or of all ranks, and forget what other machines reported."""
+        """Remove this machine's heartbeat file of `rank` (None: of all ranks), and forget all copies that were read."""
         for path in self._local.glob("rank_*" if rank is None else f"rank_{rank}"):
             path.unlink(missing_ok=True)
         self._records, self._blocks, self._read = {}, {}, 0.0
 
     def _refresh(self, age_s: float) -> None:
-        """Read the machines' files again if that was `age_s` ago; a file that is just being written keeps its state."""
+        """Read the machines' files again if the last time was at least `age_s` seconds ago; of a file that a rank is
+        writing, keep the former content."""
         now = time.monotonic()
         if now - self._read < age_s:
             return
@@ -161,17 +166,17 @@ class MachineBeats:
             for rank, (block, size) in ranks.items():
                 blocks.setdefault(int(rank), []).append(base64.b64decode(block))
                 self._sizes[int(rank)] = max(size, self._sizes.get(int(rank), 0))
-        self._records, self._blocks = records, blocks  # complete, because the thread that follows logs looks too
+        self._records, self._blocks = records, blocks  # replaced at once: a thread that follows logs reads them
 
 
 _views: dict[Path, MachineBeats] = {}
 
 
 def watch_machines(run_dir: Path) -> None:
-    """Read the heartbeats of the run in `run_dir` by machine, in this process (a launcher)."""
+    """Make this process, a launcher, read the heartbeats of the run in `run_dir` from one file per machine."""
     _views[run_dir] = MachineBeats(run_dir)
 
 
 def machines_of(run_dir: Path) -> MachineBeats | None:
-    """Return the view of a run whose heartbeats this process reads by machine; None for other runs."""
+    """Return the heartbeats of a run for which this process has called `watch_machines`; None for other runs."""
     return _views.get(run_dir)

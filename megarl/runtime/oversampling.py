@@ -6,8 +6,8 @@
                                                               (`rollout.carry_steps: 0`: their prompts begin again)
 
 B is the number of groups that a round needs, o is `rollout.oversample`. A group stays on its replica, with its
-environments, until it is complete. A group that has been carried through `rollout.carry_steps` steps is waited for, and
-is trained on before all others, so no sample begins more than that many steps before its update.
+environments, until it is complete. A round ends only when every group that began `rollout.carry_steps` steps ago is
+complete, and trains on these groups first. So no sample begins more than `rollout.carry_steps` steps before its update.
 
 A checkpoint holds the groups in flight of every replica:
 
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class InFlight:
-    """A group that has begun and that no step has trained on.
+    """A prompt group that has begun and that no step has trained on.
 
     Attributes:
-        begun: the step in which its samples began.
-        prompt: its prompt, a batch of one; None: not read yet after a resume.
-        partial: its trajectories in the checkpoint from which the run resumed; None: the generator has them, or the
-            group begins again.
+        begun: the step in which the group's samples began.
+        prompt: the group's prompt, a batch of one; None: the run has resumed, and has not read the prompt again yet.
+        partial: the group's trajectories from the checkpoint from which the run resumed; None: the generator has the
+            trajectories, or the group begins again.
     """
 
     begun: int
@@ -57,7 +57,7 @@ class InFlight:
 
 
 class Oversampling:
-    """Generates the samples of training steps from this replica's share of the groups in flight.
+    """Generates the samples of training steps, and keeps this replica's prompt groups in flight from step to step.
 
     Args:
         loader: draws the new prompts of each round.
@@ -66,17 +66,17 @@ class Oversampling:
     def __init__(self, loader: InFlightLoader) -> None:
         self._loader = loader
         self._groups: dict[int, InFlight] = {}  # this replica's groups, by number
-        self._outside: set[int] = set()  # numbers of groups that the generator has not got yet
+        self._outside: set[int] = set()  # numbers of groups that are not in the generator yet
         self._ready: dict[int, list[Trajectory]] = {}  # complete groups that no step has trained on, by number
         self._generator: GroupGenerator | None = None
 
     def generate(self, c: StepContext, rollout: RolloutRole, prompts: Batch) -> Batch:
-        """Return this replica's share of the samples of one round, whole groups, equally many on every replica.
+        """Generate until enough groups are complete, and return this replica's share of their samples.
 
-        Collective over all ranks that generate.
+        Every replica gets the same number of whole groups. Collective over all ranks that generate.
 
         Args:
-            prompts: this replica's new prompts, the last batch of the loader.
+            prompts: this replica's new prompts, which the loader has just drawn.
 
         Raises:
             RolloutError: a log-prob is not finite.
@@ -113,7 +113,7 @@ class Oversampling:
         return samples
 
     def _begin(self, c: StepContext, generator: GroupGenerator) -> None:
-        """Add the groups to the generator that it has not got yet, in the order of their numbers."""
+        """Add the groups that are not in the generator yet to it, in the order of their numbers."""
         n = c.config.rollout.sampling.n
         for number in sorted(self._outside):
             entry = self._groups[number]
@@ -130,7 +130,8 @@ class Oversampling:
     def _take(
         self, c: StepContext, rollout: RolloutRole, prompts: Batch, numbers: Sequence[int], complete: Complete
     ) -> Batch:
-        """Remove this replica's groups `numbers`, and return its new share of the samples of all replicas' groups."""
+        """Remove this replica's complete groups `numbers`, exchange the removed groups with the other replicas, and
+        return the samples of this replica's share."""
         entries = [self._groups.pop(number) for number in numbers]
         if ages := [c.step - entry.begun for entry in entries]:
             c.metrics.mean("oversample/age/mean", sum(ages), len(ages))
@@ -146,7 +147,7 @@ class Oversampling:
         return pool.split(len(pool))[0]
 
     def _keep(self, c: StepContext, generator: GroupGenerator, complete: Complete) -> None:
-        """Keep the groups that are left for the next round, or drop their samples."""
+        """Keep the groups that this round did not use for the next one; if none are carried on, drop their samples."""
         settings, tokens = c.config.rollout, 0
         self._ready = complete.trajectories
         c.metrics.sum("oversample/dropped", 0 if settings.carries else len(self._groups))
@@ -161,7 +162,8 @@ class Oversampling:
         c.metrics.max("oversample/carried", self.in_flight if settings.carries else 0)
 
     def count(self, c: StepContext, step: int) -> None:
-        """Report the groups in flight, and those that the steps after `step` need, to the loader. Collective."""
+        """Set in the loader how many groups are in flight, and how many the steps after `step` need, so that it draws
+        no more prompts than needed. Collective."""
         self._loader.in_flight = c.layout.dp_group.all_gather_json(len(self._groups))
         self._loader.needed = groups_needed(c.config, step)
 
@@ -178,7 +180,7 @@ class Oversampling:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def files(self, c: StepContext) -> dict[str, bytes]:
-        """Return this replica's checkpoint files by name; empty except on its first rank."""
+        """Return the checkpoint files of this replica's groups in flight, by name; empty except on its first rank."""
         if not c.layout.is_lead:
             return {}
         generated = {} if self._generator is None else self._generator.partial()
@@ -195,9 +197,10 @@ class Oversampling:
         return files
 
     def load(self, c: StepContext, folder: Path, saved: Mapping[str, Any]) -> None:
-        """Take this replica's share of the groups in flight in a checkpoint; with another temperature they begin again.
+        """Read this replica's share of the groups in flight from a checkpoint. If the sampling temperature has changed,
+        or groups are not carried on, they begin again.
 
-        With as many replicas as before each takes its own groups. Collective over the replicas.
+        With as many replicas as before, each takes its own groups. Collective over the replicas.
 
         Args:
             saved: the result of `carried_entry` in the checkpoint.
@@ -222,14 +225,14 @@ class Oversampling:
 
 
 def groups_needed(config: RunConfig, step: int) -> int | None:
-    """Return how many groups the steps after `step` train on; None: dynamic sampling takes as many as it needs."""
+    """Return how many groups the steps after `step` train on; None: unknown, because of dynamic sampling."""
     if config.algorithm.dynamic_sampling.enabled:
         return None
     return (config.trainer.steps - step) * config.data.batch_size
 
 
 def carried_entry(c: StepContext, oversampling: Oversampling | None) -> dict[str, Any] | None:
-    """Describe the groups in flight for `state.json` of a checkpoint; None: the run has none."""
+    """Return the entry about groups in flight for `state.json` of a checkpoint; None: the run does not oversample."""
     if oversampling is None:
         return None
     settings = {"temperature": c.temperature, "carries": c.config.rollout.carries}

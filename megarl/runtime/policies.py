@@ -114,7 +114,7 @@ class OfModel:
         given[_ACTOR] = given.pop(self._model)
         context = _context_of(c, self._model)
         rows = samples.select(places)
-        if ORDINAL not in samples:  # mini-batches count all prompts, also those of which the policies have no rows
+        if ORDINAL not in samples:  # mini-batches are cut by the numbers of all groups
             numbers = _numbers(c, samples)
             rows.set(ORDINAL, [numbers[place] for place in places])
         made = self._stage(context, rows, **given)
@@ -133,7 +133,7 @@ class OfModel:
 
 
 def _numbers(c: StepContext, samples: Batch) -> list[int]:
-    """Return the number of each row's group among all groups of the step."""
+    """Return for each row the number of its prompt group among all groups of the step, over all replicas."""
     groups, of_rows = group_places(samples["uid"]), [0] * len(samples)
     for number, places in zip(group_numbers(samples, groups, c.layout.dp_rank, c.layout.dp_size), groups, strict=True):
         for place in places:

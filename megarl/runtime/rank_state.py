@@ -205,7 +205,8 @@ class RankState:
 
     @property
     def oversampling(self) -> Oversampling | None:
-        """The groups in flight over steps (`rollout.oversample`); None: the run has none, or another team generates."""
+        """The part that carries groups in flight from step to step (`rollout.oversample`); None: the run does not
+        oversample, or another team generates."""
         return self.rollout.oversampling if "rollout" in self.held else None
 
     @property

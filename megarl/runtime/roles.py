@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class ModelRole:
-    """A model of the run in its role; `offloads`: its parts that may be moved off the device."""
+    """A model of the run in its role, such as the actor; `offloads`: parts of it that may be moved to host memory."""
 
     name: str
 

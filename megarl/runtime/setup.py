@@ -80,11 +80,13 @@ SCORED: Scored = ("train", "val")
 
 
 def init_processes(config: RunConfig, run_dir: Path, parallel: ParallelConfig) -> Layout:
-    """Join the team's other ranks and create the process groups; `cluster.timeout_s` limits every collective. On a GPU
-    the process stays on the cores of the GPU's NUMA node from then on."""
+    """Join the team's other ranks and create the process groups, whose collectives time out after `cluster.timeout_s`.
+
+    With a GPU, this also binds the process to the cores of the GPU's NUMA node.
+    """
     if has_cuda():
         torch.cuda.set_device(device())
-        bind_to_gpu(torch.cuda.current_device())  # before any host memory is locked
+        bind_to_gpu(torch.cuda.current_device())  # before host memory is pinned, so that it is near the GPU
     with phase("join"):
         join(dist_backend(), config.cluster.timeout_s, run_dir)
         world = team_world(config.cluster.timeout_s)
@@ -509,8 +511,8 @@ def _training_loader(c: StepContext, data: Described) -> PromptLoader:
 
 
 def open_loader(config: RunConfig, data: Described, layout: Layout, section: Literal["data", "sft"]) -> PromptLoader:
-    """Print a description of the training data, and return a loader of batches of `SECTION.batch_size`, or of
-    `rollout.round_prompts`."""
+    """Print a description of the training data, and return its loader. A batch has `sft.batch_size` examples, or the
+    prompts of one round of generation (`rollout.round_prompts`, by default `data.batch_size`)."""
     size, supervised = getattr(config, section).batch_size, section == "sft"
     if layout.rank == 0:
         print(data.describe(), flush=True)

@@ -24,7 +24,7 @@ from megarl.models.weight_table import Coordinate, WeightTable
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m3fn": 1}
 FP8_BLOCK = 128
-#: What the name of a tensor of FP8 scales adds to the name of its weight.
+#: Suffix of a weight's name in the name of the tensor with its FP8 scales.
 FP8_SCALE = "_scale_inv"
 SLAB_BYTES = 4 << 20  # trainer ranks exchange pieces in slabs of at most this many bytes, but at least one row
 _FIRST = 4  # the first bucket has a fourth of the size of the other buckets

@@ -56,11 +56,11 @@ class UpdateGroup:
 
 @dataclass(frozen=True)
 class ShardMeeting:
-    """Where the ranks of a receiver meet the trainer's for an update from shard to shard.
+    """The store through which a receiver's ranks and the trainer's exchange messages for updates from shard to shard.
 
     Attributes:
         store: address and port of the trainer's TCPStore.
-        prefix: first part of the run's keys.
+        prefix: first part of the run's keys in this store.
         server: the receiver's number in these keys.
         timeout_s: deadline in seconds of each step.
     """
@@ -73,12 +73,14 @@ class ShardMeeting:
 
 @dataclass(frozen=True)
 class ShardUpdate:
-    """One update from shard to shard.
+    """One update from shard to shard, as a receiver's ranks get it.
 
     Attributes:
-        version: the update's part of the keys.
-        program: name of the program, under which each rank finds its part in the store.
-        cell: number of the cell in the program.
+        meeting: the trainer's store.
+        version: the part of this update's keys in the store that no other update has.
+        program: name of the `TransferProgram`; each rank reads its part of it from the store.
+        cell: number of the receiver's cell (receivers that share a process group with the trainer ranks that send to
+            them).
         group: the cell as a JSON object (`megarl.sync.shards.exchange.ServerCell`).
         backend: gloo or nccl.
         hashed: whether each rank writes hashes of its parameters to the store.
@@ -239,7 +241,8 @@ class Receivers(Protocol):
 
     @property
     def takes_no_shards(self) -> str:
-        """Why receivers cannot take weights from shard to shard; empty if they can (`ShardReceiver`)."""
+        """Why receivers cannot take weights with `sync.transport=shards`, where trainer ranks send directly to their
+        ranks (`ShardReceiver`); empty if they can."""
 
     def lead(self, folder: Path, deadline_s: float) -> None:
         """Prepare this rank to lead the updates of some receivers.

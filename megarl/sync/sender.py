@@ -115,7 +115,7 @@ class BucketSender:
             report.nbytes = transport.sent_bytes
 
     def _put(self, number: int, bucket: Bucket, flat: Tensor, filled: torch.cuda.Event | None) -> None:
-        """Wait until the device has filled a bucket, and not for what it does after that; then prepare it."""
+        """Wait until the device has filled a bucket, but not for its later work; then prepare the bucket."""
         if filled is not None:
             filled.synchronize()
         self.transport.put(number, bucket, self.source.parts(bucket, flat))

@@ -175,7 +175,10 @@ class Source:
             self._count(-whole.nbytes)
 
     def _receive(self, entry: Entry, moves: list[Move], whole: Tensor) -> Iterator[list[dist.Work]]:
-        """Copy this rank's own slices of a tensor, and receive the others; yield the receives to wait for."""
+        """Copy this rank's own slices of a tensor into `whole`, and start to receive the others.
+
+        Yields batches of receives for which the caller has to wait.
+        """
         remote: list[tuple[Move, list[Tensor]]] = []
         for move in moves:
             target = whole[as_index(move.region)]
@@ -211,13 +214,13 @@ class Source:
         pieces = [list(_slabs(self.held[entry.source, move.region], dtype.itemsize)) for move in moves]
         for number in range(max(map(len, pieces))):
             ready = [slabs[number].to(self.device, dtype).contiguous() for slabs in pieces if number < len(slabs)]
-            while len(sending) > 1:  # at most two batches in flight, to bound the memory of their copies
+            while len(sending) > 1:  # at most two batches in flight, because each needs copies of its slices
                 self._wait_for_receiver(*sending.popleft())
             works = self._batch(dist.isend, [(moves[0].sender, slab) for slab in ready])
             sending.append((works, ready, entry))
 
     def _batch(self, operation: Callable[..., dist.Work | None], slabs: list[tuple[int, Tensor]]) -> list[dist.Work]:
-        """Start one batch of sends or receives of contiguous slabs, each with the rank of its other end."""
+        """Start one batch of sends or receives; `slabs`: (rank to send to or receive from, contiguous tensor)."""
         group, ranks = self.world.process_group, self.world.ranks
         return dist.batch_isend_irecv(
             [dist.P2POp(operation, slab.view(-1).view(torch.uint8), ranks[rank], group) for rank, slab in slabs]
@@ -288,7 +291,7 @@ def quantize_blocks(weight_RC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_blocks(values_RC: Tensor, scale: Tensor) -> Tensor:
-    """Return the float32 numbers [R, C] that FP8 values and their scales from `quantize_blocks` stand for."""
+    """Return float32 numbers [R, C] from the FP8 values and scales of `quantize_blocks`."""
     rows, columns = values_RC.shape
     spread = scale.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
     return values_RC.float() * spread[:rows, :columns]

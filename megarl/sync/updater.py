@@ -107,7 +107,7 @@ class WeightSync:
         self._led = {number for route in self.plan.routes if route.lead == world.rank for number in route.receivers}
         self.transport = self._make_transport(run_dir, names, addresses, ranks)
         at, live = self.transport.device, self.transport.live and chunks[0].config.lora is None
-        if at.type != "cpu":  # the first use of nccl's communicator of the world, which all ranks have to be part of
+        if at.type != "cpu":  # all ranks together create nccl's communicator of the world
             world.all_reduce(torch.zeros(1, device=at))
         source = Source(Pieces(chunks), self.plan, world, self.dtype, at, live=live)
         self.sender = BucketSender(source, self.transport)
@@ -151,7 +151,7 @@ class WeightSync:
         limit = self.config.timeout_s
         if self.transport_name == "shards":
             shards = own_shards(self.chunks, self.table, ranks, names, str(self.dtype).removeprefix("torch."))
-            # ranks on other machines connect to the store too, so a loopback address does not do
+            # trainer ranks on other machines connect to the store too, so its address must not be a loopback one
             address = addresses[names[0]] if len(set(names.values())) > 1 else self.config.address
             rounds = planner(self.config.bucket_mb * 10**6)
             return ShardsTransport(ShardTransfer(shards, rounds, self.world, self.run, limit, address))
@@ -205,7 +205,7 @@ class WeightSync:
         return report
 
     def _send_buckets(self, ready: list[int], report: SyncReport, *, whole: bool) -> None:
-        """Send the tensors in buckets to the receivers `ready`; without those that are frozen unless `whole`."""
+        """Send the tensors in buckets to the receivers `ready`; frozen tensors only if `whole`."""
         routes = [i for i, route in enumerate(self.plan.routes) if any(n in route.receivers for n in ready)]
         here = self.sender.source.route
         served = () if here is None else self.plan.routes[here].receivers
@@ -245,7 +245,7 @@ class WeightSync:
             new = [n for n in ready if every or self.receivers.all[n].version is None]
             report.to_probe = sorted({n for part in self.world.all_gather_json(new) for n in part})
             whole = report.to_probe
-            if isinstance(self.transport, ShardsTransport):  # the transfer has compared the others by hashes
+            if isinstance(self.transport, ShardsTransport):  # it has compared receivers of earlier updates by hashes
                 whole = [n for n in whole if self.receivers.all[n].version is None]
             if whole and not self.config.fp8:
                 self._verify(led, whole, report)
@@ -255,10 +255,10 @@ class WeightSync:
     def _verify(self, led: dict[int, ReceiverUpdate], numbers: list[int], report: SyncReport) -> None:
         """Compare the checksums of the receivers `numbers` with the trainer's. Collective.
 
-        A receiver that returns no checksums has failed.
+        A receiver that returns no checksums counts as failed.
 
         Raises:
-            WorkerError: on every rank: a receiver's weights differ from the trainer's.
+            WorkerError: a receiver's weights differ from the trainer's; raised on every rank.
         """
         layouts = list(dict.fromkeys(self.receivers.all[n].layout for n in numbers))
         compared = self.table.shapes()  # a receiver reports the parameters of its model, not those of its draft

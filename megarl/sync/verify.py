@@ -39,7 +39,7 @@ def expected_checksums(
         stage: the ranks that have the same `tensors`; None: all.
     """
     stage = stage or world
-    # Number of each (layout, rank, parameter), the same on every rank of the stage; they take turns by this number.
+    # Number of each (layout, rank, parameter), equal on all ranks of the stage; rank `number % size` hashes it.
     turns: dict[tuple[int, int, str], int] = {}
     sums: list[list[dict[str, Checksum]]] = [[{} for _ in range(at.ranks)] for at in layouts]
     for name, tensor in tensors:

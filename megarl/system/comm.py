@@ -37,7 +37,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 #: reduction takes 0.8 (docs/benchmarks.md, measured once). The sum of two numbers is the same in either order.
 _BOTH: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 _SMALL = 1 << 19  # bytes; for larger tensors an exchange takes as long as gloo's reduction
-#: The metrics that the ranks of each process group have agreed on: all its `WorkerGroup`s share them.
+#: The metric names that the ranks of each process group have exchanged; all its `WorkerGroup`s share a table.
 _TABLES: WeakKeyDictionary[dist.ProcessGroup, MetricTable] = WeakKeyDictionary()
 _TOO_LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 
@@ -105,7 +105,7 @@ class WorkerGroup:
 
     def store(self) -> dist.Store:
         """Return the key-value store of the team's world, which a thread of the world's rank 0 serves. All groups share
-        it, so keys begin with a name of their own.
+        this store, so each user begins its keys with a name of its own.
         """
         return dist.PrefixStore("megarl", dist.distributed_c10d._get_default_store())
 
@@ -210,8 +210,8 @@ class WorkerGroup:
         """Merge metrics over all ranks by each metric's declared reduction. Results are bitwise equal on all ranks.
         Ranks may have metrics of different names; a rank without samples has none.
 
-        Names are exchanged once (`MetricTable`); after that a call moves 32 bytes for each name up and down a tree of
-        ranks. Raise ValueError on every rank if ranks use a name with different reductions.
+        Names are exchanged once (`MetricTable`). Later calls move 32 bytes per name up and down a tree of ranks. Raise
+        ValueError on every rank if ranks use a name with different reductions.
         """
         if self.size == 1:
             return Metrics.from_json(metrics.to_json())
@@ -224,9 +224,10 @@ class WorkerGroup:
                 table.add(map(tuple, entries))
 
     def _combined(self, row: Tensor, combine: Callable[[Tensor, Tensor], None]) -> Tensor:
-        """Merge the rows of all ranks by `combine(row, other)`, in place, and return the result on every rank.
+        """Merge the rows of all ranks along a binomial tree by `combine(row, other)`, in place, and return the result
+        on every rank.
 
-        A binomial tree takes 2 log2(size) messages in a row, and gloo's reduction 2 (size - 1).
+        The tree needs 2 log2(size) messages one after the other, while gloo's reduction needs 2 (size - 1).
         """
         step = 1
         while step < self.size and not self.rank & step:

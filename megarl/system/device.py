@@ -156,8 +156,8 @@ _SET_BY = {
 
 
 class HostCopy:
-    """A copy of a small tensor on its way to the host. The host waits for the copy when it reads it, but not for what
-    the device was given after it."""
+    """An asynchronous copy of a small tensor to the host. `tolist` waits for the copy, but not for work that the device
+    was given after it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy, self._event = tensor, None
@@ -168,7 +168,7 @@ class HostCopy:
             self._event.record()
 
     def tolist(self) -> Any:
-        """Return the numbers of the tensor."""
+        """Wait for the copy, and return the tensor's numbers."""
         if self._event is not None:
             self._event.synchronize()
         return self._copy.tolist()

@@ -71,7 +71,7 @@ def _candidates(temporary: list[Path], shared: Path) -> Iterator[Path]:
 
 
 def _own_files(folder: Path, names: re.Pattern[str]) -> Iterator[Path]:
-    """Yield this user's files and folders in `folder` with matching names, but no links."""
+    """Yield the files and folders in `folder` that belong to this user and whose names match, but no symbolic links."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if not names.fullmatch(entry.name):
@@ -93,8 +93,8 @@ def _is_old(path: Path) -> bool:
 
 
 def _named_by_processes() -> Iterator[bytes]:
-    """Yield all texts in which this user's processes name files: sockets, environments, command lines, open files and,
-    last because the system takes longest to write them, maps.
+    """Yield texts from /proc in which this user's processes name files: sockets, environment variables, command lines
+    and open files. Memory maps come last, because the kernel needs the longest time to write them.
     """
     with contextlib.suppress(OSError):
         yield Path("/proc/net/unix").read_bytes()
@@ -113,7 +113,7 @@ def _named_by_processes() -> Iterator[bytes]:
 
 
 def _own_processes() -> Iterator[Path]:
-    """Yield the folders in /proc of processes that are this user's, as far as that can be seen."""
+    """Yield the folders in /proc of this user's processes, and of processes whose owner cannot be read."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if process.stat().st_uid != os.getuid():

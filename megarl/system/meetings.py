@@ -1,13 +1,14 @@
-"""Meetings of ranks that work on their own in between: any rank calls the next one by a key in the run's store.
+"""Meetings: points at which all ranks join a collective, although each works at its own pace until then. Any rank can
+call the next meeting, by a key in the run's store.
 
-    every rank      works; looks for the key of the next meeting a few times a second; joins when it is there
-    a rank in need  `call`: sets the key
+    every rank      works; checks a few times a second whether the key of the next meeting exists; then joins
+    any rank        `call`: sets the key
     idle parties    `await_call`: they arrive; the last one of all calls the meeting
 
-A party is one rank, or several that work together (a replica), of which one arrives. A look is one small message to the
-store, which a thread of rank 0's process answers without Python. So ranks that work are not held up by slow ones, as
-they would be by a collective several times a second. The deadline of the world holds nevertheless: the first idle party
-watches how the others progress, and names those that do not.
+A party is one rank, or several that work together (a replica), of which one arrives. A check is one small message to
+the store, which a thread of rank 0's process answers without Python. So no rank waits for slower ones, as it would in a
+collective several times a second. The deadline of the world still holds: the first idle party watches the progress of
+the others, and raises an error that names parties without progress.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ from megarl.system import tracing
 from megarl.system.comm import WorkerGroup
 from megarl.system.errors import WorkerError
 
-_LOOK_S = 0.2  # seconds between two looks for the next meeting
-_REPORT_S = 5.0  # longest time between two reports of progress
-_numbers = itertools.count()  # every rank makes its `Meetings` in the same order
+_LOOK_S = 0.2  # seconds between two checks whether the next meeting was called
+_REPORT_S = 5.0  # longest time in seconds between two reports of progress
+_numbers = itertools.count()  # for keys in the store; all ranks create their `Meetings` in the same order
 
 
 class Meetings:
-    """This rank's view of the meetings of `world`. Every rank makes one, and all ranks join the same meetings.
+    """Lets ranks that work at their own pace call meetings: points at which all ranks of `world` join a collective.
+    Every rank has one such object, and all ranks join the same meetings.
 
     Args:
-        party: number of the party for which this rank arrives and reports progress; None: for none.
+        party: number of this rank's party (a rank, or the ranks of a replica); None for ranks of a party that are not
+            the one which arrives and reports progress for it.
         parties: number of all parties.
     """
 
@@ -43,7 +46,7 @@ class Meetings:
         self._called = self._arrived = self._watches = False
         self._looked = self._watched = 0.0
         self._beats = 0
-        self._seen: dict[int, tuple[int, float]] = {}  # party -> its progress, and when that changed
+        self._seen: dict[int, tuple[int, float]] = {}  # party -> number of its last report, and when it came
         self._every_s = min(_REPORT_S, world.deadline_s / 8)
         if self._store is not None and party is not None:
             tracing.on_change(self._beat)
@@ -56,8 +59,11 @@ class Meetings:
         self._called = True
 
     def is_called(self) -> bool:
-        """Return whether the next meeting has been called. Never waits; the rank that arrives for a party looks a few
-        times a second, and other ranks only know of their own calls."""
+        """Return whether the next meeting has been called, without waiting.
+
+        The rank that arrives for a party checks the store a few times a second. Other ranks of the party return whether
+        they have called the meeting themselves.
+        """
         now = time.monotonic()
         looks = self._store is not None and self._party is not None
         if not self._called and looks and now - self._looked > _LOOK_S:
@@ -67,8 +73,8 @@ class Meetings:
         return self._called
 
     def await_call(self) -> bool:
-        """Arrive as an idle party, wait for a fraction of a second, and return whether the next meeting has been
-        called. The party repeats the call until it joins the meeting.
+        """Record that this party is idle, wait for a fraction of a second, and return whether the next meeting has been
+        called. The caller repeats this until the result is True, and then joins the meeting.
 
         Raises:
             WorkerError: a party that is not idle has made no progress for the world's deadline.
@@ -87,17 +93,16 @@ class Meetings:
         try:
             self._store.wait([self._key("called")], timedelta(seconds=_LOOK_S))
             self._called = True
-        except dist.DistStoreError:  # the time is over
+        except dist.DistStoreError:  # not called within _LOOK_S
             if self._watches:
                 self._refuse_stuck(self._store)
         return self._called
 
     def begin(self) -> None:
-        """Begin the meeting that was called: from now on, `call` calls the one after it. Every rank of the meeting does
-        this."""
+        """Begin the meeting that was called: from now on, `call` calls the meeting after it. Every rank does this."""
         if self._store is not None and self._world.rank == 0:
             for name in ("called", "idle", *(f"idle/{party}" for party in range(self._parties))):
-                # of the meeting before, in which every rank has been
+                # keys of the previous meeting, which every rank has joined
                 self._store.delete_key(f"{self._prefix}/{self._next - 1}/{name}")
         self._next += 1
         self._called = self._arrived = False
@@ -111,7 +116,8 @@ class Meetings:
         self._beats += 1
 
     def _report(self) -> None:
-        """Write this party's phase and number of beats to the store every few seconds, from a thread."""
+        """Report to the store every few seconds, in a thread: this party's phase, and a counter that grows only if the
+        party made progress."""
         assert self._store is not None
         before = -1
         while True:
@@ -121,7 +127,7 @@ class Meetings:
                     where = f"rank {self._world.ranks[self._world.rank]} in phase {tracing.current()}"
                     self._store.set(f"{self._prefix}/where/{self._party}", where)
                     self._store.add(f"{self._prefix}/progress/{self._party}", 1)
-            except RuntimeError:  # the store is gone: the next call of the main thread raises the error
+            except RuntimeError:  # the store is gone: the main thread's next call raises an error
                 return
             before = beats
             time.sleep(self._every_s)

@@ -3,9 +3,9 @@
     first call:   names that some rank has and the table lacks are gathered once, and every rank adds them
     every call:   row of this rank -> combined pairwise up a tree of ranks -> broadcast -> Metrics
 
-A row begins with how many names the ranks have that the table lacks. For each name of the table there follow its sum
-(for a minimum or maximum: how many ranks have a value that is not NaN), its count, and how many ranks have the metric;
-then for each name the largest value (of minima with the opposite sign).
+The first number of a row counts names that a rank has and the table lacks. Then there are three numbers for each name
+of the table: its sum (for a minimum or maximum: how many ranks have a value that is not NaN), its count, and how many
+ranks have the metric. The row ends with the largest value for each name (for a minimum: of the negated values).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor
 
 from megarl.system.metrics import Metrics, Reduction
 
-_PER_NAME = 3  # numbers of each name that are added up
+_PER_NAME = 3  # how many numbers of each name are summed over ranks: sum, count, ranks
 _EXTREMES = ("min", "max")
 
 
 class MetricTable:
-    """The names and reductions that the ranks of a group have agreed on. All ranks call `add` with the same entries."""
+    """Metric names with their reductions, equal on all ranks of a group, which call `add` with the same entries."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, Reduction] = {}
 
     def unknown(self, metrics: Metrics) -> list[tuple[str, Reduction]]:
-        """Return name and reduction of the metrics that the table lacks, or has with another reduction."""
+        """Return (name, reduction) of the metrics that the table lacks, or has with another reduction."""
         return [(name, kind) for name, (kind, _, _) in metrics.items() if self._kinds.get(name) != kind]
 
     def add(self, entries: Iterable[tuple[str, Reduction]]) -> None:
@@ -39,7 +39,7 @@ class MetricTable:
                 raise ValueError(f"metric {name!r} was declared {self._kinds[name]!r} and is now used as {kind!r}")
 
     def row(self, metrics: Metrics) -> Tensor:
-        """Return this rank's row, float64 [1 + 4 * names]."""
+        """Return this rank's metrics as a row of numbers: float64 [1 + 4 * names], see the module's docstring."""
         missing = float(len(self.unknown(metrics)))
         sums, largest, known = [missing], [], dict(metrics.items())
         for name, kind in self._kinds.items():
@@ -52,7 +52,7 @@ class MetricTable:
         return torch.tensor(sums + largest, dtype=torch.float64)
 
     def combine(self, row: Tensor, other: Tensor) -> None:
-        """Merge the row of other ranks into `row`."""
+        """Merge `other`, the combined row of other ranks, into `row`."""
         sums = 1 + _PER_NAME * len(self._kinds)
         row[:sums] += other[:sums]
         torch.maximum(row[sums:], other[sums:], out=row[sums:])

@@ -94,7 +94,7 @@ class Metrics:
         self._items = Metrics.from_json(data)._items
 
     def items(self) -> Iterator[tuple[str, tuple[Reduction, float, float]]]:
-        """Iterate over the metrics: name, and (reduction, value (for a mean the total), count (of a mean))."""
+        """Iterate over (name, (reduction, value, count)); for a mean, value is the total of `count` values."""
         return iter(self._items.items())
 
     def __contains__(self, name: str) -> bool:

@@ -74,12 +74,15 @@ _ALWAYS: Mapping[str, Parts] = {ACTOR: (PARAMETERS,)}
 def needed(
     phase: str, role: str | None = None, further: Collection[str] = (), *, colocated: bool = False
 ) -> dict[str, Parts]:
-    """Return the parts of models, and of servers if the phase generates, that a phase needs on the device, by holder.
-    Raise ValueError for an unknown phase or role, or a phase of one model without its name.
+    """Return which parts (parameters, optimizer, ...) of each model and of the servers a phase needs on the device.
 
     Args:
-        further: names of the run's further models.
+        role: the model for which the phase is entered; None for phases that need no role.
+        further: names of the models in the recipe's section `models`.
         colocated: whether servers on the trainer's devices generate.
+
+    Raises:
+        ValueError: an unknown phase or role, or a phase that needs a role has none.
     """
     if phase not in PHASES:
         raise ValueError(f"the offload schedule has no phase {phase!r}; allowed: {', '.join(PHASES)}")
@@ -97,8 +100,8 @@ def needed(
 
 
 def leaves(parts: Collection[str], offloads: Collection[str]) -> frozenset[str]:
-    """Return which of a model's `parts` leave the device if those of `offloads` may: its parameters only with all other
-    parts, which may share their storage."""
+    """Return which of a model's `parts` leave the device if `offloads` are allowed to. Parameters leave only if all
+    other parts do, because other parts may share the parameters' storage."""
     leaving = frozenset(parts).intersection(offloads)
     return leaving if leaving == frozenset(parts) else leaving - {PARAMETERS}
 
@@ -140,7 +143,7 @@ class OffloadSchedule:
     def __init__(self, meet: Callable[[], None] = lambda: None) -> None:
         self._meet = meet
         self._models: dict[str, Model] = {}
-        self._staying: dict[str, frozenset[str]] = {}  # parts of each model that never leave
+        self._staying: dict[str, frozenset[str]] = {}  # parts of each model that are never offloaded
         self._further: set[str] = set()
         self._servers: Holder | None = None
         # parts that servers were last asked to hold on the device; None: not asked yet
@@ -153,7 +156,7 @@ class OffloadSchedule:
 
         Args:
             offloads: the parts that may leave the device; empty: none.
-            further: it is one of the recipe's section `models`.
+            further: whether the model is one of the recipe's section `models`.
         """
         if further:
             self._further.add(name)

@@ -37,8 +37,8 @@ def check_as_ready(config: RunConfig, team: TeamPlan, facts: ModelFacts | None, 
 
 
 def check_oversample(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
-    """Check that a round of generation can end before all of its groups are complete: not with context parallelism or
-    experts."""
+    """Check that a round of generation can end before all of its groups are complete, as `rollout.oversample` needs. It
+    cannot with context parallelism or a mixture of experts."""
     checks, cp = checks.of("rollout"), config.parallel_of(Role.ROLLOUT.value).cp
     if config.rollout.oversamples and facts is not None and facts.is_moe:
         for problem in experts_problems(config):
@@ -55,7 +55,8 @@ def check_oversample(config: RunConfig, facts: ModelFacts | None, checks: Checkl
 
 
 def experts_problems(config: RunConfig) -> list[ConfigError]:
-    """Return an error if groups have to finish one by one; call this for a policy with a mixture of experts."""
+    """Return an error if a setting needs groups to finish one by one (`rollout.oversample`, `async.order=as_ready`),
+    which a policy with a mixture of experts cannot do; call this only for such a policy."""
     if config.rollout.oversamples:
         problem = ConfigError(
             "a mixture of experts decodes in rounds in an embedded engine, because ranks that share experts wait for "

@@ -76,8 +76,8 @@ class EmbeddedFamily(EngineFamily):
         check_as_ready(config, team, facts, checks)
 
     def experts_problems(self, config: RunConfig) -> list[ConfigError]:
-        """Return the problem of groups that finish one by one (`async.order=as_ready`, `rollout.oversample`) with a
-        mixture-of-experts policy."""
+        """Return an error if a setting needs groups to finish one by one (`async.order=as_ready`,
+        `rollout.oversample`), which a mixture-of-experts policy cannot do in this engine."""
         from megarl.rollout.embedded.checks import experts_problems
 
         return experts_problems(config)

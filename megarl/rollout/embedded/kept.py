@@ -12,12 +12,13 @@ from megarl.rollout.embedded.token_rows import TokenRows
 
 
 class KeptRecord(TokenRows):
-    """The kept tokens of each sampled token of each cache row.
+    """For each sampled token of each row of the KV cache, the ids among which it was sampled: those that the filters
+    top_k, top_p and min_p kept.
 
     Args:
         slots: number of cache rows.
         tokens: maximum number of sampled tokens of a row.
-        most: maximum number of kept tokens of a sampled token (`top_k`).
+        most: maximum number of ids that the filters keep for a sampled token (`top_k`).
         mesh: has the pipeline stages, of which the last one samples.
     """
 
@@ -31,7 +32,7 @@ class KeptRecord(TokenRows):
         return 4 * tokens * most
 
     def read(self, rows: Sequence[int], tokens: Sequence[int]) -> list[KeptTokens]:
-        """Return the kept tokens of the first `tokens` tokens of `rows`, on the host; collective over the pipeline
-        stages."""
+        """Return, for each of `rows`, the ids that the sampling filters kept for each of its first `tokens[i]` sampled
+        tokens, on the host. Collective over the pipeline stages."""
         whole = self._mesh.from_last_stage(self._rows[list(rows), : max(tokens)].contiguous()).cpu()
         return [KeptTokens.of(row[:count]) for row, count in zip(whole, tokens, strict=True)]

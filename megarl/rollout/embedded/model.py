@@ -281,11 +281,11 @@ class DecoderStage:
 
         Args:
             tokens: int64 [n]; n may be 0 on a rank that only runs its experts for other ranks.
-            step: what the tokens are, see `megarl.models.layers.passes`.
+            step: which sequences the tokens belong to, in prefill or decoding, see `megarl.models.layers.passes`.
             positions: int64 [n], or [3, n] if rotary positions are (time, height, width).
-            images: images whose features replace image tokens among `tokens`, as the model's `insert_for_decoding`
-                takes them; None: there are none.
-            lockstep: largest n of the ranks that share experts with this one.
+            images: images whose features replace image tokens among `tokens`, in the form that the model's
+                `insert_for_decoding` takes; None: there are no images.
+            lockstep: the largest n on any of the ranks that share experts with this rank.
 
         Returns:
             Logits [n, V / tp] on the last stage if `want_logits`, else None.

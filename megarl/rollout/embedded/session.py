@@ -357,7 +357,8 @@ class Session:
         self._move(self._scheduler.finish(finished), len(self._scheduler.running))
 
     def read_kept(self, rows: list[int]) -> None:
-        """Read the kept tokens of the finished `rows`, if they are recorded."""
+        """If the run records which tokens the sampling filters kept (`rollout.replay_kept_tokens`), read this record
+        for the finished cache `rows`."""
         if self._kept is not None:
             sample, _, _, count = self._state.numbers[:, rows].tolist()
             self._kept_of |= zip(sample, self._kept.read(rows, count), strict=True)

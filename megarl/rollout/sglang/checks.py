@@ -324,7 +324,7 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
 
 
 def _check_processor(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
-    """Check that servers without GPUs can compute the model, with this cache."""
+    """Check that servers on CPUs can compute the model, with the recipe's dtype of the KV cache."""
     if config.rollout.sglang.urls or config.cluster.device_memory_gb is not None or nvidia_devices():
         return
     if config.rollout.sglang.kv_cache_dtype != "auto":
@@ -497,8 +497,8 @@ def _check_interrupted(config: RunConfig, facts: ModelFacts, checks: Checklist) 
 
 
 def _interrupts(config: RunConfig) -> tuple[str, object, str] | None:
-    """Return the key by which the run continues interrupted samples, with its value and the value that switches this
-    off; None: it continues none."""
+    """Return the key that makes the run continue interrupted samples, its value, and the value that turns this off;
+    None: the run does not continue interrupted samples."""
     if config.async_.partial:
         return "async.partial", True, "false"
     if config.rollout.carries:
@@ -580,7 +580,8 @@ def _check_pause(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_shards(config: RunConfig, checks: Checklist) -> None:
-    """Check that nothing is set that weights cannot be sent with from shard to shard."""
+    """Check that no setting prevents `sync.transport=shards`, where trainer ranks send weights directly to server
+    ranks."""
     obstacles = {
         "sync.fp8": (config.sync.fp8, "projections are not quantised on the way from shard to shard", False),
         "model.lora": (config.model.lora is not None, "weights merged with adapters lie in no parameter", None),

@@ -40,8 +40,8 @@ _INTERRUPTIONS = 100
 _LATE = 2  # maximum number of late requests per sample that are sent again; each repeats the same work
 _UNBOUNDED = 1 << 30
 _ABORT_AGAIN_S = 1.0  # seconds until an abort is sent again: a server ignores one that arrives before its request
-# Addresses of servers that have generated a sample for this process; a server that the run restarts has another port.
-# A server of `rollout.sglang.urls` that is restarted at its address counts as warm, and gets no longer deadline.
+# Addresses of servers that have generated a token for this process, and so have compiled their kernels. A server that
+# the run restarts has another address. A server of `rollout.sglang.urls` that was restarted still counts as warm.
 _WARM: set[str] = set()
 _REFUSED = range(400, 500)  # HTTP status of an invalid request, which every server would reject
 
@@ -176,7 +176,7 @@ class Dispatch:
             self._requests[id(sample)] = number, request
             try:
                 answer = await task
-                if answer.get("output_ids"):  # a prefill without tokens does not decode
+                if answer.get("output_ids"):  # a mere prefill compiles no kernels for decoding
                     _WARM.add(server.url)
                 return server, number, answer
             except TimeoutError:  # a slow request does not mean a dead server; `_watch` checks that
@@ -236,8 +236,8 @@ class Dispatch:
         since: float | None = None  # time of the first unanswered query; a suspension of this process does not count
         while self._servers[number] is server and number not in self._failed:
             await asyncio.sleep(min(_HEALTH_EVERY_S, alive / 4))
-            # before its first sample a server with a GPU compiles kernels, with an empty cache as long as a start takes
-            # (whether the server has a GPU is not known here, so this machine's devices decide)
+            # for its first sample a server with a GPU compiles kernels, which may take as long as a start
+            # (whether the server has a GPU is not known here; assume that its machine is like this one)
             cold = has_nvidia_device() and server.url not in _WARM
             limit = max(alive, self._config.start_timeout_s) if cold else alive
             now = time.monotonic()

@@ -67,8 +67,8 @@ class SglangEngine:
     Attributes:
         weight_version: weight version to generate with, set after each update of the servers. Requests go only to
             servers that have acknowledged it.
-        keeps_tokens: whether samples have the tokens that the sampling filters kept.
-        meetings: the meetings of all ranks that generate on the servers.
+        keeps_tokens: whether samples have, for each token, the ids that the sampling filters (top_k, top_p) kept.
+        meetings: lets any rank call a meeting, in which all ranks that generate on the servers exchange reports.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class SglangEngine:
 
     @property
     def has_failures(self) -> bool:
-        """Whether `pop_failures` would return any, so that all ranks must meet."""
+        """Whether `pop_failures` would return a failure, which all ranks have to exchange in a meeting."""
         return bool(self._failures or self._fleet.ended())
 
     @property
     def replacing(self) -> bool:
-        """Whether all ranks must meet every few seconds, because servers are starting or can be restarted."""
+        """Whether servers are starting or can be restarted, so that all ranks must meet every few seconds."""
         return self._fleet.replacing
 
     def note(self, failures: Sequence[LostServer]) -> None:

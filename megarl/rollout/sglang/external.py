@@ -66,7 +66,7 @@ def differences(
 
     Args:
         dtype: the recipe's dtype of the servers' weights: float32, bfloat16 or float16.
-        longest: tokens of the longest sequence; 0: not checked.
+        longest: tokens of the longest sequence of the run; 0: do not check the servers' limit.
         images: whether prompts may have images.
 
     Raises:

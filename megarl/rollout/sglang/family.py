@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SglangFamily(EngineFamily):
-    """Generates on SGLang servers, which `open` starts or connects to; the engine that `open` gets is unused."""
+    """Generates on SGLang servers, which `open` starts or connects to; `open` ignores its argument `engine`."""
 
     facts: ClassVar[EngineFacts] = ENGINES["sglang"]
 

@@ -246,6 +246,6 @@ def account_update(host: EngineHost, fleet: Fleet, run: str, report: SyncReport,
         if host.config.data.image_key is not None:
             none: list[list[Any]] = [[] for _ in probes]
             fields |= image_fields(none, none, image_settings(host.hf_config))
-        with host.offload.phase("score", ACTOR):  # colocated servers may have taken the room of the parameters
+        with host.offload.phase("score", ACTOR):  # with colocated servers the parameters may be offloaded
             ours = host.policy_logprobs(Batch(fields))
     host.metrics.max("sync/probe_gap", probe_gap(probes, [row.tolist() for row in ours.unbind()]))

@@ -158,7 +158,8 @@ class SglangReceiver:
         """Send each server rank the handle of its shared buffer and the list of the tensors in it.
 
         Raises:
-            ServerError: also if the server would answer before its GPU has read the buffer, which is then refilled.
+            ServerError: the call failed, or the server lacks megarl's loader. Without this loader it would answer
+                before its GPU has read the buffer, which would then be refilled too early.
         """
         if any("device" in handle for handle in handles) and not self._has(LOADER, step):
             reason = (
@@ -217,16 +218,20 @@ class SglangReceiver:
         self._call("/update_weights_from_distributed", payload | self.models, step)
 
     def describe_storage(self, meeting: ShardMeeting, step: UpdateStep) -> None:
-        """Make each rank of the server write its `RankStorage` to the trainer's store."""
+        """Make each rank of the server write how it stores the model (`RankStorage`) to the trainer's store."""
         self._call_ranks(DESCRIBE_LOADER, asdict(meeting), step)
 
     def take_shards(self, update: ShardUpdate, step: UpdateStep) -> None:
-        """Make each rank of the server take part in the rounds of an update."""
+        """Make each rank of the server receive its part of an update directly from the trainer's ranks."""
         header = asdict(update)
         self._call_ranks(SHARD_LOADER, header.pop("meeting") | header, step)
 
     def _call_ranks(self, loader: str, header: dict[str, Any], step: UpdateStep) -> None:
-        """Call a loader on every rank with `header` and the rank's number."""
+        """Call a loader (a function of megarl inside the server) on every rank, with `header` and the rank's number.
+
+        Raises:
+            ServerError: the call failed, or the server was started without this loader.
+        """
         if not self._has(loader, step):
             reason = (
                 f"it was started without megarl's loader {loader}; start it with --custom-weight-loader "
@@ -302,7 +307,8 @@ class SglangReceivers:
 
     @property
     def takes_no_shards(self) -> str:
-        """Why servers cannot take weights from shard to shard; empty if they can."""
+        """Why servers cannot take weights directly from the trainer's ranks (`sync.transport=shards`); empty if they
+        can."""
         return "servers with a draft model that is trained take whole tensors" if self.takes_draft else ""
 
     def lead(self, folder: Path, deadline_s: float) -> None:

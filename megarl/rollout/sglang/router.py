@@ -24,9 +24,9 @@ class NoServerError(Exception):
 class Router(Generic[Name]):
     """Routes samples to servers.
 
-    All samples of a prompt go to one server, whose prefix cache then holds the prompt. If that server is full, a sample
-    waits for it, because another server would have to prefill the prompt again. A new prompt goes to the least loaded
-    server that is not full.
+    All samples of a prompt go to one server, whose prefix cache then contains the prompt. If this server is full, a
+    sample has to wait, because another server would have to prefill the prompt again. A new prompt goes to the least
+    loaded server that is not full.
 
     Args:
         capacity: maximum number of samples in flight per server.
@@ -38,8 +38,8 @@ class Router(Generic[Name]):
         self._home: dict[Hashable, Name] = {}
 
     def take(self, prompt: Hashable) -> Name | None:
-        """Return the name of the server for a sample of `prompt`; None: that server (for a new prompt: each server) is
-        full, so the sample must wait.
+        """Take a slot for a sample of `prompt`, and return the name of its server. None: the sample must wait, because
+        the server with this prompt is full, or for a new prompt all servers are.
 
         Raises:
             NoServerError: no server is left.
@@ -60,7 +60,7 @@ class Router(Generic[Name]):
         return name
 
     def home(self, prompt: Hashable) -> Name | None:
-        """Return the name of the server that has `prompt`; None: no server has it."""
+        """Return the name of the server to which samples of `prompt` go; None: the prompt is new."""
         return self._home.get(prompt)
 
     def give_back(self, name: Name) -> None:
@@ -85,7 +85,7 @@ class Router(Generic[Name]):
             self._home.pop(prompt, None)
 
     def has_room(self, name: Name) -> bool:
-        """Return whether server `name` was not dropped and is not full."""
+        """Return whether server `name` can take another sample: it was not dropped and is not full."""
         return name in self._lanes and self._lanes[name].in_flight < self._capacity
 
     @property

@@ -114,7 +114,7 @@ class ServerSpec:
             "--context-length": c.context_length,
             "--attention-backend": c.attention_backend or (None if self.cuda else "torch_native"),
             "--load-format": "dummy" if self.random_weights else None,
-            # SGLang 0.5.23 raises an error at its start if it is to free the memory of graphs and has some of prompts
+            # SGLang 0.5.23 refuses to start with CUDA graphs of the prefill if graphs are to release their memory
             "--cuda-graph-backend-prefill": "disabled" if self.cuda and c.releases_graphs else None,
         }
         if (draft := c.speculative) is not None:
@@ -304,5 +304,5 @@ def health(api: ServerApi, end: float) -> str | None:
 def _start_process(command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start `command` as a child of this process that writes to `log`, in its own process group, and return it."""
     settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-    with on_all_cores():  # the server's GPUs may be attached to other cores than this process's
+    with on_all_cores():  # the server's GPUs may be on another NUMA node than this process's GPU
         return subprocess.Popen(command, env=environment, start_new_session=True, **settings)

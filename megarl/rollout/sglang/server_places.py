@@ -91,14 +91,14 @@ def check_colocated(config: RunConfig, checks: Checklist) -> None:
             if most
             else f"set rollout.sglang.tp_size={workers} rollout.sglang.servers={nnodes}, or a lower tp_size",
         )
-    # if the optimizer state leaves, or with a memory fraction on GPUs, the check of memory decides
+    # no warning if the optimizer is offloaded, or if the check of memory covers this (GPUs with a memory fraction)
     if not (OPTIMIZER in config.actor.engine.offloaded or (gpus and servers.memory_fraction)):
         checks.warn(
             key,
             "the optimizer state stays on the devices while the servers generate there",
             fix="set actor.engine.offload=true",
         )
-    # if the GPU's size is known, the check of memory names the share
+    # if the GPUs' size is known, the check of memory proposes a fraction
     if servers.memory_fraction is None and not gpus:
         checks.warn(
             key,

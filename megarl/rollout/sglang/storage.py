@@ -1,6 +1,8 @@
-"""How the ranks of an SGLang server will store a model: `ServerLayout` applied to boxes instead of tensors.
+"""Predicts how the ranks of an SGLang server store a model, by applying `ServerLayout` to tensors without data that
+record of which boxes (rectangular parts) of checkpoint tensors they consist.
 
-Servers describe their own storage; this prediction is compared with it, and plans updates of servers that do not run.
+Running servers describe their storage themselves. The prediction is compared with these descriptions, and is used to
+plan updates of servers that do not run.
 """
 
 from __future__ import annotations
@@ -30,8 +32,13 @@ from megarl.system.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A box of a tensor, or zeros (`tensor` -1): its spans by the dimensions of the view, and the tensor's dimension
-    that each dimension of the view is."""
+    """A view of a box (a rectangular part) of a checkpoint tensor, or of zeros.
+
+    Attributes:
+        tensor: number of the tensor; -1: zeros.
+        spans: [start, stop) in the tensor, for each dimension of the view.
+        axes: for each dimension of the view, which dimension of the tensor it is.
+    """
 
     tensor: int
     spans: tuple[tuple[int, int], ...]
@@ -47,12 +54,12 @@ class _Block:
 
 
 class TracedTensor:
-    """Stands for a tensor without data, and records which boxes of checkpoint tensors it consists of.
+    """A tensor without data that records of which boxes (rectangular parts) of checkpoint tensors it consists.
 
-    It has the operations of `torch.Tensor` that `ServerLayout.parts` uses.
+    The class has the operations of `torch.Tensor` that `ServerLayout.parts` uses.
 
     Args:
-        blocks: the boxes, concatenated in the first dimension.
+        blocks: the boxes, which are concatenated along the first dimension.
     """
 
     def __init__(self, blocks: Sequence[_Block]) -> None:
@@ -60,7 +67,7 @@ class TracedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor."""
+        """Sizes of all dimensions."""
         first = self.blocks[0]
         return (sum(block.size(0) for block in self.blocks), *(first.size(d) for d in range(1, len(first.spans))))
 
@@ -76,7 +83,7 @@ class TracedTensor:
         return self.part(0, start, max(start, stop))
 
     def part(self, dim: int, start: int, stop: int) -> TracedTensor:
-        """Return the part from `start` to `stop` along a dimension."""
+        """Return the slice [start, stop) along dimension `dim`."""
         if dim:
             return TracedTensor([block.cut(dim, start, stop) for block in self.blocks])
         parts, before = [], 0
@@ -88,17 +95,17 @@ class TracedTensor:
         return TracedTensor(parts)
 
     def chunk(self, chunks: int, dim: int = 0) -> Sequence[TracedTensor]:
-        """Return the tensor in `chunks` parts of equal size along a dimension, as `torch.chunk`."""
+        """Return the tensor cut into `chunks` parts of equal size along a dimension, as `torch.chunk` does."""
         size = self.shape[dim]
         ends = [*range(0, size, -(-size // chunks)), size]
         return _Parts(self, dim, ends)
 
     def split(self, sizes: Sequence[int], dim: int = 0) -> Sequence[TracedTensor]:
-        """Return consecutive parts of these sizes along a dimension."""
+        """Return the tensor cut into consecutive parts of these sizes along a dimension, as `torch.split` does."""
         return _Parts(self, dim, [0, *itertools.accumulate(sizes)])
 
     def transpose(self, first: int, second: int) -> TracedTensor:
-        """Return the tensor with two dimensions exchanged; only for one box."""
+        """Return the tensor with two dimensions exchanged; the tensor must consist of one box."""
         (block,) = self.blocks
         order = list(range(len(block.axes)))
         order[first], order[second] = order[second], order[first]
@@ -107,13 +114,13 @@ class TracedTensor:
         )
 
     def float(self) -> TracedTensor:
-        """Return the tensor itself: a box is the same in every dtype."""
+        """Return the tensor itself, because the record of boxes does not depend on the dtype."""
         return self
 
     bfloat16 = float
 
     def new_zeros(self, *shape: int) -> TracedTensor:
-        """Return zeros."""
+        """Return a tensor of zeros of this shape."""
         return TracedTensor([_Block(-1, tuple((0, size) for size in shape), tuple(range(len(shape))))])
 
     @classmethod
@@ -126,10 +133,10 @@ class TracedTensor:
 
 
 class _Parts(Sequence[TracedTensor]):
-    """Consecutive parts of a tensor, which are made when they are read: a rank reads one of many.
+    """Consecutive parts of a tensor along a dimension, each created when it is read, because a rank reads only one.
 
     Args:
-        ends: where the first part begins, and the end of each.
+        ends: index at which the first part begins, and at which each part ends.
     """
 
     def __init__(self, whole: TracedTensor, dim: int, ends: Sequence[int]) -> None:
@@ -147,20 +154,20 @@ class _Parts(Sequence[TracedTensor]):
 def predicted_storage(
     layout: ServerLayout, rank: int, tensors: TensorTable, shapes: Mapping[str, tuple[int, ...]]
 ) -> RankStorage:
-    """Return how `rank` of a server stores the tensors that an update sends.
+    """Predict how `rank` of a server stores the tensors that an update sends.
 
-    Parameters have the shape [elements, 1, 1], because a layout has their sizes only; their dtypes are those on the
-    wire.
+    Parameters in the result have the shape [elements, 1, 1], because a layout only has their sizes, and the dtypes that
+    tensors have on the wire.
 
     Args:
-        tensors: the tensors of an update; without FP8, whose scales `ServerLayout` does not describe.
+        tensors: the tensors of an update; none in FP8, because `ServerLayout` does not describe scales.
         shapes: shape of each tensor by name, as in a checkpoint.
     """
     names: dict[str, int] = {}
     sizes: list[int] = []
     dtypes: list[str] = []
     filled: list[int] = []
-    rows: list[tuple[int, ...]] = []  # tensor, 3 x (lo, hi), parameter, offset, 3 strides, rule
+    rows: list[tuple[int, ...]] = []  # columns: tensor, 3 x (lo, hi), parameter, offset, 3 strides, rule
     for number, (name, dtype) in enumerate(zip(tensors.names.tolist(), tensors.dtypes.tolist(), strict=True)):
         if not layout.needs(rank, name):
             continue
@@ -192,10 +199,10 @@ def predicted_storage(
 
 
 def _row(block: _Block, parameter: int, offset: int) -> tuple[int, ...]:
-    """Return the numbers of a box that is stored in row-major order of its view from `offset` on."""
+    """Return the row of `BoxTable` for a box whose view is stored in row-major order from `offset` in a parameter."""
     spans, axes = list(block.spans), list(block.axes)
     sizes = [stop - start for start, stop in spans]
-    if len(spans) > DIMS:  # the last dimensions are merged; no layout splits or transposes them
+    if len(spans) > DIMS:  # merge the last dimensions, which no layout splits or transposes
         sizes = list(padded_shape(sizes))
         spans, axes = [*spans[: DIMS - 1], (0, sizes[-1])], axes[:DIMS]
     steps = [math.prod(sizes[dim + 1 :]) if sizes[dim] > 1 else 0 for dim in range(len(sizes))]
@@ -210,13 +217,15 @@ def _row(block: _Block, parameter: int, offset: int) -> tuple[int, ...]:
 
 
 def check_described(described: RankStorage, predicted: RankStorage, where: str) -> None:
-    """Check that a server rank stores the model as it was predicted.
+    """Check that a server rank stores the model as predicted.
 
     Args:
+        described: what the server rank has described.
+        predicted: the result of `predicted_storage`.
         where: name of server and rank, for messages.
 
     Raises:
-        UserError: the first parameter whose boxes differ.
+        UserError: a parameter consists of other boxes of tensors than predicted.
     """
     described_boxes, predicted_boxes = _by_parameter(described), _by_parameter(predicted)
     for name in sorted(described_boxes.keys() | predicted_boxes.keys()):
@@ -230,8 +239,10 @@ def check_described(described: RankStorage, predicted: RankStorage, where: str) 
 
 
 def _by_parameter(storage: RankStorage) -> dict[str, list[list[int]]]:
-    """Return the boxes of each parameter in the order of its memory, without rules: lists of (tensor, lo, hi, offset,
-    strides)."""
+    """Return the boxes of each parameter by its name, in the order in which they lie in its memory.
+
+    A box is a list of numbers: tensor, lo (3), hi (3), offset, strides (3).
+    """
     boxes = storage.boxes
     tensor = np.where(boxes.rule == BoxRule.ZERO, -1, boxes.tensor)
     size = boxes.hi - boxes.lo

@@ -252,8 +252,8 @@ class ServerTurns:
         self._to_send = dict(self._samples)
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
-        """Return the finished turns by sequence, at least one if any is in flight, unless `enough()` ends the wait.
-        Collective over the replica.
+        """Wait until a turn has finished, no turn is in flight, or `enough()` is True; return all finished turns, by
+        sequence. Collective over the replica.
 
         Raises:
             ServerError: on every rank, if no server is left or a server rejected a request as invalid.
@@ -291,11 +291,10 @@ class ServerTurns:
                 self._client.forget(prompt)
 
     def any_busy(self, busy: bool) -> bool:
-        """Return whether any rank is busy; `busy` is the state of this rank's replica. Collective over the replica, and
-        over all ranks of the run while no replica is busy.
+        """Return whether any rank is busy; `busy` is the state of this rank's replica. Collective over the replica.
 
-        A busy replica returns at once. One that is not waits until no other is busy, or all ranks have met for another
-        reason.
+        A busy replica returns at once. An idle replica waits for the next meeting, in which all ranks exchange reports.
+        It is called when no replica is busy any more, or for another reason, such as a failed server.
 
         Raises:
             ServerError: on every rank, if no server is left or a server rejected a request as invalid.
@@ -348,7 +347,7 @@ class ServerTurns:
 
     def _look(self) -> tuple[bool, bool]:
         """Return whether the replica has finished turns that `wait` has not returned, and whether it has turns in
-        flight. If a meeting is called, meet first. Collective over the replica."""
+        flight. If a meeting of all ranks was called, join it first. Collective over the replica."""
         self._send()
         self._call_if_needed()
         called, over, in_flight = self._share(self._engine.meetings.is_called())
@@ -359,7 +358,8 @@ class ServerTurns:
         return over, in_flight
 
     def _call_if_needed(self) -> None:
-        """Call a meeting of all ranks if this rank has an error, failed or starting servers, or turns but no server."""
+        """Call a meeting of all ranks, in which they exchange reports, if this rank has an error, failed or starting
+        servers, or turns but no server."""
         client = self._client
         if client is not None:
             self._engine.note(client.failures())
@@ -368,8 +368,12 @@ class ServerTurns:
             self._engine.meetings.call()
 
     def _share(self, called: bool) -> tuple[bool, bool, bool]:
-        """Return whether a meeting is called, and whether the replica has finished turns, and turns in flight.
-        Collective over the replica."""
+        """Return whether any rank of the replica has (meeting called, finished turns, turns in flight); a meeting is a
+        call of all ranks of the run to exchange reports. Collective over the replica.
+
+        Args:
+            called: whether this rank has seen that a meeting was called.
+        """
         over, in_flight = self._counts()
         state = self._replica.group.all_reduce(
             torch.tensor([called, over > 0, in_flight > 0], dtype=torch.int64), "max"
@@ -378,7 +382,7 @@ class ServerTurns:
         return is_called, any_over, any_in_flight
 
     def _counts(self) -> tuple[int, int]:
-        """Return the numbers of turns that have finished and were not returned, and of turns in flight."""
+        """Return how many turns have finished but were not returned yet, and how many are in flight."""
         over = sum(sample.finish_reason is not None for sample in self._samples.values())
         return over, len(self._samples) - over - len(self._to_send)
 

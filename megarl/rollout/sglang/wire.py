@@ -47,7 +47,8 @@ def loader_payload(handle: Handle, header: Any) -> str:
 
 
 def header_payload(header: Any) -> str:
-    """Return the base64 of a pickle from which a loader in a server rank reads `header`; its tensor is empty."""
+    """Return the base64 of a pickle from which a loader in a server rank reads `header`. The pickle also contains an
+    empty tensor, because SGLang expects one."""
     typed = _Call(reductions.rebuild_typed_storage, (_Call(torch.UntypedStorage, (0,)), torch.uint8))
     layout = (0, torch.Size((0,)), (1,), False)
     return _pickled([(json.dumps(header), _Call(reductions.rebuild_tensor, (Tensor, typed, layout)))])

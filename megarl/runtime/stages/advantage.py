@@ -46,10 +46,11 @@ if TYPE_CHECKING:
     role=Role.ADVANTAGE,
 )
 def advantage(c: StepContext, samples: Batch) -> Batch:
-    """Estimate advantages with `algorithm.advantage`; a group is on one rank, other statistics span all ranks.
+    """Estimate advantages with `algorithm.advantage`. Each group is on one rank; statistics over groups span all ranks.
 
-    Each of several policies has its own estimator, which sees the samples of this policy only. With values at some
-    tokens only (`value_mask`) advantages are those of decisions of several tokens (`megarl.algorithms.decisions`).
+    Each of several policies has its own estimator, which gets only the samples of this policy. If the critic has values
+    at some tokens only (`value_mask`), an advantage belongs to a decision, which consists of several tokens
+    (`megarl.algorithms.decisions`).
     """
     if POLICY in samples:
         return _by_policy(c, samples)

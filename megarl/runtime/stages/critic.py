@@ -45,7 +45,7 @@ def value(c: StepContext, samples: Batch, *, critic: CriticRole) -> Batch:
 def critic_train(c: StepContext, samples: Batch, *, critic: CriticRole) -> Batch:
     """Train the critic: `critic.ppo_epochs` passes over the samples, one optimizer step per mini-batch.
 
-    It learns the returns of the tokens in `value_mask`, without this field those of all in `response_mask`.
+    The targets are the returns of the tokens in `value_mask`, or in `response_mask` if samples have no `value_mask`.
     """
     from megarl.runtime.stages.update import mini_batches
 
@@ -88,7 +88,7 @@ def critic_step(c: StepContext, mini: Batch, critic: CriticRole) -> Metrics:
 
 
 def _value_mask(samples: Batch) -> Jagged:
-    """Return the tokens at which the critic's values are read."""
+    """Return the mask of the tokens whose values are used: `value_mask`, or without this field `response_mask`."""
     return samples[VALUE_MASK if VALUE_MASK in samples else "response_mask"]
 
 

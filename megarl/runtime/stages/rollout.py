@@ -131,7 +131,8 @@ def rollout(c: StepContext, prompts: Batch, *, rollout: RolloutRole) -> Batch:
 
 
 def with_data_prompts(config: RunConfig, samples: Batch, prompts: Batch) -> Batch:
-    """Return samples of `prompts` with their original prompts, if a greedy episode of the run needs them."""
+    """Return the samples with the prompts of the data as fields of their own, if greedy episodes (a baseline) need
+    them; `prompts`: the prompts of the samples, before an environment may have replaced them."""
     names = _data_prompt(config)
     if not names:
         return samples

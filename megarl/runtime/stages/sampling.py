@@ -51,8 +51,8 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
     """Return this rank's share of `data.batch_size` groups that carry a learning signal.
 
     The chosen groups do not depend on the number of ranks. Surplus groups wait for the next step
-    (`algorithm.dynamic_sampling.surplus`) with log-probs of this step's policy. If `max_rounds` rounds of generation,
-    each of `data.batch_size` prompts, do not fill the batch, `short: fill` fills it with the last dropped groups.
+    (`algorithm.dynamic_sampling.surplus`) with log-probs of this step's policy. If samples for `max_rounds` times
+    `data.batch_size` prompts do not fill the batch, `short: fill` fills it with the last dropped groups.
 
     Raises:
         NoSignalError: the batch is not full, and `short` is not `fill`.
@@ -67,7 +67,7 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
     if c.surplus is not None:
         pool.add(c.surplus, [True] * len(group_places(c.surplus["uid"])))
     seen: list[list[float]] = []
-    rounds = -(-wanted // c.config.round_prompts)  # generate as many groups as a step trains on
+    rounds = -(-wanted // c.config.round_prompts)  # rounds of generation with as many prompts as a step trains on
     recent: deque[tuple[Batch, list[bool]]] = deque(maxlen=rounds)
     for round_ in range(1, settings.max_rounds * rounds + 1):
         if round_ > 1:
@@ -81,7 +81,7 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
             break
     informative = len(pool)
     if informative < wanted and settings.short == "fill":
-        # The groups that these rounds kept and dropped together fill the batch.
+        # These rounds generated a whole batch, so kept and dropped groups together fill it.
         for samples, keep in recent:
             pool.add(samples, [not is_kept for is_kept in keep])
     elif informative < wanted:

@@ -45,10 +45,11 @@ class Transport:
         """Begin an update of `receivers`, which are already prepared to get tensors."""
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
-        """Prepare bucket `number` for all receivers, before it is delivered to each; the device has filled it.
+        """Prepare bucket `number`, which the device has filled, for all receivers; `deliver` follows for each receiver.
 
         Args:
-            parts: uint8, bytes of each entry: parts of the buffer, or parameters if the transport is `live`.
+            parts: uint8, bytes of each tensor of the bucket: parts of the buffer, or parameters if the transport is
+                `live`.
         """
 
     def deliver(self, receiver: Receiver, number: int, bucket: Bucket, flat: Tensor) -> None:

@@ -48,8 +48,8 @@ from megarl.system.processes import address_towards
 
 T = TypeVar("T")
 _POLL_S = 0.001
-# Broadcasts of a sender at the same time. nccl takes at most 24 channels for a collective on an A100 or H100 (its log
-# shows "24 coll channels"), one multiprocessor each, and an A100 has 108 of them.
+# Broadcasts that a sender runs at the same time. On an A100 or H100, nccl uses at most 24 channels for a collective
+# (its log shows "24 coll channels"). Each occupies a multiprocessor, of which an A100 has 108.
 _AT_ONCE = 108 // 24
 _GRACE_S = 1.0  # minimum time for the trainer's part of a broadcast to end after the receiver has answered
 _leaving = threading.Lock()

@@ -1,7 +1,8 @@
-"""Transport from shard to shard: every trainer rank sends boxes of tensors to the server ranks that store them.
+"""Transport from shard to shard: every trainer rank sends boxes (rectangular parts of tensors) to the server ranks that
+store them.
 
-`WeightSync` calls `ShardTransfer.run` in place of the rounds of buckets, so of a transport's methods only those that
-release resources do something here.
+`WeightSync` calls `ShardTransfer.run` instead of sending buckets, so only the transport's methods that release
+resources do something here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megarl.system.errors import ConfigError
 
 
 class ShardsTransport(Transport):
-    """Sends whole updates by `transfer`; has no buckets."""
+    """Releases the resources of `transfer`, which sends whole updates without buckets."""
 
     in_parts = False
 
@@ -37,14 +38,14 @@ class ShardsTransport(Transport):
         super().drop(receiver)
 
     def close(self) -> None:
-        """Leave the groups shared with receivers."""
+        """Leave the process groups shared with receivers."""
         self.transfer.close()
 
 
 def own_shards(
     chunks: Sequence[PolicyModel], table: WeightTable, ranks: Sequence[Coordinate], hosts: Mapping[int, str], wire: str
 ) -> OwnShards:
-    """Return what this rank needs to know of the trainer to send from shard to shard.
+    """Return how all trainer ranks store the model, and this rank's parameters, to send from shard to shard.
 
     Args:
         table: the tensors to send.
@@ -72,9 +73,9 @@ def own_shards(
 
 
 def planner(round_bytes: int) -> Planner:
-    """Return the planner of updates in which a rank sends or receives at most `round_bytes` bytes at a time."""
+    """Return a function that plans updates in which a rank sends or receives at most `round_bytes` bytes at a time."""
 
-    # a rank serves several peers in a round, so a message may be a part of it
+    # a rank has several peers in a round, so a message must be allowed to be smaller than a round
     limits = RoundLimits(nbytes=round_bytes, message=max(min(RoundLimits.message, round_bytes // RoundLimits.peers), 1))
 
     def plan(own: OwnShards, servers: Sequence[ServerStorage]) -> UpdatePlan:
@@ -84,10 +85,10 @@ def planner(round_bytes: int) -> Planner:
 
 
 def refuse_shards(receivers: Receivers, *, adapters: bool) -> None:
-    """Check that weights can go from shard to shard.
+    """Check that weights can be sent from shard to shard.
 
     Raises:
-        ConfigError: receivers take whole tensors only, or the weights to send are computed from adapters.
+        ConfigError: receivers take whole tensors only, or the weights to send are merged with adapters.
     """
     why = receivers.takes_no_shards or ("weights that are merged with adapters lie in no parameter" if adapters else "")
     if why:

@@ -4,9 +4,9 @@ By default torch makes a device per group, whose thread wakes 100 times a second
 and would use 3% of a core while it waits. A device is a listening socket and a thread that moves the data of all its
 groups.
 
-Torch reduces and scatters over gloo by an all-reduce of a copy of the whole input. `reduce_scatter` sends each rank its
-part only and adds the parts block by block. Of 135 million float32 numbers on two ranks it takes a rank 0.15 instead of
-0.60 CPU-seconds, and `all_gather` of as many bf16 numbers 0.05 instead of 0.26 (an Intel Xeon).
+Torch reduces and scatters over gloo by an all-reduce of a copy of the whole input. `reduce_scatter` sends each rank
+only its part and adds the parts block by block. For 135 million float32 numbers on two ranks, a rank needs 0.15
+instead of 0.60 CPU-seconds, and 0.05 instead of 0.26 for `all_gather` of as many bf16 numbers (an Intel Xeon).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-#: Numbers that `reduce_scatter` receives at once; two such blocks stay in a core's cache.
+#: Elements of a block that `reduce_scatter` receives and adds at once; two blocks fit into a core's cache.
 _BLOCK = 1 << 18
 #: Threads per device, as many as torch gives a group; they run its collectives.
 _THREADS = 2
@@ -65,12 +65,13 @@ def _devices(interfaces: str, process: int) -> list[Any]:
 def reduce_scatter(
     output: torch.Tensor, whole: torch.Tensor, op: Any = dist.ReduceOp.SUM, *, group: Any, async_op: bool = False
 ) -> Any:
-    """Sum equal parts of `whole` over the ranks of a gloo group: rank r's `output` is the sum of all ranks' parts r.
+    """Sum `whole` over the ranks of a gloo group; with `whole` cut into equal parts, rank r gets part r of the sum.
 
     Args:
-        output: contiguous, of any dtype; may be part r of `whole` itself, whose other parts are only read.
-        whole: contiguous, as many times as large as `output` as the group has ranks.
-        op, group, async_op: as in torch.distributed.reduce_scatter_tensor, which does everything but blocking sums.
+        output: contiguous, of any dtype; receives rank r's part. It may be part r of `whole` itself.
+        whole: contiguous, size(group) times as large as `output`; only read, except for `output` if that is a part.
+        op, group, async_op: as in torch.distributed.reduce_scatter_tensor, which this function calls for other
+            operations than sums and for asynchronous calls.
     """
     if async_op or op != dist.ReduceOp.SUM or group.size() == 1 or not output.numel():
         return dist.reduce_scatter_tensor(output, whole, op=op, group=group, async_op=async_op)
@@ -104,12 +105,13 @@ def reduce_scatter(
 
 
 def all_gather(whole: torch.Tensor, part: torch.Tensor, *, group: Any, async_op: bool = False) -> Any:
-    """Gather equal parts of the ranks of a gloo group into `whole`, in rank order, without a copy of it.
+    """Gather the equal parts of all ranks of a gloo group into `whole`, in rank order, without a temporary copy.
 
     Args:
-        whole: contiguous, as many times as large as `part` as the group has ranks.
+        whole: contiguous, size(group) times as large as `part`.
         part: contiguous; may be this rank's part of `whole` itself.
-        group, async_op: as in torch.distributed.all_gather_into_tensor, which does everything that does not block.
+        group, async_op: as in torch.distributed.all_gather_into_tensor, which this function calls for asynchronous
+            calls.
     """
     if async_op or group.size() == 1:
         return dist.all_gather_into_tensor(whole, part, group=group, async_op=async_op)

@@ -30,7 +30,7 @@ _FOLDER = Path(__file__).with_name("sglang_server")
 LOADERS = _FOLDER / "loaders"
 # functions that a server calls with whole tensors, and with changed elements
 LOADER, PATCH_LOADER = "megarl_loader.load", "megarl_loader.patch"
-# functions that describe a server's parameters, and take part in an update from shard to shard
+# functions with which a server describes its parameters to the trainer, and receives an update from shard to shard
 DESCRIBE_LOADER, SHARD_LOADER = "megarl_shards.describe", "megarl_shards.receive"
 ALL_LOADERS = (LOADER, PATCH_LOADER, DESCRIBE_LOADER, SHARD_LOADER)
 STAND_INS = (_FOLDER / "stand_ins/cpu", _FOLDER / "stand_ins/text")

@@ -154,8 +154,11 @@ def reply_to_failed_updates() -> None:
 
 
 def copy_broadcast_buckets() -> None:
-    """Copy the tensors of a broadcast bucket as megarl's loader does, and let SGLang load the others. At the end of the
-    update compute what the model derives from its weights: SGLang's own loading does that itself.
+    """Make SGLang copy tensors of a broadcast bucket directly into its parameters where megarl knows the places, and
+    load only the other tensors itself.
+
+    SGLang's own loading also computes tensors that the model derives from its weights. The direct copy does not, so
+    these are computed at the end of the update.
     """
 
     def load(call: Any, updater: Any, named_tensors: Any) -> tuple[bool, str]:

@@ -1,17 +1,19 @@
-"""The server's end of weight updates from shard to shard: `describe` says where its tensors lie, `receive` takes them.
+"""The server's side of weight updates from shard to shard, where trainer ranks send weights directly to server ranks.
+`describe` writes where this rank stores each tensor, `receive` takes part in an update.
 
 This file runs in the servers' own interpreter, without megarl. A server's ranks and the trainer exchange tables through
-a TCPStore of the trainer; the tables are those of megarl/sync/shards (boxes.py, program.py), as .npz files. Keys of the
-store begin with the name of the run (`prefix`):
+a TCPStore of the trainer; the tables are those of megarl/sync/shards (boxes.py, program.py), as .npz files. A box is a
+rectangular part of a tensor; a cell is a set of servers that share one process group with the trainer ranks that send
+to them. Keys of the store begin with the name of the run (`prefix`):
 
     tensors              table of all tensors, from the trainer
-    storage/S/R          description of rank R of server S, from the rank
-    program/P/S/R        the rank's part of program P, from the trainer
-    V/ready/S/R          the rank is about to run the rounds of update V
-    V/beat/S/R           counts up twice a second while the rank runs them
-    V/dead/C             why cell C was given up, from whoever saw it first
+    storage/S/R          how rank R of server S stores them, from this rank
+    program/P/S/R        the rank's part of the transfer program named P, from the trainer
+    V/ready/S/R          set when the rank is ready for the rounds of update V
+    V/beat/S/R           heartbeat: counts up twice a second while the rank runs the rounds
+    V/dead/C             why cell C was given up, from the first rank that did so
     V/hashes/S/R         hash of each of the rank's parameters, if the trainer compares them
-    V/done/S/R           the program, when the rank has all weights
+    V/done/S/R           name of the program, set when the rank has all weights
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from torch import Tensor
 
 
 def _shared(name: str) -> Any:
-    """Return a file of megarl/sync/shards as a module; the file imports nothing of megarl."""
+    """Load a file of megarl/sync/shards, which must import nothing of megarl, and return it as a module."""
     file = Path(__file__).resolve().parents[4] / "sync" / "shards" / f"{name}.py"
     loader = SourceFileLoader(f"megarl_{name}", str(file))
     module = sys.modules[loader.name] = ModuleType(loader.name)
@@ -54,39 +56,41 @@ exchange, hashes = _shared("exchange"), _shared("hashes")
 _DIMS = 3  # dimensions of every tensor in the tables
 _COPY, _ZERO = 0, 1  # rules of boxes
 _BEAT_S = 0.5
-_LOOK_S = 0.25  # between two looks at a key of the store while a round is in flight
-_LARGEST = 1 << 30  # bytes of the tables in one message
+_LOOK_S = 0.25  # seconds between two checks of a key while a round is in flight
+_LARGEST = 1 << 30  # largest allowed bytes of the tables in one .npz file
 
 
 class CannotDescribe(Exception):
-    """A parameter that is no set of boxes of tensors; the message names it."""
+    """A parameter does not consist of boxes (rectangular parts) of tensors; the message names it."""
 
 
 @dataclass
 class _Described:
-    """A model's parameters in the order of the table that the trainer has, and where they were."""
+    """The model's parameters as this rank has described them to the trainer, in the same order."""
 
     names: list[str]
     parameters: list[Tensor]
-    dtypes: list[str]  # of the tensors on the wire
-    zeros: list[Tensor]  # parts of parameters that are padding
+    dtypes: list[str]  # dtype on the wire of each tensor that the trainer sends
+    zeros: list[Tensor]  # padding: parts of parameters that are always zero
 
     def check(self, model: Any) -> None:
         """Raise RoundFailed if a parameter has moved since it was described."""
         now = dict(model.named_parameters())
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if name not in now or now[name].data_ptr() != parameter.data_ptr():
-                raise exchange.RoundFailed(f"parameter {name} has another address than when the server described it")
+                raise exchange.RoundFailed(
+                    f"parameter {name} has moved in memory since the server described it to the trainer"
+                )
 
 
 _DESCRIBED: WeakKeyDictionary[Any, _Described] = WeakKeyDictionary()
-_STORES: dict[tuple[str, int], dist.TCPStore] = {}  # of the last trainer, by its address
-_GROUPS: dict[str, dist.ProcessGroup] = {}  # of the last cell, by its name
-_ROUNDS: dict[str, list[Any]] = {}  # of the last program, by the key of this rank's part of it
+_STORES: dict[tuple[str, int], dist.TCPStore] = {}  # address -> store of the last trainer
+_GROUPS: dict[str, dist.ProcessGroup] = {}  # name -> process group of the last cell
+_ROUNDS: dict[str, list[Any]] = {}  # key of this rank's part of the last program -> its rounds
 
 
 def describe(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Write to the trainer's store which box of which tensor lies where in this rank's parameters.
+    """Write to the trainer's store which box (rectangular part) of which tensor lies where in this rank's parameters.
 
     Args:
         model: model of the server, as SGLang passes it to a loader.
@@ -94,24 +98,28 @@ def describe(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
             `timeout_s`.
 
     Raises:
-        CannotDescribe: a parameter is no set of boxes.
+        CannotDescribe: a parameter does not consist of boxes.
     """
     header = json.loads(named_tensors[0][0])
     store = _store(header)
     tables = _unpack(store.get(f"{header['prefix']}/tensors"))
     described, arrays = storage_of(model, tables)
     _DESCRIBED[model] = described
-    _ROUNDS.clear()  # they have views of parameters
+    _ROUNDS.clear()  # rounds have views of parameters, which may have moved
     out = io.BytesIO()
     np.savez_compressed(out, **arrays)
     store.set(f"{header['prefix']}/storage/{header['server']}/{header['rank']}", out.getvalue())  # type: ignore[arg-type]  # str in torch's stub
 
 
 def storage_of(model: Any, tables: dict[str, Any]) -> tuple[_Described, dict[str, Any]]:
-    """Return the model's parameters that tensors are copied to, and the columns of its `RankStorage`.
+    """Return the parameters of the model into which tensors are copied, and a description of where each tensor lies in
+    them: the columns of a `RankStorage` (megarl/sync/shards/boxes.py), by name.
 
     Args:
-        tables: columns of the `TensorTable`, and `tensors.sizes`: str [T], the unpadded shape as "3,4,5".
+        tables: columns of the trainer's `TensorTable`, and `tensors.sizes`: str [T], unpadded shapes such as "3,4,5".
+
+    Raises:
+        CannotDescribe: a parameter does not consist of boxes (rectangular parts) of tensors.
     """
     names, dtypes = tables["tensors.names"].tolist(), tables["tensors.dtypes"].tolist()
     shapes = [tuple(int(size) for size in text.split(",") if size) for text in tables["tensors.sizes"].tolist()]
@@ -131,7 +139,9 @@ def storage_of(model: Any, tables: dict[str, Any]) -> tuple[_Described, dict[str
             offset = (place.target.data_ptr() - parameters[owner].data_ptr()) // parameters[owner].itemsize
             same = place.target.dtype == parameters[owner].dtype and parameters[owner].is_contiguous()
             if not (same and 0 <= offset < parameters[owner].numel()):
-                raise CannotDescribe(f"tensor {name}: loading copies it to memory that is no contiguous parameter")
+                raise CannotDescribe(
+                    f"tensor {name}: the model's loading code copies it to memory that is not a contiguous parameter"
+                )
             boxes.setdefault(owner, []).append((number, lo, hi, offset, strides, _COPY))
     for name, rows in boxes.items():
         rows += _padding(name, parameters[name], rows)
@@ -162,10 +172,11 @@ def _padded(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _box(place: CopyTarget, shape: Sequence[int], what: str) -> tuple[list[int], list[int], list[int]]:
-    """Return first and last index (exclusive) of a place in each dimension of its tensor, and its strides there.
+    """Return the box of the tensor that is copied to a place in a parameter: first index and end in each dimension of
+    the padded tensor, and the strides of these dimensions in the parameter.
 
     Raises:
-        CannotDescribe: the place is no box of the tensor.
+        CannotDescribe: the copied part is not a box (a rectangular part) of the tensor.
     """
     sizes = _padded(shape)
     steps = [math.prod(sizes[dim + 1 :]) for dim in range(_DIMS)]
@@ -179,7 +190,7 @@ def _box(place: CopyTarget, shape: Sequence[int], what: str) -> tuple[list[int],
         size, step, stride = runs.pop()
         dim = next((d for d in reversed(range(_DIMS)) if sizes[d] > 1 and steps[d] == step and not strides[d]), None)
         if dim is None or (lo[dim] + size > sizes[dim] and (lo[dim] or size % sizes[dim])):
-            raise CannotDescribe(f"{what}: loading copies a part that is no box of the tensor")
+            raise CannotDescribe(f"{what}: the model's loading code copies a part that is not rectangular")
         part = min(size, sizes[dim] - lo[dim])
         hi[dim], strides[dim] = lo[dim] + part, stride
         if part < size:  # all of this dimension, and more of the one before it
@@ -188,8 +199,8 @@ def _box(place: CopyTarget, shape: Sequence[int], what: str) -> tuple[list[int],
 
 
 def _runs(place: CopyTarget) -> list[tuple[int, int, int]]:
-    """Return (size, stride in the tensor, stride in the parameter) of each dimension of a place; dimensions that lie
-    side by side in both are one."""
+    """Return (size, stride in the tensor, stride in the parameter) of each dimension of the copied part; dimensions
+    that are contiguous in both are merged."""
     runs: list[tuple[int, int, int]] = []
     for size, step, stride in zip(place.target.shape, place.strides, place.target.stride(), strict=True):
         if size == 1:
@@ -202,10 +213,10 @@ def _runs(place: CopyTarget) -> list[tuple[int, int, int]]:
 
 
 def _padding(name: str, parameter: Tensor, rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Return the box of zeros at the end of a parameter that tensors do not fill, if there is one.
+    """Return the box of padding (zeros) at the end of a parameter that tensors do not fill, if there is any.
 
     Raises:
-        CannotDescribe: something else than zeros at the end of the parameter belongs to no tensor.
+        CannotDescribe: a part of the parameter that belongs to no tensor is not zero, or not at its end.
     """
     filled = sum(math.prod(hi - lo for lo, hi in zip(row[1], row[2], strict=True)) for row in rows)
     if filled == parameter.numel():
@@ -215,20 +226,20 @@ def _padding(name: str, parameter: Tensor, rows: list[tuple[Any, ...]]) -> list[
         row[3] + sum((hi - lo - 1) * step for lo, hi, step in zip(row[1], row[2], row[4], strict=True)) for row in rows
     )
     if filled > parameter.numel() or last >= filled or bool(tail.count_nonzero()):
-        raise CannotDescribe(f"parameter {name}: a part of it belongs to no tensor, and is no padding with zeros")
+        raise CannotDescribe(f"parameter {name}: a part of it belongs to no tensor and is not zero padding at its end")
     return [(-1, [0] * _DIMS, [len(tail), 1, 1], filled, [1, 0, 0], _ZERO)]
 
 
 def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Take part in the rounds of an update; return when the parameters have the new weights.
+    """Receive this rank's part of an update from the trainer's ranks; return when the parameters have the new weights.
 
     Args:
         model: model of the server, as SGLang passes it to a loader.
-        named_tensors: one entry, whose name is a JSON header: as that of `describe`, and `version`, `program`,
-            `cell` (number), `group` (`ServerCell`), `backend`.
+        named_tensors: one entry, whose name is a JSON header: the keys of `describe`'s header, and `version`,
+            `program`, `cell` (number of this server's cell), `group` (its `ServerCell`), `backend`, `hashed`.
 
     Raises:
-        RoundFailed: the trainer or another rank is gone; the parameters are mixed then.
+        RoundFailed: the trainer or another rank is gone. The parameters then have a mixture of old and new weights.
     """
     header = json.loads(named_tensors[0][0])
     store, server, rank = _store(header), header["server"], header["rank"]
@@ -238,10 +249,10 @@ def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     if described is None:
         raise exchange.RoundFailed("this server has not described its parameters to the trainer")
     described.check(model)
-    # equal servers have programs of the same name, and this server's number may be another one than before
+    # the key has the server's number, which may differ from its number in the last update with this program
     part = f"{header['prefix']}/program/{header['program']}/{server}/{rank}"
     if part not in _ROUNDS:
-        _ROUNDS.clear()  # frees the buffers of the program before
+        _ROUNDS.clear()  # frees the buffers of the last program's rounds
         tables = _unpack(store.get(part))
         _ROUNDS[part] = exchange.rounds_of_receiver(tables, described.parameters, described.dtypes)
     dead = f"{prefix}/dead/{number}"
@@ -265,7 +276,7 @@ def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
         if failed:
             _leave_groups()
             raise exchange.RoundFailed(failed[number])
-        for padding in described.zeros:  # undefined after a memory saver has resumed
+        for padding in described.zeros:  # undefined if the memory was released and allocated again meanwhile
             padding.zero_()
         derive(model)
         device = described.parameters[0].device
@@ -282,7 +293,7 @@ def _store(header: dict[str, Any]) -> dist.TCPStore:
     """Return the connection to the trainer's store."""
     address = (header["store"][0], header["store"][1])
     if address not in _STORES:
-        _STORES.clear()  # of a trainer that is gone
+        _STORES.clear()  # the connection to a trainer that is gone
         _STORES[address] = _connect(header)
     return _STORES[address]
 
@@ -294,15 +305,16 @@ def _connect(header: dict[str, Any]) -> dist.TCPStore:
 
 
 def _leave_groups() -> None:
-    """Leave the group of a former cell; its other ranks may be gone."""
+    """Abort the process group of the last cell (servers, and the trainer ranks that send to them), whose other ranks
+    may be gone."""
     while _GROUPS:
         exchange.abort(_GROUPS.popitem()[1])
 
 
 def _looking(store: dist.TCPStore, key: str) -> Callable[[int], str | None]:
-    """Return a function that returns why a cell was given up, which is the value of `key`, or None.
+    """Return a function that returns why a cell was given up, or None; the reason is the value of `key` in the store.
 
-    It reads the store only if the last time is a while ago, because on a GPU it is called thousands of times a second.
+    The function reads the store only a few times a second, because on a GPU it is called thousands of times a second.
     """
     following = 0.0
 
@@ -318,11 +330,12 @@ def _looking(store: dist.TCPStore, key: str) -> Callable[[int], str | None]:
 
 @contextlib.contextmanager
 def _beating(header: dict[str, Any], key: str) -> Iterator[None]:
-    """In this block, count up `key` in the store twice a second, so that a stopped process is noticed."""
+    """In this block, count up `key` in the store twice a second: a heartbeat by which the trainer notices a stopped
+    process."""
     store, stop = _connect(header), threading.Event()
 
     def beat() -> None:
-        with contextlib.suppress(RuntimeError):  # the trainer is gone, which the rounds notice as well
+        with contextlib.suppress(RuntimeError):  # if the trainer is gone, the rounds fail too
             store.add(key, 1)
             while not stop.wait(_BEAT_S):
                 store.add(key, 1)
@@ -341,6 +354,9 @@ def _unpack(data: bytes) -> dict[str, Any]:
     with zipfile.ZipFile(io.BytesIO(data)) as file:
         size = sum(info.file_size for info in file.infolist())
     if size > _LARGEST:
-        raise ValueError(f"a message with tables has {size} bytes; allowed are at most {_LARGEST}")
+        raise ValueError(
+            f"the tables of a weight update have {size} bytes; allowed: at most {_LARGEST}; set "
+            "sync.transport=distributed"
+        )
     with np.load(io.BytesIO(data)) as loaded:
         return {name: loaded[name] for name in loaded.files}

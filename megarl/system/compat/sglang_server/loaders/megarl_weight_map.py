@@ -1,10 +1,10 @@
-"""The places in a server's parameters to which a model's loading code copies each Hugging Face tensor.
+"""Finds the places in a server's parameters to which a model's loading code copies each Hugging Face tensor.
 
-This file runs in the servers' own interpreter, without megarl. Only the model's `load_weights` knows where an element
-of a Hugging Face tensor lies in the server's parameters (fused projections, tensor-parallel parts, experts). So
-`WeightMap` calls it once with probes in place of tensors: slices of probes are tracked, and where a probe would be
-copied into a parameter, the place is recorded and nothing is written. Tensors that loading does not merely slice, join
-and copy (padding, packing, quantising) have no places.
+This file runs in the servers' own interpreter, without megarl. Only the model's `load_weights` determines where an
+element of a Hugging Face tensor lies in the server's parameters (fused projections, tensor-parallel parts, experts). So
+`WeightMap` calls `load_weights` once with probes, tensors without data. Slices of a probe are probes as well, and where
+a probe would be copied into a parameter, it records the place, and nothing is written. Tensors that loading does not
+merely slice, join and copy (but pads, packs or quantises) have no places.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.
 
 
 class CannotPatch(Exception):
-    """The model's loading code does more than slice, join and copy this tensor, so it has no places."""
+    """The model's loading code does more than slice, join and copy a tensor, so the tensor's places are unknown."""
 
 
 @dataclass(frozen=True)
 class CopyTarget:
-    """A part of a sent tensor, and the memory of the parameter into which the model's loading code copies it.
+    """A place: a part of a sent tensor, and the memory of the parameter into which the model's loading code copies it.
 
     Attributes:
         offset, strides: offset and strides of the part, in elements of the whole tensor.
@@ -41,7 +41,7 @@ class CopyTarget:
     target: Tensor
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the part of `tensor`, a whole contiguous tensor, that belongs in `target`."""
+        """Return the view of `tensor`, a whole contiguous tensor, that has to be copied to `target`."""
         return tensor.as_strided(self.target.shape, self.strides, tensor.storage_offset() + self.offset)
 
     def write(self, positions: Tensor, values: Tensor) -> None:
@@ -106,10 +106,10 @@ class ProbeTensor(Tensor):
         return tree_map_only(Tensor, lambda meta: cls(meta, probe.device, probe.places), views)
 
     def record(self, target: Tensor) -> None:
-        """Record that loading copies these elements to `target`.
+        """Record that the model's loading code copies the elements of this probe to `target`.
 
         Raises:
-            CannotPatch: loading repeats elements.
+            CannotPatch: loading repeats elements, so that the shapes differ.
         """
         if target.shape != self.shape or 0 in self.meta.stride():
             raise CannotPatch(
@@ -119,7 +119,8 @@ class ProbeTensor(Tensor):
 
 
 class JoinedProbe(Tensor):
-    """Several probes joined along one dimension, as models join projections that share one parameter."""
+    """Several probes (tensors that record where they are copied) joined along one dimension, as models join projections
+    that share one parameter."""
 
     parts: Sequence[ProbeTensor]
     axis: int
@@ -158,8 +159,8 @@ Places = list[CopyTarget] | CannotPatch
 
 
 class WeightMap:
-    """A cache of the places to which a model's loading code copies each tensor; it is cleared when the parameters'
-    addresses or a tensor's shape or dtype change.
+    """A cache of the places in a model's parameters to which its loading code copies each tensor. A change of a
+    parameter's address, or of a tensor's shape or dtype, clears the cache.
     """
 
     def __init__(self) -> None:
@@ -171,12 +172,12 @@ class WeightMap:
         self._kinds: dict[str, TensorKind] = {}
         self._starts: list[int] = []  # addresses of the parameters, ascending
         self._ends: dict[int, int] = {}  # address after each parameter, by its address
-        self._missing: dict[int, int] = {}  # elements of each parameter for which no tensor is known, by its address
-        self._untouched: set[int] = set()  # addresses of parameters for which no tensor is known at all
+        self._missing: dict[int, int] = {}  # by address, how many elements of a parameter no known tensor fills
+        self._untouched: set[int] = set()  # addresses of parameters of which no known tensor fills any element
         self._replayed: set[str] = set()  # tensors for which `replays` has returned True
 
     def add(self, model: Any, tensors: dict[str, TensorKind]) -> None:
-        """Look up the places of `tensors` that the map does not have yet."""
+        """Find the places of those `tensors` that the map does not have yet."""
         parameters = tuple(parameter.data_ptr() for parameter in model.parameters())
         if parameters != self._parameters or any(self._kinds.get(name, kind) != kind for name, kind in tensors.items()):
             self._clear()
@@ -199,13 +200,13 @@ class WeightMap:
                     self._untouched.discard(address)
 
     def _parameter(self, place: CopyTarget) -> int | None:
-        """Return the address of the parameter in which a place lies; None if it lies in another tensor."""
+        """Return the address of the parameter that contains a place; None if no parameter does."""
         number = bisect_right(self._starts, place.target.data_ptr())
         start = self._starts[number - 1] if number else 0
         return start if number and place.target.data_ptr() < self._ends[start] else None
 
     def places(self, name: str) -> list[CopyTarget]:
-        """Return the places of a tensor in the map; it has none if this rank does not store it.
+        """Return the places of a tensor in the map; an empty list if this rank does not store the tensor.
 
         Raises:
             CannotPatch: loading does more than slice, join and copy the tensor.
@@ -218,9 +219,10 @@ class WeightMap:
     def replays(self, name: str) -> bool:
         """Return whether copying a tensor to its places has the same effect as the model's loading code.
 
-        The code may also fill the rest of a parameter, such as padding with zeros, so the known tensors have to fill
-        the parameter. A tensor without places may be one that the code keeps until it has another tensor, so then the
-        map has to know a source for every parameter.
+        The loading code may also fill the rest of a parameter, such as padding with zeros, so the result is True only
+        if known tensors fill every parameter that has a place of this tensor. If the tensor has no places, the code may
+        keep it until another tensor arrives, so then the result is True only if known tensors fill a part of every
+        parameter.
         """
         if name not in self._replayed and self._does_all(self._places[name]):
             self._replayed.add(name)
@@ -236,7 +238,7 @@ class WeightMap:
 
 
 def _probed(model: Any, tensors: dict[str, TensorKind]) -> dict[str, Places]:
-    """Return the places of each tensor, or why it has none."""
+    """Return for each tensor its places in the model's parameters, or the error that explains why they are unknown."""
     device = next(model.parameters()).device
     places: dict[str, list[CopyTarget]] = {name: [] for name in tensors}
     metas = {
@@ -249,20 +251,20 @@ def _probed(model: Any, tensors: dict[str, TensorKind]) -> dict[str, Places]:
             return dict.fromkeys(tensors, error)
     else:
         return {name: [place for place in targets if place.target.numel()] for name, targets in places.items()}
-    # One tensor in a few thousand stops the loading of all, so halves find it with few calls.
+    # One unsuitable tensor stops the loading of all, so load both halves by themselves until it is found.
     pairs = list(tensors.items())
     middle = len(pairs) // 2
     return _probed(model, dict(pairs[:middle])) | _probed(model, dict(pairs[middle:]))
 
 
-#: A map for each model: a server with a draft model updates both models alternately.
+#: The map of each model; a server with a draft model updates two models in turn.
 _MAPS: WeakKeyDictionary[Any, WeightMap] = WeakKeyDictionary()
-#: Models whose parameters were written without `load_weights` since the last `derive`.
+#: Models whose parameters `copy_mapped` has written since the last `derive`.
 _WRITTEN: WeakSet[Any] = WeakSet()
 
 
 def map_of(model: Any, tensors: dict[str, TensorKind]) -> WeightMap:
-    """Return the model's map, with the places of `tensors`."""
+    """Return the model's `WeightMap` after adding the places of `tensors` (name -> shape and dtype) to it."""
     known = _MAPS.setdefault(model, WeightMap())
     known.add(model, tensors)
     return known
@@ -270,9 +272,10 @@ def map_of(model: Any, tensors: dict[str, TensorKind]) -> WeightMap:
 
 @torch.no_grad()
 def copy_mapped(model: Any, tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Copy tensors to their places in the model's parameters, and return those that `load_weights` has to load.
+    """Copy tensors to their places in the model's parameters, and return the tensors that `load_weights` has to load.
 
-    Copying is about 30 times as fast as `load_weights` for the tensors of experts. After the last tensor call `derive`.
+    Copying is about 30 times as fast as `load_weights` for the tensors of experts. The caller has to call `derive`
+    after the last tensor of an update.
 
     Args:
         tensors: names and whole contiguous tensors on the model's device.
@@ -294,9 +297,9 @@ def copy_mapped(model: Any, tensors: Sequence[tuple[str, Tensor]]) -> list[tuple
 
 @torch.no_grad()
 def derive(model: Any) -> None:
-    """Compute again what the model keeps beside its parameters and derives from them."""
+    """Compute again the tensors that the model derives from its parameters and keeps in addition to them."""
     _WRITTEN.discard(model)
-    if hasattr(model, "post_load_weights"):  # latent attention keeps its projection of keys and values in two parts
+    if hasattr(model, "post_load_weights"):  # latent attention also keeps its key-value projection split in two
         model.post_load_weights()
     for module in model.modules():  # norms whose factor is stored minus 1 keep a copy of the whole factor
         if hasattr(module, "refresh_gemma_weight"):
@@ -304,6 +307,6 @@ def derive(model: Any) -> None:
 
 
 def derive_if_written(model: Any) -> None:
-    """Call `derive` if `copy_mapped` has written parameters since the last time."""
+    """Call `derive` if `copy_mapped` has written parameters of the model since the last `derive`."""
     if model in _WRITTEN:
         derive(model)
