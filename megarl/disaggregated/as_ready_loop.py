@@ -175,7 +175,7 @@ class AsReadyLoop:
             generator.open()
             while True:
                 self._admit(generator, version)
-                # only this replica's ranks agree: replicas begin and end a segment each at its own time
+                # exchanged by this replica's ranks only, because each replica begins and ends segments at its own time
                 self._wanted = bool(c.layout.mp_group.broadcast_json(self._check_wanted()))
                 generating, scoring = generator.busy, bool(self._scoring)
                 if not (generating or scoring) or (interrupts and self._wanted):

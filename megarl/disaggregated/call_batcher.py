@@ -35,8 +35,11 @@ class CallBatcher:
         self._since: float | None = None
 
     def begin(self, now: float) -> None:
-        """Begin a segment at time `now` in seconds. From the second segment on, calls of the buffer are delayed by up
-        to a share of the previous segment's length."""
+        """Begin a segment (the time between two weight updates of this replica) at time `now` in seconds.
+
+        From the second segment on, the replica delays its calls of the buffer, in order to combine several into one.
+        The longest delay is a small fraction of the previous segment's length.
+        """
         if self._began is not None:
             self._delay_s = min(_LONGEST_S, (now - self._began) / _SHARE)
         self._began, self._is_first = now, True

@@ -42,14 +42,14 @@ class WeightUpdates:
 
 
 def generates_with(c: RankState) -> list[PolicyModel]:
-    """Return the chunks of this team's models with which the rollout generates: the actor's, and those of policies with
-    weights of their own."""
+    """Return the pipeline chunks of those models in this team with which the rollout generates: the actor, and models
+    of policies that have weights of their own."""
     return [chunk for name in policy_models(c.config) if name in c.models for chunk in c.models[name].chunks]
 
 
 class InOrderUpdates(WeightUpdates):
-    """Sends every version of the weights in order (`async.order=in_order`). Collective over the team, which has the
-    actor or a further model of a policy.
+    """Sends every version of the weights to the rollout in order (`async.order=in_order`). Collective over a team that
+    trains the actor, or another policy's model.
 
     With `async.max_staleness` > 1 the rollout team may still generate with an older version. Then training continues,
     and a copy of the new weights waits in host memory; there are at most `async.max_staleness` copies.
@@ -73,7 +73,7 @@ class InOrderUpdates(WeightUpdates):
         now = validated or self._policy.weights_must_go(version - 1, version + 1) or saves(step)
         none_waits = self._push_waiting(lambda _: now)
         if not self._policy.samples_with(version, validates=validated or may_be_last(self._c.config, version)):
-            return  # nothing is generated with them
+            return  # no samples will be generated with this version
         if none_waits and self._may_go(version, wait=now):
             publish(self._c, version)
         else:

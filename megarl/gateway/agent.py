@@ -225,7 +225,7 @@ class Agent(Environment):
     has_simultaneous_turns: ClassVar[bool] = True
     plays_policies: ClassVar[bool] = True
     _program: Program  # set by `reset`
-    _turns: Sequence[PendingTurn] = ()  # the policy's last turns, which were sampled together
+    _turns: Sequence[PendingTurn] = ()  # the policy's turns that are in flight, or were last
 
     def __init__(self, settings: AgentSettings, shared: AgentReplica) -> None:
         super().__init__(settings, shared)
@@ -237,7 +237,7 @@ class Agent(Environment):
 
     @property
     def dropped_turns(self) -> Collection[int]:  # type: ignore[override]
-        """Places of the turns in flight whose client has gone; all if the program has ended."""
+        """Indices of those turns in flight for which no client waits any more: all if the agent's program has ended."""
         ended = bool(self._turns) and self._program.ended.done()
         return [place for place, turn in enumerate(self._turns) if ended or turn.is_abandoned]
 
@@ -313,7 +313,7 @@ class Agent(Environment):
         return {"row": given, "seed": seed}
 
     async def reset(self, row: dict[str, Any], seed: int) -> Any:
-        """Start the agent's program and return the prompts of its first calls."""
+        """Start the agent's program, and return the prompts of the first calls that it makes to the policy."""
         shared = self.shared
         self.is_waiting = True
         await shared.free.acquire()
@@ -337,9 +337,10 @@ class Agent(Environment):
         return await self._next()
 
     async def step(self, action: Action) -> Any:
-        """Send the policy's turns to the agent, and return the prompts of its next calls or the episode's end."""
+        """Send the policy's turns to the agent's program, and return the prompts of the program's next calls, or the
+        end of the episode."""
         if not self._turns:
-            raise RuntimeError("the agent waits for no turn: `step` must follow a prompt of `reset` or `step`")
+            raise RuntimeError("the agent waits for no turn; call `step` only after `reset` or `step` returns one")
         dropped = self.dropped_turns
         for place, (turn, sampled) in enumerate(zip(self._turns, (action, *action.beside), strict=True)):
             self._session.reply(turn, sampled)
@@ -369,7 +370,7 @@ class Agent(Environment):
         raise EpisodeFailure(self._session.over)
 
     async def _next(self) -> Continuation | Step:
-        """Return the prompts of the agent's next calls to the policy, or the episode's end."""
+        """Wait until the agent's program calls the policy, and return the prompts; or return the end of the episode."""
         program, loop = self._program, asyncio.get_running_loop()
         while True:
             if not program.ended.done() and not self._session.over and loop.time() >= self._deadline:

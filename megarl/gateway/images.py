@@ -61,7 +61,7 @@ class ImageReader:
         return self._images is not None
 
     def close(self) -> None:
-        """Read no image that still waits to be read."""
+        """Cancel the reading of images that has not begun yet, and stop the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def check(self, messages: Sequence[ChatMessage]) -> None:

@@ -291,7 +291,7 @@ def _taken() -> tuple[int, int]:
 
 def _tell(news: int, message: dict[str, Any]) -> None:
     """Write a message to the trainer; it is short enough that a pipe takes it whole."""
-    with contextlib.suppress(BrokenPipeError):  # the trainer has ended: `run` sees that stdin is closed
+    with contextlib.suppress(BrokenPipeError):  # the trainer has ended; `run` stops when stdin closes
         os.write(news, json.dumps(message).encode() + b"\n")
 
 

@@ -380,7 +380,8 @@ def _of_image(environment: Mapping[str, str]) -> list[str]:
 
 
 def _system_folders() -> Iterator[str]:
-    """Yield the options for folders of the system beside /usr, which are links to folders in it on most systems."""
+    """Yield the options with which bubblewrap shows /bin, /lib and similar folders inside the sandbox. On most systems
+    these are links into /usr; then the sandbox gets the same links."""
     for folder in _SYSTEM[1:]:
         is_link = os.path.islink(folder)
         yield "--symlink" if is_link else "--ro-bind-try"

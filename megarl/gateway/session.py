@@ -99,12 +99,14 @@ class _Answering:
 
 @dataclass(frozen=True)
 class PendingTurn:
-    """A call that the policy answers now.
+    """A client's call whose reply the policy is about to generate.
 
     Attributes:
-        token_ids: the prompt's tokens after those of the node's parent.
+        call: the client's call.
+        node: the call's node in the episode's tree of calls.
+        token_ids: the part of the prompt's tokens that follows the tokens of the node's parent.
         room: maximum tokens of the reply.
-        images: the images of `token_ids`, by their places in them; None: there are none.
+        images: the images in `token_ids`, with their positions; None: there are none.
     """
 
     call: PendingCall
@@ -240,8 +242,8 @@ class ChatSession:
         return len(self.record.tokens(prompt.node)) + len(prompt.token_ids)
 
     async def _read(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-        """Return the messages with the pixels of their images; requests of a session are read one after another, so
-        that none keeps all threads busy."""
+        """Return the messages with the pixels of their images. The requests of a session are read one after another, so
+        that no session occupies all threads."""
         async with self._reads:
             return await self._images.read(messages)
 
@@ -250,8 +252,11 @@ class ChatSession:
         await self._arrived.wait()
 
     async def take(self) -> list[PendingTurn]:
-        """Return the calls that wait and can be answered, in the order of their arrival; none of them continues
-        another."""
+        """Remove all waiting calls, and return those that the policy can answer, in the order of their arrival.
+
+        Calls whose client has gone are left out, and invalid calls are refused. The returned calls are independent:
+        none continues the conversation of another.
+        """
         turns: list[PendingTurn] = []
         while self._waiting:
             call = self._waiting.popleft()

@@ -145,7 +145,7 @@ class _StoreTally(_Tally):
         return bool(self._layout.mp_group.broadcast_json(enough))
 
     def close(self) -> None:
-        """Delete the counts of this round."""
+        """Delete this round's counters from the store."""
         if self._layout.rank == 0:
             for key in self._keys:
                 self._store.delete_key(key)

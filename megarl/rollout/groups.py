@@ -125,7 +125,7 @@ class _Sample:
         return self.in_flight.trajectories[self.place]
 
     def lane(self, slot: int) -> Trajectory:
-        """Return the sequence whose turn is sampled in `slot`."""
+        """Return the sequence of the episode whose turn is sampled in the engine's `slot`."""
         return self.trajectory if self.round is None else self.round.running[slot]
 
     def turn(self, slot: int) -> tuple[int, int]:

@@ -25,7 +25,7 @@ import time
 import zlib
 from pathlib import Path
 
-BY_MACHINE = "MEGARL_BEATS_BY_MACHINE"  # set for workers of runs on several machines
+BY_MACHINE = "MEGARL_BEATS_BY_MACHINE"  # environment variable, set for workers of runs on several machines
 _EVERY_S = 1.0
 #: Seconds after which a launcher reads the files of all machines again while nothing fails.
 LOOK_S = 5.0
@@ -47,7 +47,7 @@ def local_folder(run_dir: Path) -> Path:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
-        raise OSError(f"{folder} belongs to another user")
+        raise OSError(f"the folder for heartbeats belongs to another user: {folder}; remove it, or set TMPDIR")
     return folder
 
 

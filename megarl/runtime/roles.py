@@ -417,7 +417,7 @@ class RolloutRole:
     # whether samples have the tokens that the sampling filters kept (`rollout.replay_kept_tokens`)
     keeps_tokens: bool = False
     experts: Experts | None = None  # expert responses that join the groups of a training step (`data.experts`)
-    oversampling: Oversampling | None = None  # generates training samples with `rollout.oversample` above 1
+    oversampling: Oversampling | None = None  # generates training samples if `rollout.oversample` > 1
     link: WeightLink = field(default_factory=WeightLink)  # transfers new weights to the engine
 
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:

@@ -29,7 +29,8 @@ def expected_checksums(
     float32: Container[str] = (),
     stage: WorkerGroup | None = None,
 ) -> dict[ReceiverLayout, Checksums]:
-    """Return the checksums that receivers with these `tensors` must report, by layout. Collective over `world`.
+    """Return the checksums that receivers must report if they have these `tensors`, by their layout. Collective over
+    `world`.
 
     Args:
         tensors: whole Hugging Face tensors in export order, equal on every rank of `stage`; consumed once.

@@ -53,7 +53,7 @@ class Meetings:
             threading.Thread(target=self._report, name="meetings", daemon=True).start()
 
     def call(self) -> None:
-        """Call the next meeting; does nothing if this or another rank has called it."""
+        """Call the next meeting, which all ranks will join; does nothing if a rank has called it already."""
         if not self._called and self._store is not None:
             self._store.set(self._key("called"), "")
         self._called = True
@@ -133,7 +133,8 @@ class Meetings:
             time.sleep(self._every_s)
 
     def _refuse_stuck(self, store: dist.Store) -> None:
-        """Raise WorkerError if a party that is not idle has made no progress for the deadline."""
+        """Raise WorkerError if a party (a rank or a replica) that is not idle has made no progress for longer than the
+        deadline."""
         now, limit_s = time.monotonic(), self._world.deadline_s
         if now - self._watched < self._every_s:
             return

@@ -37,7 +37,7 @@ class BufferActor:
         self._last_changes: dict[tuple[str, int], tuple[int, int, Any]] = {}
 
     async def ping(self, team: str, pings: Mapping[int, Ping]) -> None:
-        """Record reports of a team's workers on their progress, by rank."""
+        """Record progress reports of workers of a team; `pings`: rank -> report."""
         for rank, ping in pings.items():
             self._progress.ping(team, rank, ping, time.monotonic())
 

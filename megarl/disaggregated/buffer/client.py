@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from megarl.disaggregated.buffer.flow import Finished, FlowGroup
     from megarl.system.comm import WorkerGroup
 
-_SLICE_S = 5.0  # longest call that waits, and time between two pings
+_SLICE_S = 5.0  # seconds of the longest call that waits, and between two pings
 _AGAIN_S = 0.5  # seconds between two attempts of a call
-_PASSED_ON = 256  # messages that stay in the team's store
-_CALLS_S = 50  # workers of a team whose waits may come to the buffer in a second; those of larger teams last longer
+_PASSED_ON = 256  # how many messages stay in the team's store; older ones are deleted
+_CALLS_S = 50  # waiting calls per second of a team's workers; in a larger team each call waits longer
 
 
 class BufferClient:
@@ -65,7 +65,7 @@ class BufferClient:
         self._changes = 0
         self._waits_for = ""
         self._together: TeamProgress | None = None
-        self._store: Store | None = None  # of the team's world, once this worker has joined it
+        self._store: Store | None = None  # store of the team's world; None before `join_team`
         self._size = 1
         self._passed_on: deque[str] = deque()
         self._awaited, self._awaiting = "", None  # name of the message that `has_arrived` awaits, and the call for it
@@ -91,7 +91,8 @@ class BufferClient:
         return cls(actor, name, team, rank, deadline_s, start)
 
     def join_team(self, world: WorkerGroup) -> None:
-        """From now on let the first worker of this team report the progress of all; `world` has all of them."""
+        """From now on, let the first worker of the team report the progress of all workers to the buffer, and share
+        messages and reports through the team's store; `world`: all workers of the team."""
         if world.size > 1:
             self._slice_s = min(max(self._slice_s, world.size / _CALLS_S), self._deadline_s / 4)
             self._store, self._size = world.store(), world.size
@@ -112,9 +113,12 @@ class BufferClient:
         return self._wait(f"mail {name!r}", ("mail", name), "read", name)
 
     def read_together(self, name: str) -> str:
-        """Wait for a message that every worker of the team reads, and return it: the first worker reads it from the
-        buffer, and passes it on through the team's store. A worker that waits longer than the deadline calls the buffer
-        itself, whose error names the team that makes no progress."""
+        """Wait for a message that every worker of the team reads, and return it.
+
+        The first worker reads the message from the buffer, and writes it to the team's store for the others. A worker
+        that waits longer than the deadline calls the buffer itself, because the buffer's error names the team that
+        makes no progress.
+        """
         from torch.distributed import DistStoreError
 
         if self._store is None:
@@ -129,7 +133,7 @@ class BufferClient:
         end, limit = time.monotonic() + self._deadline_s, timedelta(seconds=self._every_s)
         with self._waiting(f"mail {name!r} from the first worker of the team"):
             while time.monotonic() < end:
-                with suppress(DistStoreError):  # the time is over
+                with suppress(DistStoreError):  # no message within `limit`
                     self._store.wait([f"mail/{name}"], limit)
                     return self._store.get(f"mail/{name}").decode()
         return self.read(name)
@@ -232,8 +236,8 @@ class BufferClient:
                     time.sleep(_AGAIN_S)
 
     def done(self, step: int) -> None:
-        """Report that this worker needs nothing more of `step`; its bytes are freed when all takers are done. The last
-        worker of a team reports it for all."""
+        """Report that this worker needs no more samples of `step`, which the buffer frees when all workers that read
+        the step have reported this. The last worker of a team to do so reports it for the whole team."""
         if self._store is None:
             self._change(f"record that step {step} is done", "done", self.team, self.rank, step)
         elif self._store.add(f"done/{step}", 1) == self._size:
@@ -413,7 +417,7 @@ class BufferClient:
             time.sleep(self._every_s)
             try:
                 self._ping()
-            except RuntimeError:  # the team's store is gone: so is its first worker
+            except RuntimeError:  # the team's store is gone, as its first worker has ended
                 return
             except HandoverError as error:  # not raised here: the next call of the worker's own thread raises it too
                 if not isinstance(error.__cause__, ray.exceptions.GetTimeoutError):

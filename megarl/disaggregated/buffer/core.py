@@ -242,8 +242,8 @@ class Core:
         return [sent.refs[uid] for uid in uids] or [next(iter(sent.refs.values()))]
 
     def done(self, team: str, rank: int | None, step: int) -> Change:
-        """Record that this worker (None: every worker of the team) needs nothing more of `step`; drop the step when all
-        workers that read it are done."""
+        """Record that worker `rank` (None: every worker of the team) needs no more samples of `step`. Drop the step
+        when all workers that read it are done."""
         workers = [taker for taker in self._takers if taker[0] == team and rank in (None, taker[1])]
         if self._is_finished(step) or not workers:
             return Change()

@@ -1,4 +1,5 @@
-"""Progress of a team's workers in the team's own store, so that one of them reports it to the buffer for all."""
+"""Collects progress reports of a team's workers in the team's own store, so that one worker reports them to the buffer
+for all."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ if TYPE_CHECKING:
 
 
 class TeamProgress:
-    """One worker's part. The store answers in tens of microseconds, without Python; a call of the buffer takes its
-    single process about a millisecond.
+    """Writes and reads progress reports of a team's workers. Reports go through the team's store because it answers in
+    tens of microseconds, without Python, while a call costs the buffer's single process about a millisecond.
 
     Args:
         store: the store of the team's world.
+        rank: this worker's rank in the team.
         size: number of workers of the team.
     """
 
@@ -25,15 +27,15 @@ class TeamProgress:
         self._missing, self._known = list(range(size)), dict[int, str]()
 
     def write(self, ping: Ping) -> None:
-        """Write this worker's report."""
+        """Write this worker's progress report to the store, in place of its last one."""
         self._store.set(_key(self._rank), json.dumps(ping))
 
     def news(self) -> dict[int, Ping]:
-        """Return the workers' reports that are new since the last call, by rank. Never waits."""
+        """Return the progress reports that workers have written since the last call, by rank, without waiting."""
         if self._missing and self._store.check([_key(rank) for rank in self._missing]):
             self._missing = []
         self._missing = [rank for rank in self._missing if not self._store.check([_key(rank)])]
-        ranks = [rank for rank in range(self._size) if rank not in self._missing]  # multi_get would wait for the others
+        ranks = [rank for rank in range(self._size) if rank not in self._missing]  # multi_get waits for missing keys
         texts = [text.decode() for text in self._store.multi_get([_key(rank) for rank in ranks])] if ranks else []
         new = {rank: text for rank, text in zip(ranks, texts, strict=True) if self._known.get(rank) != text}
         self._known |= new

@@ -56,7 +56,8 @@ class EmbeddedFamily(EngineFamily):
         *,
         here: bool = True,
     ) -> None:
-        """Check that a round of generation can end before all of its groups are complete (`rollout.oversample`)."""
+        """Check that the recipe can use `rollout.oversample`: a round of generation must be able to end before all of
+        its groups are complete."""
         from megarl.rollout.embedded.checks import check_oversample
 
         check_oversample(config, facts, checks)

@@ -29,7 +29,8 @@ class Slots:
         self._waiting: dict[int, asyncio.Future[int | None]] = {}  # id of a waiting sample -> its future
 
     async def take(self, sample: ServedSample) -> int | None:
-        """Wait for a slot, and return the number of its server; None: the sample was aborted, or no server is left."""
+        """Wait for a slot for `sample`, and return the number of its server; None: the sample was aborted, or no server
+        is left."""
         offered: int | None = None
         try:
             while not sample.aborted:

@@ -231,7 +231,7 @@ def check_described(described: RankStorage, predicted: RankStorage, where: str) 
     for name in sorted(described_boxes.keys() | predicted_boxes.keys()):
         if described_boxes.get(name) != predicted_boxes.get(name):
             raise UserError(
-                f"{where} stores its parameter {name} in another form than megarl expects of this model",
+                f"{where} stores parameter {name} in another form than megarl predicts for this model",
                 found=_shown(described_boxes.get(name)),
                 allowed=_shown(predicted_boxes.get(name)),
                 fix="set sync.transport=distributed",

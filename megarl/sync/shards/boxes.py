@@ -57,7 +57,7 @@ class TensorTable(ColumnTable):
 
     @property
     def item_bytes(self) -> Array:
-        """Bytes of an element on the wire: int64 [T]."""
+        """Bytes of an element of each tensor as it is sent: int64 [T]."""
         return item_bytes(self.dtypes)
 
 
@@ -103,7 +103,7 @@ class BoxTable(ColumnTable):
 
     @property
     def numel(self) -> Array:
-        """Elements of each box: int64 [n]."""
+        """Number of elements of each box: int64 [n]."""
         return (self.hi - self.lo).prod(1)
 
 
@@ -118,7 +118,7 @@ class RankStorage:
     boxes: BoxTable
 
     def arrays(self) -> dict[str, Array]:
-        """Return all columns by their names on the wire."""
+        """Return all columns by the names that they have in the .npz file."""
         return self.parameters.arrays("parameters") | self.boxes.arrays("boxes")
 
     def encode(self) -> bytes:

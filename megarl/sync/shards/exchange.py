@@ -40,7 +40,7 @@ _POLL_DEVICE_S = 0.0001
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()
 
-Tables = Mapping[str, Any]  # NumPy arrays by name
+Tables = Mapping[str, Any]  # NumPy arrays by name, such as `links.offset`
 
 
 class RoundFailed(Exception):
@@ -203,7 +203,7 @@ def _rounds(tables: Tables, parameters: Sequence[Tensor], dtypes: Sequence[str],
     links = zip(*(tables[f"links.{key}"].tolist() for key in ("message", "start", "nbytes", "tensor")), strict=True)
     for link, (message, start, nbytes, tensor) in enumerate(links):
         for view in copies.get(link, ()):
-            if at[message] < 0:  # from parameter to parameter
+            if at[message] < 0:  # without a buffer, from parameter to parameter
                 flat = view.as_strided((view.numel(),), (1,), view.storage_offset())
                 data[message].data = flat.view(torch.uint8)
                 continue

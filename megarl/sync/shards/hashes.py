@@ -52,7 +52,7 @@ def parameter_hash(parameter: Tensor) -> Tensor:
 
 
 def _places(shape: Sequence[int], offset: int, strides: Sequence[int], like: Tensor) -> Tensor:
-    """Return the place of each element of a box in its parameter: int64 [*shape]."""
+    """Return the place of each element of a part in its parameter's memory, in elements: int64 [*shape]."""
     places = torch.full((1,) * len(shape), offset, dtype=torch.int64, device=like.device)
     for dim, (size, stride) in enumerate(zip(shape, strides, strict=False)):
         steps = torch.arange(size, dtype=torch.int64, device=like.device) * stride

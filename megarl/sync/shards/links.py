@@ -247,7 +247,7 @@ def _wrong_cover(storage: RankStorage, number: int, where: str, why: str) -> Use
 
 
 def _disjoint(storage: RankStorage, number: int) -> bool:
-    """Return whether no two boxes of a parameter overlap."""
+    """Return whether no two boxes (parts of tensors) overlap in the parameter `number`."""
     boxes = storage.boxes.take(storage.boxes.parameter == number)
     shape = storage.parameters.shapes[number]
     size = boxes.hi - boxes.lo

@@ -147,7 +147,7 @@ def _aligned(nbytes: Array) -> Array:
 
 
 def _changes(*columns: Array) -> Array:
-    """Return for each row whether it differs from the one before it: bool [n]."""
+    """Return for each row whether it differs from the row before it in any column: bool [n]."""
     new = np.ones(len(columns[0]), bool)
     new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
     return new

@@ -203,7 +203,7 @@ class TransferProgram:
         )
 
     def arrays(self) -> dict[str, Array]:
-        """Return all columns by their names on the wire."""
+        """Return all columns by the names that they have in the .npz file."""
         rounds, messages = self.rounds.arrays("rounds"), self.messages.arrays("messages")
         links, targets = self.links.arrays("links"), self.targets.arrays("targets")
         return rounds | messages | links | targets | self.fans.arrays("fans")

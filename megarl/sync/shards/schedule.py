@@ -109,7 +109,7 @@ class ShareScheduler:
         return parts, shares
 
     def _least(self, total: int) -> int:
-        """Return the bytes below which a box is not cut."""
+        """Return the bytes of the smallest piece that is cut from a box, if an update sends `total` bytes."""
         return max(1, min(self.limits.message // 4, total // len(self.places) // 100))
 
     def _divide(self, demand: Demand, parts: TrainerParts, least: int) -> list[list[tuple[int, float]]]:

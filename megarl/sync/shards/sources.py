@@ -49,7 +49,7 @@ def tensors_of(
 def trainer_storages(
     weights: WeightTable, ranks: Sequence[Coordinate], tensors: TensorTable, dtype: str = "bfloat16"
 ) -> list[RankStorage]:
-    """Return the storage of each trainer rank; ranks with the same coordinate share the object.
+    """Return how each trainer rank stores the model. Ranks with the same coordinate in the layout share one object.
 
     Args:
         dtype: dtype of the trainer's parameters.
@@ -132,7 +132,7 @@ def _with_fp8(boxes: BoxTable, tensors: TensorTable) -> BoxTable:
     rules = np.where(quantised, BoxRule.FP8, BoxRule.COPY)
     rows = {name: row for row, name in enumerate(tensors.names.tolist())}
     of_weight = [rows[f"{name}{FP8_SCALE}"] for name in tensors.names[weights.tensor].tolist()]
-    blocks = np.array([FP8_BLOCK, FP8_BLOCK, 1])  # matrices only
+    blocks = np.array([FP8_BLOCK, FP8_BLOCK, 1])  # only matrices are sent in FP8
     scales = weights.replace(
         tensor=np.array(of_weight, np.int32),
         lo=weights.lo // blocks,

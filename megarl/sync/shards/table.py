@@ -87,7 +87,7 @@ class ColumnTable:
         return sum(getattr(self, name).nbytes for name in _columns(type(self)))
 
     def arrays(self, name: str) -> dict[str, Array]:
-        """Return the columns by their names on the wire, `name.COLUMN`."""
+        """Return the columns by the names under which they are sent, `name.COLUMN`."""
         return {f"{name}.{key}": getattr(self, key) for key in _columns(type(self))}
 
     @classmethod

@@ -123,9 +123,9 @@ class ShardTransfer:
         self.address = address
         self._store: dist.TCPStore | None = None
         self._place = ("", 0)
-        self._storages: dict[str, tuple[RankStorage, ...]] = {}  # by the receiver's address
-        self._plans: dict[tuple[str, ...], _Plan] = {}  # of the last set of receivers, by their addresses
-        self._groups: dict[int, tuple[ServerCell, dist.ProcessGroup]] = {}  # by cell
+        self._storages: dict[str, tuple[RankStorage, ...]] = {}  # receiver's address -> its ranks' storages
+        self._plans: dict[tuple[str, ...], _Plan] = {}  # only that of the last set of receivers, by their addresses
+        self._groups: dict[int, tuple[ServerCell, dist.ProcessGroup]] = {}  # by the cell's number
         self._updates = 0
         first = next(iter(own.parameters.values()))
         self._backend = "nccl" if first.is_cuda else "gloo"
@@ -166,7 +166,7 @@ class ShardTransfer:
 
     @property
     def store(self) -> dist.Store:
-        """The store of the first trainer rank.
+        """The TCPStore of the first trainer rank, through which the trainer and receivers exchange messages.
 
         Raises:
             ValueError: no update has begun.
@@ -177,7 +177,7 @@ class ShardTransfer:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of this rank's buffers."""
+        """Bytes of this rank's buffers for messages."""
         parts = [part for plan in self._plans.values() for each in plan.rounds for part in each.parts]
         return sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
 
@@ -187,7 +187,7 @@ class ShardTransfer:
         self._plans = {key: plan for key, plan in self._plans.items() if url not in key}
 
     def close(self) -> None:
-        """Leave all groups, and free the buffers."""
+        """Leave all process groups with receivers, and free the buffers."""
         self._plans.clear()
         for _, group in self._groups.values():
             abort(group)
@@ -276,7 +276,10 @@ class ShardTransfer:
         update = self._planned(receivers) if known is None else known.update
         digest = update.digest if known is None else known.name
         if known is None and len(set(self.world.all_gather_json(digest))) > 1:
-            raise WorkerError("the trainer's ranks have different plans of a weight update: an error in megarl")
+            raise WorkerError(
+                "the trainer's ranks have planned different weight updates, an error in megarl; report it, and set "
+                "sync.transport=distributed"
+            )
         if known is not None:
             cells, cell_of = known.cells, known.cell_of
         else:  # a new plan needs new group names, because the store still has the keys of former groups
@@ -381,7 +384,7 @@ class ShardTransfer:
                 if why is None and not watch.is_done(place, receiver.layout.ranks, plan.name):
                     why = "the server has answered, but one of its ranks does not have the weights of this update"
             if why is not None:
-                known = why.startswith(receiver.name)  # the server's own answer
+                known = why.startswith(receiver.name)  # an error that the server returned
                 report.failed[receiver.number] = why if known else str(failure(receiver, _PHASE, why))
 
     def _compare(
@@ -451,7 +454,7 @@ class CellWatch:
 
     def __init__(self, store: dist.Store, name: str, cells: Mapping[int, ServerCell]) -> None:
         self._store, self._name, self._cells = store, name, cells
-        self._beats: dict[tuple[int, int], tuple[int, float]] = {}  # count of each rank, and since when
+        self._beats: dict[tuple[int, int], tuple[int, float]] = {}  # each rank's heartbeat count, and when it changed
         self._next: dict[int, float] = {}
 
     def _ranks(self, cell: int) -> list[tuple[int, int]]:
@@ -462,7 +465,7 @@ class CellWatch:
         self._store.compare_set(f"{self._name}/dead/{cell}", "", why)
 
     def dead(self, cell: int) -> str | None:
-        """Return why a cell was given up, or None."""
+        """Return why a cell (receivers that share a process group) was given up, or None."""
         key = f"{self._name}/dead/{cell}"
         return self._store.get(key).decode() if self._store.check([key]) else None
 
@@ -502,7 +505,8 @@ class CellWatch:
         return None
 
     def wait_answer(self, cell: int, call: Future[None], limit_s: float) -> str | None:
-        """Wait for a receiver's answer, briefly if its cell was given up; return why there is none, or None."""
+        """Wait for a receiver's answer, only briefly if its cell was given up. Return why the update of this receiver
+        failed, or None."""
         end = time.monotonic() + limit_s
         while not call.done():
             if (why := self.look(cell)) is not None:

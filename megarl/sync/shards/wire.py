@@ -172,7 +172,7 @@ class _MachineNeeds:
         """Return boxes, targets, parts, receivers and groups for ranks that exchange stripes (shares) of boxes which
         several of them store."""
         order = np.argsort(self.box, kind="stable")
-        first = order[np.flatnonzero(np.diff(self.box[order], prepend=-1))]  # the first rank's need of each box
+        first = order[np.flatnonzero(np.diff(self.box[order], prepend=-1))]  # first row of each box
         stored = np.zeros((len(first), len(self.members)), bool)
         stored[self.box, self.member] = True
         patterns, pattern = np.unique(np.packbits(stored, axis=1), axis=0, return_inverse=True)

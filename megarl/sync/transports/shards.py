@@ -93,7 +93,7 @@ def refuse_shards(receivers: Receivers, *, adapters: bool) -> None:
     why = receivers.takes_no_shards or ("weights that are merged with adapters lie in no parameter" if adapters else "")
     if why:
         raise ConfigError(
-            f"{why}, so they cannot be sent from shard to shard",
+            f"{why}, so sync.transport=shards cannot be used",
             where="sync.transport",
             found="shards",
             allowed="auto, tensor, distributed, disk or delta",

@@ -54,7 +54,7 @@ def _shared(name: str) -> Any:
 exchange, hashes = _shared("exchange"), _shared("hashes")
 
 _DIMS = 3  # dimensions of every tensor in the tables
-_COPY, _ZERO = 0, 1  # rules of boxes
+_COPY, _ZERO = 0, 1  # values of `BoxRule` in boxes.py
 _BEAT_S = 0.5
 _LOOK_S = 0.25  # seconds between two checks of a key while a round is in flight
 _LARGEST = 1 << 30  # largest allowed bytes of the tables in one .npz file
@@ -193,7 +193,7 @@ def _box(place: CopyTarget, shape: Sequence[int], what: str) -> tuple[list[int],
             raise CannotDescribe(f"{what}: the model's loading code copies a part that is not rectangular")
         part = min(size, sizes[dim] - lo[dim])
         hi[dim], strides[dim] = lo[dim] + part, stride
-        if part < size:  # all of this dimension, and more of the one before it
+        if part < size:  # continues in the dimension before this one
             runs.append((size // part, step * part, stride * part))
     return lo, hi, strides
 
@@ -247,7 +247,7 @@ def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     cell = exchange.ServerCell.of_json(header["group"])
     described = _DESCRIBED.get(model)
     if described is None:
-        raise exchange.RoundFailed("this server has not described its parameters to the trainer")
+        raise exchange.RoundFailed("the server has not described its parameters to the trainer since it started")
     described.check(model)
     # the key has the server's number, which may differ from its number in the last update with this program
     part = f"{header['prefix']}/program/{header['program']}/{server}/{rank}"
@@ -346,7 +346,7 @@ def _beating(header: dict[str, Any], key: str) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        thread.join(2 * _BEAT_S)  # longer only if the trainer's machine is gone
+        thread.join(2 * _BEAT_S)  # takes longer only if the trainer's machine is gone
 
 
 def _unpack(data: bytes) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class ProbeTensor(Tensor):
         """
         if target.shape != self.shape or 0 in self.meta.stride():
             raise CannotPatch(
-                f"load_weights copies a tensor of shape {tuple(self.shape)} to one of {tuple(target.shape)}"
+                f"load_weights copies values of shape {tuple(self.shape)} to memory of shape {tuple(target.shape)}"
             )
         self.places.append(CopyTarget(int(self.meta.storage_offset()), self.meta.stride(), target))
 
