@@ -225,7 +225,7 @@ class Agent(Environment):
     has_simultaneous_turns: ClassVar[bool] = True
     plays_policies: ClassVar[bool] = True
     _program: Program  # set by `reset`
-    _turns: Sequence[PendingTurn] = ()  # the policy's turns that are in flight, or were last
+    _turns: Sequence[PendingTurn] = ()  # turns that the policy is sampling, or has sampled last
 
     def __init__(self, settings: AgentSettings, shared: AgentReplica) -> None:
         super().__init__(settings, shared)

@@ -205,7 +205,7 @@ class WeightInbox:
     def take_flat(self, flat: Tensor, tensors: Sequence[Sequence[Any]], update: int) -> None:
         """Write whole tensors from a flat uint8 buffer; `tensors`: (name, shape, dtype, first byte, bytes) of each.
 
-        FP8 values must come with their scales in the same call; both are converted to float32 and written.
+        FP8 values must come with their scales in the same call; they are dequantised to float32 and then written.
         """
         with self._on_device():
             self._need_open(update)

@@ -99,6 +99,6 @@ class Skipping(Interleaving):
 def test_every_second_row_is_no_box(shards):
     with pytest.raises(
         shards.CannotDescribe,
-        match=r"tensor 0 in parameter rows: the model.s loading code copies a part that is not rect",
+        match=r"tensor 0 in parameter rows: the model.s loading code copies a part that is not a box",
     ):
         shards.storage_of(Skipping(), tables({"0": (12, 4)}))

@@ -190,7 +190,9 @@ def _box(place: CopyTarget, shape: Sequence[int], what: str) -> tuple[list[int],
         size, step, stride = runs.pop()
         dim = next((d for d in reversed(range(_DIMS)) if sizes[d] > 1 and steps[d] == step and not strides[d]), None)
         if dim is None or (lo[dim] + size > sizes[dim] and (lo[dim] or size % sizes[dim])):
-            raise CannotDescribe(f"{what}: the model's loading code copies a part that is not rectangular")
+            raise CannotDescribe(
+                f"{what}: the model's loading code copies a part that is not a box (an index range in each dimension)"
+            )
         part = min(size, sizes[dim] - lo[dim])
         hi[dim], strides[dim] = lo[dim] + part, stride
         if part < size:  # continues in the dimension before this one
